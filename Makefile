@@ -1,0 +1,58 @@
+# make demo   set everything up and run the main job: a server answering click predictions
+# make test   set up what is missing and pass the tests
+# make check  formatting, types, import rules        make bench  every benchmark, one table
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NATIVE_SOURCES := pyproject.toml $(shell find hps/native -name '*.?pp' -o -name CMakeLists.txt)
+
+.PHONY: help setup demo test check format bench lock clean
+
+help:
+	@sed -n 's/^# //p' Makefile | head -3
+
+# Locked dependencies first, then this package on top (editable, so sources act at once).
+$(VENV)/.installed-runtime: requirements/runtime.txt $(NATIVE_SOURCES)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "hps needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
+	  rm -rf $(VENV); echo "No venv module. On Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	@echo "Installing locked dependencies and building the native core …"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements/build.txt
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/runtime.txt
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-build-isolation --no-deps --editable .
+	@$(BIN)/python -c 'import hps.native as n; n.COMPILED or print("No C++ compiler or Python headers: running on the NumPy twins, slower. On Debian and Ubuntu: apt-get install g++ python3-dev, then make clean setup")'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-runtime requirements/dev.txt
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/dev.txt
+	@touch $@
+
+setup: $(VENV)/.installed-dev
+
+demo: $(VENV)/.installed-runtime
+	@$(BIN)/hps demo
+
+test: setup
+	@$(BIN)/python -m pytest
+
+check: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+	@find hps -name '*.?pp' -o -name '*.cu*' | xargs $(BIN)/clang-format --dry-run --Werror
+
+format: setup
+	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format --quiet .
+	@find hps -name '*.?pp' -o -name '*.cu*' | xargs $(BIN)/clang-format -i
+
+bench: setup
+	@$(BIN)/python -m benchmarks
+
+# Rewrites the locks from pyproject.toml; run it after changing a dependency.
+lock: setup
+	@for part in build runtime dev; do tools/lock $$part; done
+
+clean:
+	rm -rf $(VENV) build

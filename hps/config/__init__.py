@@ -1,0 +1,1 @@
+"""Settings and ``model.yaml``: the only place that reads YAML and the environment."""

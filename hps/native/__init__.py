@@ -1,0 +1,27 @@
+"""The C++ core, or its NumPy twins where it could not be built.
+
+``HPS_NATIVE=on`` fails when the compiled module is missing, ``off`` forces the twins, ``auto`` (the
+default) takes what is there; ``COMPILED`` tells which one is in use.
+"""
+
+from __future__ import annotations
+
+from hps.config.environment import native_mode
+from hps.native import twin
+
+_mode = native_mode()
+COMPILED = False
+partition_hash = twin.partition_hash
+dedup = twin.dedup
+if _mode != "off":
+    try:
+        from hps.native import _core
+    except ImportError:
+        if _mode == "on":
+            raise
+    else:
+        COMPILED = True
+        partition_hash = _core.partition_hash
+        dedup = _core.dedup
+
+__all__ = ["COMPILED", "dedup", "partition_hash"]

@@ -1,0 +1,29 @@
+"""NumPy twins of the compiled kernels: slow, obvious, and what the compiled ones are tested against."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.types import IndexArray, KeyArray
+
+
+def _rotate_right(x: NDArray[np.uint64], r: int) -> NDArray[np.uint64]:
+    return (x >> np.uint64(r)) | (x << np.uint64(64 - r))
+
+
+def partition_hash(keys: KeyArray) -> NDArray[np.uint64]:
+    x = keys.view(np.uint64).copy()
+    x ^= _rotate_right(x, 25) ^ _rotate_right(x, 50)
+    x *= np.uint64(0xA24BAED4963EE407)
+    x ^= _rotate_right(x, 24) ^ _rotate_right(x, 49)
+    x *= np.uint64(0x9FB21C651E98DF25)
+    return x ^ (x >> np.uint64(28))
+
+
+def dedup(keys: KeyArray) -> tuple[KeyArray, IndexArray]:
+    unique, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    order = np.argsort(first, kind="stable")
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order))
+    return unique[order], rank[inverse.reshape(-1)]

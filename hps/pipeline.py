@@ -1,0 +1,1 @@
+"""Lookup and dense model together: the one thing REST, gRPC and the Triton backend call."""

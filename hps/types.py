@@ -1,0 +1,214 @@
+"""Values that travel through the library: tables, keys, requests and results.
+
+Arrays in, arrays out. Keys are ``(n,) int64``, vectors ``(n, dim)`` of the table's dtype,
+versions ``(n,) uint64``, sources ``(n,) uint8``; all C-contiguous, NumPy on the host and CuPy on
+the device. Every int64 is an ordinary key: negative ones and unsigned 64-bit signs (reinterpreted)
+included.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+KeyArray = NDArray[np.int64]
+VectorArray = NDArray[Any]
+VersionArray = NDArray[np.uint64]
+SourceArray = NDArray[np.uint8]
+IndexArray = NDArray[np.int64]
+
+Pooling = Literal["sum", "mean", "none"]
+
+
+class Source(IntEnum):
+    """Which tier a row came from; the code reported per key (``f.source`` on the wire)."""
+
+    DEFAULT = 0
+    GPU = 1
+    CPU = 2
+    REDIS = 3
+    ROCKSDB = 4
+    MEMORY = 5
+    REMOTE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class MissPolicy:
+    """What a lookup does with keys that no memory tier holds (invariant 7).
+
+    ``wait``: ask the stores. ``default_then_promote``: answer with the default at once and promote
+    the row in the background, unless fewer than ``min_hit_rate`` of the batch's unique keys of the
+    table were found in memory, in which case the lookup waits after all.
+    """
+
+    kind: Literal["wait", "default_then_promote"] = "wait"
+    min_hit_rate: float = 0.0
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class EmbeddingTable:
+    """One version of a named map from key to vector. Compared and hashed by identity: one object
+    per table lives in the process, and tiers key their state by it.
+
+    ``default`` is ``(dim,)`` of ``dtype``, read-only: what an unknown key gets.
+    ``tombstone_ttl_s`` is how long a deletion is remembered against late, older upserts.
+    """
+
+    model: str
+    version: int
+    name: str
+    dim: int
+    dtype: np.dtype[Any]
+    default: VectorArray
+    miss: MissPolicy = MissPolicy()
+    tombstone_ttl_s: float = 86_400.0
+
+    @property
+    def id(self) -> str:
+        """``model/version/name``: unique within a process; used in stores, logs and metrics."""
+        return f"{self.model}/{self.version}/{self.name}"
+
+    @property
+    def row_bytes(self) -> int:
+        return self.dim * self.dtype.itemsize
+
+    @staticmethod
+    def make(
+        name: str,
+        dim: int,
+        *,
+        model: str = "model",
+        version: int = 1,
+        dtype: Any = np.float32,
+        default: Any = 0.0,
+        miss: MissPolicy | None = None,
+        tombstone_ttl_s: float = 86_400.0,
+    ) -> EmbeddingTable:
+        """Build a table; ``default`` is a scalar or a vector of ``dim`` values."""
+        dt = np.dtype(dtype)
+        row = np.ascontiguousarray(np.broadcast_to(np.asarray(default, dt), (dim,)))
+        row.flags.writeable = False
+        return EmbeddingTable(
+            model, version, name, dim, dt, row, miss or MissPolicy(), tombstone_ttl_s
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class JaggedKeys:
+    """The keys of one feature for a batch of samples.
+
+    Fixed hotness: ``keys`` is ``(batch * hotness,)`` and ``offsets`` is None. Jagged: sample ``i``
+    owns ``keys[offsets[i]:offsets[i + 1]]`` with ``offsets (batch + 1,) int64``. ``weights``, if
+    given, is ``(n,) float32`` and multiplies each vector before it is summed.
+    """
+
+    keys: KeyArray
+    batch: int
+    offsets: IndexArray | None = None
+    weights: NDArray[np.float32] | None = None
+
+    @property
+    def hotness(self) -> int | None:
+        """Keys per sample, or None when jagged (0 for an empty batch)."""
+        if self.offsets is not None:
+            return None
+        return len(self.keys) // self.batch if self.batch else 0
+
+    @staticmethod
+    def dense(keys: Any) -> JaggedKeys:
+        """``keys (batch,)`` or ``(batch, hotness)``; unsigned 64-bit keys are reinterpreted."""
+        arr = as_keys(keys)
+        return JaggedKeys(arr.reshape(-1), arr.shape[0])
+
+
+def as_keys(keys: Any) -> KeyArray:
+    """Integer keys as C-contiguous int64 without changing a bit (uint64 is reinterpreted)."""
+    arr = np.ascontiguousarray(keys)
+    if arr.dtype == np.int64:
+        return arr
+    if arr.dtype == np.uint64:
+        return arr.view(np.int64)
+    if arr.dtype.kind in "iu":
+        return arr.astype(np.int64)
+    if arr.size == 0:
+        return arr.astype(np.int64)
+    raise TypeError(f"keys must be integers, got dtype {arr.dtype}")
+
+
+@dataclass(slots=True)
+class LookupRequest:
+    """Keys of one batch, by feature name.
+
+    ``deadline`` is a ``time.monotonic()`` instant or None. ``out`` optionally names caller-owned
+    arrays per feature that receive the vectors. ``want_source`` asks for the per-key report.
+    """
+
+    features: Mapping[str, JaggedKeys]
+    deadline: float | None = None
+    want_source: bool = False
+    out: Mapping[str, VectorArray] | None = None
+    request_id: str = ""
+
+
+@dataclass(slots=True)
+class LookupResult:
+    """``vectors[f]`` is ``(batch, dim)`` when pooled, ``(n, dim)`` when pooling is ``none``.
+
+    ``sources[f] (n,) uint8`` is filled when asked for. ``defaulted`` counts keys (not unique keys)
+    that were answered with the table's default; ``degraded`` names the tiers that were skipped.
+    """
+
+    vectors: dict[str, VectorArray]
+    sources: dict[str, SourceArray] = field(default_factory=dict)
+    defaulted: int = 0
+    degraded: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class PredictRequest:
+    """A ranking request: keys per categorical feature plus the named dense input tensors.
+
+    Features marked ``context`` may come with batch 1 and are broadcast over the others' batch
+    (the candidates). ``top_k`` keeps the k best candidates by the model's ranking output.
+    """
+
+    features: Mapping[str, JaggedKeys]
+    dense: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    top_k: int | None = None
+    deadline: float | None = None
+    want_source: bool = False
+    outputs: tuple[str, ...] | None = None
+    request_id: str = ""
+
+
+@dataclass(slots=True)
+class PredictResult:
+    """Named outputs, in the model's order; with ``top_k`` also ``top_k_index (k,) int64``."""
+
+    outputs: dict[str, NDArray[Any]]
+    sources: dict[str, SourceArray] = field(default_factory=dict)
+    defaulted: int = 0
+    degraded: tuple[str, ...] = ()
+
+
+# A row's version: Unix milliseconds << 20 | sequence. Newest wins.
+VERSION_SEQUENCE_BITS = 20
+
+
+def make_version(unix_ms: int, sequence: int = 0) -> int:
+    """The version of a write at ``unix_ms`` with a tie-breaking ``sequence`` (taken mod 2^20)."""
+    return (unix_ms << VERSION_SEQUENCE_BITS) | (sequence & ((1 << VERSION_SEQUENCE_BITS) - 1))
+
+
+def version_now(sequence: int = 0) -> int:
+    return make_version(time.time_ns() // 1_000_000, sequence)
+
+
+def version_unix_ms(version: int) -> int:
+    return int(version) >> VERSION_SEQUENCE_BITS
