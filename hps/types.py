@@ -9,10 +9,11 @@ included.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,12 +148,14 @@ class LookupRequest:
 
     ``deadline`` is a ``time.monotonic()`` instant or None. ``out`` optionally names caller-owned
     arrays per feature that receive the vectors. ``want_source`` asks for the per-key report.
+    ``by_table``: the names are tables, keys are taken as they are and vectors come back unpooled.
     """
 
     features: Mapping[str, JaggedKeys]
     deadline: float | None = None
     want_source: bool = False
     out: Mapping[str, VectorArray] | None = None
+    by_table: bool = False
     request_id: str = ""
 
 
@@ -160,12 +163,13 @@ class LookupRequest:
 class LookupResult:
     """``vectors[f]`` is ``(batch, dim)`` when pooled, ``(n, dim)`` when pooling is ``none``.
 
-    ``sources[f] (n,) uint8`` is filled when asked for. ``defaulted`` counts keys (not unique keys)
+    ``sources[f] (n,) uint8`` and ``versions[f] (n,) uint64`` are filled when asked for. ``defaulted`` counts keys (not unique keys)
     that were answered with the table's default; ``degraded`` names the tiers that were skipped.
     """
 
     vectors: dict[str, VectorArray]
     sources: dict[str, SourceArray] = field(default_factory=dict)
+    versions: dict[str, VersionArray] = field(default_factory=dict)
     defaulted: int = 0
     degraded: tuple[str, ...] = ()
 
@@ -195,6 +199,23 @@ class PredictResult:
     sources: dict[str, SourceArray] = field(default_factory=dict)
     defaulted: int = 0
     degraded: tuple[str, ...] = ()
+
+
+class Progress(Protocol):
+    """How long work reports itself; the command line draws bars, a server logs, tests ignore it."""
+
+    def task(
+        self, title: str, total: int, unit: str = "rows"
+    ) -> AbstractContextManager[Callable[[int], None]]:
+        """Open a task of ``total`` units; call the returned function with each step's size."""
+        ...
+
+
+class NoProgress:
+    def task(
+        self, title: str, total: int, unit: str = "rows"
+    ) -> AbstractContextManager[Callable[[int], None]]:
+        return nullcontext(lambda _step: None)
 
 
 # A row's version: Unix milliseconds << 20 | sequence. Newest wins.

@@ -7,7 +7,7 @@ what is in force and where each value came from.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -149,10 +149,3 @@ class Settings(Strict):
     dense: DenseSettings = DenseSettings()
     server: ServerSettings = ServerSettings()
     auth: AuthSettings = AuthSettings()
-
-
-class LegacySource(Strict):
-    """Where a model of an HPS ``ps.json`` comes from: one sparse directory per table, in order."""
-
-    spec: dict[str, Any]
-    directories: list[Path]
