@@ -163,8 +163,9 @@ class LookupRequest:
 class LookupResult:
     """``vectors[f]`` is ``(batch, dim)`` when pooled, ``(n, dim)`` when pooling is ``none``.
 
-    ``sources[f] (n,) uint8`` and ``versions[f] (n,) uint64`` are filled when asked for. ``defaulted`` counts keys (not unique keys)
-    that were answered with the table's default; ``degraded`` names the tiers that were skipped.
+    ``sources[f] (n,) uint8`` and ``versions[f] (n,) uint64`` are filled when asked for.
+    ``defaulted`` counts keys (not unique keys) that were answered with the table's default;
+    ``degraded`` names the tiers that were skipped.
     """
 
     vectors: dict[str, VectorArray]
