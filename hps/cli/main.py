@@ -1,10 +1,108 @@
-"""``hps``: the command line. One module a command group; this one only gathers them."""
+"""``hps``: the command line. One module a command; this one gathers them and prints what went wrong.
+
+A command's module is imported when the command runs, so that ``hps --help`` stays quick whatever
+the commands need. Every module exposes ``app: typer.Typer``.
+"""
 
 from __future__ import annotations
 
-import typer
+import importlib
+from typing import Any, NamedTuple
 
-app = typer.Typer(no_args_is_help=True, help="Serve embedding tables larger than a GPU.")
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from hps.errors import ConfigError, HpsError, ModelError
+
+OK, FAILED, USAGE = 0, 1, 2
+"""Exit codes: done; a check or the work failed; the configuration or the command line is wrong."""
+
+
+class Entry(NamedTuple):
+    """Where a command lives and what the overview says of it; ``group``: it has sub-commands."""
+
+    panel: str
+    help: str
+    group: bool = False
+
+
+START, ASK, CARE = "Start here", "Ask a server", "Models and settings"
+COMMANDS = {
+    "demo": Entry(START, "Serve the model that comes with hps, ask it and check every answer."),
+    "serve": Entry(START, "Serve models: hps serve --config FILE (our YAML, or HPS's ps.json)."),
+    "doctor": Entry(START, "Check this machine, a configuration and a server; say how to mend."),
+    "predict": Entry(ASK, "Score one request, or a Parquet, CSV or JSONL file of them."),
+    "lookup": Entry(ASK, "Show rows of a table; --explain: which tier they came from, how old."),
+    "tables": Entry(ASK, "List the tables: rows, bytes, what is cached."),
+    "status": Entry(ASK, "Show what a server is doing: models, tiers, hit rates."),
+    "model": Entry(CARE, "Import, inspect and verify models of a repository.", group=True),
+    "config": Entry(CARE, "Show, check and describe the configuration.", group=True),
+    "version": Entry(CARE, "Print the version of hps and of what it stands on."),
+}
+
+
+def _load(name: str) -> Any:
+    app = importlib.import_module(f"hps.cli.{name}").app
+    app.rich_markup_mode = None
+    command: Any
+    if COMMANDS[name].group:
+        command = typer.main.get_group(app)
+    else:
+        command = typer.main.get_command(app)
+    command.name = name
+    return command
+
+
+class LazyCommands(TyperGroup):
+    """Knows every command's name and help; imports a command's module when it is called."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for name, entry in COMMANDS.items():
+            self.add_command(TyperCommand(name, help=entry.help), name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, _load(name) if name in COMMANDS else command, rest
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for panel in dict.fromkeys(entry.panel for entry in COMMANDS.values()):
+            with formatter.section(panel):
+                formatter.write_dl([(n, e.help) for n, e in COMMANDS.items() if e.panel == panel])
+
+    def invoke(self, ctx: Any) -> Any:
+        """Every error that hps raises on purpose becomes one line on stderr and an exit code."""
+        try:
+            return super().invoke(ctx)
+        except HpsError as error:
+            from hps.cli.output import complain
+
+            if ctx.params.get("debug"):
+                raise
+            complain(str(error))
+            raise typer.Exit(exit_code(error)) from None
+
+
+def exit_code(error: HpsError) -> int:
+    return USAGE if isinstance(error, ConfigError | ModelError) else FAILED
+
+
+app = typer.Typer(
+    cls=LazyCommands,
+    no_args_is_help=True,
+    rich_markup_mode=None,  # rich's help pages take 0.3 s to import
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(
+    epilog="New here? Try: hps demo. Exit codes: 0 done, 1 failed, 2 wrong configuration or usage."
+)
+def hps(
+    debug: bool = typer.Option(False, "--debug", help="Show Python's traceback of an error."),
+) -> None:
+    """Serve embedding tables larger than a GPU, at low latency."""
 
 
 def main() -> None:

@@ -1,0 +1,146 @@
+"""How commands print: tables for people, JSON for programs; colours on a terminal only.
+
+Results go to stdout, everything said about them (progress, warnings, errors) to stderr, so that a
+pipe carries results alone. ``NO_COLOR`` is honoured (by rich).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Wide enough that a piped table is never folded; rich takes only what the columns need.
+PIPE_WIDTH = 4096
+
+
+class OutputFormat(str, Enum):
+    table = "table"
+    json = "json"
+
+
+Output = Annotated[
+    OutputFormat, typer.Option("--output", "-o", help="table for people, json for programs.")
+]
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console on the present stdout or stderr (looked up now: tests replace them)."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else PIPE_WIDTH
+    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+
+
+def complain(message: str) -> None:
+    """One line on stderr: the error, its cause and its mend (messages of several lines are joined)."""
+    _note("error", "bold red", message)
+
+
+def warn(message: str) -> None:
+    _note("warning", "yellow", message)
+
+
+def _note(word: str, style: str, message: str) -> None:
+    from rich.text import Text
+
+    line = "; ".join(part.strip() for part in message.splitlines() if part.strip())
+    out = console(stderr=True)
+    out.print(Text.assemble((f"{word}:", style), " ", line), soft_wrap=True)
+
+
+def print_json(data: Any) -> None:
+    """``data`` as JSON; NumPy arrays and scalars, paths and integers up to 2^64-1 included.
+
+    Indented on a terminal, one line in a pipe. NaN and infinities become null (JSON has none).
+    """
+    import orjson
+
+    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
+    if sys.stdout.isatty():
+        options |= orjson.OPT_INDENT_2
+    sys.stdout.write(orjson.dumps(data, default=_plain, option=options).decode())
+    sys.stdout.flush()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):  # NumPy scalars and arrays that orjson does not take itself
+        return value.tolist()
+    raise TypeError(f"cannot print {type(value).__name__} as JSON")
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    *,
+    title: str = "",
+    styles: Mapping[str, str] | None = None,
+) -> None:
+    """Aligned columns; numbers to the right. ``styles``: cell text -> rich style (terminals only)."""
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = [list(row) for row in rows]
+    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    for i, name in enumerate(columns):
+        numeric = bool(cells) and all(isinstance(row[i], int | float | Number) for row in cells)
+        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+    for row in cells:
+        texts = ["" if cell is None else str(cell) for cell in row]
+        table.add_row(*(Text(t, style=(styles or {}).get(t, "")) for t in texts))
+    console().print(table)
+
+
+def say(text: str = "", style: str = "") -> None:
+    """A line of prose on stdout, for people."""
+    from rich.text import Text
+
+    console().print(Text(text, style=style), soft_wrap=True)
+
+
+class Number(str):
+    """A number made readable (1.2 MB, 3,000): printed to the right like a number."""
+
+
+def count(value: int | None) -> Number:
+    return Number("-" if value is None else f"{value:,}")
+
+
+def size(value: int | None) -> Number:
+    """Bytes in decimal units: 999 B, 1.2 kB, 34.5 MB."""
+    if value is None:
+        return Number("-")
+    number = float(value)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if number < 999.5 or unit == "TB":
+            break
+        number /= 1000
+    return Number(f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}")
+
+
+def share(part: float, whole: float) -> Number:
+    """``part`` of ``whole`` in per cent; a dash when there is nothing to divide."""
+    return Number(f"{100 * part / whole:.1f} %" if whole else "-")
+
+
+def age(seconds: float) -> Number:
+    """A time span in its largest two units: 12 s, 3 min 4 s, 2 h 10 min, 5 d 3 h."""
+    whole = max(0, int(seconds))
+    for unit, length, smaller, small in (
+        ("d", 86_400, "h", 3_600),
+        ("h", 3_600, "min", 60),
+        ("min", 60, "s", 1),
+    ):
+        if whole >= length:
+            return Number(f"{whole // length} {unit} {whole % length // small} {smaller}")
+    return Number(f"{whole} s")

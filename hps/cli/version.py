@@ -1,0 +1,41 @@
+"""``hps version``: what is installed, to paste into a bug report."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib import metadata
+
+import typer
+
+from hps.cli.output import Output, OutputFormat, print_json, print_table
+
+app = typer.Typer(add_completion=False)
+
+PACKAGES = ("numpy", "onnxruntime", "rocksdict", "tritonclient", "fastapi", "uvicorn", "pyarrow")
+
+
+@app.command(epilog="Example: hps version --output json")
+def version(output: Output = OutputFormat.table) -> None:
+    """Print the version of hps and of what it stands on, to paste into a bug report."""
+    from hps.native import COMPILED
+
+    facts = {
+        "hps": installed("hps-server") or "not installed",
+        "python": platform.python_version(),
+        "system": f"{sys.platform} {platform.machine()}",
+        "native core": "compiled" if COMPILED else "NumPy twins",
+    }
+    facts |= {name: installed(name) or "not installed" for name in PACKAGES}
+    if output is OutputFormat.json:
+        print_json(facts)
+    else:
+        print_table(("", "version"), facts.items())
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed distribution, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
