@@ -1,0 +1,153 @@
+"""Bulk load into RocksDB: sorted rows become SST files, which are linked into the table in one step.
+
+A load record per table lies in the column family ``default`` under ``load:<column family>``. It is
+written as incomplete before the first row and as complete after the last one, so a load that was
+killed is recognised and dropped at the next start. ``streamed:<column family>`` marks a table that
+has been written to since.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rocksdict import IngestExternalFileOptions, Options, Rdict, SstFileWriter, WriteBatch
+
+from hps.tiers.rocksdb_layout import CodeArray, Layout, encode, stored_keys
+from hps.types import EmbeddingTable, VectorArray
+
+_INGEST = "hps-ingest"
+_FILE_BYTES = 256 << 20
+# Rows encoded at a time: small enough to stay in the processor's cache, large enough to amortise.
+_BLOCK_ROWS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRecord:
+    """What was loaded into a table: the ``digest`` of its files, ``rows`` after duplicates were
+    dropped, the rows' ``version`` (see hps.types.make_version) and when it was loaded."""
+
+    digest: str
+    rows: int = 0
+    version: int = 0
+    dim: int = 0
+    dtype: str = "float32"
+    loaded_unix: float = 0.0
+    complete: bool = False
+
+    def started(self) -> LoadRecord:
+        return replace(self, complete=False)
+
+    def finished(self, rows: int) -> LoadRecord:
+        return replace(self, rows=rows, loaded_unix=time.time(), complete=True)
+
+
+class Records:
+    """Load records in the column family ``default``."""
+
+    def __init__(self, db: Rdict) -> None:
+        self._db: Rdict | None = db
+
+    @property
+    def _open(self) -> Rdict:
+        assert self._db is not None
+        return self._db
+
+    def release(self) -> None:
+        self._db = None
+
+    def get(self, family: str) -> LoadRecord | None:
+        text = self._open.get(f"load:{family}".encode())
+        return None if text is None else LoadRecord(**json.loads(text))
+
+    def put(self, family: str, record: LoadRecord) -> None:
+        batch = WriteBatch(raw_mode=True)
+        batch.put(f"load:{family}".encode(), json.dumps(asdict(record)).encode())
+        batch.delete(f"streamed:{family}".encode())
+        self._open.write(batch)
+        self._open.flush_wal(True)
+
+    def remove(self, family: str) -> None:
+        batch = WriteBatch(raw_mode=True)
+        batch.delete(f"load:{family}".encode())
+        batch.delete(f"streamed:{family}".encode())
+        self._open.write(batch)
+
+    def mark_streamed(self, family: str) -> None:
+        self._open.put(f"streamed:{family}".encode(), b"1")
+
+    def streamed(self, families: Sequence[str]) -> set[str]:
+        marks: Any = self._open.get([f"streamed:{f}".encode() for f in families])
+        return {f for f, mark in zip(families, marks, strict=True) if mark is not None}
+
+
+def clean_leftovers(path: Path) -> None:
+    """Remove the SST files of a load that was killed."""
+    shutil.rmtree(path / _INGEST, ignore_errors=True)
+
+
+class BulkLoad:
+    """Writes one table's rows to SST files beside the database and ingests them all at once."""
+
+    def __init__(
+        self, path: Path, options: Options, table: EmbeddingTable, layout: Layout, version: int
+    ) -> None:
+        self._folder = path / _INGEST / f"{os.getpid()}-{time.monotonic_ns()}"
+        self._options = options
+        self._table = table
+        self._layout: Layout = layout
+        self._version = version
+        self._files: list[str] = []
+        self._writer: SstFileWriter | None = None
+
+    def run(
+        self,
+        chunks: Iterable[tuple[CodeArray, VectorArray]],
+        family: Rdict,
+        progress: Callable[[int], None],
+    ) -> int:
+        """Returns the number of rows ingested."""
+        self._folder.mkdir(parents=True)
+        rows = in_file = 0
+        per_file = max(_BLOCK_ROWS, _FILE_BYTES // (self._table.row_bytes + 17))
+        for code, vectors in chunks:
+            for start in range(0, len(code), _BLOCK_ROWS):
+                part = slice(start, start + _BLOCK_ROWS)
+                writer = self._open_writer()
+                values = encode(self._table, vectors[part], self._version, self._layout)
+                deque(map(writer.__setitem__, stored_keys(code[part]), values), 0)
+                in_file += len(values)
+                if in_file >= per_file:
+                    self._finish_file()
+                    in_file = 0
+            rows += len(code)
+            progress(len(code))
+        self._finish_file()
+        if self._files:
+            options = IngestExternalFileOptions()
+            options.set_move_files(True)
+            family.ingest_external_file(self._files, options)
+        return rows
+
+    def _open_writer(self) -> SstFileWriter:
+        if self._writer is None:
+            self._files.append(str(self._folder / f"{len(self._files):06}.sst"))
+            self._writer = SstFileWriter(self._options)
+            self._writer.open(self._files[-1])
+        return self._writer
+
+    def _finish_file(self) -> None:
+        if self._writer is not None:
+            self._writer.finish()
+            self._writer = None
+
+    def clean(self) -> None:
+        self._writer = None
+        shutil.rmtree(self._folder, ignore_errors=True)
