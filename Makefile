@@ -13,10 +13,8 @@ help:
 
 # Locked dependencies first, then this package on top (editable, so sources act at once).
 $(VENV)/.installed-runtime: requirements/runtime.txt $(NATIVE_SOURCES)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "hps needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
-	  rm -rf $(VENV); echo "No venv module. On Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	@tools/prepare $(PYTHON)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing locked dependencies and building the native core …"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements/build.txt
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/runtime.txt
