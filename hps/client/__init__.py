@@ -1,0 +1,11 @@
+"""A small client of the REST interface: NumPy in, NumPy out, errors that say what to do.
+
+from hps.client import Client
+
+with Client("http://127.0.0.1:8000") as client:
+    scores = client.predict("ctr", {"user": [17], "ad": [4, 8]}, {"depth": [[2.0]]}).outputs
+"""
+
+from hps.client.rest import Answer, Client
+
+__all__ = ["Answer", "Client"]

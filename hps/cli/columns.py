@@ -1,0 +1,158 @@
+"""Columns of a file as keys and dense tensors, to the last bit of every key.
+
+Text (CSV, JSONL) and typed columns (Parquet) are both taken. A 64-bit key never passes through a
+floating-point number, in which it would lose digits: a float column is refused. A list column, or
+a text cell with several numbers (``1 2 3``, ``[1, 2, 3]``), is a multi-hot sample; an empty cell is
+a sample without keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from hps.errors import BadRequest
+from hps.types import IndexArray, JaggedKeys, KeyArray
+
+_SEPARATORS = r"[\[\],;|\s]+"
+
+
+def keys_of(name: str, column: Any, first_row: int = 0) -> JaggedKeys:
+    """An Arrow array of ``n`` samples as keys; ``first_row`` is its place in the file, for errors."""
+    values, lengths = _flat(column)
+    where = _Where(name, first_row, lengths)
+    if _is_text(values.type):
+        keys = _parse_keys(values, where)
+    elif pa.types.is_integer(values.type):
+        keys = _integers(values)
+    elif len(values) == 0:
+        keys = np.empty(0, np.int64)
+    else:
+        raise BadRequest(
+            f"column {name!r} holds {values.type} values, which are not 64-bit keys; write it as "
+            "int64, uint64 or text"
+        )
+    return as_samples(keys, lengths)
+
+
+def as_samples(keys: KeyArray, lengths: IndexArray) -> JaggedKeys:
+    """Flat keys and keys per sample; a rectangle when every sample has the same number (not 0)."""
+    n = len(lengths)
+    if n and lengths[0] > 0 and (lengths == lengths[0]).all():
+        return JaggedKeys(keys, n)
+    if n == 0:
+        return JaggedKeys(keys, 0)
+    offsets = np.zeros(n + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return JaggedKeys(keys, n, offsets)
+
+
+def dense_of(
+    name: str, column: Any, dtype: np.dtype[Any], shape: Sequence[int], first_row: int = 0
+) -> NDArray[Any]:
+    """An Arrow array of ``n`` samples as a tensor ``(n, *shape[1:])`` of ``dtype``."""
+    values, lengths = _flat(column)
+    where = _Where(name, first_row, lengths)
+    if len(lengths) and (lengths != lengths[0]).any():
+        odd = int(np.flatnonzero(lengths != lengths[0])[0])
+        raise BadRequest(
+            f"column {name!r}, row {first_row + odd + 1}: {lengths[odd]} values, the rows before it "
+            f"have {lengths[0]}; every row of a dense input needs the same number"
+        )
+    kind = pa.from_numpy_dtype(dtype)
+    try:
+        array = pc.cast(values, kind).to_numpy(zero_copy_only=False)
+    except pa.ArrowInvalid:
+        raise where.refuse(values, lambda _value: kind, f"a {dtype} number") from None
+    try:
+        return np.ascontiguousarray(array, dtype).reshape(len(lengths), *shape[1:])
+    except ValueError:
+        got = int(lengths[0]) if len(lengths) else 0
+        raise BadRequest(
+            f"column {name!r} has {got} values a row, the model's input is {list(shape)}"
+        ) from None
+
+
+class _Where:
+    """Where values stand in the file: finds the first one that cannot be read (errors only)."""
+
+    def __init__(self, name: str, first_row: int, lengths: IndexArray) -> None:
+        self.name = name
+        self.first_row = first_row
+        self.lengths = lengths
+
+    def refuse(self, values: Any, kind: Callable[[Any], Any], wanted: str) -> BadRequest:
+        """``kind(value)`` is the Arrow type that ``value`` should have been read as."""
+        ends = np.cumsum(self.lengths)
+        for i, value in enumerate(values.to_pylist()):
+            try:
+                pc.cast(pa.scalar(value), kind(value))
+            except pa.ArrowInvalid:
+                row = self.first_row + int(np.searchsorted(ends, i, "right")) + 1
+                return BadRequest(f"column {self.name!r}, row {row}: {value!r} is not {wanted}")
+        return BadRequest(f"column {self.name!r} is not {wanted}")
+
+
+def _flat(column: Any) -> tuple[Any, IndexArray]:
+    """Any column as flat values without nulls, and how many of them each sample has."""
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        column = column.dictionary_decode()
+        kind = column.type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
+        values = column.flatten()
+        if values.null_count:
+            raise BadRequest("a list column holds an empty element; take it out of the list")
+        return values, lengths.astype(np.int64)
+    if _is_text(kind):
+        return _split(column)
+    lengths = column.is_valid().to_numpy(zero_copy_only=False).astype(np.int64)
+    return column.drop_null(), lengths
+
+
+def _split(column: Any) -> tuple[Any, IndexArray]:
+    """Text cells as words; the usual cell is one number and is not taken apart."""
+    text = pc.fill_null(pc.utf8_trim_whitespace(column), "")
+    if not pc.any(pc.match_substring_regex(text, _SEPARATORS)).as_py():
+        filled = pc.not_equal(text, "")
+        return text.filter(filled), filled.to_numpy(zero_copy_only=False).astype(np.int64)
+    spaced = pc.utf8_trim_whitespace(pc.replace_substring_regex(text, _SEPARATORS, " "))
+    lists = pc.split_pattern(spaced, " ")
+    lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False).astype(np.int64)
+    lengths[pc.equal(spaced, "").to_numpy(zero_copy_only=False)] = 0
+    words = lists.flatten()
+    return words.filter(pc.not_equal(words, "")), lengths
+
+
+def _parse_keys(text: Any, where: _Where) -> KeyArray:
+    """Whole numbers from -2^63 to 2^64-1, each to its own 64 bits."""
+    negative = pc.starts_with(text, "-")
+    keys = np.empty(len(text), np.uint64)
+    mask = negative.to_numpy(zero_copy_only=False)
+    try:
+        keys[mask] = pc.cast(text.filter(negative), pa.int64()).to_numpy().view(np.uint64)
+        keys[~mask] = pc.cast(text.filter(pc.invert(negative)), pa.uint64()).to_numpy()
+    except pa.ArrowInvalid:
+        raise where.refuse(
+            text,
+            lambda value: pa.int64() if value.startswith("-") else pa.uint64(),
+            "a whole number from -2^63 to 2^64-1 (was the file written with rounded numbers?)",
+        ) from None
+    return keys.view(np.int64)
+
+
+def _integers(values: Any) -> KeyArray:
+    array = values.to_numpy(zero_copy_only=False)
+    if array.dtype == np.uint64:
+        return np.ascontiguousarray(array).view(np.int64)
+    return np.ascontiguousarray(array, np.int64)
+
+
+def _is_text(kind: Any) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
