@@ -1,0 +1,90 @@
+"""What a lookup serves and who may serve it: in this process (``LookupEngine``) or elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from hps.types import EmbeddingTable, KeyArray, LookupRequest, LookupResult, Pooling
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """A categorical field of the request: which table it selects from, and how.
+
+    ``key_offset`` is added to every key mod 2^64. ``hotness`` is the number of keys per sample, None
+    when the request decides. A ``context`` feature may come with batch 1 beside candidates.
+    """
+
+    name: str
+    table: EmbeddingTable
+    key_offset: int = 0
+    pooling: Pooling = "sum"
+    hotness: int | None = None
+    context: bool = False
+
+    def shift(self, keys: KeyArray) -> KeyArray:
+        """The table's keys for this feature's keys: ``key_offset`` added mod 2^64."""
+        if not self.key_offset:
+            return keys
+        return (keys.view(np.uint64) + np.uint64(self.key_offset % 2**64)).view(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class LookupModel:
+    """One version of a model as lookups see it. ``max_keys`` bounds the keys of one request."""
+
+    name: str
+    version: int
+    tables: Mapping[str, EmbeddingTable]
+    features: Mapping[str, Feature]
+    max_batch_size: int = 65_536
+    max_keys: int = 1 << 31
+
+
+class Lookup(Protocol):
+    """``LookupEngine`` and its remote twin. May be called from any thread."""
+
+    @property
+    def features(self) -> Mapping[str, Feature]: ...
+
+    @property
+    def tables(self) -> Mapping[str, EmbeddingTable]: ...
+
+    def submit(self, request: LookupRequest) -> Future[LookupResult]:
+        """Start a lookup; the future is done already when no store had to be asked.
+
+        Never waits. Raises ``BadRequest`` for a request at fault and ``Unavailable`` when too many
+        lookups wait already; everything later is the future's exception.
+        """
+        ...
+
+    def lookup(self, request: LookupRequest) -> LookupResult:
+        """As ``submit``, waiting for the answer."""
+        ...
+
+
+class LookupObserver(Protocol):
+    """Who counts what lookups did; calls come from any thread and must be cheap."""
+
+    def answered(self, table: EmbeddingTable, sources: bytes) -> None:
+        """``sources``: one ``Source`` code per key (not per unique key)."""
+        ...
+
+    def finished(self, seconds: float, degraded: tuple[str, ...]) -> None:
+        """A lookup that took ``seconds`` and skipped the tiers ``degraded``."""
+        ...
+
+
+class Unobserved:
+    """Counts nothing."""
+
+    def answered(self, table: EmbeddingTable, sources: bytes) -> None:
+        pass
+
+    def finished(self, seconds: float, degraded: tuple[str, ...]) -> None:
+        pass

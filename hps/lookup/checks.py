@@ -1,0 +1,169 @@
+"""What a request must satisfy before a tier sees it; every message names cause and mend."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from hps.errors import BadRequest
+from hps.lookup.base import Feature, LookupModel
+from hps.types import JaggedKeys, LookupRequest, VectorArray, as_keys
+
+_INT64 = np.dtype(np.int64)
+_FLOAT32 = np.dtype(np.float32)
+
+
+def unknown(kind: str, name: str, known: Iterable[str], model: str) -> BadRequest:
+    """An error for a name the model does not have, with the nearest one it has."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; it has {_some(names)}"
+    return BadRequest(f"model {model!r} has no {kind} {name!r}{hint}")
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:8]) or "none"
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
+
+
+def check_keys(feature: Feature, keys: JaggedKeys) -> JaggedKeys:
+    """The feature's keys, well formed: ``keys`` as it came when nothing had to be converted."""
+    flat = keys.keys
+    if flat.dtype != _INT64 or flat.ndim != 1 or not flat.flags.c_contiguous:
+        keys = _converted(feature.name, keys)
+        flat = keys.keys
+    n, batch = len(flat), keys.batch
+    if keys.weights is not None:
+        keys = _check_weights(feature, keys)
+    if keys.offsets is not None:
+        return _check_offsets(feature, keys)
+    hotness = feature.hotness
+    if hotness is not None and n != batch * hotness:
+        per_sample = f"{n / batch:g} per sample" if batch else "no sample"
+        raise BadRequest(
+            f"feature {feature.name!r} takes {hotness} keys per sample, got {n} keys for a batch of "
+            f"{batch} ({per_sample})"
+        )
+    if batch < 0 or n % batch if batch else n:
+        raise BadRequest(
+            f"feature {feature.name!r}: {n} keys do not divide into a batch of {batch}; send "
+            f"'{feature.name}.offsets' for bags of different lengths"
+        )
+    return keys
+
+
+def _converted(name: str, keys: JaggedKeys) -> JaggedKeys:
+    try:
+        flat = as_keys(keys.keys)
+    except TypeError as error:
+        raise BadRequest(f"feature {name!r}: {error}") from None
+    if flat.ndim != 1:
+        raise BadRequest(f"feature {name!r}: keys must be one flat array, got shape {flat.shape}")
+    return JaggedKeys(flat, keys.batch, keys.offsets, keys.weights)
+
+
+def _check_weights(feature: Feature, keys: JaggedKeys) -> JaggedKeys:
+    assert keys.weights is not None
+    weights, n = np.asarray(keys.weights), len(keys.keys)
+    if feature.pooling == "none":
+        raise BadRequest(
+            f"feature {feature.name!r} is not pooled, so '{feature.name}.weights' has no meaning"
+        )
+    if weights.shape != (n,):
+        raise BadRequest(
+            f"feature {feature.name!r}: weights have shape {list(weights.shape)}, keys [{n}]"
+        )
+    if weights.dtype == _FLOAT32:
+        return keys
+    if weights.dtype.kind not in "fiu":
+        raise BadRequest(f"feature {feature.name!r}: weights must be numbers, got {weights.dtype}")
+    return JaggedKeys(keys.keys, keys.batch, keys.offsets, weights.astype(np.float32))
+
+
+def _check_offsets(feature: Feature, keys: JaggedKeys) -> JaggedKeys:
+    """Offsets start at 0, never fall, end at the number of keys, one more than the batch."""
+    name, n, batch = feature.name, len(keys.keys), keys.batch
+    offsets = np.asarray(keys.offsets)
+    if offsets.dtype.kind not in "iu":
+        raise BadRequest(f"feature {name!r}: offsets must be integers, got {offsets.dtype}")
+    if offsets.shape != (batch + 1,) or batch < 0:
+        raise BadRequest(
+            f"feature {name!r}: offsets have shape {list(offsets.shape)}, a batch of {batch} needs "
+            f"[{batch + 1}]"
+        )
+    if offsets[0] != 0 or offsets[-1] != n:
+        raise BadRequest(
+            f"feature {name!r}: offsets run from {offsets[0]} to {offsets[-1]}, they must run from 0 "
+            f"to the number of keys, {n}"
+        )
+    falls = np.flatnonzero(offsets[1:] < offsets[:-1])
+    if len(falls):
+        i = int(falls[0])
+        raise BadRequest(
+            f"feature {name!r}: offsets fall from {offsets[i]} to {offsets[i + 1]} at sample {i}"
+        )
+    if feature.hotness is not None:
+        uneven = np.flatnonzero(np.diff(offsets) != feature.hotness)
+        if len(uneven):
+            i = int(uneven[0])
+            raise BadRequest(
+                f"feature {name!r} takes {feature.hotness} keys per sample, sample {i} has "
+                f"{offsets[i + 1] - offsets[i]}"
+            )
+    if offsets.dtype == _INT64:
+        return keys
+    return JaggedKeys(keys.keys, batch, offsets.astype(np.int64), keys.weights)
+
+
+def check_sizes(model: LookupModel, request: LookupRequest) -> int:
+    """Batch sizes agree and stay within the model's bounds. Returns the number of keys."""
+    total, batch, first = 0, -1, ""
+    for name, keys in request.features.items():
+        total += len(keys.keys)
+        size = keys.batch
+        if size != batch and not request.by_table:
+            if size == 1 and model.features[name].context:
+                continue
+            if batch >= 0:
+                raise BadRequest(
+                    f"batch sizes differ: feature {first!r} has {batch}, feature {name!r} has {size}"
+                )
+            batch, first = size, name
+    if batch > model.max_batch_size:
+        raise BadRequest(
+            f"inference request batch-size must be <= {model.max_batch_size} for "
+            f"'{model.name}', got {batch}; send smaller batches or raise max_batch_size"
+        )
+    if total > model.max_keys:
+        raise BadRequest(
+            f"a request to '{model.name}' may carry {model.max_keys} keys, got {total}; send smaller "
+            "batches or raise server.max_keys"
+        )
+    return total
+
+
+def check_out(
+    name: str, out: VectorArray, shape: tuple[int, ...], dtype: np.dtype[np.generic]
+) -> None:
+    """A caller's array can take the vectors of ``name`` as they are."""
+    if not isinstance(out, np.ndarray):
+        raise BadRequest(f"out[{name!r}] must be a NumPy array, got {type(out).__name__}")
+    wrong = None
+    if out.shape != shape:
+        wrong = f"has shape {list(out.shape)}, the vectors have {list(shape)}"
+    elif out.dtype != dtype:
+        wrong = f"is {out.dtype}, the table is {dtype}"
+    elif not out.flags.c_contiguous:
+        wrong = "is not C-contiguous; pass np.ascontiguousarray of it"
+    elif not out.flags.writeable:
+        wrong = "is read-only"
+    if wrong:
+        raise BadRequest(f"out[{name!r}] {wrong}")
+
+
+def check_out_names(out: Mapping[str, VectorArray], request: LookupRequest, model: str) -> None:
+    for name in out:
+        if name not in request.features:
+            raise unknown("requested feature", name, request.features, model)

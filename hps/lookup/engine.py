@@ -1,0 +1,273 @@
+"""The lookup in this process: dedup -> fetch -> defaults -> scatter -> pool.
+
+Caches are asked on the caller's thread, stores on a bounded pool of threads, so an event loop may
+call ``submit``. Keys found below the caches, or owed a row under ``default_then_promote``, are
+handed to the cache writer; nothing here writes to a tier.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from hps.errors import BadRequest, DeadlineExceeded
+from hps.lookup.base import Feature, LookupModel, LookupObserver, Unobserved
+from hps.lookup.checks import check_keys, check_out, check_out_names, check_sizes, unknown
+from hps.lookup.pooling import pool
+from hps.lookup.workers import Done, Workers
+from hps.native import dedup
+from hps.tiers.base import FetchContext, Part, Tier
+from hps.types import (
+    EmbeddingTable,
+    IndexArray,
+    JaggedKeys,
+    KeyArray,
+    LookupRequest,
+    LookupResult,
+    VectorArray,
+)
+
+# A request with more keys than this is worth a thread hop even when memory holds them all: it would
+# hold up an event loop for milliseconds.
+INLINE_KEYS = 16_384
+_PLANS_KEPT = 256
+
+Promote = Callable[[EmbeddingTable, KeyArray], None]
+# The features of one request that share a table.
+_Group = tuple[EmbeddingTable, tuple[Feature, ...]]
+
+
+@dataclass(slots=True)
+class _Share:
+    """One table's share of a request. ``inverse (n,)`` finds each key's row in ``part``; None when
+    every key stood once. ``keys[i]`` belongs to ``features[i]``."""
+
+    part: Part
+    inverse: IndexArray | None
+    features: tuple[Feature, ...]
+    keys: list[JaggedKeys]
+
+
+class _Job:
+    """A request on its way: its shares and what they met."""
+
+    __slots__ = ("context", "request", "shares", "started")
+
+    def __init__(self, request: LookupRequest, shares: list[_Share]) -> None:
+        self.request = request
+        self.shares = shares
+        self.context = FetchContext(request.deadline)
+        self.started = time.perf_counter()
+
+
+class LookupEngine:
+    """Serves one model. Any number of threads may call it; it holds no state of a request.
+
+    ``promote`` must not block; ``caches`` and ``stores`` are the two stages of tiers.
+    """
+
+    def __init__(
+        self,
+        model: LookupModel,
+        caches: Tier,
+        stores: Tier,
+        workers: Workers,
+        promote: Promote = lambda _table, _keys: None,
+        observer: LookupObserver | None = None,
+    ) -> None:
+        self.model = model
+        self._caches = caches
+        self._stores = stores
+        self._stores_block = stores.info.blocking
+        self._workers = workers
+        self._promote = promote
+        self._observer = observer or Unobserved()
+        self._plans: dict[tuple[str, ...], tuple[_Group, ...]] = {}
+        self._by_table = {
+            name: Feature(name, table, pooling="none") for name, table in model.tables.items()
+        }
+
+    @property
+    def features(self) -> Mapping[str, Feature]:
+        return self.model.features
+
+    @property
+    def tables(self) -> Mapping[str, EmbeddingTable]:
+        return self.model.tables
+
+    def lookup(self, request: LookupRequest) -> LookupResult:
+        """Answer ``request``, waiting for stores if need be. Errors as ``submit`` and its future."""
+        return self.submit(request).result()
+
+    def submit(self, request: LookupRequest) -> Future[LookupResult]:
+        """Start a lookup; see ``Lookup.submit``. A request may name any of the model's features.
+
+        The future fails with ``DeadlineExceeded`` or with what a store without a guard raised. Until
+        it is done, arrays in ``request.out`` belong to the engine.
+        """
+        shares, keys = self._shares(request)
+        job = _Job(request, shares)
+        if request.deadline is not None and time.monotonic() > request.deadline:
+            raise DeadlineExceeded("the request's deadline had passed when it came")
+        if keys > INLINE_KEYS:
+            return self._workers.submit(partial(self._run, job), request.deadline)
+        waiting = self._ask_caches(job)
+        if waiting and self._stores_block:
+            return self._workers.submit(partial(self._run_below, job, waiting), request.deadline)
+        return Done(self._run_below(job, waiting))
+
+    # -- stages ------------------------------------------------------------------------------------
+
+    def _run(self, job: _Job) -> LookupResult:
+        return self._run_below(job, self._ask_caches(job))
+
+    def _ask_caches(self, job: _Job) -> list[Part]:
+        """Fetch what memory holds; the parts that must wait for the stores."""
+        parts = [share.part for share in job.shares]
+        self._caches.fetch(parts, job.context)
+        waiting = [part for part in parts if len(part.missing)]
+        return self._apply_miss_policies(waiting) if waiting else waiting
+
+    def _apply_miss_policies(self, parts: list[Part]) -> list[Part]:
+        """The parts that wait; the others' missing keys are promoted and get defaults for now."""
+        waiting = []
+        for part in parts:
+            policy, asked = part.table.miss, len(part.keys)
+            found = asked - len(part.missing)
+            if policy.kind == "wait" or found < policy.min_hit_rate * asked:
+                waiting.append(part)
+            else:
+                self._promote(part.table, part.keys[part.missing])
+        return waiting
+
+    def _run_below(self, job: _Job, waiting: list[Part]) -> LookupResult:
+        """Fetch ``waiting`` from the stores, have what they held promoted, and answer."""
+        if waiting:
+            asked = [part.missing for part in waiting]
+            self._stores.fetch(waiting, job.context)
+            for part, positions in zip(waiting, asked, strict=True):
+                found = positions[part.source[positions] != 0]
+                if len(found):
+                    self._promote(part.table, part.keys[found])
+        result = self._answer(job)
+        self._observer.finished(time.perf_counter() - job.started, result.degraded)
+        return result
+
+    # -- request -> parts --------------------------------------------------------------------------
+
+    def _shares(self, request: LookupRequest) -> tuple[list[_Share], int]:
+        """The request's keys, checked, gathered by table, each key once."""
+        names = tuple(request.features)
+        groups = self._plans.get(names) if not request.by_table else None
+        if groups is None:
+            groups = self._plan(names, request.by_table)
+        total = check_sizes(self.model, request)
+        out = request.out or {}
+        if out:
+            check_out_names(out, request, self.model.name)
+        shares = []
+        for table, features in groups:
+            keys = [check_keys(feature, request.features[feature.name]) for feature in features]
+            for feature, jagged in zip(features, keys, strict=True):
+                if feature.name in out:
+                    n = len(jagged.keys) if feature.pooling == "none" else jagged.batch
+                    check_out(feature.name, out[feature.name], (n, table.dim), table.dtype)
+            shares.append(_share(table, features, keys, out))
+        return shares, total
+
+    def _plan(self, names: tuple[str, ...], by_table: bool) -> tuple[_Group, ...]:
+        """The features of a request by table; kept, because requests of a model look alike."""
+        if not names:
+            raise BadRequest(f"the request names no feature of model {self.model.name!r}")
+        known = self._by_table if by_table else self.model.features
+        groups: dict[EmbeddingTable, list[Feature]] = {}
+        for name in names:
+            feature = known.get(name)
+            if feature is None:
+                raise unknown("table" if by_table else "feature", name, known, self.model.name)
+            groups.setdefault(feature.table, []).append(feature)
+        plan = tuple((table, tuple(features)) for table, features in groups.items())
+        if not by_table:
+            if len(self._plans) >= _PLANS_KEPT:
+                self._plans.clear()
+            self._plans[names] = plan
+        return plan
+
+    # -- parts -> answer ---------------------------------------------------------------------------
+
+    def _answer(self, job: _Job) -> LookupResult:
+        """Defaults where no tier had a row, then every key's row, then pooling."""
+        result = LookupResult({}, degraded=tuple(dict.fromkeys(job.context.degraded)))
+        for share in job.shares:
+            part, inverse = share.part, share.inverse
+            vectors, source = part.out, part.source
+            if 0 in source.tobytes():
+                vectors[source == 0] = part.table.default
+            if inverse is not None:
+                vectors = vectors.take(inverse, axis=0)
+                source = source.take(inverse)
+            codes = source.tobytes()
+            result.defaulted += codes.count(0)
+            self._observer.answered(part.table, codes)
+            start = 0
+            for feature, keys in zip(share.features, share.keys, strict=True):
+                stop = start + len(keys.keys)
+                rows = vectors if len(share.features) == 1 else vectors[start:stop]
+                self._put(result, job.request, feature, pool(rows, keys, feature.pooling))
+                if job.request.want_source:
+                    _report(result, feature.name, share, slice(start, stop))
+                start = stop
+        if list(result.vectors) != list(job.request.features):
+            result.vectors = {name: result.vectors[name] for name in job.request.features}
+        return result
+
+    @staticmethod
+    def _put(
+        result: LookupResult, request: LookupRequest, feature: Feature, vectors: VectorArray
+    ) -> None:
+        out = request.out.get(feature.name) if request.out else None
+        if out is not None and out is not vectors:
+            out[...] = vectors
+            vectors = out
+        result.vectors[feature.name] = vectors
+
+
+def _share(
+    table: EmbeddingTable,
+    features: tuple[Feature, ...],
+    keys: list[JaggedKeys],
+    out: Mapping[str, VectorArray],
+) -> _Share:
+    """Every distinct key of ``features`` once, in order of first appearance."""
+    if len(features) == 1:
+        flat = features[0].shift(keys[0].keys)
+    else:
+        flat = np.concatenate([f.shift(k.keys) for f, k in zip(features, keys, strict=True)])
+    if len(flat) < 2:
+        unique, inverse = flat, None
+    else:
+        unique, positions = dedup(flat)
+        inverse = None if len(unique) == len(flat) else positions
+    target = None
+    if inverse is None and len(features) == 1 and _one_row_per_key(features[0], keys[0]):
+        target = out.get(features[0].name)  # rows land in the caller's array
+    return _Share(Part.make(table, unique, target), inverse, features, keys)
+
+
+def _one_row_per_key(feature: Feature, keys: JaggedKeys) -> bool:
+    return feature.pooling == "none" or (keys.weights is None and keys.hotness == 1)
+
+
+def _report(result: LookupResult, name: str, share: _Share, keys: slice) -> None:
+    """Per-key sources and versions of the feature that owns ``keys`` of the share."""
+    if share.inverse is None:
+        positions: slice | Sequence[int] | IndexArray = keys
+    else:
+        positions = share.inverse[keys]
+    result.sources[name] = share.part.source[positions]
+    result.versions[name] = share.part.versions[positions]
