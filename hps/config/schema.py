@@ -7,10 +7,11 @@ what is in force and where each value came from.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from hps.config import checks
 from hps.config.model_schema import DenseSpec, MissPolicySpec, Name, Strict
 
 
@@ -18,10 +19,15 @@ class TableOverride(Strict):
     """Overrides one table's entry of `model.yaml`."""
 
     default: float | list[float] | None = None
+    """What an unknown key gets: one number, or `dim` of them."""
     miss_policy: MissPolicySpec | None = None
+    """What a lookup does with keys that no memory tier holds."""
     tombstone_ttl_s: float | None = Field(None, ge=0)
+    """How long a deletion is remembered, in seconds."""
     cache_rows: int | None = Field(None, ge=0)
     """CPU cache capacity of this table, in rows; 0 keeps it out of the cache."""
+    cache_share: float | None = Field(None, gt=0, le=1)
+    """CPU cache capacity as a share of this table's rows; `cache_rows` goes first."""
 
 
 class ModelOverride(Strict):
@@ -30,11 +36,16 @@ class ModelOverride(Strict):
     version: int | None = Field(None, ge=1)
     """The version to serve; default: the highest one in the repository."""
     tables: dict[Name, TableOverride] = {}
+    """Overrides by table name."""
     dense: DenseSpec | None = None
+    """Takes the place of the model's whole dense part."""
     max_batch_size: int | None = Field(None, ge=1)
+    """Largest batch of one request."""
 
 
 class ModelsSettings(Strict):
+    """What is served."""
+
     repository: Path = Path("models")
     """Folder of the model repository."""
     serve: dict[Name, ModelOverride] | None = None
@@ -42,28 +53,37 @@ class ModelsSettings(Strict):
 
 
 class CpuCacheSettings(Strict):
+    """The cache in host memory."""
+
     enabled: bool = True
+    """Off: every lookup asks the store."""
     capacity_bytes: int = Field(1 << 30, ge=0)
     """Bytes shared out over the tables by their size, unless `cache_rows` or `share` says otherwise."""
     share: float | None = Field(None, gt=0, le=1)
     """Capacity as a share of each table's rows instead of bytes."""
     eviction: Literal["lru"] = "lru"
+    """Which row makes room: the one whose last use is longest ago."""
     warm: bool = True
     """Fill the cache from the start of the model files before the node is ready."""
 
 
 class RocksDbSettings(Strict):
+    """The store on the local disk; it holds every row."""
+
     path: Path = Path("hps-data/rocksdb")
     """Folder of the database; owned by one node process."""
     layout: Literal["native", "hps"] = "native"
     """`native` keeps a version per row; `hps` is HPS's own layout, where the last write wins."""
     block_cache_bytes: int = Field(256 << 20, ge=0)
+    """Memory for data blocks read from disk."""
     block_size: int = Field(1024, ge=256)
     """Bytes per data block; small blocks make point reads cheap."""
     threads: int = Field(2, ge=1)
     """Background threads for flush and compaction."""
     read_only: bool = False
     """Open without the right to write; the tables must have been loaded before."""
+    load: bool = True
+    """Load tables that the database does not hold yet; off: what is there is served as it is."""
 
 
 class GuardSettings(Strict):
@@ -78,9 +98,14 @@ class GuardSettings(Strict):
 
 
 class TiersSettings(Strict):
+    """Where rows are kept, fastest first, and how lookups reach them."""
+
     cpu_cache: CpuCacheSettings = CpuCacheSettings()
+    """The cache in host memory."""
     rocksdb: RocksDbSettings = RocksDbSettings()
+    """The store on the local disk."""
     guard: GuardSettings = GuardSettings()
+    """Protection around every blocking tier."""
     lookup_threads: int = Field(4, ge=1)
     """Threads for lookups that must ask a store."""
     lookup_queue: int = Field(1024, ge=1)
@@ -88,11 +113,15 @@ class TiersSettings(Strict):
 
 
 class UpdatesSettings(Strict):
+    """How rows change while they are served."""
+
     promote_queue_keys: int = Field(1 << 20, ge=1)
     """Keys waiting to be promoted into the caches; more are dropped and counted."""
 
 
 class DenseSettings(Strict):
+    """How dense networks run."""
+
     provider: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ONNX Runtime runs; `auto` takes CUDA when onnxruntime-gpu and a GPU are there."""
     threads: int = Field(1, ge=0)
@@ -102,19 +131,30 @@ class DenseSettings(Strict):
 
 
 class HttpSettings(Strict):
-    host: str = "127.0.0.1"
+    """The port of the Open Inference Protocol."""
+
+    host: str = Field("127.0.0.1", min_length=1)
+    """Address to listen on; beyond loopback `auth.mode` must be stated."""
     port: int = Field(8000, ge=0, le=65_535)
     """0 picks a free port, printed at start."""
 
 
 class AdminSettings(Strict):
-    host: str = "127.0.0.1"
+    """The port of status, metrics and administration."""
+
+    host: str = Field("127.0.0.1", min_length=1)
+    """Address to listen on; beyond loopback `auth.mode` must be stated."""
     port: int = Field(8002, ge=0, le=65_535)
+    """0 picks a free port, printed at start."""
 
 
 class ServerSettings(Strict):
+    """Ports and limits of the server."""
+
     http: HttpSettings = HttpSettings()
+    """The port of the Open Inference Protocol."""
     admin: AdminSettings = AdminSettings()
+    """The port of status, metrics and administration."""
     max_body_bytes: int = Field(64 << 20, ge=1024)
     """Largest request body, after decompression; larger ones get 413."""
     max_keys: int = Field(4_000_000, ge=1)
@@ -125,27 +165,57 @@ class ServerSettings(Strict):
     """How long a stopping server finishes what it has accepted."""
     docs: bool = True
     """Serve /docs and /openapi.json on the admin port."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """`debug` also logs every request, one line each."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        listeners = {
+            "http": (self.http.host, self.http.port),
+            "admin": (self.admin.host, self.admin.port),
+        }
+        return self.consistent(checks.ports(listeners))
 
 
 class ApiKey(Strict):
-    name: str
+    """One caller of the server."""
+
+    name: str = Field(min_length=1, max_length=120)
+    """Who uses this key; shown in logs, never the key itself."""
     role: Literal["read", "write", "admin"]
-    key: str = Field(min_length=16, repr=False)
-    """The secret itself; better kept out of the YAML, in `keys_file`."""
+    """`read` asks, `write` changes rows too, `admin` does everything."""
+    key: str = Field(pattern=r"^[\x21-\x7e]{16,512}$", repr=False)
+    """The secret itself, at least 16 printable ASCII characters; better kept in `keys_file`."""
 
 
 class AuthSettings(Strict):
+    """Who may use the server."""
+
     mode: Literal["off", "api_key"] | None = None
     """Must be stated when a port listens beyond loopback; None means `off` on loopback."""
     keys_file: Path | None = None
     """YAML list of {name, role, key}; readable by the server only."""
     keys: list[ApiKey] = []
+    """API keys given here instead; they add to those of `keys_file`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        given = [name for name in ("keys_file", "keys") if getattr(self, name)]
+        return self.consistent(checks.auth(self.mode, given))
 
 
 class Settings(Strict):
+    """The server's settings."""
+
     models: ModelsSettings = ModelsSettings()
+    """What is served."""
     tiers: TiersSettings = TiersSettings()
+    """Where rows are kept."""
     updates: UpdatesSettings = UpdatesSettings()
+    """How rows change while they are served."""
     dense: DenseSettings = DenseSettings()
+    """How dense networks run."""
     server: ServerSettings = ServerSettings()
+    """Ports and limits of the server."""
     auth: AuthSettings = AuthSettings()
+    """Who may use the server."""
