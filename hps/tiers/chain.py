@@ -1,0 +1,82 @@
+"""TierChain: many tiers seen as one. Keys go down until they are found, writes come up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from hps.errors import ConfigError
+from hps.tiers.base import FetchContext, Part, Tier, TierInfo
+from hps.types import EmbeddingTable, KeyArray, Source, VectorArray, VersionArray
+
+
+class TierChain:
+    """Tiers from the fastest to the one that holds every row; none at all is legal and holds nothing.
+
+    `fetch` asks each tier for what those above it lack and stops early. The mutating verbs walk up from
+    the bottom, so that a cache never holds a row its store refused: when a tier raises, those above
+    it have not been touched. As safe beside other threads as its tiers are.
+    """
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self.tiers = tuple(tiers)
+        self._info = _summary(self.tiers)
+
+    @property
+    def info(self) -> TierInfo:
+        return self._info
+
+    def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
+        for tier in self.tiers:
+            parts = [part for part in parts if len(part.missing)]
+            if not parts:
+                return
+            tier.fetch(parts, ctx)
+
+    def insert(
+        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
+    ) -> None:
+        for tier in reversed(self.tiers):
+            tier.insert(table, keys, vectors, versions)
+
+    def update(
+        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
+    ) -> None:
+        for tier in reversed(self.tiers):
+            tier.update(table, keys, vectors, versions)
+
+    def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> None:
+        for tier in reversed(self.tiers):
+            tier.delete(table, keys, versions)
+
+    def evict(self, table: EmbeddingTable, keys: KeyArray) -> None:
+        for tier in reversed(self.tiers):
+            tier.evict(table, keys)
+
+    def close(self) -> None:
+        """Close every tier, also when one of them raises."""
+        with ExitStack() as stack:
+            for tier in reversed(self.tiers):
+                stack.callback(tier.close)
+
+
+def _summary(tiers: tuple[Tier, ...]) -> TierInfo:
+    """One `TierInfo` for all: it blocks, is durable or shared when any tier is, and is a cache when
+    every tier is. Its name lists theirs; ``source`` is the top tier's (rows report the tier they came
+    from)."""
+    infos = [tier.info for tier in tiers]
+    if not infos:
+        return TierInfo("empty", Source.DEFAULT, cache=True)
+    memories = {info.memory for info in infos}
+    if len(memories) > 1:
+        places = ", ".join(f"{info.name} in {info.memory} memory" for info in infos)
+        raise ConfigError(f"the tiers of a chain must share one memory, got {places}; bridge them")
+    return TierInfo(
+        name="+".join(info.name for info in infos),
+        source=infos[0].source,
+        memory=infos[0].memory,
+        blocking=any(info.blocking for info in infos),
+        volatile=all(info.volatile for info in infos),
+        shared=any(info.shared for info in infos),
+        cache=all(info.cache for info in infos),
+    )

@@ -1,0 +1,79 @@
+"""What every tier demands of the arrays it is given, said in one place and in the same words.
+
+The demands are those of `hps.types`: keys (n,) int64, vectors (n, dim) of the table's dtype, versions
+(n,) uint64, all C-contiguous. Nothing is converted: a silent copy would hide a slow caller, and for
+an output it would lose the answer. All functions raise BadRequest before anything is written, and
+may be called from any thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.errors import BadRequest
+from hps.tiers.base import Part
+from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
+
+_INT64, _UINT64, _UINT8 = np.dtype(np.int64), np.dtype(np.uint64), np.dtype(np.uint8)
+
+
+def _check(
+    table: EmbeddingTable, name: str, array: Any, shape: tuple[int, ...], dtype: Any
+) -> None:
+    if (
+        isinstance(array, np.ndarray)
+        and array.shape == shape
+        and array.dtype == dtype
+        and array.flags.c_contiguous
+    ):
+        return
+    wanted = f"{shape} {dtype}, C-contiguous"
+    if not isinstance(array, np.ndarray):
+        found = f"a {type(array).__name__}, not a NumPy array"
+        mend = "convert it with np.asarray"
+    else:
+        strided = "" if array.flags.c_contiguous else ", not C-contiguous"
+        found = f"{array.shape} {array.dtype}{strided}"
+        mend = f"pass np.ascontiguousarray({name}, {dtype})"
+        if array.shape != shape:
+            mend = f"one entry per key is expected, and rows of {table.dim} values"
+    raise BadRequest(f"table {table.id}: {name} must be {wanted}, got {found}; {mend}")
+
+
+def check_keys(table: EmbeddingTable, keys: KeyArray, versions: VersionArray | None = None) -> None:
+    """Check ``keys (n,) int64`` and, where given, ``versions (n,) uint64``."""
+    shape = (keys.size,) if isinstance(keys, np.ndarray) else (0,)
+    _check(table, "keys", keys, shape, _INT64)
+    if versions is not None:
+        _check(table, "versions", versions, shape, _UINT64)
+
+
+def check_rows(
+    table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
+) -> None:
+    """Check the arguments of insert and update: also ``vectors (n, dim)`` of the table's dtype."""
+    check_keys(table, keys, versions)
+    _check(table, "vectors", vectors, (len(keys), table.dim), table.dtype)
+
+
+def check_part(part: Part) -> None:
+    """Check every array of ``part``, and that those to be filled are writable."""
+    table, n = part.table, len(part.keys)
+    check_keys(table, part.keys)
+    _check(table, "out", part.out, (n, table.dim), table.dtype)
+    _check(table, "versions", part.versions, (n,), _UINT64)
+    _check(table, "source", part.source, (n,), _UINT8)
+    _check(table, "missing", part.missing, (part.missing.size,), _INT64)
+    filled: tuple[tuple[str, NDArray[Any]], ...] = (
+        ("out", part.out),
+        ("versions", part.versions),
+        ("source", part.source),
+    )
+    for name, array in filled:
+        if not array.flags.writeable:
+            raise BadRequest(
+                f"table {table.id}: {name} is read-only; pass an array that can be filled"
+            )

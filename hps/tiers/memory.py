@@ -1,0 +1,120 @@
+"""MemoryTier: a dictionary of rows, and the executable specification of `Tier`.
+
+Every other tier is tested against this one, so it is written to be obvious, not fast. What a verb
+means beyond the protocol's text is decided here:
+
+* a tombstone is resident: `update` with a version >= its own revives the key (else a cache would
+  go on hiding a row that came back), `evict` forgets it;
+* `delete` leaves a tombstone also for a key that was not there;
+* a tombstone older than the table's ``tombstone_ttl_s`` counts as not there at all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hps.tiers.base import FetchContext, Part, TierInfo
+from hps.tiers.checks import check_keys, check_part, check_rows
+from hps.types import EmbeddingTable, KeyArray, Source, VectorArray, VersionArray
+
+FOREVER = float("inf")
+
+
+class Entry(NamedTuple):
+    """What is known of one key. Never changed, only replaced, so that a reader beside the writer
+    sees the old entry or the new one."""
+
+    version: int
+    row: VectorArray | None
+    """(dim,), or None: the key was deleted (a tombstone)."""
+    dies: float = FOREVER
+    """The clock reading at which a tombstone is forgotten."""
+
+
+class MemoryTier:
+    """Rows in dictionaries, one per table; a table needs no announcement and has no limit.
+
+    ``info`` lets it stand for any kind of tier; ``clock`` returns seconds and drives the forgetting of
+    tombstones. `fetch` may be called from many threads beside one writer.
+    """
+
+    def __init__(
+        self,
+        info: TierInfo | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._info = info or TierInfo("memory", Source.MEMORY)
+        self._clock = clock
+        self._tables: dict[EmbeddingTable, dict[int, Entry]] = {}
+
+    @property
+    def info(self) -> TierInfo:
+        return self._info
+
+    def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
+        for part in parts:
+            check_part(part)
+            keys = part.keys.tolist()
+            missing = []
+            for i in part.missing.tolist():
+                entry = self._resident(part.table, keys[i])
+                if entry is None:
+                    missing.append(i)
+                    continue
+                part.versions[i] = entry.version
+                if entry.row is not None:
+                    part.out[i] = entry.row
+                    part.source[i] = self._info.source
+            part.missing = np.array(missing, np.int64)
+
+    def insert(
+        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
+    ) -> None:
+        check_rows(table, keys, vectors, versions)
+        for key, row, version in zip(keys.tolist(), vectors, versions.tolist(), strict=True):
+            self._write(table, key, Entry(version, row.copy()))
+
+    def update(
+        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
+    ) -> None:
+        check_rows(table, keys, vectors, versions)
+        for key, row, version in zip(keys.tolist(), vectors, versions.tolist(), strict=True):
+            if self._resident(table, key) is not None:
+                self._write(table, key, Entry(version, row.copy()))
+
+    def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> None:
+        check_keys(table, keys, versions)
+        dies = self._clock() + table.tombstone_ttl_s
+        for key, version in zip(keys.tolist(), versions.tolist(), strict=True):
+            self._write(table, key, Entry(version, None, dies))
+
+    def evict(self, table: EmbeddingTable, keys: KeyArray) -> None:
+        check_keys(table, keys)
+        rows = self._tables.get(table, {})
+        for key in keys.tolist():
+            rows.pop(key, None)
+
+    def drop(self, table: EmbeddingTable) -> None:
+        """Forget the whole table."""
+        self._tables.pop(table, None)
+
+    def size(self, table: EmbeddingTable) -> int:
+        """Rows held of ``table``, tombstones not counted."""
+        return sum(entry.row is not None for entry in list(self._tables.get(table, {}).values()))
+
+    def close(self) -> None:
+        self._tables.clear()
+
+    def _resident(self, table: EmbeddingTable, key: int) -> Entry | None:
+        entry = self._tables.get(table, {}).get(key)
+        return entry if entry is not None and self._clock() < entry.dies else None
+
+    def _write(self, table: EmbeddingTable, key: int, entry: Entry) -> None:
+        held = self._resident(table, key)
+        if held is None or entry.version >= held.version:
+            self._tables.setdefault(table, {})[key] = entry
