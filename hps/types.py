@@ -234,3 +234,11 @@ def version_now(sequence: int = 0) -> int:
 
 def version_unix_ms(version: int) -> int:
     return int(version) >> VERSION_SEQUENCE_BITS
+
+
+def oldest_tombstone(table: EmbeddingTable, unix_s: float) -> int:
+    """The version below which a tombstone of ``table`` is forgotten at the instant ``unix_s``.
+
+    The deletion's own version tells its time, so a replay or another tier decides alike.
+    """
+    return make_version(int(max(0.0, (unix_s - table.tombstone_ttl_s) * 1000.0)))
