@@ -6,7 +6,8 @@ means beyond the protocol's text is decided here:
 * a tombstone is resident: `update` with a version >= its own revives the key (else a cache would
   go on hiding a row that came back), `evict` forgets it;
 * `delete` leaves a tombstone also for a key that was not there;
-* a tombstone older than the table's ``tombstone_ttl_s`` counts as not there at all.
+* a tombstone whose version is more than the table's ``tombstone_ttl_s`` in the past counts as not
+  there at all; what it deleted stays deleted.
 """
 
 from __future__ import annotations
@@ -19,9 +20,14 @@ import numpy as np
 
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.checks import check_keys, check_part, check_rows
-from hps.types import EmbeddingTable, KeyArray, Source, VectorArray, VersionArray
-
-FOREVER = float("inf")
+from hps.types import (
+    EmbeddingTable,
+    KeyArray,
+    Source,
+    VectorArray,
+    VersionArray,
+    oldest_tombstone,
+)
 
 
 class Entry(NamedTuple):
@@ -31,22 +37,20 @@ class Entry(NamedTuple):
     version: int
     row: VectorArray | None
     """(dim,), or None: the key was deleted (a tombstone)."""
-    dies: float = FOREVER
-    """The clock reading at which a tombstone is forgotten."""
 
 
 class MemoryTier:
     """Rows in dictionaries, one per table; a table needs no announcement and has no limit.
 
-    ``info`` lets it stand for any kind of tier; ``clock`` returns seconds and drives the forgetting of
-    tombstones. `fetch` may be called from many threads beside one writer.
+    ``info`` lets it stand for any kind of tier; ``clock`` returns Unix seconds and drives the forgetting
+    of tombstones. `fetch` may be called from many threads beside one writer.
     """
 
     def __init__(
         self,
         info: TierInfo | None = None,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._info = info or TierInfo("memory", Source.MEMORY)
         self._clock = clock
@@ -89,9 +93,8 @@ class MemoryTier:
 
     def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> None:
         check_keys(table, keys, versions)
-        dies = self._clock() + table.tombstone_ttl_s
         for key, version in zip(keys.tolist(), versions.tolist(), strict=True):
-            self._write(table, key, Entry(version, None, dies))
+            self._write(table, key, Entry(version, None))
 
     def evict(self, table: EmbeddingTable, keys: KeyArray) -> None:
         check_keys(table, keys)
@@ -112,7 +115,9 @@ class MemoryTier:
 
     def _resident(self, table: EmbeddingTable, key: int) -> Entry | None:
         entry = self._tables.get(table, {}).get(key)
-        return entry if entry is not None and self._clock() < entry.dies else None
+        if entry is not None and entry.row is None:
+            return entry if entry.version >= oldest_tombstone(table, self._clock()) else None
+        return entry
 
     def _write(self, table: EmbeddingTable, key: int, entry: Entry) -> None:
         held = self._resident(table, key)
