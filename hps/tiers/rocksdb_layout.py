@@ -76,7 +76,8 @@ def keys_of(code: CodeArray, layout: Layout) -> KeyArray:
 
 def stored_keys(code: CodeArray) -> list[Any]:
     """(n,) codes -> n keys of 8 bytes, as RocksDB keeps them."""
-    return code.astype(">u8").view("V8").tolist()
+    stored: list[Any] = code.astype(">u8").view("V8").tolist()
+    return stored
 
 
 @lru_cache(maxsize=4096)
@@ -95,12 +96,14 @@ def encode(
     """(n, dim) vectors and (n,) versions (or one for all) -> n stored values."""
     if layout == "hps":
         raw = np.ascontiguousarray(vectors, table.dtype)
-        return raw.view(f"V{table.row_bytes}").reshape(-1).tolist()
+        rows: list[bytes] = raw.view(f"V{table.row_bytes}").reshape(-1).tolist()
+        return rows
     out = np.empty(len(vectors), record(table.dim, table.dtype))
     out["version"] = versions
     out["flags"] = 0
     out["row"] = vectors
-    return out.view(f"V{out.itemsize}").tolist()
+    values: list[bytes] = out.view(f"V{out.itemsize}").tolist()
+    return values
 
 
 _TOMBSTONE_RECORD = np.dtype([("version", "<u8"), ("flags", "u1")])
@@ -110,7 +113,8 @@ def encode_tombstones(versions: VersionArray) -> list[bytes]:
     out = np.empty(len(versions), _TOMBSTONE_RECORD)
     out["version"] = versions
     out["flags"] = TOMBSTONE
-    return out.view(f"V{HEADER}").tolist()
+    values: list[bytes] = out.view(f"V{HEADER}").tolist()
+    return values
 
 
 def decode(table: EmbeddingTable, values: Sequence[bytes], layout: Layout) -> Stored:

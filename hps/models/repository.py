@@ -1,0 +1,229 @@
+"""The model repository on disk: ``<root>/<model>/model.yaml`` and ``<root>/<model>/<version>/``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from hps.config.model_schema import MissPolicySpec, ModelSpec, TableSpec
+from hps.config.schema import ModelOverride, TableOverride
+from hps.errors import ConfigError, ModelError, NotFound
+from hps.models.manifest import FILE_NAME, Manifest, digest_of, read_manifest
+from hps.models.spec_file import load_model_spec
+from hps.models.tables import TableFiles, open_table
+from hps.types import EmbeddingTable, MissPolicy
+
+SPEC_FILE = "model.yaml"
+DENSE_FILE = "dense.onnx"
+TABLES_FOLDER = "tables"
+_NAME = re.compile(r"[a-zA-Z0-9_\-]{1,120}")
+
+
+class Legacy(Protocol):
+    """A `ps.json` model: its description, and one HugeCTR directory per table."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+    @property
+    def directories(self) -> Mapping[str, Path]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelVersion:
+    """One version, its files checked to fit ``spec`` (overrides applied).
+
+    ``digest`` names its contents; ``warnings`` are for the log.
+    """
+
+    name: str
+    version: int
+    spec: ModelSpec
+    folder: Path
+    tables: dict[str, TableFiles]
+    dense: Path | None
+    manifest: Manifest | None
+    digest: str
+    warnings: tuple[str, ...] = ()
+
+    def embedding_tables(self) -> dict[str, EmbeddingTable]:
+        """Fresh table objects (compared by identity: call it once per served version)."""
+        return {t.name: self._embedding_table(t) for t in self.spec.tables}
+
+    def _embedding_table(self, spec: TableSpec) -> EmbeddingTable:
+        return EmbeddingTable.make(
+            spec.name,
+            spec.dim,
+            model=self.name,
+            version=self.version,
+            dtype=np.dtype(spec.dtype),
+            default=_default(self, spec),
+            miss=MissPolicy(spec.miss_policy.kind, spec.miss_policy.min_hit_rate),
+            tombstone_ttl_s=spec.tombstone_ttl_s,
+        )
+
+
+def _default(version: ModelVersion, spec: TableSpec) -> float | list[float]:
+    if isinstance(spec.default, list) and len(spec.default) != spec.dim:
+        raise ConfigError(
+            f"model '{version.name}', table '{spec.name}': default has {len(spec.default)} values, "
+            f"expected one number or dim = {spec.dim} of them"
+        )
+    return spec.default
+
+
+class Repository:
+    """Reads a repository; every call looks at the disk. May be used from several threads."""
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root)
+
+    def names(self) -> list[str]:
+        """Models in alphabetical order: folders with a ``model.yaml``."""
+        if not self.root.is_dir():
+            raise ModelError(
+                f"model repository {self.root} is not a folder; set models.repository, "
+                "or make one with `hps model import`"
+            )
+        return sorted(p.parent.name for p in self.root.glob(f"*/{SPEC_FILE}"))
+
+    def versions(self, name: str) -> list[int]:
+        """Version numbers, ascending. Folders of an import under way or killed do not count."""
+        folder = self._model_folder(name)
+        return sorted(
+            int(p.name) for p in folder.iterdir() if re.fullmatch(r"[1-9][0-9]{0,17}", p.name)
+        )
+
+    def spec(self, name: str) -> ModelSpec:
+        path = self._model_folder(name) / SPEC_FILE
+        spec = load_model_spec(path)
+        if spec.name != name:
+            raise ModelError(f"{path}: name is '{spec.name}', but the folder is '{name}'")
+        return spec
+
+    def open(
+        self, name: str, version: int | None = None, override: ModelOverride | None = None
+    ) -> ModelVersion:
+        """The given version, else the override's, else the highest; its files are checked."""
+        if version is None and override is not None:
+            version = override.version
+        versions = self.versions(name)
+        if version is None:
+            if not versions:
+                raise ModelError(
+                    f"{self.root / name}: no version folder (1, 2, ...); "
+                    "make one with `hps model import`"
+                )
+            version = versions[-1]
+        elif version not in versions:
+            raise NotFound(
+                f"model '{name}' has no version {version} in {self.root}; "
+                f"there is {', '.join(map(str, versions)) or 'none'}"
+            )
+        return open_version(
+            self.root / name / str(version), version, apply_override(self.spec(name), override)
+        )
+
+    def _model_folder(self, name: str) -> Path:
+        folder = self.root / name
+        if not _NAME.fullmatch(name) or not (folder / SPEC_FILE).is_file():
+            there = ", ".join(self.names()) or "none"
+            raise NotFound(f"no model '{name}' in {self.root} (models: {there})")
+        return folder
+
+
+def open_version(folder: Path, version: int, spec: ModelSpec) -> ModelVersion:
+    """Check one version folder against ``spec``: manifest, sizes, missing and unknown tables."""
+    path = folder / FILE_NAME
+    manifest = read_manifest(path) if path.is_file() else None
+    warnings = [] if manifest else [f"{folder} has no {FILE_NAME}: contents cannot be verified"]
+    if manifest and (manifest.model, manifest.version) != (spec.name, version):
+        raise ModelError(
+            f"{path}: describes model '{manifest.model}' version {manifest.version}, "
+            f"but lies in '{spec.name}' version {version}"
+        )
+    root = folder / TABLES_FOLDER
+    tables = {t.name: open_table(root / t.name, t.name, t.dim, manifest) for t in spec.tables}
+    known = set(tables)
+    if manifest:
+        for name in sorted(known - set(manifest.tables)):
+            raise ModelError(f"{path}: table '{name}' of model.yaml is not in the manifest")
+    on_disk = {p.name for p in root.iterdir() if p.is_dir()} if root.is_dir() else set()
+    warnings += [
+        f"{root / name}: not a table of model.yaml, ignored" for name in sorted(on_disk - known)
+    ]
+    dense = _dense(folder, spec, manifest)
+    digest = digest_of(
+        {
+            "tables": {n: t.digest for n, t in tables.items()},
+            "dense": manifest.dense.checksum if manifest and manifest.dense else _stamp(dense),
+        }
+    )
+    return ModelVersion(
+        spec.name, version, spec, folder, tables, dense, manifest, digest, tuple(warnings)
+    )
+
+
+def _dense(folder: Path, spec: ModelSpec, manifest: Manifest | None) -> Path | None:
+    path = folder / DENSE_FILE
+    if spec.dense is None:
+        return None
+    if not path.is_file():
+        raise ModelError(f"{path} is missing, but model.yaml describes a dense part")
+    size = path.stat().st_size
+    if manifest and manifest.dense and manifest.dense.bytes != size:
+        raise ModelError(f"{path}: the manifest says {manifest.dense.bytes} bytes, found {size}")
+    return path
+
+
+def _stamp(path: Path | None) -> list[int] | None:
+    return None if path is None else [path.stat().st_size, path.stat().st_mtime_ns]
+
+
+def open_legacy(model: Legacy) -> ModelVersion:
+    """A `ps.json` model as version 1, read from its HugeCTR directories where they lie."""
+    tables = {}
+    for spec in model.spec.tables:
+        folder = model.directories.get(spec.name)
+        if folder is None:
+            raise ModelError(f"model '{model.spec.name}': no directory for table '{spec.name}'")
+        tables[spec.name] = open_table(folder, spec.name, spec.dim, None)
+    digest = digest_of({n: t.digest for n, t in tables.items()})
+    folder = next(iter(tables.values())).folder.parent
+    return ModelVersion(model.spec.name, 1, model.spec, folder, tables, None, None, digest)
+
+
+def apply_override(spec: ModelSpec, override: ModelOverride | None) -> ModelSpec:
+    """``spec`` with the server configuration's overrides; names it does not know are refused."""
+    if override is None:
+        return spec
+    known = {t.name for t in spec.tables}
+    for name in override.tables:
+        if name not in known:
+            raise ConfigError(
+                f"models.serve.{spec.name}.tables.{name}: no such table; there is "
+                f"{', '.join(sorted(known))}"
+            )
+    changes: dict[str, object] = {
+        "tables": [_override_table(t, override.tables.get(t.name)) for t in spec.tables]
+    }
+    if override.dense is not None:
+        changes["dense"] = override.dense
+    if override.max_batch_size is not None:
+        changes["max_batch_size"] = override.max_batch_size
+    return spec.model_copy(update=changes)
+
+
+def _override_table(spec: TableSpec, override: TableOverride | None) -> TableSpec:
+    if override is None:
+        return spec
+    changes: dict[str, float | list[float] | MissPolicySpec] = {
+        field: value
+        for field in ("default", "miss_policy", "tombstone_ttl_s")
+        if (value := getattr(override, field)) is not None
+    }
+    return spec.model_copy(update=changes)
