@@ -1,16 +1,32 @@
-"""``model.yaml``: what a model is made of. One field, one sentence; unknown keys are refused."""
+"""``model.yaml``: what a model is made of. One field, one sentence; unknown keys are refused.
+
+The sentence under a field is its description in ``hps config schema`` and in the docs. Rules that
+span several fields live in ``checks.py`` and run whenever an object is built.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+from pydantic_core.core_schema import ValidationInfo
+
+from hps.config import checks
 
 # HPS's own rule for model and table names (hier_parameter_server.cpp); safe in paths and URLs too.
-Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_\-]{1,120}$")]
+NAME_PATTERN = r"^[a-zA-Z0-9_\-]{1,120}$"
+Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 # Tensor and feature names travel in JSON and in response parameters; a dot is reserved for
 # `<feature>.offsets`, `.weights` and `.source`.
-FeatureName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_\-]{1,120}$")]
+FeatureName = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 TensorName = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 Datatype = Literal[
     "BOOL", "UINT8", "INT8", "INT16", "INT32", "INT64", "UINT16", "UINT32", "UINT64",
@@ -19,7 +35,28 @@ Datatype = Literal[
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_for_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """`port: true` is a slip, though Python would take it for 1."""
+        if isinstance(value, bool) and info.field_name is not None:
+            allowed = cls.model_fields[info.field_name].annotation
+            if allowed is not Any and bool not in (allowed, *get_args(allowed)):
+                raise PydanticCustomError("bool_not_allowed", "a truth value is not expected here")
+        return value
+
+    def consistent(self, findings: list[checks.Finding]) -> Self:
+        """Return self, or raise one error that carries all findings."""
+        if findings:
+            text = "; ".join(f.message for f in findings)
+            raise PydanticCustomError(
+                "inconsistent", "{text}", {"text": text, "findings": findings}
+            )
+        return self
 
 
 class MissPolicySpec(Strict):
@@ -30,39 +67,72 @@ class MissPolicySpec(Strict):
     min_hit_rate: float = Field(0.0, ge=0.0, le=1.0)
     """Under `default_then_promote`: a batch that finds a smaller share of its keys waits after all."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        return self.consistent(checks.miss_policy(self.kind, self.min_hit_rate))
+
 
 class TableSpec(Strict):
+    """One embedding table."""
+
     name: Name
+    """The table's name, also the name of its folder in the model repository."""
     dim: int = Field(ge=1, le=65_536)
+    """Values per row."""
     dtype: Literal["float32", "float16"] = "float32"
     """The row's type in the tiers; files hold float32."""
+    key_dtype: Literal["int64", "uint32"] = "int64"
+    """`uint32` keeps only the low 32 bits of every key, in files and in requests."""
     default: float | list[float] = 0.0
     """What an unknown key gets: one number, or `dim` of them."""
     miss_policy: MissPolicySpec = MissPolicySpec()
+    """What a lookup does with keys that no memory tier holds."""
     tombstone_ttl_s: float = Field(86_400.0, ge=0)
     """How long a deletion is remembered, in seconds."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        return self.consistent(checks.default_vector(self.default, self.dim, self.dtype))
+
 
 class FeatureSpec(Strict):
+    """One categorical field of a request; its keys select rows of a table."""
+
     name: FeatureName
+    """The feature's name, on the wire too."""
     table: Name
-    key_offset: int = 0
+    """The table its keys belong to."""
+    key_offset: int = Field(0, ge=-(2**63), le=2**64 - 1)
     """Added (mod 2^64) to every key of this feature: several features can share one table."""
     pooling: Literal["sum", "mean", "none"] = "sum"
     """How a sample's vectors become one; `none` returns one vector per key."""
     hotness: int | None = Field(None, ge=1)
-    """Keys per sample when it is fixed; None: anything the request brings, jagged included."""
+    """Keys per sample when it is fixed; null: anything the request brings, jagged included."""
+    max_hotness: int | None = Field(None, ge=1)
+    """Most keys per sample, on average over a request; more are refused."""
     context: bool = False
     """May come with batch 1 and is then broadcast over the candidates of the other features."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        return self.consistent(checks.hotness(self.hotness, self.max_hotness))
+
 
 class TensorSpec(Strict):
+    """An input or output of the dense network."""
+
     name: TensorName
+    """The tensor's name in the network and on the wire."""
     datatype: Datatype = "FP32"
+    """Its type, in the words of the Open Inference Protocol."""
     shape: list[int]
     """-1 is a variable dimension; the first one is the batch."""
     context: bool = False
     """Inputs only: may come with batch 1 and is then broadcast over the candidates."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        return self.consistent(checks.shape(self.shape))
 
 
 class DenseSpec(Strict):
@@ -73,17 +143,47 @@ class DenseSpec(Strict):
     embeddings: dict[FeatureName, TensorName] = {}
     """Feature -> name of the network's input that takes its pooled vectors; default: the same name."""
     outputs: list[TensorSpec] = Field(min_length=1)
+    """The network's named outputs, in the order they are answered."""
     ranking_output: TensorName | None = None
     """The output that `top_k` sorts by; default: the first."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        return self.consistent(
+            checks.dense(
+                [t.name for t in self.inputs],
+                [t.name for t in self.outputs],
+                self.embeddings,
+                self.ranking_output,
+            )
+        )
+
 
 class ModelSpec(Strict):
+    """A whole model: tables, features and the dense part."""
+
     name: Name
+    """The model's name, also the name of its folder in the model repository."""
     tables: list[TableSpec] = Field(min_length=1)
+    """The embedding tables."""
     features: list[FeatureSpec] = []
     """Default: one feature per table, with the table's name."""
     dense: DenseSpec | None = None
+    """The dense part; without one the model answers embedding lookups only."""
     max_batch_size: int = Field(65_536, ge=1)
     """Largest batch of one request."""
     preprocess: dict[str, Any] = {}
     """Reserved."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        tables = [t.name for t in self.tables]
+        features = [(f.name, f.table) for f in self.features] or [(t, t) for t in tables]
+        findings = checks.names(tables, features)
+        if self.dense is not None:
+            findings += checks.wiring(
+                [name for name, _ in features],
+                [t.name for t in self.dense.inputs],
+                self.dense.embeddings,
+            )
+        return self.consistent(findings)

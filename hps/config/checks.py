@@ -1,0 +1,181 @@
+"""Rules that span several fields. They take plain values, so that the schema can run them.
+
+Each returns findings: a path below the object that was checked, and one clear sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from ipaddress import ip_address
+
+FLOAT16_MAX = 65_504.0
+# Suffixes that the wire adds to a feature's name.
+RESERVED_SUFFIXES = (".offsets", ".weights", ".source")
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``path`` below the checked object, ``message`` as it is shown; ``also``: the other paths at fault."""
+
+    path: Path
+    message: str
+    also: tuple[Path, ...] = ()
+
+
+def did_you_mean(name: object, options: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` for the nearest option, or the empty string."""
+    text = str(name)
+    by_folded = {option.lower(): option for option in options}
+    near = get_close_matches(text.lower(), by_folded, n=1, cutoff=0.6)
+    return f"; did you mean {by_folded[near[0]]!r}?" if near else ""
+
+
+def one_of(options: Sequence[str], limit: int = 12) -> str:
+    """The options as a readable list, cut short when there are many."""
+    shown = ", ".join(options[:limit])
+    return shown if len(options) <= limit else f"{shown}, … ({len(options)} in all)"
+
+
+def miss_policy(kind: str, min_hit_rate: float) -> list[Finding]:
+    if kind == "wait" and min_hit_rate > 0:
+        message = f"acts only with kind default_then_promote, found {min_hit_rate:g} with kind wait"
+        return [Finding(("min_hit_rate",), message, (("kind",),))]
+    return []
+
+
+def default_vector(default: float | list[float], dim: int, dtype: str) -> list[Finding]:
+    findings = []
+    values = default if isinstance(default, list) else [default]
+    if isinstance(default, list) and len(default) != dim:
+        message = f"has {len(default)} values, but dim is {dim}; give one number or {dim}"
+        findings.append(Finding(("default",), message, (("dim",),)))
+    if dtype == "float16" and any(abs(v) > FLOAT16_MAX for v in values):
+        message = f"does not fit float16, whose largest value is {FLOAT16_MAX:g}"
+        findings.append(Finding(("default",), message, (("dtype",),)))
+    return findings
+
+
+def hotness(fixed: int | None, most: int | None) -> list[Finding]:
+    if fixed is not None and most is not None and fixed > most:
+        message = f"is {most}, but hotness is {fixed}"
+        return [Finding(("max_hotness",), message, (("hotness",),))]
+    return []
+
+
+def shape(dims: Sequence[int]) -> list[Finding]:
+    if not dims:
+        return [Finding(("shape",), "is empty; the first dimension is the batch, -1")]
+    return [
+        Finding(("shape", i), f"expected -1 or a number from 1, found {d}")
+        for i, d in enumerate(dims)
+        if d != -1 and d < 1
+    ]
+
+
+def duplicates(names: Sequence[str], where: str, what: str) -> list[Finding]:
+    """One finding per name that stands more than once; it names both places."""
+    first: dict[str, int] = {}
+    findings = []
+    for i, name in enumerate(names):
+        if name in first:
+            message = f"two {what} are called {name!r} ({where}[{first[name]}] and {where}[{i}])"
+            findings.append(Finding((where, i, "name"), message, ((where, first[name], "name"),)))
+        else:
+            first[name] = i
+    return findings
+
+
+def names(tables: Sequence[str], features: Sequence[tuple[str, str]]) -> list[Finding]:
+    """Unique names; every feature's table exists."""
+    findings = duplicates(tables, "tables", "tables")
+    if features == [(t, t) for t in tables]:
+        return findings
+    findings += duplicates([name for name, _ in features], "features", "features")
+    known = set(tables)
+    for i, (name, table) in enumerate(features):
+        if table not in known:
+            message = f"feature {name!r} uses table {table!r}, which does not exist"
+            hint = did_you_mean(table, tables) or f"; the tables are {one_of(tables)}"
+            findings.append(Finding(("features", i, "table"), message + hint, (("tables",),)))
+    return findings
+
+
+def dense(
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    embeddings: Mapping[str, str],
+    ranking_output: str | None,
+) -> list[Finding]:
+    findings = duplicates(inputs, "inputs", "inputs") + duplicates(outputs, "outputs", "outputs")
+    if ranking_output is not None and ranking_output not in outputs:
+        message = f"is {ranking_output!r}, which is no output"
+        hint = did_you_mean(ranking_output, outputs) or f"; the outputs are {one_of(outputs)}"
+        findings.append(Finding(("ranking_output",), message + hint, (("outputs",),)))
+    taken = dict.fromkeys(inputs, "an input of the request")
+    for feature, target in embeddings.items():
+        if target in taken:
+            message = f"network input {target!r} is taken by {taken[target]} already"
+            findings.append(Finding(("embeddings", feature), message))
+        taken[target] = f"feature {feature!r}"
+    return findings
+
+
+def wiring(
+    features: Sequence[str], inputs: Sequence[str], embeddings: Mapping[str, str]
+) -> list[Finding]:
+    """Embeddings name real features; on the wire no input hides behind a feature's name."""
+    findings = []
+    for feature in embeddings:
+        if feature not in features:
+            message = f"names feature {feature!r}, which does not exist"
+            hint = did_you_mean(feature, features) or f"; the features are {one_of(features)}"
+            findings.append(
+                Finding(("dense", "embeddings", feature), message + hint, (("features",),))
+            )
+    reserved = {name + suffix for name in features for suffix in ("", *RESERVED_SUFFIXES)}
+    for i, name in enumerate(inputs):
+        if name in reserved:
+            message = f"input {name!r} has the name that a feature uses on the wire"
+            findings.append(Finding(("dense", "inputs", i, "name"), message))
+    return findings
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``; a name we cannot judge counts as reachable."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        address = ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+def ports(listeners: Mapping[str, tuple[str, int]]) -> list[Finding]:
+    """Two listeners must not share a port, unless their addresses differ."""
+    findings = []
+    seen: list[tuple[str, str, int]] = []
+    for name, (host, port) in listeners.items():
+        for other, other_host, other_port in seen:
+            overlap = host == other_host or {host, other_host} & {"0.0.0.0", "::", ""}
+            if port and port == other_port and overlap:
+                message = f"is {port}, the same as {other}.port; every listener needs its own"
+                also = ((other, "port"), (other, "host"), (name, "host"))
+                findings.append(Finding((name, "port"), message, also))
+        seen.append((name, host, port))
+    return findings
+
+
+def auth(mode: str | None, given: Sequence[str]) -> list[Finding]:
+    """Keys without a stated mode: the author expects protection that is not there."""
+    if mode is None and given:
+        message = f"must be stated when auth.{given[0]} is given: api_key or off"
+        return [Finding(("mode",), message)]
+    if mode == "api_key" and not given:
+        return [Finding(("mode",), "is api_key, but neither auth.keys_file nor auth.keys is given")]
+    return []
