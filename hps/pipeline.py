@@ -1,1 +1,308 @@
-"""Lookup and dense model together: the one thing REST, gRPC and the Triton backend call."""
+"""Lookup and dense model together: the one thing REST, gRPC and the Triton backend call.
+
+Ranking candidates: features and dense inputs marked ``context`` may come with batch 1. They are
+fetched once and broadcast over the batch of the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.config.model_schema import DenseSpec, TensorSpec
+from hps.dense.base import DATATYPES, DenseModel, TensorInfo, check_network
+from hps.errors import BadRequest, DeadlineExceeded, DenseModelError, ModelError
+from hps.lookup.base import Feature, Lookup
+from hps.lookup.checks import unknown
+from hps.lookup.workers import Done, Workers
+from hps.types import LookupRequest, LookupResult, PredictRequest, PredictResult
+
+TOP_K_INDEX = "top_k_index"
+
+Arrays = dict[str, NDArray[Any]]
+
+
+class PipelineObserver:
+    """Who counts what the dense model did; this one counts nothing."""
+
+    def ran(self, seconds: float) -> None:
+        """One run of the dense model."""
+
+    def not_finite(self, output: str, values: int) -> None:
+        """``values`` numbers of ``output`` were NaN or infinite."""
+
+
+class InferencePipeline:
+    """One model, from keys and dense tensors to named outputs. Any number of threads may call it."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: DenseSpec,
+        lookup: Lookup,
+        dense: DenseModel,
+        workers: Workers,
+        observer: PipelineObserver | None = None,
+    ) -> None:
+        """Raises ``ModelError`` when ``spec`` and the network do not fit."""
+        self.name = name
+        self.lookup = lookup
+        self.dense = dense
+        self._workers = workers
+        self._observer = observer or PipelineObserver()
+        self._inputs = {tensor.name: tensor for tensor in spec.inputs}
+        self._feeds = tuple(
+            (feature, spec.embeddings.get(feature.name, feature.name))
+            for feature in lookup.features.values()
+        )
+        self._outputs = {tensor.name: tensor for tensor in spec.outputs}
+        self._all = tuple(self._outputs)
+        self._ranking = spec.ranking_output or self._all[0]
+        self.fed = fed_tensors(name, spec, lookup.features)
+        check_network(name, dense, self.fed.values(), [_info(t) for t in spec.outputs])
+        _check_ranking(name, self._ranking, self._outputs)
+        network = {tensor.name: tensor.dtype for tensor in dense.inputs}
+        self._widen = {t: network[t] for _, t in self._feeds if self.fed[t].dtype != network[t]}
+
+    def predict(self, request: PredictRequest) -> PredictResult:
+        """As ``submit``, waiting for the answer."""
+        return self.submit(request).result()
+
+    def submit(self, request: PredictRequest) -> Future[PredictResult]:
+        """Start a prediction; done already when memory held every row and the network is quick.
+
+        Never waits. Raises ``BadRequest``, ``Unavailable`` (overloaded), and what an inline run
+        raised; everything later is the future's exception.
+        """
+        inputs, batch = self._check(request)
+        wanted = self._wanted(request)
+        lookup = self.lookup.submit(
+            LookupRequest(
+                request.features,
+                request.deadline,
+                request.want_source,
+                request_id=request.request_id,
+            )
+        )
+        score = partial(self._score, request, inputs, batch, wanted)
+        if not lookup.done():
+            return self._after(lookup, score, batch, request.deadline)
+        rows = lookup.result()
+        if batch == 0 or self.dense.runs_inline(batch):
+            return Done(score(rows))
+        return self._workers.submit(partial(score, rows), request.deadline)
+
+    def _after(
+        self,
+        lookup: Future[LookupResult],
+        score: Callable[[LookupResult], PredictResult],
+        batch: int,
+        deadline: float | None,
+    ) -> Future[PredictResult]:
+        """Score once the rows are there: on the lookup's thread if quick, else on one of ours."""
+        answer: Future[PredictResult] = Future()
+
+        def rows_are_there(done: Future[LookupResult]) -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                rows = done.result()
+                if batch == 0 or self.dense.runs_inline(batch):
+                    answer.set_result(score(rows))
+                else:
+                    self._workers.submit(partial(score, rows), deadline).add_done_callback(scored)
+            except BaseException as error:
+                answer.set_exception(error)
+
+        def scored(done: Future[PredictResult]) -> None:
+            if (error := done.exception()) is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(done.result())
+
+        lookup.add_done_callback(rows_are_there)
+        return answer
+
+    # -- request -----------------------------------------------------------------------------------
+
+    def _check(self, request: PredictRequest) -> tuple[Arrays, int]:
+        """The dense inputs, converted where that loses nothing of kind, and the batch."""
+        features = self.lookup.features
+        _same_names("feature", request.features, features, self.name)
+        _same_names("input", request.dense, self._inputs, self.name)
+        sizes = [(n, k.batch, features[n].context) for n, k in request.features.items()]
+        inputs = {}
+        for name, array in request.dense.items():
+            spec = self._inputs[name]
+            inputs[name] = checked = _checked(spec, array)
+            sizes.append((name, checked.shape[0], spec.context))
+        for feature, _ in self._feeds:
+            if feature.pooling == "none" and request.features[feature.name].offsets is not None:
+                raise BadRequest(
+                    f"feature {feature.name!r} is not pooled and feeds a network, which takes "
+                    f"{feature.hotness} keys per sample; send it without offsets"
+                )
+        return inputs, _batch(sizes)
+
+    def _wanted(self, request: PredictRequest) -> tuple[str, ...]:
+        if request.top_k is not None and request.top_k < 1:
+            raise BadRequest(f"top_k must be at least 1, got {request.top_k}")
+        if request.outputs is None:
+            return self._all
+        for name in request.outputs:
+            if name not in self._outputs and not (name == TOP_K_INDEX and request.top_k):
+                raise unknown("output", name, self._outputs, self.name)
+        return tuple(name for name in self._all if name in request.outputs)
+
+    # -- answer ------------------------------------------------------------------------------------
+
+    def _score(
+        self,
+        request: PredictRequest,
+        inputs: Arrays,
+        batch: int,
+        wanted: tuple[str, ...],
+        rows: LookupResult,
+    ) -> PredictResult:
+        if request.deadline is not None and time.monotonic() > request.deadline:
+            raise DeadlineExceeded("the deadline passed before the dense model could run")
+        run = wanted
+        if request.top_k is not None and self._ranking not in wanted:
+            run = (*wanted, self._ranking)
+        outputs = self._run(self._feed(inputs, rows, batch), run, batch)
+        if request.top_k is not None:
+            best = top_k(outputs[self._ranking], request.top_k)
+            outputs = {name: outputs[name][best] for name in wanted}
+            outputs[TOP_K_INDEX] = best
+        return PredictResult(outputs, rows.sources, rows.defaulted, rows.degraded)
+
+    def _feed(self, inputs: Arrays, rows: LookupResult, batch: int) -> Arrays:
+        """What the network takes: every array contiguous, of its type, with the full batch."""
+        feed = {name: _broadcast(array, batch) for name, array in inputs.items()}
+        for feature, tensor in self._feeds:
+            vectors = rows.vectors[feature.name]
+            if feature.pooling == "none":
+                vectors = vectors.reshape(-1, feature.hotness or 1, feature.table.dim)
+            if tensor in self._widen:
+                vectors = vectors.astype(self._widen[tensor])
+            feed[tensor] = _broadcast(vectors, batch)
+        return feed
+
+    def _run(self, feed: Arrays, names: tuple[str, ...], batch: int) -> Arrays:
+        if batch == 0:
+            return {name: _nothing(self._outputs[name]) for name in names}
+        start = time.perf_counter()
+        outputs = self.dense.predict(feed, names)
+        self._observer.ran(time.perf_counter() - start)
+        for name, values in outputs.items():
+            if values.shape[:1] != (batch,):
+                raise DenseModelError(
+                    f"output {name!r} has shape {list(values.shape)} for a batch of {batch}"
+                )
+            if values.dtype.kind == "f" and not (finite := np.isfinite(values)).all():
+                self._observer.not_finite(name, int(finite.size - np.count_nonzero(finite)))
+        return outputs
+
+
+def fed_tensors(
+    model: str, spec: DenseSpec, features: Mapping[str, Feature]
+) -> dict[str, TensorInfo]:
+    """Every tensor the network is fed, by its name in the network, as ``model.yaml`` has it."""
+    fed = [_info(tensor) for tensor in spec.inputs]
+    for name in spec.embeddings:
+        if name not in features:
+            raise ModelError(
+                f"{model}: dense.embeddings names feature {name!r}; the features are "
+                f"{', '.join(features)}"
+            )
+    for feature in features.values():
+        shape: tuple[int, ...] = (-1, feature.table.dim)
+        if feature.pooling == "none":
+            if feature.hotness is None:
+                raise ModelError(
+                    f"{model}: feature {feature.name!r} is not pooled and feeds the network, so "
+                    "model.yaml must give its hotness"
+                )
+            shape = (-1, feature.hotness, feature.table.dim)
+        datatype = "FP16" if feature.table.dtype == np.float16 else "FP32"
+        fed.append(TensorInfo(spec.embeddings.get(feature.name, feature.name), datatype, shape))
+    named = {tensor.name: tensor for tensor in fed}
+    if len(named) != len(fed):
+        names = [tensor.name for tensor in fed]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ModelError(f"{model}: model.yaml feeds network input {twice!r} twice")
+    return named
+
+
+def top_k(scores: NDArray[Any], k: int) -> NDArray[np.int64]:
+    """Positions ``(min(k, n),)`` of the highest ``scores (n,)`` or ``(n, 1)``, best first; equal ones
+    in the order they came, NaN last."""
+    order = np.argsort(-scores.reshape(-1).astype(np.float64), kind="stable")
+    return order[:k].astype(np.int64, copy=False)
+
+
+def _info(tensor: TensorSpec) -> TensorInfo:
+    return TensorInfo(tensor.name, tensor.datatype, tuple(tensor.shape))
+
+
+def _nothing(tensor: TensorSpec) -> NDArray[Any]:
+    """The output of an empty batch."""
+    return np.empty((0, *(max(size, 0) for size in tensor.shape[1:])), DATATYPES[tensor.datatype])
+
+
+def _check_ranking(model: str, name: str, outputs: Mapping[str, TensorSpec]) -> None:
+    if name not in outputs:
+        raise ModelError(
+            f"{model}: dense.ranking_output is {name!r}; the outputs are {', '.join(outputs)}"
+        )
+
+
+def _same_names(kind: str, got: Mapping[str, Any], expected: Mapping[str, Any], model: str) -> None:
+    if got.keys() == expected.keys():
+        return
+    for name in got:
+        if name not in expected:
+            raise unknown(kind, name, expected, model)
+    missing = [name for name in expected if name not in got]
+    raise BadRequest(f"the request to model {model!r} lacks {kind} {', '.join(map(repr, missing))}")
+
+
+def _checked(spec: TensorSpec, array: Any) -> NDArray[Any]:
+    """A dense input of the shape and type ``model.yaml`` gives; float64 is narrowed to float32."""
+    values, wanted = np.asarray(array), DATATYPES[spec.datatype]
+    if values.dtype != wanted:
+        if not np.can_cast(values.dtype, wanted, "same_kind"):
+            raise BadRequest(f"input {spec.name!r} is {spec.datatype}, got {values.dtype}")
+        with np.errstate(over="ignore"):
+            values = values.astype(wanted)
+    fits = values.ndim == len(spec.shape) and all(
+        want in (-1, size) for want, size in zip(spec.shape[1:], values.shape[1:], strict=True)
+    )
+    if not fits:
+        raise BadRequest(f"input {spec.name!r} has shape {spec.shape}, got {list(values.shape)}")
+    return np.ascontiguousarray(values)
+
+
+def _batch(sizes: list[tuple[str, int, bool]]) -> int:
+    """The common batch; context tensors may have 1 instead."""
+    batch, first = -1, ""
+    for name, size, context in sizes:
+        if size == batch or (context and size == 1):
+            continue
+        if batch >= 0:
+            raise BadRequest(f"batch sizes differ: {first!r} has {batch}, {name!r} has {size}")
+        batch, first = size, name
+    return batch if batch >= 0 else 1
+
+
+def _broadcast(array: NDArray[Any], batch: int) -> NDArray[Any]:
+    """``array (1, ...)`` repeated to ``(batch, ...)``; C-contiguous, as networks want it."""
+    if array.shape[0] == batch:
+        return array
+    return np.repeat(array, batch, axis=0)

@@ -1,0 +1,120 @@
+"""The DenseModel protocol and the check of a network against ``model.yaml``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.errors import ModelError
+
+# The Open Inference Protocol's names of the element types.
+DATATYPES: Mapping[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "UINT8": np.dtype(np.uint8),
+    "UINT16": np.dtype(np.uint16),
+    "UINT32": np.dtype(np.uint32),
+    "UINT64": np.dtype(np.uint64),
+    "INT8": np.dtype(np.int8),
+    "INT16": np.dtype(np.int16),
+    "INT32": np.dtype(np.int32),
+    "INT64": np.dtype(np.int64),
+    "FP16": np.dtype(np.float16),
+    "FP32": np.dtype(np.float32),
+    "FP64": np.dtype(np.float64),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A named tensor; -1 in ``shape`` is a variable dimension, the first one is the batch."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return DATATYPES[self.datatype]
+
+    def __str__(self) -> str:
+        return f"{self.datatype} {list(self.shape)}"
+
+
+class DenseModel(Protocol):
+    """A network. ``predict`` may be called from many threads at once."""
+
+    @property
+    def inputs(self) -> tuple[TensorInfo, ...]: ...
+
+    @property
+    def outputs(self) -> tuple[TensorInfo, ...]: ...
+
+    def predict(
+        self, inputs: Mapping[str, NDArray[Any]], outputs: tuple[str, ...] | None = None
+    ) -> dict[str, NDArray[Any]]:
+        """Run the network on C-contiguous arrays ``(batch, ...)``; ``outputs`` (default: all) in the
+        order asked for. NaN goes through. Raises ``DenseModelError``."""
+        ...
+
+    def runs_inline(self, batch: int) -> bool:
+        """Whether a run of ``batch`` samples is short enough for an event loop's thread."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def check_network(
+    model: str, network: DenseModel, fed: Iterable[TensorInfo], served: Iterable[TensorInfo]
+) -> None:
+    """The network takes exactly what is ``fed`` and gives at least what is ``served``.
+
+    Raises ``ModelError`` naming what ``model.yaml`` says and what the network has. A float32 input
+    takes float16 vectors too (they are widened).
+    """
+    takes = {tensor.name: tensor for tensor in network.inputs}
+    gives = {tensor.name: tensor for tensor in network.outputs}
+    seen = set()
+    for tensor in fed:
+        if tensor.name in seen:
+            raise ModelError(f"{model}: network input {tensor.name!r} is fed twice in model.yaml")
+        seen.add(tensor.name)
+        _compare(model, "input", tensor, takes)
+    if unfed := [name for name in takes if name not in seen]:
+        raise ModelError(
+            f"{model}: model.yaml feeds nothing to network input {unfed[0]!r} ({takes[unfed[0]]}); "
+            "list it in dense.inputs or name it in dense.embeddings"
+        )
+    for tensor in served:
+        _compare(model, "output", tensor, gives)
+
+
+def _compare(model: str, kind: str, said: TensorInfo, network: Mapping[str, TensorInfo]) -> None:
+    has = network.get(said.name)
+    if has is None:
+        raise ModelError(
+            f"{model}: model.yaml names {kind} {said.name!r}, the network has "
+            f"{', '.join(network) or 'none'}"
+        )
+    widened = kind == "input" and (said.datatype, has.datatype) == ("FP16", "FP32")
+    if said.datatype != has.datatype and not widened:
+        raise ModelError(
+            f"{model}: {kind} {said.name!r} is {said.datatype} in model.yaml, {has.datatype} in the "
+            "network"
+        )
+    fits = len(said.shape) == len(has.shape) and all(
+        a == b or -1 in (a, b) for a, b in zip(said.shape[1:], has.shape[1:], strict=True)
+    )
+    if not fits:
+        raise ModelError(
+            f"{model}: {kind} {said.name!r} has shape {list(said.shape)} in model.yaml, "
+            f"{list(has.shape)} in the network"
+        )
+    if has.shape[:1] != (-1,):
+        raise ModelError(
+            f"{model}: {kind} {said.name!r} has a fixed batch in the network, {list(has.shape)}; "
+            "export it with a variable first dimension"
+        )
