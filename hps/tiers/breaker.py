@@ -1,0 +1,82 @@
+"""CircuitBreaker: stops asking a tier that keeps failing, and tries again with one call at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from threading import Lock
+from typing import Literal
+
+State = Literal["closed", "open", "half-open"]
+
+
+class CircuitBreaker:
+    """Closed: calls pass; ``failures_to_open`` failures in a row open it. Open: none passes for
+    ``retry_after_s``. Half-open: one call, the probe, passes; its outcome closes or opens.
+
+    Every call asks ``admit`` for a permit and reports its outcome with it. A permit is good until the
+    state changes, so a call that began before a change can't undo it. Safe from any thread.
+    """
+
+    def __init__(
+        self,
+        failures_to_open: int,
+        retry_after_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._failures_to_open = failures_to_open
+        self._retry_after_s = retry_after_s
+        self._clock = clock
+        self._lock = Lock()
+        self._state: State = "closed"
+        self._permit = 0
+        self._failures = 0
+        self._retry_at = 0.0
+        self._probing = False
+
+    @property
+    def state(self) -> State:
+        with self._lock:
+            if self._state == "open" and self._clock() >= self._retry_at:
+                return "half-open"
+            return self._state
+
+    def admit(self) -> int | None:
+        """A permit to call the tier, or None: skip it."""
+        with self._lock:
+            if self._state == "closed":
+                return self._permit
+            if self._state == "open" and self._clock() >= self._retry_at:
+                self._change("half-open")
+            if self._state == "open" or self._probing:
+                return None
+            self._probing = True
+            return self._permit
+
+    def succeeded(self, permit: int) -> None:
+        with self._lock:
+            if permit == self._permit:
+                self._failures = 0
+                if self._state == "half-open":
+                    self._change("closed")
+
+    def failed(self, permit: int) -> None:
+        with self._lock:
+            if permit != self._permit:
+                return
+            self._failures += 1
+            if self._state == "half-open" or self._failures >= self._failures_to_open:
+                self._change("open")
+                self._retry_at = self._clock() + self._retry_after_s
+
+    def undecided(self, permit: int) -> None:
+        """The call said nothing about the tier's health; a probe's place goes to the next call."""
+        with self._lock:
+            if permit == self._permit:
+                self._probing = False
+
+    def _change(self, state: State) -> None:
+        self._state = state
+        self._permit += 1
+        self._failures = 0
+        self._probing = False
