@@ -1,0 +1,220 @@
+"""CacheWriter: the one thread of a node that changes its caches.
+
+Two rules keep a cache from going stale (invariant 5). Whoever changes a store tells the writer
+afterwards, through ``update`` or ``delete``. And a promotion is queued as keys, not rows: the writer
+reads the rows from every store at the moment it inserts them. So whichever comes first, the newest
+row is the one that stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+
+from hps.native import dedup
+from hps.tiers.base import FetchContext, Part, Tier
+from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
+
+log = logging.getLogger(__name__)
+
+# Keys read and inserted at a time: a store's list interface holds the interpreter lock, and request
+# threads must get their turn.
+SLICE_KEYS = 1_024
+_LOG_EVERY_S = 5.0
+
+Count = Callable[[str, int], None]
+"""``count(result, keys)``: inserted, gone, degraded, dropped or failed."""
+
+
+@dataclass(slots=True)
+class _Promotion:
+    table: EmbeddingTable
+    keys: KeyArray
+
+
+@dataclass(slots=True)
+class _Change:
+    """Work with a caller who may want to know when it is done."""
+
+    work: Callable[[], None]
+    done: Future[None]
+
+
+class CacheWriter:
+    """``caches`` is what it writes to; ``stores`` are the single stores below, each of which is asked
+    at a promotion. At most ``queue_keys`` keys wait to be promoted; more are dropped and counted.
+
+    All methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        caches: Tier,
+        stores: Sequence[Tier],
+        queue_keys: int,
+        count: Count = lambda _result, _keys: None,
+    ) -> None:
+        self._caches = caches
+        self._stores = tuple(stores)
+        self._limit = queue_keys
+        self._count = count
+        self._jobs: deque[_Promotion | _Change] = deque()
+        self._waiting_keys = 0
+        self._wake = threading.Condition()
+        self._closed = False
+        self._logged_at = -_LOG_EVERY_S
+        self._thread = threading.Thread(target=self._run, name="hps-cache-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting_keys(self) -> int:
+        """Keys waiting to be promoted."""
+        return self._waiting_keys
+
+    def promote(self, table: EmbeddingTable, keys: KeyArray) -> None:
+        """Have the rows of ``keys (n,)`` copied into the caches some time soon. Never blocks; keys
+        beyond the queue's bound are dropped. ``keys`` must not be changed afterwards."""
+        with self._wake:
+            room = 0 if self._closed else self._limit - self._waiting_keys
+            kept = keys[: max(0, room)]
+            if len(kept):
+                self._jobs.append(_Promotion(table, kept))
+                self._waiting_keys += len(kept)
+                self._wake.notify()
+        if len(kept) < len(keys):
+            self._count("dropped", len(keys) - len(kept))
+
+    def insert(
+        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
+    ) -> Future[None]:
+        """Put rows into the caches, resident or not. Only for rows the stores hold just like that."""
+        return self._change(lambda: self._caches.insert(table, keys, vectors, versions))
+
+    def update(
+        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
+    ) -> Future[None]:
+        """Refresh resident rows; to be called after every store has the new ones."""
+        return self._change(lambda: self._caches.update(table, keys, vectors, versions))
+
+    def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> Future[None]:
+        """Delete from the caches; to be called after every store has deleted."""
+        return self._change(lambda: self._caches.delete(table, keys, versions))
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until everything queued before this call is done; False when time ran out."""
+        barrier = self._change(lambda: None)
+        try:
+            barrier.result(timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Finish the job at hand, drop the rest (caches are about to go), end the thread. Idempotent;
+        futures of dropped changes are cancelled."""
+        with self._wake:
+            self._closed = True
+            dropped, self._jobs = self._jobs, deque()
+            self._waiting_keys = 0
+            self._wake.notify()
+        for job in dropped:
+            if isinstance(job, _Change):
+                job.done.cancel()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _change(self, work: Callable[[], None]) -> Future[None]:
+        change = _Change(work, Future())
+        with self._wake:
+            if self._closed:
+                change.done.cancel()
+            else:
+                self._jobs.append(change)
+                self._wake.notify()
+        return change.done
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (batch := self._next()) is not None:
+            if isinstance(batch, _Change):
+                _finish(batch)
+                continue
+            for table, keys in batch.items():
+                for start in range(0, len(keys), SLICE_KEYS):
+                    if self._closed:
+                        return
+                    self._promote_slice(table, keys[start : start + SLICE_KEYS])
+
+    def _next(self) -> _Change | dict[EmbeddingTable, KeyArray] | None:
+        """The next change, or the promotions queued before it, by table and without duplicates."""
+        with self._wake:
+            while not self._jobs and not self._closed:
+                self._wake.wait()
+            if self._closed:
+                return None
+            if isinstance(self._jobs[0], _Change):
+                change = self._jobs.popleft()
+                assert isinstance(change, _Change)
+                return change
+            chosen: dict[EmbeddingTable, list[KeyArray]] = {}
+            while self._jobs and isinstance(job := self._jobs[0], _Promotion):
+                chosen.setdefault(job.table, []).append(job.keys)
+                self._waiting_keys -= len(job.keys)
+                self._jobs.popleft()
+        return {table: dedup(np.concatenate(keys))[0] for table, keys in chosen.items()}
+
+    def _promote_slice(self, table: EmbeddingTable, keys: KeyArray) -> None:
+        try:
+            ctx = FetchContext()
+            rows = self._newest(table, keys, ctx)
+            if ctx.degraded:
+                # A store that could not be asked may hold a newer row, or its deletion.
+                self._count("degraded", len(keys))
+                return
+            found = np.flatnonzero(rows.source)
+            if len(found):
+                self._caches.insert(table, keys[found], rows.out[found], rows.versions[found])
+                self._count("inserted", len(found))
+            if len(found) < len(keys):
+                self._count("gone", len(keys) - len(found))
+        except Exception:
+            self._count("failed", len(keys))
+            if time.monotonic() - self._logged_at > _LOG_EVERY_S:
+                self._logged_at = time.monotonic()
+                log.exception("promotion of %d keys of table %s failed", len(keys), table.id)
+
+    def _newest(self, table: EmbeddingTable, keys: KeyArray, ctx: FetchContext) -> Part:
+        """Each key's row of the highest version over all stores; source 0 where that is a deletion
+        or no store knows the key."""
+        newest = Part.make(table, keys)
+        known = np.zeros(len(keys), bool)
+        for store in self._stores:
+            part = Part.make(table, keys)
+            store.fetch([part], ctx)
+            answered = np.ones(len(keys), bool)
+            answered[part.missing] = False
+            newer = answered & (~known | (part.versions > newest.versions))
+            newest.out[newer] = part.out[newer]
+            newest.versions[newer] = part.versions[newer]
+            newest.source[newer] = part.source[newer]
+            known |= answered
+        return newest
+
+
+def _finish(change: _Change) -> None:
+    if not change.done.set_running_or_notify_cancel():
+        return
+    try:
+        change.work()
+    except BaseException as error:
+        change.done.set_exception(error)
+    else:
+        change.done.set_result(None)
