@@ -1,0 +1,142 @@
+"""Environments of their own for the peers: pinned packages under ``.peers/``, nothing system-wide.
+
+``python -m benchmarks.peers`` (``make bench-peers``) builds them, in seconds and without root; the
+tests and benchmarks that want one ask ``require`` for it. Shared libraries that no wheel carries are
+taken out of the distribution's own package, unpacked under ``.peers/`` rather than installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = Path(os.environ.get("HPS_PEERS", HERE.parents[1] / ".peers"))
+
+RECIPE = b"1"  # raise it when the way of building changes
+
+
+class PeerMissing(Exception):
+    """A peer is not set up; the message says how to set it up, or why it can't be."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One peer's environment: ``finish`` completes it and raises PeerMissing with the mend."""
+
+    name: str
+    finish: Callable[[Path], None]
+
+    @property
+    def folder(self) -> Path:
+        return ROOT / self.name
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin/python"
+
+    @property
+    def site(self) -> Path:
+        """The environment's site-packages."""
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        return self.folder / "lib" / version / "site-packages"
+
+    @property
+    def requirements(self) -> Path:
+        return HERE / f"{self.name}.txt"
+
+    def stamp(self) -> str:
+        """What the environment was built from; it is rebuilt when this changes."""
+        parts = [self.requirements.read_bytes(), RECIPE, sys.version.encode()]
+        return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+    def ready(self) -> bool:
+        done = self.folder / ".done"
+        return done.exists() and done.read_text() == self.stamp()
+
+    def build(self) -> None:
+        """Create it afresh, unless it is up to date. Raises PeerMissing."""
+        if self.ready():
+            return
+        shutil.rmtree(self.folder, ignore_errors=True)
+        uv = str(Path(sys.executable).with_name("uv"))
+        _run([uv, "venv", "--quiet", "--python", sys.executable, str(self.folder)])
+        install = [uv, "pip", "install", "--quiet", "--no-deps", "--require-hashes"]
+        _run([*install, "--python", str(self.python), "-r", str(self.requirements)])
+        self.finish(self.folder)
+        (self.folder / ".done").write_text(self.stamp())
+
+
+def require(name: str) -> Environment:
+    """The peer's environment, ready for use. Raises PeerMissing when it was not set up."""
+    environment = ENVIRONMENTS[name]
+    if not environment.ready():
+        raise PeerMissing(f"{name} is not set up: run `make bench-peers`")
+    return environment
+
+
+def _run(command: list[str], cwd: Path | None = None) -> None:
+    try:
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PeerMissing(f"`{' '.join(command)}`: {error}") from error
+    if done.returncode:
+        raise PeerMissing(f"`{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()}")
+
+
+def _debian_library(package: str, folder: Path) -> None:
+    """Unpack the package's shared libraries into ``folder/lib``; needs no root."""
+    download = folder / "deb"
+    download.mkdir(exist_ok=True)
+    if not shutil.which("apt-get"):
+        raise PeerMissing(f"install {package} (its Debian name) and run `make bench-peers` again")
+    try:
+        _run(["apt-get", "-q", "download", package], cwd=download)
+    except PeerMissing:
+        if os.geteuid() != 0:
+            raise
+        _run(["apt-get", "-q", "update"])
+        _run(["apt-get", "-q", "download", package], cwd=download)
+    for archive in download.glob("*.deb"):
+        _run(["dpkg-deb", "-x", str(archive), str(download)])
+    (folder / "lib").mkdir(exist_ok=True)
+    for library in download.rglob("*.so*"):
+        if library.is_file():
+            shutil.copy(library, folder / "lib" / library.name, follow_symlinks=True)
+    shutil.rmtree(download)
+
+
+def _finish_triton(folder: Path) -> None:
+    """Put the stub of this Python where the python backend looks for it, with its libpython."""
+    server = TRITON.site / "pytriton/tritonserver"
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    stub = server / "python_backend_stubs" / version / "triton_python_backend_stub"
+    if not stub.exists() or sys.version_info >= (3, 13):
+        raise PeerMissing(
+            f"this Triton runs Python 3.11 and 3.12, not {version}: make PYTHON=python3.12"
+        )
+    shutil.copy(stub, server / "backends/python")
+    name = f"libpython{version}.so.1.0"
+    places = [Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")]
+    places += [places[0] / str(sysconfig.get_config_var("MULTIARCH"))]
+    found = next((place / name for place in places if (place / name).exists()), None)
+    if found is None:
+        _debian_library(f"libpython{version}", folder)
+    else:
+        (folder / "lib" / name).symlink_to(found)
+
+
+def _finish_perf_analyzer(folder: Path) -> None:
+    _debian_library("libb64-0d", folder)
+
+
+TRITON = Environment("triton", _finish_triton)
+PERF_ANALYZER = Environment("perf_analyzer", _finish_perf_analyzer)
+ENVIRONMENTS = {each.name: each for each in (TRITON, PERF_ANALYZER)}

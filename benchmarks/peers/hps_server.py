@@ -1,0 +1,65 @@
+"""Our own server as a process, for the benchmarks and for tests that need a real one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.peers.process import Server, free_ports, serving
+
+
+def write_lookup_model(root: Path, name: str, feature: str, rows: NDArray[np.float32]) -> None:
+    """A model of one table whose keys are the row numbers; its feature is answered unpooled."""
+    folder = root / name / "1/tables/rows"
+    folder.mkdir(parents=True)
+    np.arange(len(rows), dtype="<i8").tofile(folder / "key")
+    rows.astype("<f4", copy=False).tofile(folder / "emb_vector")
+    spec = {
+        "name": name,
+        "tables": [{"name": "rows", "dim": rows.shape[1]}],
+        "features": [{"name": feature, "table": "rows", "pooling": "none"}],
+    }
+    (root / name / "model.yaml").write_text(json.dumps(spec))
+
+
+@contextmanager
+def start_hps(
+    folder: Path,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    core: int | None = None,
+    timeout_s: float = 120.0,
+) -> Iterator[Server]:
+    """``hps serve`` on ``folder/models``, defaults but for ports and paths; entered when ready.
+
+    ``settings`` replaces top keys of the configuration. Its admin port is the HTTP port's neighbour
+    in ``folder/config.yaml``. Raises RuntimeError with the log when it does not become ready.
+    """
+    http, admin = free_ports(2)
+    configuration = {
+        "models": {"repository": str(folder / "models")},
+        "tiers": {"rocksdb": {"path": str(folder / "rocksdb")}},
+        "server": {"http": {"port": http}, "admin": {"port": admin}},
+        **(settings or {}),
+    }
+    # JSON is YAML.
+    (folder / "config.yaml").write_text(json.dumps(configuration))
+    command = [
+        sys.executable,
+        "-m",
+        "hps.cli.main",
+        "serve",
+        "--config",
+        str(folder / "config.yaml"),
+    ]
+    with serving(
+        command, http, ready_path="/v2/health/ready", core=core, timeout_s=timeout_s
+    ) as server:
+        yield server

@@ -1,0 +1,72 @@
+import json
+import socket
+import sys
+import threading
+
+import pytest
+
+from benchmarks.load import drive, exchange, http_request
+from benchmarks.peers.process import free_ports, serving
+
+
+@pytest.fixture(scope="module")
+def echo():
+    port = free_ports(1)[0]
+    command = [sys.executable, "-m", "benchmarks.peers.asgi", "echo", str(port), "1000", "300000"]
+    with serving(command, port, ready_path="/0") as server:
+        yield server
+
+
+@pytest.mark.parametrize("size", [1000, 300_000])
+def test_counts_requests_and_the_servers_cpu(echo, size):
+    load = drive(echo, [http_request(f"/{size}", bytes(size))], connections=4, seconds=0.3)
+    assert load.requests > 10
+    assert 0.2 < load.wall_s < 5
+    assert 0 < load.cpu_us < 1e5
+    assert load.per_second == pytest.approx(load.requests / load.wall_s)
+
+
+def test_exchange_returns_the_whole_answer(echo):
+    head, body = exchange(echo.address, http_request("/300000", b"x" * 200_000))
+    assert len(body) == 300_000
+    assert b"inference-header-content-length: 100" in head
+
+
+def answering(chunks):
+    """A server that answers one request with these pieces; returns its address."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        with listener, listener.accept()[0] as connection:
+            connection.recv(65536)
+            for chunk in chunks:
+                connection.sendall(chunk)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_an_answer_in_pieces_is_put_together():
+    pieces = [b"HTTP/1.1 200 OK\r\nX-Content-Length: 7\r\nContent-Le", b"ngth: 5\r\n\r\nab", b"cde"]
+    assert exchange(answering(pieces), http_request("/", b""))[1] == b"abcde"
+
+
+def test_any_other_status_is_an_error():
+    body = json.dumps({"error": "no"}).encode()
+    pieces = [b"HTTP/1.1 404 Not Found\r\nContent-Length: %d\r\n\r\n" % len(body), body]
+    with pytest.raises(RuntimeError, match="404"):
+        exchange(answering(pieces), http_request("/", b""))
+
+
+def test_a_closed_connection_is_an_error():
+    with pytest.raises(RuntimeError, match="closed"):
+        exchange(answering([]), http_request("/", b""))
+
+
+def test_a_server_that_does_not_start_says_why():
+    command = [sys.executable, "-c", "print('the reason'); raise SystemExit(3)"]
+    with (
+        pytest.raises(RuntimeError, match=r"exited(.|\n)*the reason"),
+        serving(command, free_ports(1)[0], ready_path="/"),
+    ):
+        pass
