@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE_SOURCES := pyproject.toml $(shell find hps/native -name '*.?pp' -o -name CMakeLists.txt)
 
-.PHONY: help setup demo test check format bench lock clean
+.PHONY: help setup demo test test-services check format bench bench-peers lock clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -3
@@ -31,8 +31,13 @@ setup: $(VENV)/.installed-dev
 demo: $(VENV)/.installed-runtime
 	@$(BIN)/hps demo
 
-test: setup
+test: setup test-services
 	@$(BIN)/python -m pytest
+
+# What the tests use beside the product: seconds, no root. What can't be had here is named and its
+# tests skip; in continuous integration (CI is set) they fail.
+test-services: setup
+	@$(BIN)/python -m benchmarks.peers perf_analyzer || echo "Its tests will be skipped."
 
 check: setup
 	@$(BIN)/ruff check .
@@ -46,7 +51,11 @@ format: setup
 	@find hps -name '*.?pp' -o -name '*.cu*' | xargs $(BIN)/clang-format -i
 
 bench: setup
-	@$(BIN)/python -m benchmarks
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+# The servers we are compared with, in environments of their own under .peers.
+bench-peers: setup
+	@$(BIN)/python -m benchmarks.peers
 
 # Rewrites the locks from pyproject.toml; run it after changing a dependency.
 lock: setup
