@@ -1,1 +1,21 @@
 """Settings and ``model.yaml``: the only place that reads YAML and the environment."""
+
+from hps.config.legacy import LegacyModel
+from hps.config.loading import Configuration, configuration_from, load_config
+from hps.config.model_file import apply_override, dump_model_spec, load_model_spec
+from hps.config.model_schema import ModelSpec
+from hps.config.problems import InvalidConfiguration
+from hps.config.schema import Settings
+
+__all__ = [
+    "Configuration",
+    "InvalidConfiguration",
+    "LegacyModel",
+    "ModelSpec",
+    "Settings",
+    "apply_override",
+    "configuration_from",
+    "dump_model_spec",
+    "load_config",
+    "load_model_spec",
+]

@@ -164,7 +164,9 @@ def ports(listeners: Mapping[str, tuple[str, int]]) -> list[Finding]:
         for other, other_host, other_port in seen:
             overlap = host == other_host or {host, other_host} & {"0.0.0.0", "::", ""}
             if port and port == other_port and overlap:
-                message = f"is {port}, the same as {other}.port; every listener needs its own"
+                message = (
+                    f"is {port}, the same as server.{other}.port; every listener needs its own"
+                )
                 also = ((other, "port"), (other, "host"), (name, "host"))
                 findings.append(Finding((name, "port"), message, also))
         seen.append((name, host, port))

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping
 from typing import Literal, cast
 
 from hps.errors import ConfigError
+
+# HPS__SERVER__HTTP__PORT sets server.http.port.
+PREFIX = "HPS__"
+_NEAR_MISS = re.compile(r"(?i)^HPS_(models|tiers|updates|dense|server|auth)_")
+
+VARIABLES = {
+    "HPS_NATIVE": "`auto` uses the compiled core when it is there, `on` fails without it, `off` takes "
+    "the NumPy twins.",
+    "HPS__A__B": "Sets `a.b` over the configuration file: two underscores before every part, in any "
+    "case, the value as YAML. Names of models and tables are taken as written.",
+}
+"""Every variable the product reads, for the docs."""
 
 
 def native_mode() -> Literal["auto", "on", "off"]:
@@ -14,3 +28,19 @@ def native_mode() -> Literal["auto", "on", "off"]:
     if value in ("auto", "on", "off"):
         return cast(Literal["auto", "on", "off"], value)
     raise ConfigError(f"HPS_NATIVE is {value!r}; it must be auto, on or off")
+
+
+def setting_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that set something, by their names as written."""
+    source = os.environ if environ is None else environ
+    return {name: text for name, text in source.items() if name.upper().startswith(PREFIX)}
+
+
+def near_misses(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Warnings on variables that look like settings but lack an underscore (``HPS_SERVER__…``)."""
+    source = os.environ if environ is None else environ
+    return [
+        f"{name} sets nothing: settings start with {PREFIX}, two underscores before every part"
+        for name in source
+        if _NEAR_MISS.match(name) and "__" in name
+    ]

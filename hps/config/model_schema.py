@@ -6,6 +6,7 @@ span several fields live in ``checks.py`` and run whenever an object is built.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
@@ -34,6 +35,9 @@ Datatype = Literal[
 ]  # fmt: skip
 
 
+REMOTE_PATH = "remote locations are not read in this release; copy the files to a local folder"
+
+
 class Strict(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -41,12 +45,15 @@ class Strict(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_bool_for_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """`port: true` is a slip, though Python would take it for 1."""
-        if isinstance(value, bool) and info.field_name is not None:
+    def _plausible(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse two slips that pydantic would let pass."""
+        if isinstance(value, bool | str) and info.field_name is not None:
             allowed = cls.model_fields[info.field_name].annotation
-            if allowed is not Any and bool not in (allowed, *get_args(allowed)):
-                raise PydanticCustomError("bool_not_allowed", "a truth value is not expected here")
+            options = get_args(allowed) or (allowed,)
+            if isinstance(value, bool) and not {bool, Any} & set(options):
+                raise PydanticCustomError("bool_not_allowed", "true and false are no number")
+            if isinstance(value, str) and "://" in value and Path in options:
+                raise PydanticCustomError("remote_path", REMOTE_PATH)
         return value
 
     def consistent(self, findings: list[checks.Finding]) -> Self:

@@ -14,6 +14,8 @@ from pydantic import Field, model_validator
 from hps.config import checks
 from hps.config.model_schema import DenseSpec, MissPolicySpec, Name, Strict
 
+KEY_PATTERN = r"^[\x21-\x7e]{16,512}$"
+
 
 class TableOverride(Strict):
     """Overrides one table's entry of `model.yaml`."""
@@ -184,7 +186,7 @@ class ApiKey(Strict):
     """Who uses this key; shown in logs, never the key itself."""
     role: Literal["read", "write", "admin"]
     """`read` asks, `write` changes rows too, `admin` does everything."""
-    key: str = Field(pattern=r"^[\x21-\x7e]{16,512}$", repr=False)
+    key: str = Field(pattern=KEY_PATTERN, repr=False)
     """The secret itself, at least 16 printable ASCII characters; better kept in `keys_file`."""
 
 

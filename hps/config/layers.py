@@ -1,0 +1,163 @@
+"""Where values come from: file, environment, ``--set``; the later one wins, mappings are merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hps.config.checks import Path as KeyPath
+from hps.config.checks import did_you_mean, one_of
+from hps.config.environment import PREFIX
+from hps.config.problems import InvalidConfiguration, Problem, dotted, has, leaves
+from hps.config.schema import Settings
+from hps.config.shape import Slot, walk
+from hps.config.yaml_text import parse_yaml
+from hps.errors import ConfigError
+
+ROOT = Slot(Settings, Settings)
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One source: its values as nested plain data, and the name of the place of each."""
+
+    data: dict[str, Any]
+    where: Callable[[KeyPath], str]
+
+
+def merged(layers: Sequence[Layer]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for layer in layers:
+        result = _merge(result, layer.data)
+    return result
+
+
+def origin(layers: Sequence[Layer], path: KeyPath) -> str:
+    """The place that decided ``path``, or ``default``."""
+    return next((x.where(path) for x in reversed(layers) if has(x.data, path)), DEFAULT)
+
+
+def nearest(layers: Sequence[Layer], path: KeyPath) -> str:
+    """The place to look at when ``path`` is wrong: its own, else that of the value around it."""
+    places = (origin(layers, path[:length]) for length in range(len(path), 0, -1))
+    return next((place for place in places if place != DEFAULT), "")
+
+
+def from_environment(variables: Mapping[str, str]) -> tuple[Layer, list[Problem]]:
+    """``HPS__SERVER__HTTP__PORT=8080`` sets ``server.http.port``; names match in any case.
+
+    Returns what is right and the problems with the rest.
+    """
+    data: dict[str, Any] = {}
+    names: dict[KeyPath, str] = {}
+    problems: list[Problem] = []
+    # The shorter name first: HPS__TIERS may hold a mapping that HPS__TIERS__… refines.
+    for name in sorted(variables, key=lambda n: (n.count("__"), n)):
+        try:
+            path, slot = _match(name, name[len(PREFIX) :].split("__"), fold=True)
+            if path in names:
+                raise _wrong(name, path, f"{names[path]} sets the same; unset one")
+            names[path] = name
+            data = _merge(data, _nested(path, _value(slot, path, variables[name], name)))
+        except InvalidConfiguration as error:
+            problems += error.problems
+
+    def where(path: KeyPath) -> str:
+        return f"environment {_longest(names, path)}"
+
+    return Layer(data, where), problems
+
+
+def from_overrides(overrides: Sequence[str]) -> tuple[Layer, list[Problem]]:
+    """``server.http.port=8080``, as given to ``--set``; of two for the same setting the last wins.
+
+    Returns what is right and the problems with the rest.
+    """
+    data: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        try:
+            if not equals or not key.strip():
+                raise _wrong("--set", (), f"expected a.b=value, found {key!r}")
+            path, slot = _match("--set", key.strip().split("."), fold=False)
+            data = _merge(data, _nested(path, _value(slot, path, text, "--set")))
+        except InvalidConfiguration as error:
+            problems += error.problems
+    return Layer(data, lambda path: "--set"), problems
+
+
+def anchored(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """``data`` with every relative path taken from ``folder``, and ``~`` as the home folder."""
+    for path, value in list(leaves(data)):
+        slot, reached = walk(Settings, path)
+        is_path = Path in slot.options and reached == path
+        if is_path and isinstance(value, str) and value and "://" not in value:
+            data = _merge(data, _nested(path, str(folder / Path(value).expanduser())))
+    return data
+
+
+def _match(source: str, parts: Sequence[str], *, fold: bool) -> tuple[KeyPath, Slot]:
+    slot = ROOT
+    path: KeyPath = ()
+    for part in parts:
+        name = part
+        if fold and slot.model is not None:
+            name = next((f for f in slot.fields if f.lower() == part.lower()), part)
+        below = slot.below(name) if name else None
+        if below is None:
+            shown = part.lower() if fold else part
+            raise _wrong(source, (*path, shown), _unknown(slot, part))
+        slot, path = below, (*path, name)
+    return path, slot
+
+
+def _unknown(slot: Slot, part: str) -> str:
+    names = list(slot.fields)
+    if names:
+        return (
+            f"no such setting{did_you_mean(part, names) or f'; the settings are {one_of(names)}'}"
+        )
+    return "has nothing below it; a list is set as a whole, as in [a, b]"
+
+
+def _value(slot: Slot, path: KeyPath, text: str, source: str) -> Any:
+    if slot.takes_text:
+        return None if slot.optional and text in ("", "null", "~") else text
+    try:
+        return parse_yaml(text, source).data
+    except ConfigError as error:
+        raise _wrong(source, path, str(error).partition(": ")[2]) from None
+
+
+def _wrong(source: str, path: KeyPath, message: str) -> InvalidConfiguration:
+    return InvalidConfiguration([Problem(source, path, message)])
+
+
+def _longest(names: Mapping[KeyPath, str], path: KeyPath) -> str:
+    for length in range(len(path), 0, -1):
+        if path[:length] in names:
+            return names[path[:length]]
+    return next(_under(names, path), dotted(path))
+
+
+def _under(names: Mapping[KeyPath, str], path: KeyPath) -> Iterator[str]:
+    return (name for known, name in names.items() if known[: len(path)] == path)
+
+
+def _nested(path: KeyPath, value: Any) -> dict[str, Any]:
+    for part in reversed(path):
+        value = {part: value}
+    return dict(value)
+
+
+def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(below)
+    for key, value in above.items():
+        old = result.get(key)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        result[key] = _merge(old, value) if both and isinstance(old, dict) else value
+    return result

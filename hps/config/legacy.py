@@ -1,0 +1,36 @@
+"""What a ``ps.json`` becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hps.config.checks import Path as KeyPath
+from hps.config.model_schema import ModelSpec
+
+
+@dataclass(frozen=True)
+class LegacyModel:
+    """A model of an HPS ``ps.json``: its tables lie in the given folders (``key``, ``emb_vector``)."""
+
+    spec: ModelSpec
+    directories: Mapping[str, Path]
+
+
+@dataclass(frozen=True)
+class PsJson:
+    """``settings`` in the shape of our YAML, ``origins`` the ``ps.json`` key behind each of them."""
+
+    settings: dict[str, Any]
+    origins: Mapping[KeyPath, str]
+    models: tuple[LegacyModel, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def where(self, path: KeyPath) -> str:
+        """The key of the ``ps.json`` that decided the setting at ``path``."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.origins:
+                return self.origins[path[:length]]
+        return "ps.json"

@@ -1,0 +1,113 @@
+"""From a file, the environment and overrides to one checked configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hps.config.environment import near_misses, setting_variables
+from hps.config.layers import (
+    Layer,
+    anchored,
+    from_environment,
+    from_overrides,
+    merged,
+    nearest,
+    origin,
+)
+from hps.config.legacy import LegacyModel
+from hps.config.model_file import place
+from hps.config.problems import InvalidConfiguration, dotted, leaves, validate
+from hps.config.schema import Settings
+from hps.config.shape import describe_value
+from hps.config.yaml_text import parse_yaml, read_text
+from hps.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Everything a node needs to start.
+
+    ``legacy`` models come beside those of the repository; ``settings.models.serve`` holds overrides
+    for them too, by name. A ``ps.json`` alone serves its own models only (``serve`` then names no
+    other). ``warnings`` are shown at start. ``origins`` names, by dotted key, where each value of
+    ``settings`` came from.
+    """
+
+    settings: Settings = field(default_factory=Settings)
+    legacy: tuple[LegacyModel, ...] = ()
+    warnings: tuple[str, ...] = ()
+    path: Path | None = None
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+
+def load_config(
+    path: Path | str | None,
+    overrides: Sequence[str] = (),
+    *,
+    environ: Mapping[str, str] | None = None,
+) -> Configuration:
+    """Read our YAML, or HPS's ``ps.json`` (``*.json``); None means defaults.
+
+    ``overrides`` are ``a.b=value``. Precedence: overrides, environment, file, defaults. Raises
+    InvalidConfiguration, a ConfigError with every problem at once.
+    """
+    if path is None:
+        return _configuration([], None, overrides, environ)
+    path = Path(path)
+    if path.suffix.lower() == ".json":
+        from hps.config.ps_json import read_ps_json
+
+        legacy = read_ps_json(path)
+        layer = Layer(legacy.settings, legacy.where)
+        return _configuration(
+            [layer], path, overrides, environ, legacy=legacy.models, warnings=legacy.warnings
+        )
+    document = parse_yaml(read_text(path), str(path))
+    data = {} if document.data is None else document.data
+    if not isinstance(data, dict):
+        message = f"expected a mapping with {', '.join(Settings.model_fields)}"
+        raise ConfigError(f"{path}: {message}, found {describe_value(data)}")
+    lines = document.lines
+    file = Layer(anchored(data, path.absolute().parent), lambda key: place(str(path), lines, key))
+    return _configuration([file], path, overrides, environ)
+
+
+def configuration_from(
+    data: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    environ: Mapping[str, str] | None = None,
+) -> Configuration:
+    """A configuration from plain data of the YAML's shape; relative paths start at the working folder."""
+    return _configuration([Layer(dict(data), lambda key: "")], None, overrides, environ)
+
+
+def _configuration(
+    base: Sequence[Layer],
+    path: Path | None,
+    overrides: Sequence[str],
+    environ: Mapping[str, str] | None,
+    *,
+    legacy: tuple[LegacyModel, ...] = (),
+    warnings: tuple[str, ...] = (),
+) -> Configuration:
+    variables, wrong_variables = from_environment(setting_variables(environ))
+    flags, wrong_flags = from_overrides(overrides)
+    layers = [*base, variables, flags]
+    problems = [*wrong_variables, *wrong_flags]
+    try:
+        settings = validate(Settings, merged(layers), lambda key: nearest(layers, key))
+    except InvalidConfiguration as error:
+        raise InvalidConfiguration([*error.problems, *problems]) from None
+    if problems:
+        raise InvalidConfiguration(problems)
+    return Configuration(
+        settings=settings,
+        legacy=legacy,
+        warnings=(*warnings, *near_misses(environ)),
+        path=path,
+        origins={dotted(key): origin(layers, key) for key, _ in leaves(settings.model_dump())},
+    )
