@@ -120,14 +120,14 @@ def _split(column: Any) -> tuple[Any, IndexArray]:
     """Text cells as words; the usual cell is one number and is not taken apart."""
     text = pc.fill_null(pc.utf8_trim_whitespace(column), "")
     if not pc.any(pc.match_substring_regex(text, _SEPARATORS)).as_py():
-        filled = pc.not_equal(text, "")
+        filled = pc.not_equal(text, pa.scalar(""))
         return text.filter(filled), filled.to_numpy(zero_copy_only=False).astype(np.int64)
     spaced = pc.utf8_trim_whitespace(pc.replace_substring_regex(text, _SEPARATORS, " "))
     lists = pc.split_pattern(spaced, " ")
     lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False).astype(np.int64)
-    lengths[pc.equal(spaced, "").to_numpy(zero_copy_only=False)] = 0
+    lengths[pc.equal(spaced, pa.scalar("")).to_numpy(zero_copy_only=False)] = 0
     words = lists.flatten()
-    return words.filter(pc.not_equal(words, "")), lengths
+    return words.filter(pc.not_equal(words, pa.scalar(""))), lengths
 
 
 def _parse_keys(text: Any, where: _Where) -> KeyArray:

@@ -1,0 +1,266 @@
+"""Files in, scores out: Parquet, CSV and JSONL in batches, and npz as a further output.
+
+Whatever a file's size, one batch at a time is held. The scores appear under their final name only
+when all of them are written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from hps.errors import BadRequest, ConfigError
+
+INPUTS = (".parquet", ".csv", ".jsonl")
+OUTPUTS = (".parquet", ".csv", ".jsonl", ".npz")
+
+
+class Reader(Protocol):
+    """Batches of a file's wanted columns, with the progress each one makes."""
+
+    total: int
+    unit: str
+
+    def batches(self, size: int) -> Iterator[tuple[Mapping[str, Any], int]]: ...
+
+
+def open_reader(path: Path, names: tuple[str, ...]) -> Reader:
+    """``names``: the columns to read; a missing one is an error that lists what there is."""
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}")
+    kinds: dict[str, type[ParquetReader] | type[CsvReader] | type[JsonlReader]] = {
+        ".parquet": ParquetReader,
+        ".csv": CsvReader,
+        ".jsonl": JsonlReader,
+    }
+    kind = kinds.get(path.suffix.lower())
+    if kind is None:
+        raise ConfigError(f"{path}: cannot tell the format; name it one of *{', *'.join(INPUTS)}")
+    try:
+        return kind(path, names)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise BadRequest(f"{path}: {error}") from None
+
+
+def read(reader: Reader, path: Path, size: int) -> Iterator[tuple[Mapping[str, Any], int]]:
+    """The reader's batches; a damaged file ends them with an error that names it."""
+    try:
+        yield from reader.batches(size)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise BadRequest(f"{path}: {error}") from None
+
+
+def _check_columns(path: Path, names: tuple[str, ...], present: list[str]) -> None:
+    missing = [name for name in names if name not in present]
+    if missing:
+        raise BadRequest(
+            f"{path} has no column {', '.join(missing)}; it has {', '.join(present)}. Columns are "
+            "named as the model's features and dense inputs"
+        )
+
+
+class ParquetReader:
+    unit = "rows"
+
+    def __init__(self, path: Path, names: tuple[str, ...]) -> None:
+        import pyarrow.parquet as pq
+
+        self._names = names
+        self._file: Any = pq.ParquetFile(path)
+        _check_columns(path, names, self._file.schema_arrow.names)
+        self.total = self._file.metadata.num_rows
+
+    def batches(self, size: int) -> Iterator[tuple[Mapping[str, Any], int]]:
+        for batch in self._file.iter_batches(size, columns=list(self._names)):
+            yield {name: batch.column(name) for name in self._names}, batch.num_rows
+
+
+class CsvReader:
+    """Every column is read as text: guessing types would turn unsigned 64-bit keys into floats."""
+
+    unit = "bytes"
+
+    def __init__(self, path: Path, names: tuple[str, ...]) -> None:
+        from pyarrow import csv
+
+        self._names = names
+        self._raw: Any = pa.OSFile(str(path), "rb")
+        self.total = path.stat().st_size
+        options = csv.ConvertOptions(
+            column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False
+        )
+        self._file: Any = csv.open_csv(
+            self._raw, csv.ReadOptions(use_threads=False), convert_options=options
+        )
+        _check_columns(path, names, self._file.schema.names)
+
+    def batches(self, size: int) -> Iterator[tuple[Mapping[str, Any], int]]:
+        read = 0
+        for block in self._file:
+            for start in range(0, block.num_rows, size):
+                piece = block.slice(start, size)
+                position = self._raw.tell()
+                yield {name: piece.column(name) for name in self._names}, position - read
+                read = position
+
+
+class JsonlReader:
+    """One JSON object a line. Numbers are kept as text until it is known what they are."""
+
+    unit = "bytes"
+
+    def __init__(self, path: Path, names: tuple[str, ...]) -> None:
+        self._path = path
+        self._names = names
+        self.total = path.stat().st_size
+
+    def batches(self, size: int) -> Iterator[tuple[Mapping[str, Any], int]]:
+        import orjson
+
+        rows: list[Any] = []
+        read = 0
+        with self._path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                read += len(line)
+                if line.isspace():
+                    continue
+                try:
+                    rows.append(orjson.loads(line))
+                except orjson.JSONDecodeError as error:
+                    raise BadRequest(f"{self._path}, line {number}: {error}") from None
+                if len(rows) == size:
+                    yield self._columns(rows, number), read
+                    rows, read = [], 0
+        if rows:
+            yield self._columns(rows, number), read
+
+    def _columns(self, rows: list[Any], last_line: int) -> dict[str, Any]:
+        columns: dict[str, Any] = {}
+        for name in self._names:
+            try:
+                cells = [row[name] for row in rows]
+            except (KeyError, TypeError):
+                _check_columns(self._path, self._names, self._common(rows))
+                raise BadRequest(f"{self._path}: a line is not a JSON object") from None
+            columns[name] = _text_column(cells)
+        return columns
+
+    def _common(self, rows: list[Any]) -> list[str]:
+        """The names that every one of ``rows`` has."""
+        objects = [row.keys() if isinstance(row, dict) else () for row in rows]
+        return [name for name in objects[0] if all(name in row for row in objects)]
+
+
+def _text_column(cells: list[Any]) -> Any:
+    if any(isinstance(cell, list) for cell in cells):
+        bags = [
+            cell if isinstance(cell, list) else [] if cell is None else [cell] for cell in cells
+        ]
+        return pa.array([[str(leaf) for leaf in bag] for bag in bags], pa.list_(pa.string()))
+    return pa.array([None if cell is None else str(cell) for cell in cells], pa.string())
+
+
+class Writer:
+    """Collects the outputs of batches into ``path``; nothing is left under that name on failure.
+
+    Use as a context manager. An output ``(n,)`` or ``(n, 1)`` is a column of numbers, ``(n, k)`` one
+    of lists (in CSV: numbers separated by blanks).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._suffix = path.suffix.lower()
+        if self._suffix not in OUTPUTS:
+            raise ConfigError(f"{path}: name the output one of *{', *'.join(OUTPUTS)}")
+        if not path.parent.is_dir():
+            raise ConfigError(f"{path}: there is no folder {path.parent}")
+        self._path = path
+        self._part = path.with_name(f".{path.name}.part")
+        self._sink: Any = None
+        self._kept: dict[str, list[NDArray[Any]]] = {}
+        self.rows = 0
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
+        if kind is None:
+            self._finish()
+            os.replace(self._part, self._path)
+            return
+        if self._sink is not None:
+            self._sink.close()
+        self._part.unlink(missing_ok=True)
+
+    def write(self, outputs: Mapping[str, NDArray[Any]]) -> None:
+        self.rows += len(next(iter(outputs.values()), ()))
+        if self._suffix == ".npz":
+            for name, value in outputs.items():
+                self._kept.setdefault(name, []).append(value)
+            return
+        table = as_table(outputs, text_lists=self._suffix == ".csv")
+        if self._suffix == ".jsonl":
+            if self._sink is None:
+                self._sink = self._part.open("wb")
+            self._sink.write(json_lines(outputs))
+            return
+        if self._sink is None:
+            self._sink = self._arrow_sink(table.schema)
+        self._sink.write_table(table)
+
+    def _arrow_sink(self, schema: Any) -> Any:
+        if self._suffix == ".csv":
+            from pyarrow import csv
+
+            return csv.CSVWriter(self._part, schema)
+        import pyarrow.parquet as pq
+
+        return pq.ParquetWriter(self._part, schema)
+
+    def _finish(self) -> None:
+        if self._suffix == ".npz":
+            arrays = {name: np.concatenate(parts) for name, parts in self._kept.items()}
+            with self._part.open("wb") as file:
+                np.savez(file, allow_pickle=False, **arrays)
+        elif self._sink is not None:
+            self._sink.close()
+        else:
+            self._part.touch()
+
+
+def as_table(outputs: Mapping[str, NDArray[Any]], *, text_lists: bool = False) -> Any:
+    """Named outputs as an Arrow table, one row a sample."""
+    columns: dict[str, Any] = {}
+    for name, value in outputs.items():
+        flat = value.reshape(len(value), -1)
+        if flat.shape[1] == 1:
+            columns[name] = pa.array(flat[:, 0])
+        elif text_lists:
+            columns[name] = pa.array([" ".join(map(str, row)) for row in flat])
+        else:
+            width = flat.shape[1]
+            columns[name] = pa.FixedSizeListArray.from_arrays(pa.array(flat.reshape(-1)), width)
+    return pa.table(columns)
+
+
+def json_lines(outputs: Mapping[str, NDArray[Any]]) -> bytes:
+    """Named outputs as JSON lines, one object a sample."""
+    import orjson
+
+    columns = as_table(outputs)
+    arrays = [outputs[name].reshape(len(outputs[name]), -1) for name in columns.column_names]
+    lines = []
+    for cells in zip(*arrays, strict=True):
+        row = {
+            name: cell[0] if len(cell) == 1 else np.ascontiguousarray(cell)
+            for name, cell in zip(columns.column_names, cells, strict=True)
+        }
+        lines.append(
+            orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+        )
+    return b"".join(lines)

@@ -1,0 +1,88 @@
+"""What a model wants to be asked, wherever the description comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hps.errors import BadRequest
+
+if TYPE_CHECKING:
+    from hps.config.model_schema import ModelSpec
+
+NUMPY_TYPES: dict[str, str] = {
+    "BOOL": "bool", "UINT8": "uint8", "INT8": "int8", "INT16": "int16", "INT32": "int32",
+    "INT64": "int64", "UINT16": "uint16", "UINT32": "uint32", "UINT64": "uint64",
+    "FP16": "float16", "FP32": "float32", "FP64": "float64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A dense input: its dtype and shape, batch first, -1 = any."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The names a request may carry: features (keys) and dense inputs."""
+
+    model: str
+    features: tuple[str, ...]
+    dense: Mapping[str, Dense]
+    max_batch: int = 65_536
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.features, *self.dense)
+
+    def check_known(self, names: Mapping[str, Any]) -> None:
+        """Refuse a name the model does not have, with the nearest one it has."""
+        from difflib import get_close_matches
+
+        for name in names:
+            if name in self.features or name in self.dense:
+                continue
+            near = get_close_matches(name, self.names, 1)
+            raise BadRequest(
+                f"model {self.model!r} has no input {name!r}; "
+                + (f"did you mean {near[0]!r}? " if near else "")
+                + f"It takes {', '.join(self.names)}"
+            )
+
+    def check_complete(self, names: Mapping[str, Any]) -> None:
+        missing = [name for name in self.names if name not in names]
+        if missing:
+            raise BadRequest(
+                f"model {self.model!r} also needs {', '.join(missing)}; a sample without keys of a "
+                "feature has an empty list"
+            )
+
+    @staticmethod
+    def of_spec(spec: ModelSpec) -> Signature:
+        features = [feature.name for feature in spec.features]
+        inputs = spec.dense.inputs if spec.dense else []
+        dense = {t.name: Dense(np.dtype(NUMPY_TYPES[t.datatype]), tuple(t.shape)) for t in inputs}
+        names = features or [table.name for table in spec.tables]
+        return Signature(spec.name, tuple(names), dense, spec.max_batch_size)
+
+    @staticmethod
+    def of_metadata(metadata: Mapping[str, Any]) -> Signature:
+        """From the protocol's model metadata: integer tensors without a suffix are features."""
+        features: list[str] = []
+        dense: dict[str, Dense] = {}
+        for tensor in metadata["inputs"]:
+            name = tensor["name"]
+            if name.endswith((".offsets", ".weights")):
+                continue
+            if tensor["datatype"] in ("INT64", "UINT64"):
+                features.append(name)
+            else:
+                dtype = np.dtype(NUMPY_TYPES[tensor["datatype"]])
+                dense[name] = Dense(dtype, tuple(tensor["shape"]))
+        return Signature(str(metadata["name"]), tuple(features), dense)

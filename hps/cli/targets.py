@@ -1,0 +1,160 @@
+"""Whom a command asks: a server by its address, or a node opened in this process.
+
+``--server URL`` asks a running server. ``--config FILE`` opens the node here, which needs the
+database to itself, so not while a server runs on the same configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from hps.cli.signature import Signature
+from hps.errors import ConfigError
+from hps.types import JaggedKeys, LookupRequest, LookupResult, PredictRequest, PredictResult
+
+if TYPE_CHECKING:
+    from hps.build import Node
+    from hps.client import Client
+
+HTTP, ADMIN = "http://127.0.0.1:8000", "http://127.0.0.1:8002"
+
+ServerOption = Annotated[
+    str, typer.Option("--server", "-s", metavar="URL", help="The server's address for requests.")
+]
+AdminOption = Annotated[
+    str, typer.Option("--admin", "-a", metavar="URL", help="The server's admin address.")
+]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", metavar="FILE", help="Open this configuration here, no server."),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of --config; repeatable."),
+]
+ApiKeyOption = Annotated[
+    str | None,
+    typer.Option("--api-key", envvar="HPS_API_KEY", help="Key for a server that asks for one."),
+]
+
+
+class Target(Protocol):
+    """Something that answers requests for models."""
+
+    def signature(self, model: str) -> Signature: ...
+
+    def predict(
+        self,
+        model: str,
+        features: Mapping[str, JaggedKeys],
+        dense: Mapping[str, NDArray[Any]],
+        top_k: int | None = None,
+    ) -> PredictResult: ...
+
+    def lookup(self, model: str, features: Mapping[str, JaggedKeys]) -> LookupResult:
+        """Pooled vectors with the source of every key."""
+        ...
+
+    def network_inputs(self, model: str) -> Mapping[str, str]:
+        """Which input of the dense network takes each feature's vectors, where that is known."""
+        ...
+
+
+class ServerTarget:
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def signature(self, model: str) -> Signature:
+        return Signature.of_metadata(self._client.metadata(model))
+
+    def predict(
+        self,
+        model: str,
+        features: Mapping[str, JaggedKeys],
+        dense: Mapping[str, NDArray[Any]],
+        top_k: int | None = None,
+    ) -> PredictResult:
+        return self._client.predict(model, features, dense, top_k=top_k)
+
+    def lookup(self, model: str, features: Mapping[str, JaggedKeys]) -> LookupResult:
+        return self._client.lookup(model, features, want_source=True)
+
+    def network_inputs(self, model: str) -> Mapping[str, str]:
+        return {}
+
+
+class NodeTarget:
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+    def signature(self, model: str) -> Signature:
+        return Signature.of_spec(self.node.model(model).spec)
+
+    def predict(
+        self,
+        model: str,
+        features: Mapping[str, JaggedKeys],
+        dense: Mapping[str, NDArray[Any]],
+        top_k: int | None = None,
+    ) -> PredictResult:
+        served = self.node.model(model)
+        if served.pipeline is None:
+            found = served.engine.lookup(LookupRequest(features))
+            return PredictResult(found.vectors, defaulted=found.defaulted, degraded=found.degraded)
+        return served.pipeline.predict(PredictRequest(features, dense, top_k=top_k))
+
+    def lookup(self, model: str, features: Mapping[str, JaggedKeys]) -> LookupResult:
+        return self.node.model(model).engine.lookup(LookupRequest(features, want_source=True))
+
+    def network_inputs(self, model: str) -> Mapping[str, str]:
+        spec = self.node.model(model).spec
+        return spec.dense.embeddings if spec.dense else {}
+
+
+@contextmanager
+def open_target(
+    server: str, config: Path | None, overrides: list[str] | None, api_key: str | None
+) -> Iterator[Target]:
+    """The node of ``config`` when it is given, else the server."""
+    if config is not None:
+        with open_here(config, overrides) as node:
+            yield NodeTarget(node)
+        return
+    if overrides:
+        raise ConfigError("--set changes a configuration; give --config FILE with it")
+    from hps.client import Client
+
+    with Client(server, api_key=api_key) as client:
+        yield ServerTarget(client)
+
+
+@contextmanager
+def open_here(config: Path, overrides: list[str] | None) -> Iterator[Node]:
+    """The node of a configuration file, opened in this process and closed at the end."""
+    from hps.build import open_node
+    from hps.cli.output import warn
+    from hps.cli.progress import ConsoleProgress
+    from hps.config import load_config
+
+    configuration = load_config(config, overrides or ())
+    for warning in configuration.warnings:
+        warn(warning)
+    node = open_node(configuration, ConsoleProgress())
+    try:
+        yield node
+    finally:
+        node.close()
+
+
+def source_names(codes: NDArray[np.uint8]) -> list[str]:
+    """Per key, the name of the tier that answered: rocksdb, cpu, …, default."""
+    from hps.types import Source
+
+    return [Source(code).name.lower() for code in codes.tolist()]

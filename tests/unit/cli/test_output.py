@@ -1,0 +1,159 @@
+"""What commands print: tables, JSON, errors in one line, progress for slow work alone."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from hps.cli import output
+from hps.cli.main import COMMANDS, app, exit_code
+from hps.cli.progress import ConsoleProgress
+from hps.errors import BadRequest, ConfigError, ModelError, Unavailable
+
+run = CliRunner().invoke
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_help_is_quick_and_lists_every_command() -> None:
+    best = 9.0
+    for _ in range(5):
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-m", "hps.cli", "--help"], capture_output=True, text=True, check=True
+        )
+        best = min(best, time.perf_counter() - start)
+    for name in COMMANDS:
+        assert f"  {name} " in done.stdout
+    assert best < 0.5, f"hps --help took {best:.2f} s"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself_with_an_example(name: str) -> None:
+    result = run(app, [name, "--help"])
+    assert result.exit_code == 0, result.output
+    assert "--install-completion" not in result.output
+    if not COMMANDS[name].group:
+        assert f"hps {name}" in result.output.split("Options:")[1]
+
+
+def test_a_mistyped_command_is_guessed() -> None:
+    result = run(app, ["lokup"])
+    assert result.exit_code == 2
+    assert "Did you mean 'lookup'?" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ConfigError("x"), 2), (ModelError("x"), 2), (Unavailable("x"), 1), (BadRequest("x"), 1)],
+)
+def test_exit_codes(error, code) -> None:
+    assert exit_code(error) == code
+
+
+def test_an_error_is_one_line_on_stderr() -> None:
+    result = run(app, ["predict", "m"])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: give one of a file")
+    assert result.stderr.count("\n") == 1
+    with pytest.raises(ConfigError):
+        run(app, ["--debug", "predict", "m"], catch_exceptions=False)
+
+
+def test_json_output(capsys: pytest.CaptureFixture[str]) -> None:
+    data = {"a": np.arange(2), "b": np.float32(0.5), "c": Path("x"), "d": 2**64 - 1, 5: None}
+    output.print_json(data)
+    text = capsys.readouterr().out
+    assert json.loads(text) == {"a": [0, 1], "b": 0.5, "c": "x", "d": 2**64 - 1, "5": None}
+    assert text.count("\n") == 1
+
+
+def test_tables_are_never_folded_or_coloured_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    output.print_table(("name", "rows"), [("x" * 300, output.count(5)), ("y", output.count(12345))])
+    lines = capsys.readouterr().out.splitlines()
+    assert [len(line.rstrip()) for line in lines[1:]] == [len(lines[1].rstrip())] * 2
+    assert lines[2].rstrip().endswith("12,345")
+    assert "\x1b" not in "".join(lines)
+
+
+def test_colours_on_a_terminal_and_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    output.complain("broken\nvery")
+    assert "\x1b[" in sys.stderr.getvalue()
+    assert "broken; very" in sys.stderr.getvalue()
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    output.complain("broken")
+    assert "\x1b[31" not in sys.stderr.getvalue()
+
+
+def test_readable_numbers() -> None:
+    assert output.size(999) == "999 B"
+    assert output.size(1_234) == "1.2 kB"
+    assert output.size(999_960) == "1.0 MB"
+    assert output.size(None) == "-"
+    assert output.count(1234567) == "1,234,567"
+    assert output.share(1, 3) == "33.3 %"
+    assert output.share(0, 0) == "-"
+    assert output.age(12.9) == "12 s"
+    assert output.age(184) == "3 min 4 s"
+    assert output.age(7_800) == "2 h 10 min"
+    assert output.age(5 * 86_400 + 3 * 3_600) == "5 d 3 h"
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_quick_work_shows_no_progress(stream) -> None:
+    out = stream()
+    with ConsoleProgress(out).task("Loading", 10) as advance:
+        advance(10)
+    assert out.getvalue() == ""
+
+
+def test_slow_work_in_a_pipe_gets_lines_now_and_then() -> None:
+    out = io.StringIO()
+    with ConsoleProgress(out, delay_s=0.02, every_s=0.05).task("Loading t", 3000) as advance:
+        for _ in range(30):
+            time.sleep(0.01)
+            advance(100)
+    lines = out.getvalue().splitlines()
+    assert 2 <= len(lines) <= 8
+    assert lines[0].startswith("Loading t: ")
+    assert lines[0].endswith(" of 3,000 rows")
+    assert lines[-1] == "Loading t: 3,000 of 3,000 rows in 0 s"
+
+
+def test_a_bar_appears_though_the_first_step_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    progress = ConsoleProgress(out, delay_s=0.02)
+    with progress.task("Loading", 2_000, "bytes") as advance, progress.task("Other", 1):
+        time.sleep(0.3)
+        advance(2_000)
+        time.sleep(0.15)
+    text = out.getvalue()
+    assert "Loading" in text
+    assert "0 B of 2.0 kB" in text
+    assert "2.0 kB of 2.0 kB" in text
+    assert "Other" in text
+    assert threading.active_count() == 1
+
+
+def test_an_error_in_the_work_passes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    for out in (Terminal(), io.StringIO()):
+        with pytest.raises(StopIteration), ConsoleProgress(out, delay_s=0).task("L", 1):
+            next(iter(()))
