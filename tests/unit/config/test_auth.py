@@ -1,0 +1,229 @@
+"""API keys: recognising callers, roles, hot reload, exposure."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from hps.config import auth
+from hps.config.auth import check_exposure, key_file_warnings, load_api_keys
+from hps.config.schema import ApiKey, AuthSettings, Settings
+from hps.errors import ConfigError, Forbidden, Unauthenticated
+
+READER, WRITER, ROOT = "reader-secret-0001", "writer-secret-0001", "admin-secret-00001"
+KEYS = f"""
+- {{name: web, role: read, key: {READER}}}
+- {{name: trainer, role: write, key: {WRITER}}}
+- {{name: operator, role: admin, key: {ROOT}}}
+"""
+
+
+@pytest.fixture
+def keys_file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.yaml"
+    path.write_text(KEYS)
+    path.chmod(0o600)
+    return path
+
+
+def settings(path: Path | None, **more: object) -> AuthSettings:
+    return AuthSettings.model_validate({"mode": "api_key", "keys_file": path, **more})
+
+
+def rewrite(path: Path, text: str) -> None:
+    """Replace the file the way an editor or a mounted secret does: a new file under the old name."""
+    fresh = path.with_name("fresh")
+    fresh.write_text(text)
+    fresh.chmod(0o600)
+    os.replace(fresh, path)
+
+
+def test_every_key_is_recognised(keys_file: Path) -> None:
+    keys = load_api_keys(settings(keys_file))
+    assert keys.enabled
+    assert [keys.authenticate(k).name for k in (READER, WRITER, ROOT)] == [
+        "web",
+        "trainer",
+        "operator",
+    ]
+    assert keys.authenticate(WRITER).role == "write"
+
+
+@pytest.mark.parametrize(
+    "key", [None, "", "nobody", READER + "x", READER[:-1], "\udcff" * 20, "ключ"]
+)
+def test_others_are_not(keys_file: Path, key: str | None) -> None:
+    with pytest.raises(Unauthenticated):
+        load_api_keys(settings(keys_file)).authenticate(key)
+
+
+def test_roles_are_ordered(keys_file: Path) -> None:
+    keys = load_api_keys(settings(keys_file))
+    table = {
+        (role, needed): keys.allows(role, needed)
+        for role in ("read", "write", "admin", "stranger")
+        for needed in ("read", "write", "admin")
+    }
+    assert [k for k, allowed in table.items() if allowed] == [
+        ("read", "read"),
+        ("write", "read"),
+        ("write", "write"),
+        ("admin", "read"),
+        ("admin", "write"),
+        ("admin", "admin"),
+    ]
+    keys.require(keys.authenticate(WRITER), "read")
+    with pytest.raises(Forbidden, match="'web' has role read; this needs role admin"):
+        keys.require(keys.authenticate(READER), "admin")
+
+
+@pytest.mark.parametrize("mode", ["off", None])
+def test_off_lets_everybody_do_everything(mode: str | None) -> None:
+    keys = load_api_keys(AuthSettings.model_validate({"mode": mode}))
+    assert not keys.enabled
+    keys.require(keys.authenticate(None), "admin")
+
+
+def test_every_stored_digest_is_compared(keys_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = load_api_keys(settings(keys_file))
+    compared: list[bytes] = []
+    real = hmac.compare_digest
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append(a)
+        return real(a, b)
+
+    monkeypatch.setattr(auth.hmac, "compare_digest", compare)
+    for key in (READER, ROOT, "nobody-knows-me-at-all"):
+        compared.clear()
+        with contextlib.suppress(Unauthenticated):
+            keys.authenticate(key)
+        assert len(compared) == 3
+        assert key.encode() not in compared
+
+
+def test_a_changed_file_acts_without_restart(
+    keys_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(auth, "LOOK_EVERY_S", 0.0)
+    keys = load_api_keys(settings(keys_file))
+    rewrite(keys_file, "- {name: web, role: write, key: another-secret-0001}\n")
+    with caplog.at_level(logging.INFO, "hps.config.auth"):
+        assert keys.authenticate("another-secret-0001").role == "write"
+    assert "1 API keys in force" in caplog.text
+    with pytest.raises(Unauthenticated):
+        keys.authenticate(READER)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["- {name: web", "[]", "", "- {name: web, role: king, key: another-secret-0001}", None],
+)
+def test_a_bad_change_keeps_the_former_keys(
+    keys_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    text: str | None,
+) -> None:
+    monkeypatch.setattr(auth, "LOOK_EVERY_S", 0.0)
+    keys = load_api_keys(settings(keys_file))
+    if text is None:
+        keys_file.unlink()
+    else:
+        rewrite(keys_file, text)
+    for _ in range(3):
+        assert keys.authenticate(READER).name == "web"
+    assert len([r for r in caplog.records if r.levelno == logging.ERROR]) == 1
+    assert str(keys_file) in caplog.text
+    assert "another-secret" not in caplog.text
+    rewrite(keys_file, KEYS.replace(READER, "mended-secret-00001"))
+    assert keys.authenticate("mended-secret-00001").name == "web"
+
+
+def test_the_file_is_not_looked_at_for_every_request(
+    keys_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Path] = []
+    real = auth._stamp
+    monkeypatch.setattr(auth, "_stamp", lambda path: looks.append(path) or real(path))
+    keys = load_api_keys(settings(keys_file))
+    for _ in range(100):
+        keys.authenticate(READER)
+    assert len(looks) <= 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- {name: web, role: king, key: another-secret-0001}", ":1: keys[0].role: expected read,"),
+        ("- {name: web, role: read, key: short}", ":1: keys[0].key: expected text of 16"),
+        ("- {name: web, role: read, key: 12345678901234567890}", "not shown"),
+        ("- {name: a, role: read, kee: another-secret-0001}", "did you mean 'key'?"),
+        ("{a: 1}", "expected a list of mappings with name, role, key"),
+        (
+            f"- {{name: a, role: read, key: {ROOT}}}\n- {{name: b, role: admin, key: {ROOT}}}",
+            "'a' and 'b' are the same secret",
+        ),
+        (
+            f"- {{name: a, role: read, key: {ROOT}}}\n- {{name: a, role: admin, key: {READER}}}",
+            "two API keys are called 'a'",
+        ),
+        ("[]", "holds no API key"),
+    ],
+)
+def test_a_wrong_file_at_start(keys_file: Path, text: str, message: str) -> None:
+    keys_file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_api_keys(settings(keys_file))
+    assert str(error.value).startswith(str(keys_file))
+    assert message in str(error.value)
+    for secret in ("another-secret", "12345678901234567890", "short", ROOT):
+        assert secret not in str(error.value)
+
+
+def test_a_missing_file_at_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such API key file"):
+        load_api_keys(settings(tmp_path / "none.yaml"))
+
+
+def test_keys_of_the_settings_add_to_the_file(keys_file: Path) -> None:
+    extra = ApiKey(name="extra", role="read", key="extra-secret-00001")
+    keys = load_api_keys(settings(keys_file, keys=[extra]))
+    assert keys.authenticate("extra-secret-00001").name == "extra"
+    assert keys.authenticate(READER).name == "web"
+
+
+def test_secrets_are_not_in_the_representation(keys_file: Path) -> None:
+    key = ApiKey(name="extra", role="read", key="extra-secret-00001")
+    configured = settings(keys_file, keys=[key])
+    assert "extra-secret" not in repr(configured) + str(configured) + repr(
+        load_api_keys(configured)
+    )
+
+
+def test_a_world_readable_file_is_warned_about(
+    keys_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert key_file_warnings(settings(keys_file)) == []
+    keys_file.chmod(0o644)
+    load_api_keys(settings(keys_file))
+    assert f"chmod o-r {keys_file}" in caplog.text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1", "[::1]"])
+def test_loopback_needs_no_mode(host: str) -> None:
+    check_exposure(Settings.model_validate({"server": {"http": {"host": host}}}))
+
+
+@pytest.mark.parametrize("listener", ["http", "admin"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", "::ffff:10.0.0.1"])
+def test_a_reachable_port_needs_a_stated_mode(listener: str, host: str) -> None:
+    data = {"server": {listener: {"host": host}}}
+    with pytest.raises(ConfigError, match=rf"server\.{listener}\.host: {host} can be reached"):
+        check_exposure(Settings.model_validate(data))
+    check_exposure(Settings.model_validate({**data, "auth": {"mode": "off"}}))
