@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,14 +28,24 @@ TOP_K_INDEX = "top_k_index"
 Arrays = dict[str, NDArray[Any]]
 
 
-class PipelineObserver:
-    """Who counts what the dense model did; this one counts nothing."""
+class PipelineObserver(Protocol):
+    """Who counts what the dense model did; calls come from any thread."""
 
     def ran(self, seconds: float) -> None:
         """One run of the dense model."""
 
     def not_finite(self, output: str, values: int) -> None:
         """``values`` numbers of ``output`` were NaN or infinite."""
+
+
+class Unobserved:
+    """Counts nothing."""
+
+    def ran(self, seconds: float) -> None:
+        pass
+
+    def not_finite(self, output: str, values: int) -> None:
+        pass
 
 
 class InferencePipeline:
@@ -55,7 +65,7 @@ class InferencePipeline:
         self.lookup = lookup
         self.dense = dense
         self._workers = workers
-        self._observer = observer or PipelineObserver()
+        self._observer: PipelineObserver = observer or Unobserved()
         self._inputs = {tensor.name: tensor for tensor in spec.inputs}
         self._feeds = tuple(
             (feature, spec.embeddings.get(feature.name, feature.name))
@@ -65,7 +75,7 @@ class InferencePipeline:
         self._all = tuple(self._outputs)
         self._ranking = spec.ranking_output or self._all[0]
         self.fed = fed_tensors(name, spec, lookup.features)
-        check_network(name, dense, self.fed.values(), [_info(t) for t in spec.outputs])
+        check_network(name, dense, self.fed.values(), served_tensors(spec))
         _check_ranking(name, self._ranking, self._outputs)
         network = {tensor.name: tensor.dtype for tensor in dense.inputs}
         self._widen = {t: network[t] for _, t in self._feeds if self.fed[t].dtype != network[t]}
@@ -238,6 +248,11 @@ def fed_tensors(
         twice = next(name for name in names if names.count(name) > 1)
         raise ModelError(f"{model}: model.yaml feeds network input {twice!r} twice")
     return named
+
+
+def served_tensors(spec: DenseSpec) -> list[TensorInfo]:
+    """The outputs ``model.yaml`` promises."""
+    return [_info(tensor) for tensor in spec.outputs]
 
 
 def top_k(scores: NDArray[Any], k: int) -> NDArray[np.int64]:

@@ -1,0 +1,215 @@
+"""An open node: models that answer, and what may be asked of them without a server.
+
+``hps.build`` puts a node together; REST, gRPC, the command line and user code call it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.config.model_schema import ModelSpec
+from hps.errors import BadRequest, NotFound
+from hps.lookup.base import Lookup
+from hps.lookup.workers import Workers
+from hps.metrics import Metrics
+from hps.pipeline import InferencePipeline
+from hps.tiers.base import Tier
+from hps.types import (
+    EmbeddingTable,
+    JaggedKeys,
+    LookupRequest,
+    LookupResult,
+    PredictRequest,
+    PredictResult,
+    VectorArray,
+    as_keys,
+)
+from hps.updates.writer import CacheWriter
+
+Features = Mapping[str, Any]
+"""Keys by feature: ``JaggedKeys``, or integers ``(batch,)`` or ``(batch, hotness)`` as an array, a list
+or anything on the host with ``__dlpack__``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One version of a model, ready. ``pipeline`` is None for a model without a dense part."""
+
+    name: str
+    version: int
+    spec: ModelSpec
+    tables: Mapping[str, EmbeddingTable]
+    engine: Lookup
+    pipeline: InferencePipeline | None = None
+
+
+@dataclass(slots=True)
+class TierStatus:
+    """A tier and what can be said of it: ``rows(table)``, its ``capacity(table)`` in rows when it is
+    bounded, and the ``state`` of its circuit when it is guarded."""
+
+    tier: Tier
+    rows: Callable[[EmbeddingTable], int]
+    capacity: Callable[[EmbeddingTable], int | None] = lambda _table: None
+    state: Callable[[], str] = lambda: "closed"
+
+
+@dataclass(slots=True)
+class Node:
+    """What ``hps.open`` returns. Any number of threads may call it until ``close``."""
+
+    models: dict[str, ServedModel]
+    metrics: Metrics
+    tiers: list[TierStatus]
+    writer: CacheWriter
+    workers: Workers
+    warnings: tuple[str, ...] = ()
+    _resources: ExitStack = field(default_factory=ExitStack)
+    _opened: float = field(default_factory=time.monotonic)
+
+    def model(self, name: str, version: str | int | None = None) -> ServedModel:
+        """The served model; ``version`` None or "" takes the one there is. Raises ``NotFound``."""
+        found = self.models.get(name)
+        if found is None:
+            raise NotFound(f"Request for unknown model: '{name}' is not found")
+        if version not in (None, "") and str(version) != str(found.version):
+            raise NotFound(
+                f"Request for unknown model: '{name}' version {version} is not found; version "
+                f"{found.version} is served"
+            )
+        return found
+
+    def lookup(
+        self,
+        model: str,
+        features: Features,
+        *,
+        out: Mapping[str, Any] | None = None,
+        by_table: bool = False,
+        want_source: bool = False,
+        timeout_s: float | None = None,
+    ) -> LookupResult:
+        """The vectors of ``features``: any of the model's features, or tables with ``by_table``.
+
+        ``out`` names arrays that are written in place: NumPy arrays, or writable tensors on the host
+        with ``__dlpack__``, C-contiguous, of the table's dtype and the result's shape.
+        """
+        targets = {name: _target(name, array) for name, array in out.items()} if out else None
+        request = LookupRequest(
+            _jagged(features), _deadline(timeout_s), want_source, targets, by_table
+        )
+        return self.model(model).engine.lookup(request)
+
+    def predict(
+        self,
+        model: str,
+        features: Features,
+        dense: Mapping[str, Any] | None = None,
+        *,
+        top_k: int | None = None,
+        outputs: tuple[str, ...] | None = None,
+        want_source: bool = False,
+        timeout_s: float | None = None,
+    ) -> PredictResult:
+        """The model's named outputs for a batch; see ``PredictRequest``."""
+        pipeline = self.model(model).pipeline
+        if pipeline is None:
+            raise BadRequest(f"model '{model}' has no dense part; use lookup")
+        tensors = {name: _tensor(name, array) for name, array in (dense or {}).items()}
+        return pipeline.predict(
+            PredictRequest(
+                _jagged(features), tensors, top_k, _deadline(timeout_s), want_source, outputs
+            )
+        )
+
+    def status(self) -> dict[str, Any]:
+        """What the node serves and holds, ready for JSON."""
+        from hps import __version__
+
+        return {
+            "version": __version__,
+            "uptime_s": round(time.monotonic() - self._opened, 3),
+            "models": [self._model_status(model) for model in self.models.values()],
+            "tiers": [
+                {
+                    "name": entry.tier.info.name,
+                    "kind": "cache" if entry.tier.info.cache else "store",
+                    "volatile": entry.tier.info.volatile,
+                    "circuit": entry.state(),
+                }
+                for entry in self.tiers
+            ],
+            "lookups_waiting": self.workers.waiting,
+            "promotions_waiting_keys": self.writer.waiting_keys,
+            "warnings": list(self.warnings),
+        }
+
+    def _model_status(self, model: ServedModel) -> dict[str, Any]:
+        return {
+            "name": model.name,
+            "version": model.version,
+            "dense": model.pipeline is not None,
+            "features": list(model.engine.features),
+            "tables": [self._table_status(table) for table in model.tables.values()],
+        }
+
+    def _table_status(self, table: EmbeddingTable) -> dict[str, Any]:
+        held = {entry.tier.info.name: entry.rows(table) for entry in self.tiers}
+        bounds = {entry.tier.info.name: entry.capacity(table) for entry in self.tiers}
+        return {
+            "name": table.name,
+            "dim": table.dim,
+            "dtype": table.dtype.name,
+            "miss_policy": table.miss.kind,
+            "rows": held,
+            "capacity_rows": {name: rows for name, rows in bounds.items() if rows is not None},
+        }
+
+    def close(self) -> None:
+        """Finish what was accepted, then release threads, files and memory. Idempotent."""
+        self._resources.close()
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+
+def _deadline(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else time.monotonic() + timeout_s
+
+
+def _jagged(features: Features) -> dict[str, JaggedKeys]:
+    jagged = {}
+    for name, keys in features.items():
+        if not isinstance(keys, JaggedKeys):
+            try:
+                keys = JaggedKeys.dense(as_keys(_tensor(name, keys)))
+            except TypeError as error:
+                raise BadRequest(f"feature {name!r}: {error}") from None
+        jagged[name] = keys
+    return jagged
+
+
+def _tensor(name: str, array: Any) -> NDArray[Any]:
+    """Any array-like on the host as NumPy, without a copy where there is an array already."""
+    if isinstance(array, np.ndarray):
+        return array
+    try:
+        if hasattr(array, "__dlpack__"):
+            return np.from_dlpack(array)
+        return np.asarray(array)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise BadRequest(f"{name!r} is not an array on the host: {error}") from None
+
+
+def _target(name: str, array: Any) -> VectorArray:
+    return _tensor(name, array)
