@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,25 +30,31 @@ def write_lookup_model(root: Path, name: str, feature: str, rows: NDArray[np.flo
     (root / name / "model.yaml").write_text(json.dumps(spec))
 
 
+@dataclass(frozen=True)
+class Hps(Server):
+    """Our running server; ``address`` is the data port's, ``admin`` the admin port's."""
+
+    admin: str
+
+
 @contextmanager
 def start_hps(
     folder: Path,
-    settings: Mapping[str, Any] | None = None,
     *,
+    limits: Mapping[str, Any] | None = None,
     core: int | None = None,
     timeout_s: float = 120.0,
-) -> Iterator[Server]:
+) -> Iterator[Hps]:
     """``hps serve`` on ``folder/models``, defaults but for ports and paths; entered when ready.
 
-    ``settings`` replaces top keys of the configuration. Its admin port is the HTTP port's neighbour
-    in ``folder/config.yaml``. Raises RuntimeError with the log when it does not become ready.
+    ``limits`` are further settings of the `server` section. Raises RuntimeError with the log when it
+    does not become ready.
     """
     http, admin = free_ports(2)
     configuration = {
         "models": {"repository": str(folder / "models")},
         "tiers": {"rocksdb": {"path": str(folder / "rocksdb")}},
-        "server": {"http": {"port": http}, "admin": {"port": admin}},
-        **(settings or {}),
+        "server": {"http": {"port": http}, "admin": {"port": admin}, **(limits or {})},
     }
     # JSON is YAML.
     (folder / "config.yaml").write_text(json.dumps(configuration))
@@ -62,4 +69,4 @@ def start_hps(
     with serving(
         command, http, ready_path="/v2/health/ready", core=core, timeout_s=timeout_s
     ) as server:
-        yield server
+        yield Hps(server.address, server.process, server.log, admin=f"127.0.0.1:{admin}")

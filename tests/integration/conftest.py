@@ -1,0 +1,149 @@
+"""A small model repository and a real server process on it, for the tests that need both."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from benchmarks.peers.environments import ENVIRONMENTS
+from benchmarks.peers.hps_server import Hps, start_hps
+from hps.config.model_schema import ModelSpec
+from hps.models.writer import write_version
+
+RANKING = {
+    "name": "clicks",
+    "tables": [
+        {"name": "users", "dim": 4, "default": 0.5},
+        {"name": "items", "dim": 2, "default": [1.0, 2.0]},
+    ],
+    "features": [
+        {"name": "user", "table": "users", "hotness": 1, "context": True},
+        {"name": "item", "table": "items", "hotness": 1},
+        {"name": "history", "table": "items", "pooling": "mean"},
+    ],
+    "dense": {
+        "inputs": [{"name": "dense", "shape": [-1, 3]}],
+        "outputs": [{"name": "score", "shape": [-1, 1]}, {"name": "logit", "shape": [-1, 1]}],
+    },
+    "max_batch_size": 64,
+}
+LOOKUP = {
+    "name": "words",
+    "tables": [{"name": "words", "dim": 8}],
+    "features": [{"name": "word", "table": "words", "pooling": "none"}],
+}
+
+
+def network() -> bytes:
+    """``score = sigmoid(logit)``, ``logit`` a weighted sum of all inputs; made with onnx."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    widths = {"user": 4, "item": 2, "history": 2, "dense": 3}
+    weights = np.linspace(-1, 1, sum(widths.values()), dtype=np.float32)[:, None]
+
+    def tensor(name: str, width: int) -> object:
+        return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", width])
+
+    graph = helper.make_graph(
+        [
+            helper.make_node("Concat", list(widths), ["all"], axis=1),
+            helper.make_node("MatMul", ["all", "weights"], ["logit"]),
+            helper.make_node("Sigmoid", ["logit"], ["score"]),
+        ],
+        "clicks",
+        [tensor(name, width) for name, width in widths.items()],
+        [tensor("score", 1), tensor("logit", 1)],
+        [numpy_helper.from_array(weights, "weights")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return bytes(model.SerializeToString())
+
+
+def write_models(root: Path) -> None:
+    """``clicks``: users 0…99 and items -50…49; ``words``: words 0…999. Row ``k`` begins with ``k``."""
+
+    def table(first: int, last: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
+        keys = np.arange(first, last)
+        return keys, keys[:, None] + np.arange(dim, dtype=np.float32) / 8
+
+    ranking = {"users": table(0, 100, 4), "items": table(-50, 50, 2)}
+    write_version(root, ModelSpec.model_validate(RANKING), 1, ranking, dense=network())
+    write_version(root, ModelSpec.model_validate(LOOKUP), 1, {"words": table(0, 1000, 8)})
+
+
+DOCUMENTED = {501, 503}
+PATIENCE_S = 15.0
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+def _ask(address: str, method: str, path: str, body: bytes, headers: dict[str, str]) -> Answer:
+    """One request on a connection of its own, sent byte by byte as given; no hang is longer than
+    ``PATIENCE_S``. Headers may lie."""
+    host, _, port = address.rpartition(":")
+    lines = [f"{method} {path} HTTP/1.1", "Host: x", "Connection: close"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    with socket.create_connection((host, int(port)), PATIENCE_S) as connection:
+        connection.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            connection.sendall(body)  # refused by its head alone: the answer is there all the same
+        response = http.client.HTTPResponse(connection, method=method)
+        response.begin()
+        headers_back = {name.lower(): value for name, value in response.getheaders()}
+        return judged(Answer(response.status, headers_back, response.read()))
+
+
+def judged(answer: Answer) -> Answer:
+    """``answer``, if it is one the server may give: no 5xx but the documented ones, and every failure
+    is ``{"error": text}``."""
+    assert answer.status < 500 or answer.status in DOCUMENTED, answer
+    if answer.status >= 400:
+        assert answer.headers.get("content-type", "").startswith("application/json"), answer
+        error = json.loads(answer.body)
+        assert isinstance(error.get("error"), str), answer
+        assert error["error"], answer
+        assert "Traceback" not in error["error"], answer
+    return answer
+
+
+@pytest.fixture(scope="session")
+def ask() -> Callable[..., Answer]:
+    """Sends one request as its bytes are given and returns the answer, judged."""
+    return _ask
+
+
+@pytest.fixture(scope="session")
+def judge() -> Callable[[Answer], Answer]:
+    return judged
+
+
+@pytest.fixture(scope="session")
+def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hps]:
+    """``hps serve`` on ``write_models``, with bodies up to 256 KiB."""
+    folder = tmp_path_factory.mktemp("server")
+    write_models(folder / "models")
+    with start_hps(folder, limits={"max_body_bytes": 1 << 18}) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def perf_analyzer_ready() -> None:
+    """Skips when perf_analyzer is not set up, fails where ``CI`` is set."""
+    if not ENVIRONMENTS["perf_analyzer"].ready():
+        message = "perf_analyzer is not set up: run `make test-services`"
+        if os.environ.get("CI"):
+            pytest.fail(message)
+        pytest.skip(message)
