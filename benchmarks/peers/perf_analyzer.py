@@ -31,9 +31,9 @@ def perf_analyzer(
 ) -> dict[str, float]:
     """Run it once and return the row of its report: throughput and latencies by column name.
 
-    ``steps`` are the requests it cycles through, each with the outputs it compares bit by bit
-    (none: not compared). When the model batches, the arrays lack the batch dimension. perf_analyzer
-    refuses to compare an output with a variable dimension besides the batch.
+    ``steps`` are the requests it cycles through (none: random numbers), each with the outputs it
+    compares bit by bit (none: not compared). When the model batches, the arrays lack the batch
+    dimension. perf_analyzer refuses to compare an output with another variable dimension.
 
     Raises PeerMissing when it is not set up, and RuntimeError with its output when it fails, a wrong
     answer included.
@@ -69,6 +69,8 @@ def perf_analyzer(
 
 def _input_data(folder: Path, steps: Sequence[tuple[Tensors, Tensors]]) -> list[str]:
     """Write the steps as perf_analyzer reads them; returns the arguments that name them."""
+    if not steps:
+        return []
     document = {
         "data": [_step(inputs) for inputs, _ in steps],
         "validation_data": [_step(outputs) for _, outputs in steps],
