@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import pyarrow as pa
@@ -90,7 +90,7 @@ class CsvReader:
         from pyarrow import csv
 
         self._names = names
-        self._raw: Any = pa.OSFile(str(path), "rb")
+        self._raw: Any = cast(Any, pa.OSFile)(str(path), "rb")
         self.total = path.stat().st_size
         options = csv.ConvertOptions(
             column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False

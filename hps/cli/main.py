@@ -107,3 +107,7 @@ def hps(
 
 def main() -> None:
     app()
+
+
+if __name__ == "__main__":
+    main()

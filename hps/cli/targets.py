@@ -20,8 +20,8 @@ from hps.errors import ConfigError
 from hps.types import JaggedKeys, LookupRequest, LookupResult, PredictRequest, PredictResult
 
 if TYPE_CHECKING:
-    from hps.build import Node
     from hps.client import Client
+    from hps.node import Node
 
 HTTP, ADMIN = "http://127.0.0.1:8000", "http://127.0.0.1:8002"
 

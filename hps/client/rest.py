@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
 import numpy as np
@@ -60,6 +61,14 @@ class Answer:
         """Tiers that were skipped as broken or late."""
         named = str(self.parameters.get("hps_degraded") or "")
         return tuple(part.strip() for part in named.split(",") if part.strip())
+
+
+class Sample(NamedTuple):
+    """One number of the server's metrics."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
 
 
 class Client:
@@ -165,6 +174,10 @@ class Client:
         reply = self._json(self.url, "GET", f"/v2/models/{quote(model, safe='')}")
         return dict(reply)
 
+    def is_hps(self) -> bool:
+        """Whether the server at ``url`` is one of ours, by the name it gives itself."""
+        return str(self._json(self.url, "GET", "/v2").get("name", "")).startswith("hps")
+
     def ready(self) -> bool:
         """Whether the server answers requests by now; ``Unavailable`` when nobody is there."""
         try:
@@ -182,6 +195,11 @@ class Client:
     def status(self) -> dict[str, Any]:
         """What the server serves and how it is doing."""
         return dict(self.admin("/v1/status"))
+
+    def metrics(self) -> list[Sample]:
+        """The server's metrics: name, labels, value."""
+        text = self._fetch(self.admin_url, "GET", "/metrics").decode()
+        return [sample for line in text.splitlines() if (sample := _sample(line)) is not None]
 
     def _datatypes(self, model: str) -> dict[str, Any]:
         from tritonclient.utils import triton_to_np_dtype
@@ -203,29 +221,30 @@ class Client:
         return self._triton
 
     def _json(self, base: str, verb: str, path: str, body: Any = None) -> Any:
+        text = self._fetch(base, verb, path, None if body is None else json.dumps(body))
+        try:
+            return json.loads(text) if text else {}
+        except ValueError:
+            raise HpsError(f"{base}{path} did not answer with JSON; is it an hps server?") from None
+
+    def _fetch(self, base: str, verb: str, path: str, body: str | None = None) -> bytes:
         parts = urlsplit(base)
         kind = (
             http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         )
         connection = kind(parts.netloc, timeout=self.timeout_s)
-        payload = None if body is None else json.dumps(body)
-        headers = self._headers | ({"Content-Type": "application/json"} if payload else {})
+        headers = self._headers | ({"Content-Type": "application/json"} if body else {})
         try:
-            connection.request(verb, parts.path + path, payload, headers)
+            connection.request(verb, parts.path + path, body, headers)
             reply = connection.getresponse()
             text = reply.read()
         except (OSError, http.client.HTTPException) as error:
             raise self._unreachable(base, error) from None
         finally:
             connection.close()
-        try:
-            data = json.loads(text) if text else {}
-        except ValueError:
-            data = {}
-        if reply.status == 200:
-            return data
-        said = data.get("error") if isinstance(data, dict) else None
-        raise _error(str(reply.status), said or f"{base}{path} answered {reply.status}")
+        if reply.status != 200:
+            raise _error(str(reply.status), _said(text) or f"{base}{path} answered {reply.status}")
+        return text
 
     def _unreachable(self, base: str, error: Exception) -> Unreachable:
         if isinstance(error, ConnectionRefusedError):
@@ -254,6 +273,23 @@ def _checked(url: str) -> str:
 def _error(status: str | None, message: str | None) -> HpsError:
     kind = _ERRORS.get(int(status), HpsError) if status and status.isdigit() else HpsError
     return kind(message or f"the server answered {status}")
+
+
+def _said(text: bytes) -> str:
+    """The message of an error reply, or nothing when it has another form."""
+    try:
+        return str(json.loads(text)["error"])
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def _sample(line: str) -> Sample | None:
+    """One line of the Prometheus text format."""
+    found = re.fullmatch(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)", line)
+    if found is None:
+        return None
+    labels = dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', found[2] or ""))
+    return Sample(found[1], labels, float(found[3]))
 
 
 def _wire(features: Mapping[str, Keys]) -> dict[str, NDArray[Any]]:

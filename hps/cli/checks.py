@@ -1,0 +1,238 @@
+"""The doctor's checks: each looks at one thing and says how to mend it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from hps.cli.output import size
+from hps.errors import HpsError
+
+if TYPE_CHECKING:
+    from hps.config import Configuration
+    from hps.config.schema import Settings
+    from hps.models.repository import ModelVersion
+
+Verdict = Literal["OK", "WARN", "FAIL"]
+
+OPEN_FILES = 4096
+SHM_BYTES = 256 << 20
+# Tables lie on disk twice while they are loaded: once in the model's files, once in the database;
+# compaction needs room beside that.
+DISK_FACTOR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What was looked at, what was found, and what to do about it unless all is well."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    mend: str = ""
+
+
+def machine() -> Iterator[Check]:
+    """Python, packages, compiled core, GPU and limits; whatever is served."""
+    yield python()
+    yield packages()
+    yield native_core()
+    yield gpu()
+    yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield shared_memory(Path("/dev/shm"))
+
+
+def python() -> Check:
+    return Check("Python", "OK", ".".join(map(str, sys.version_info[:3])))
+
+
+def packages() -> Check:
+    """The packages that the product's own metadata names; extras are optional."""
+    try:
+        required = metadata.requires("hps-server") or []
+    except metadata.PackageNotFoundError:
+        return Check("packages", "FAIL", "hps-server is not installed", "pip install -e .")
+    needed = [_distribution(text) for text in required if "extra ==" not in text]
+    missing = []
+    for name in needed:
+        try:
+            metadata.version(name)
+        except metadata.PackageNotFoundError:
+            missing.append(name)
+    if missing:
+        found = f"not installed: {', '.join(missing)}"
+        return Check("packages", "FAIL", found, f"pip install {' '.join(missing)}")
+    return Check("packages", "OK", f"all {len(needed)} are there")
+
+
+def _distribution(requirement: str) -> str:
+    """``tritonclient[http]>=2`` -> ``tritonclient``."""
+    for i, letter in enumerate(requirement):
+        if not (letter.isalnum() or letter in "-_."):
+            return requirement[:i]
+    return requirement
+
+
+def native_core() -> Check:
+    from hps.native import COMPILED
+
+    if COMPILED:
+        return Check("native core", "OK", "compiled")
+    mend = "install a C++ compiler and python3-dev, then reinstall hps (and unset HPS_NATIVE=off)"
+    return Check("native core", "WARN", "slower NumPy twins are in use", mend)
+
+
+def gpu() -> Check:
+    device = Path("/dev/nvidia0").exists()
+    try:
+        cupy = metadata.version("cupy-cuda12x")
+    except metadata.PackageNotFoundError:
+        cupy = None
+    if device and cupy is None:
+        mend = "pip install 'hps-server[gpu]'"
+        return Check("GPU", "WARN", "there is one, but its packages are missing", mend)
+    if device:
+        return Check("GPU", "OK", f"there is one, cupy {cupy}")
+    return Check("GPU", "OK", "none; hps serves from the CPU")
+
+
+def open_files(limit: int) -> Check:
+    """RocksDB keeps its table files open; each connection is one more."""
+    if limit == resource.RLIM_INFINITY or limit >= OPEN_FILES:
+        return Check("open files", "OK", "unlimited" if limit < 0 else f"up to {limit}")
+    mend = "raise the limit: ulimit -n 65536, or LimitNOFILE= of the service"
+    return Check("open files", "WARN", f"up to {limit}, {OPEN_FILES} wanted", mend)
+
+
+def shared_memory(path: Path) -> Check:
+    if not path.is_dir():
+        return Check("shared memory", "WARN", f"there is no {path}", "mount a tmpfs there")
+    total = shutil.disk_usage(path).total
+    if total >= SHM_BYTES:
+        return Check("shared memory", "OK", f"{path} has {size(total)}")
+    mend = "in a container: --shm-size 2g (Docker), an emptyDir of medium Memory (Kubernetes)"
+    return Check("shared memory", "WARN", f"{path} has {size(total)} only", mend)
+
+
+def configured(configuration: Configuration) -> Iterator[Check]:
+    """What the settings lead to: ports, models, disk."""
+    settings = configuration.settings
+    yield attempt("access", lambda: exposure(settings))
+    for name in ("http", "admin"):
+        listener = getattr(settings.server, name)
+        yield port(f"{name} port", listener.host, listener.port)
+    table_bytes = 0
+    for check, found in models(configuration):
+        table_bytes += found
+        yield check
+    yield database(settings.tiers.rocksdb.path, table_bytes)
+
+
+def attempt(name: str, check: Callable[[], Check]) -> Check:
+    """An error that names its own mend becomes the check's verdict."""
+    try:
+        return check()
+    except HpsError as error:
+        return Check(name, "FAIL", str(error), "see the message")
+
+
+def exposure(settings: Settings) -> Check:
+    from hps.config.auth import check_exposure
+
+    check_exposure(settings)
+    mode = settings.auth.mode or "off"
+    found = f"auth.mode {mode}"
+    return Check("access", "OK", found + (", loopback only" if mode == "off" else ""))
+
+
+def port(name: str, host: str, number: int) -> Check:
+    """Free, or taken by an hps server (which is as it should be), or taken by something else."""
+    if number == 0:
+        return Check(name, "OK", "any free one")
+    kind = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(kind, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, number))
+            return Check(name, "OK", f"{host}:{number} is free")
+        except OSError as error:
+            reason = error.strerror or str(error)
+    if is_ours(host, number):
+        return Check(name, "OK", f"{host}:{number} is served by hps")
+    setting = f"server.{name.split()[0]}.port"
+    mend = f"stop what listens there, or set {setting}"
+    return Check(name, "FAIL", f"{host}:{number} cannot be had: {reason}", mend)
+
+
+def is_ours(host: str, number: int) -> bool:
+    """Whether an hps server answers there."""
+    from hps.client import Client
+
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    url = f"http://[{shown}]:{number}" if ":" in shown else f"http://{shown}:{number}"
+    try:
+        with Client(url, timeout_s=2) as client:
+            return client.is_hps()
+    except HpsError:
+        return False
+
+
+def models(configuration: Configuration) -> Iterator[tuple[Check, int]]:
+    """Every model that would be served, with its tables' bytes."""
+    from hps.models.repository import Repository, open_legacy
+
+    settings = configuration.settings.models
+    opened: dict[str, Callable[[], ModelVersion]] = {}
+    for legacy in configuration.legacy:
+        opened[legacy.spec.name] = partial(open_legacy, legacy)
+    if not opened:
+        repository = Repository(settings.repository)
+        try:
+            names = list(settings.serve or repository.names())
+        except HpsError as error:
+            yield Check("models", "FAIL", str(error), "set models.repository"), 0
+            return
+        for name in names:
+            override = (settings.serve or {}).get(name)
+            opened[name] = partial(repository.open, name, override=override)
+    if not opened:
+        found = f"no model in {settings.repository}"
+        yield Check("models", "FAIL", found, "import one: hps model import --help"), 0
+    for name, open_it in opened.items():
+        yield _model(name, open_it)
+
+
+def _model(name: str, open_it: Callable[[], ModelVersion]) -> tuple[Check, int]:
+    try:
+        version = open_it()
+    except HpsError as error:
+        return Check(f"model {name}", "FAIL", str(error), f"hps model verify {name}"), 0
+    dims = {table.name: table.dim for table in version.spec.tables}
+    rows = sum(files.rows for files in version.tables.values())
+    table_bytes = sum(files.rows * (8 + 4 * dims[t]) for t, files in version.tables.items())
+    found = f"version {version.version}, {len(dims)} tables, {rows:,} rows"
+    return Check(f"model {name}", "OK", found), table_bytes
+
+
+def database(path: Path, table_bytes: int) -> Check:
+    """Whether the database's folder can be written and has room for the tables."""
+    there = path.absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        mend = "give this user the right, or set tiers.rocksdb.path"
+        return Check("database", "FAIL", f"{there} is not a folder one may write to", mend)
+    free = shutil.disk_usage(there).free
+    if path.exists() or free >= DISK_FACTOR * table_bytes:
+        return Check("database", "OK", f"{path}, {size(free)} free")
+    found = f"{path}: {size(free)} free, the tables need about {size(DISK_FACTOR * table_bytes)}"
+    return Check("database", "FAIL", found, "make room, or set tiers.rocksdb.path to a larger disk")

@@ -1,0 +1,155 @@
+"""``hps status``: what a server serves and how it is doing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from hps.cli.output import (
+    Number,
+    Output,
+    OutputFormat,
+    age,
+    count,
+    print_json,
+    print_table,
+    say,
+    share,
+    warn,
+)
+from hps.cli.targets import ADMIN, AdminOption, ApiKeyOption
+
+if TYPE_CHECKING:
+    from hps.client.rest import Sample
+
+app = typer.Typer(add_completion=False)
+
+EXAMPLES = """\b
+Examples:
+  hps status
+  hps status --admin http://127.0.0.1:8002 --output json
+"""
+
+
+@app.command(epilog=EXAMPLES)
+def status(
+    admin: AdminOption = ADMIN,
+    api_key: ApiKeyOption = None,
+    output: Output = OutputFormat.table,
+) -> None:
+    """Show what a server is doing: models, tiers, where its answers came from, how fast."""
+    from hps.client import Client
+
+    with Client(admin_url=admin, api_key=api_key) as client:
+        report = client.status()
+        samples = client.metrics()
+    report["keys_by_tier"] = keys_by_tier(samples)
+    report["requests"] = requests(samples)
+    if output is OutputFormat.json:
+        print_json(report)
+    else:
+        _show(report)
+
+
+def keys_by_tier(samples: Iterable[Sample]) -> dict[str, int]:
+    """Keys answered since the start, by the tier that had the row; ``default``: none had it."""
+    counted: dict[str, int] = {}
+    for sample in samples:
+        if sample.name == "hps_lookup_keys_total":
+            tier = sample.labels["tier"]
+            counted[tier] = counted.get(tier, 0) + int(sample.value)
+    return counted
+
+
+def requests(samples: Iterable[Sample]) -> list[dict[str, Any]]:
+    """Per model and method: how many requests, and the time that half of and 99 % of them took.
+
+    Times come from a histogram and are upper bounds of its buckets, in seconds.
+    """
+    buckets: dict[tuple[str, str], dict[float, float]] = {}
+    for sample in samples:
+        if sample.name == "hps_request_duration_seconds_bucket":
+            key = sample.labels["model"], sample.labels["method"]
+            bound = float(sample.labels["le"])
+            counts = buckets.setdefault(key, {})
+            counts[bound] = counts.get(bound, 0) + sample.value
+    return [
+        {
+            "model": model,
+            "method": method,
+            "requests": int(max(counts.values())),
+            "p50_s": _quantile(counts, 0.5),
+            "p99_s": _quantile(counts, 0.99),
+        }
+        for (model, method), counts in buckets.items()
+        if max(counts.values()) > 0
+    ]
+
+
+def _quantile(counts: dict[float, float], part: float) -> float | None:
+    """The smallest bucket bound below which ``part`` of the observations lie; None: above them all."""
+    total = max(counts.values())
+    for bound in sorted(counts):
+        if counts[bound] >= part * total:
+            return None if bound == float("inf") else bound
+    return None
+
+
+def _show(report: dict[str, Any]) -> None:
+    say(f"hps {report.get('version', '')}, up for {age(report.get('uptime_s', 0))}")
+    say()
+    print_table(
+        ("model", "version", "answers", "tables", "features"),
+        [
+            (
+                model["name"],
+                Number(model["version"]),
+                "scores" if model["dense"] else "vectors",
+                count(len(model["tables"])),
+                count(len(model["features"])),
+            )
+            for model in report.get("models", [])
+        ],
+    )
+    say()
+    answered = report["keys_by_tier"]
+    total = sum(answered.values())
+    tiers = {tier["name"]: tier for tier in report.get("tiers", [])}
+    names = [*tiers, *(name for name in answered if name not in tiers)]
+    print_table(
+        ("tier", "kind", "circuit", "keys answered", "share"),
+        [
+            (
+                name,
+                tiers.get(name, {}).get("kind", ""),
+                tiers.get(name, {}).get("circuit", ""),
+                count(answered.get(name, 0)),
+                share(answered.get(name, 0), total),
+            )
+            for name in names
+        ],
+        styles={"open": "red", "half-open": "yellow"},
+    )
+    if report["requests"]:
+        say()
+        print_table(
+            ("model", "method", "requests", "p50 below", "p99 below"),
+            [
+                (
+                    r["model"],
+                    r["method"],
+                    count(r["requests"]),
+                    _time(r["p50_s"]),
+                    _time(r["p99_s"]),
+                )
+                for r in report["requests"]
+            ],
+        )
+    for warning in report.get("warnings", []):
+        warn(warning)
+
+
+def _time(seconds: float | None) -> Number:
+    return Number("-" if seconds is None else f"{1000 * seconds:g} ms")
