@@ -7,12 +7,15 @@ default) takes what is there; ``COMPILED`` tells which one is in use.
 from __future__ import annotations
 
 from hps.config.environment import native_mode
-from hps.native import twin
+from hps.native import twin, twin_cache
 
 _mode = native_mode()
 COMPILED = False
 partition_hash = twin.partition_hash
 dedup = twin.dedup
+cache_buckets = twin_cache.cache_buckets
+cache_find = twin_cache.cache_find
+cache_fetch = twin_cache.cache_fetch
 if _mode != "off":
     try:
         from hps.native import _core
@@ -23,5 +26,8 @@ if _mode != "off":
         COMPILED = True
         partition_hash = _core.partition_hash
         dedup = _core.dedup
+        cache_buckets = _core.cache_buckets
+        cache_find = _core.cache_find
+        cache_fetch = _core.cache_fetch
 
-__all__ = ["COMPILED", "dedup", "partition_hash"]
+__all__ = ["COMPILED", "cache_buckets", "cache_fetch", "cache_find", "dedup", "partition_hash"]

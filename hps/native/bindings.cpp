@@ -7,6 +7,7 @@
 #include <memory>
 #include <stdexcept>
 
+#include "hps/bucket_table.hpp"
 #include "hps/dedup.hpp"
 #include "hps/partition_hash.hpp"
 
@@ -57,10 +58,95 @@ auto py_dedup(Keys keys) {
   return nb::make_tuple(own(std::move(unique), count), own(std::move(inverse), n));
 }
 
+template <typename T>
+using PerSlot = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <typename T>
+using PerBucket = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+hps::BucketTable bucket_table(const PerBucket<const std::int64_t>& keys,
+                              const PerBucket<const std::uint8_t>& states) {
+  if (keys.shape(0) != states.shape(0) || keys.shape(1) != states.shape(1))
+    throw std::invalid_argument("slot_keys and states must have one shape (buckets, ways)");
+  if (keys.shape(0) >= UINT32_MAX)
+    throw std::invalid_argument("a cache has fewer than 2^32 - 1 buckets");
+  return {keys.data(), states.data(), keys.shape(0), keys.shape(1)};
+}
+
+nb::object py_cache_buckets(Keys keys, std::size_t buckets) {
+  if (buckets == 0 || buckets >= UINT32_MAX)
+    throw std::invalid_argument("a cache has 1 to 2^32 - 2 buckets");
+  const std::size_t n = keys.shape(0);
+  std::unique_ptr<std::int64_t[]> both(new std::int64_t[2 * n]);
+  without_gil(n, [&] {
+    for (std::size_t i = 0; i < n; ++i) {
+      const hps::TwoBuckets at = hps::buckets_of(keys.data()[i], buckets);
+      both[2 * i] = static_cast<std::int64_t>(at.first);
+      both[2 * i + 1] = static_cast<std::int64_t>(at.second);
+    }
+  });
+  return nb::cast(own(std::move(both), 2 * n)).attr("reshape")(n, 2);
+}
+
+auto py_cache_find(Keys keys, PerBucket<const std::int64_t> slot_keys,
+                   PerBucket<const std::uint8_t> states) {
+  const hps::BucketTable table = bucket_table(slot_keys, states);
+  const std::size_t n = keys.shape(0);
+  std::unique_ptr<std::int64_t[]> slots(new std::int64_t[n]);
+  without_gil(n, [&] { hps::cache_find(table, keys.data(), n, slots.get()); });
+  return own(std::move(slots), n);
+}
+
+nb::object py_cache_fetch(Keys keys, Keys missing, PerBucket<const std::int64_t> slot_keys,
+                          PerBucket<const std::uint8_t> states, PerSlot<std::uint32_t> stamps,
+                          PerSlot<const std::uint64_t> slot_versions,
+                          nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu> rows,
+                          std::uint32_t clock, std::uint64_t oldest_tombstone,
+                          nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu> out,
+                          PerSlot<std::uint64_t> versions, PerSlot<std::uint8_t> source,
+                          std::uint8_t code) {
+  const hps::BucketTable table = bucket_table(slot_keys, states);
+  const std::size_t slots = table.buckets * table.ways, n = keys.shape(0), m = missing.shape(0);
+  if (stamps.shape(0) != slots || slot_versions.shape(0) != slots || rows.shape(0) != slots)
+    throw std::invalid_argument("stamps, slot_versions and rows must have one entry per slot");
+  if (out.dtype() != rows.dtype() || out.shape(1) != rows.shape(1))
+    throw std::invalid_argument("out must have the rows' dtype and dim");
+  if (out.shape(0) != n || versions.shape(0) != n || source.shape(0) != n)
+    throw std::invalid_argument("out, versions and source must have one entry per key");
+  for (std::size_t i = 0; i < m; ++i)
+    if (static_cast<std::uint64_t>(missing.data()[i]) >= n)
+      throw std::invalid_argument("missing must hold positions of keys");
+
+  const hps::CacheRows by_slot{stamps.data(),
+                               slot_versions.data(),
+                               static_cast<const std::uint8_t*>(rows.data()),
+                               rows.shape(1) * rows.itemsize(),
+                               clock,
+                               oldest_tombstone};
+  const hps::CacheAnswer answer{static_cast<std::uint8_t*>(out.data()), versions.data(),
+                                source.data(), code};
+  std::unique_ptr<std::int64_t[]> left(new std::int64_t[m]);
+  std::size_t unanswered = 0;
+  without_gil(m, [&] {
+    unanswered =
+        hps::cache_fetch(table, by_slot, keys.data(), missing.data(), m, answer, left.get());
+  });
+  if (unanswered == 0) return nb::none();
+  return nb::cast(own(std::move(left), unanswered));
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
   m.doc() = "Compiled kernels of hps; hps.native chooses between them and their NumPy twins.";
   m.def("partition_hash", &py_partition_hash, nb::arg("keys").noconvert());
   m.def("dedup", &py_dedup, nb::arg("keys").noconvert());
+  m.def("cache_buckets", &py_cache_buckets, nb::arg("keys").noconvert(), nb::arg("buckets"));
+  m.def("cache_find", &py_cache_find, nb::arg("keys").noconvert(), nb::arg("slot_keys").noconvert(),
+        nb::arg("states").noconvert());
+  m.def("cache_fetch", &py_cache_fetch, nb::arg("keys").noconvert(), nb::arg("missing").noconvert(),
+        nb::arg("slot_keys").noconvert(), nb::arg("states").noconvert(),
+        nb::arg("stamps").noconvert(), nb::arg("slot_versions").noconvert(),
+        nb::arg("rows").noconvert(), nb::arg("clock"), nb::arg("oldest_tombstone"),
+        nb::arg("out").noconvert(), nb::arg("versions").noconvert(), nb::arg("source").noconvert(),
+        nb::arg("code"));
 }

@@ -1,0 +1,135 @@
+"""The CPU cache's compiled probe against its NumPy twin."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hps.native import _core as native
+from hps.native import twin_cache as twin
+from hps.native.twin_cache import EMPTY, ROW, TOMBSTONE
+
+KEY = st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 3)
+
+
+class Slots:
+    """The arrays of a cache, filled at random by ``seed`` from ``held`` keys."""
+
+    def __init__(self, held, buckets, ways, dim, dtype, seed):
+        rng = np.random.default_rng(seed)
+        self.keys = rng.integers(-3, 4, (buckets, ways))  # left-over keys of emptied slots
+        self.states = np.zeros((buckets, ways), np.uint8)
+        for key in dict.fromkeys(held):
+            first, second = twin.cache_buckets(np.array([key]), buckets)[0]
+            for bucket in (first, second):
+                free = np.flatnonzero(self.states[bucket] == EMPTY)
+                if len(free):
+                    way = rng.choice(free)
+                    self.keys[bucket, way] = key
+                    self.states[bucket, way] = rng.choice([ROW, TOMBSTONE])
+                    break
+        slots = buckets * ways
+        self.versions = rng.integers(0, 10, slots).astype(np.uint64)
+        self.rows = rng.random((slots, dim)).astype(dtype)
+        self.stamps = rng.integers(0, 5, slots).astype(np.uint32)
+
+
+def fetched(module, slots, keys, missing):
+    """All a fetch writes and returns."""
+    n, dim = len(keys), slots.rows.shape[1]
+    out = np.full((n, dim), 7, slots.rows.dtype)
+    versions, source = np.full(n, 77, np.uint64), np.full(n, 9, np.uint8)
+    stamps = slots.stamps.copy()
+    left = module.cache_fetch(
+        keys, missing, slots.keys, slots.states, stamps, slots.versions, slots.rows, 6, 5, out,
+        versions, source, 2,
+    )  # fmt: skip
+    return out, versions, source, stamps, np.empty(0, np.int64) if left is None else left
+
+
+@settings(deadline=None)
+@given(
+    st.lists(KEY, max_size=60),
+    st.lists(KEY, max_size=30, unique=True),
+    st.sampled_from([(1, 1), (1, 3), (3, 16), (40, 17)]),
+    st.sampled_from([(1, np.float16), (3, np.float32), (16, np.float32)]),
+    st.integers(0, 2**32),
+)
+def test_fetch_and_find_equal_their_twins(held, asked, shape, row, seed):
+    slots = Slots(held, *shape, *row, seed)
+    keys = np.array(held[:20] + asked, np.int64)
+    np.testing.assert_array_equal(
+        native.cache_buckets(keys, shape[0]), twin.cache_buckets(keys, shape[0])
+    )
+    found = native.cache_find(keys, slots.keys, slots.states)
+    np.testing.assert_array_equal(found, twin.cache_find(keys, slots.keys, slots.states))
+    at = found[found >= 0]
+    np.testing.assert_array_equal(slots.keys.reshape(-1)[at], keys[found >= 0])
+    assert (slots.states.reshape(-1)[at] != EMPTY).all()
+    missing = np.flatnonzero(np.random.default_rng(seed).random(len(keys)) < 0.7)
+    for mine, other in zip(
+        fetched(native, slots, keys, missing), fetched(twin, slots, keys, missing), strict=True
+    ):
+        np.testing.assert_array_equal(mine, other)
+
+
+def test_above_the_gil_release_threshold():
+    held = np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 10_000)
+    slots = Slots(held[:3_000].tolist(), 300, 16, 4, np.float32, 1)
+    missing = np.arange(len(held))
+    for mine, other in zip(
+        fetched(native, slots, held, missing), fetched(twin, slots, held, missing), strict=True
+    ):
+        np.testing.assert_array_equal(mine, other)
+
+
+@pytest.mark.parametrize("buckets", [1, 7, 4096, 2**32 - 2])
+def test_every_bucket_is_used_and_none_beyond(buckets):
+    keys = np.arange(-20_000, 20_000)
+    both = native.cache_buckets(keys, buckets)
+    assert both.min() >= 0
+    assert both.max() < buckets
+    if buckets <= 4096:
+        load = np.bincount(both.reshape(-1), minlength=buckets)
+        mean = 80_000 / buckets
+        assert abs(load - mean).max() <= 6 * mean**0.5 + 1
+
+
+def test_keys_of_one_partition_use_every_bucket():
+    keys = np.arange(200_000)
+    hashes = native.partition_hash(keys)
+    for mine in (hashes % np.uint64(16) == 3, hashes >> np.uint64(60) == 3):
+        both = native.cache_buckets(keys[mine], 64)
+        for column in both.T:
+            assert np.bincount(column, minlength=64).min() > 100
+
+
+BAD = {
+    "out of another dim": lambda a: a.update(out=np.zeros((3, 5), np.float32)),
+    "out of another dtype": lambda a: a.update(out=np.zeros((3, 4), np.float64)),
+    "out too short": lambda a: a.update(out=np.zeros((2, 4), np.float32)),
+    "strided out": lambda a: a.update(out=np.zeros((3, 8), np.float32)[:, ::2]),
+    "read-only out": lambda a: a["out"].setflags(write=False),
+    "versions too short": lambda a: a.update(versions=np.zeros(2, np.uint64)),
+    "source of another dtype": lambda a: a.update(source=np.zeros(3, np.int8)),
+    "position beyond the keys": lambda a: a.update(missing=np.array([0, 3])),
+    "negative position": lambda a: a.update(missing=np.array([-1])),
+    "32-bit keys": lambda a: a.update(keys=np.zeros(3, np.int32)),
+    "fewer stamps than slots": lambda a: a.update(stamps=np.zeros(5, np.uint32)),
+}
+
+
+@pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
+def test_wrong_arrays_are_refused_before_anything_is_written(spoil):
+    arrays = {
+        "keys": np.arange(3), "missing": np.arange(3), "slot_keys": np.arange(6).reshape(2, 3),
+        "states": np.full((2, 3), ROW, np.uint8), "stamps": np.zeros(6, np.uint32),
+        "slot_versions": np.zeros(6, np.uint64), "rows": np.ones((6, 4), np.float32), "clock": 1,
+        "oldest_tombstone": 0, "out": np.zeros((3, 4), np.float32),
+        "versions": np.zeros(3, np.uint64), "source": np.zeros(3, np.uint8), "code": 2,
+    }  # fmt: skip
+    spoil(arrays)
+    with pytest.raises((TypeError, ValueError)):
+        native.cache_fetch(**arrays)
+    assert not arrays["out"].any()
+    assert not arrays["source"].any()
