@@ -1,12 +1,178 @@
-"""Reads HPS's ``ps.json``."""
+"""Turns HPS's ``ps.json`` into settings and models. What each key does stands in ``ps_keys.py``."""
 
 from __future__ import annotations
 
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from hps.config.checks import Path as KeyPath
 from hps.config.legacy import PsJson
-from hps.errors import ConfigError
+from hps.config.model_schema import REMOTE_PATH
+from hps.config.ps_keys import HASH_MAPS, MAX_U64, REDIS, M, P, U, V
+from hps.config.ps_model import PsModel
+from hps.config.ps_values import Reader, Section, parse_json
 
 
 def read_ps_json(path: Path) -> PsJson:
-    raise ConfigError(f"{path}: ps.json is not read yet")
+    """Read and check the file; InvalidConfiguration names every problem at once.
+
+    Relative paths start at the file's folder. Of the tables' files only the sizes are looked at.
+    """
+    data = parse_json(path)
+    reader = Reader(path)
+    top = reader.section("", data, ())
+    memory = reader.section(V, top[V] or {}, (V,))
+    disk = reader.section(P, top[P] or {}, (P,))
+    reader.section(U, top[U] or {}, (U,))
+    memory_type = str(memory["type"]) if V in top else "parallel_hash_map"
+    _inert_databases(reader, memory, disk, memory_type)
+    raw_models = top["models"] if isinstance(top["models"], list) else []
+    if "models" in top and not raw_models:
+        reader.wrong(("models",), "is empty; expected at least one model")
+    models = [
+        PsModel(reader, i, reader.section(M, raw, ("models", i)), _key_dtype(top), memory_type)
+        for i, raw in enumerate(raw_models)
+    ]
+    _unique_names(reader, models)
+    legacy = [model.legacy() for model in models]
+    settings = _Settings(reader)
+    settings.disk(disk)
+    settings.cache(models, memory, memory_type)
+    settings.threads(models)
+    reader.done()
+    found = tuple(model for model in legacy if model is not None)
+    return PsJson(settings.data, settings.origins, found, reader.warnings())
+
+
+def _inert_databases(reader: Reader, memory: Section, disk: Section, memory_type: str) -> None:
+    """Keys that say nothing because of the database's type."""
+    bounds = ("num_partitions", "overflow_margin", "overflow_policy")
+    if memory_type == "redis_cluster":
+        reader.inert((V,), memory, bounds, REDIS)
+    elif memory_type not in HASH_MAPS:
+        unsaid = "" if "type" in memory else " (as it is when type is left out)"
+        reader.inert((V,), memory, bounds, f"{V}.type is {memory_type}{unsaid}")
+    elif "overflow_margin" not in memory:
+        reader.inert((V,), memory, bounds[:1], "it acts together with overflow_margin only")
+    if disk["type"] != "rocks_db":
+        unsaid = "" if "type" in disk else " (as it is when type is left out)"
+        names = ("path", "num_threads", "read_only", "initialize_after_startup")
+        reader.inert((P,), disk, names, f"{P}.type is {disk['type']}{unsaid}")
+
+
+def _key_dtype(top: Section) -> str:
+    return "int64" if top["supportlonglong"] else "uint32"
+
+
+def _unique_names(reader: Reader, models: Sequence[PsModel]) -> None:
+    seen: dict[str, int] = {}
+    for i, model in enumerate(models):
+        if model.name and model.name in seen:
+            other = f"models[{seen[model.name]}]"
+            reader.wrong(("models", i, "model"), f"{model.name!r} is the name of {other} too")
+        seen.setdefault(model.name, i)
+
+
+@dataclass(frozen=True)
+class _Limit:
+    """The most rows of a table that HPS's hash map would have held."""
+
+    rows: int
+    key: str = f"{V}.overflow_margin"
+
+
+class _Settings:
+    """The settings a ``ps.json`` amounts to, and the key behind each."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        file = self._file = reader.file
+        self.data: dict[str, Any] = {"models": {"serve": {}}, "tiers": {}}
+        self.origins: dict[KeyPath, str] = {("models", "serve"): f"{file}: models"}
+
+    def _set(self, path: KeyPath, value: Any, key: str) -> None:
+        at = self.data
+        for part in path[:-1]:
+            at = at.setdefault(str(part), {})
+        at[str(path[-1])] = value
+        self.origins[path] = f"{self._file}: {key}"
+
+    def disk(self, values: Section) -> None:
+        """RocksDB: HPS's own at its path, or one of ours when there was none."""
+        if values["type"] != "rocks_db":
+            return
+        path = str(values["path"])
+        if "://" in path:
+            self._reader.wrong((P, "path"), f"is {path}: {REMOTE_PATH}")
+        if values["num_threads"] < 1:
+            self._reader.wrong((P, "num_threads"), "expected a whole number from 1, found 0")
+        load = bool(values["initialize_after_startup"]) and not values["read_only"]
+        at = ("tiers", "rocksdb")
+        self._set((*at, "layout"), "hps", f"{P}.type")
+        self._set((*at, "path"), str(self._reader.folder / path), f"{P}.path")
+        self._set((*at, "threads"), int(values["num_threads"]), f"{P}.num_threads")
+        self._set((*at, "read_only"), bool(values["read_only"]), f"{P}.read_only")
+        key = "read_only" if values["read_only"] else "initialize_after_startup"
+        self._set((*at, "load"), load, f"{P}.{key}")
+
+    def cache(self, models: Sequence[PsModel], memory: Section, memory_type: str) -> None:
+        """The CPU cache: one share for all tables, and exceptions where models differ."""
+        at: KeyPath = ("tiers", "cpu_cache")
+        share, key = max((model.cache_share for model in models), default=(0.0, "gpucacheper"))
+        if share > 0:
+            self._set((*at, "share"), share, f"models[].{key}")
+        else:
+            self._set((*at, "enabled"), False, f"models[].{key}")
+        limit = _limit(memory) if memory_type in HASH_MAPS else None
+        for model in models:
+            self._exceptions(model, share, limit)
+        self._warm(models, memory)
+
+    def _warm(self, models: Sequence[PsModel], memory: Section) -> None:
+        cold = [model for model in models if not model.values["init_ec"]]
+        at: KeyPath = ("tiers", "cpu_cache", "warm")
+        if not memory["initialize_after_startup"]:
+            self._set(at, False, f"{V}.initialize_after_startup")
+        elif len(cold) == len(models):
+            self._set(at, False, "models[].init_ec")
+        else:
+            for model in cold:
+                reason = "the CPU cache is warmed for all models or none, and others want it"
+                self._reader.ignored((*model.path, "init_ec"), reason)
+
+    def _exceptions(self, model: PsModel, common: float, limit: _Limit | None) -> None:
+        share, key = model.cache_share
+        for table, folder in model.folders.items():
+            at: KeyPath = ("models", "serve", model.name, "tables", table)
+            if share <= 0 < common:
+                self._set((*at, "cache_rows"), 0, f"models[].{key}")
+            elif share != common:
+                self._set((*at, "cache_share"), share, f"models[].{key}")
+            if limit is not None and math.ceil(_rows(folder) * share) > limit.rows:
+                self._set((*at, "cache_rows"), limit.rows, limit.key)
+
+    def threads(self, models: Sequence[PsModel]) -> None:
+        wanted = max((int(model.values["thread_pool_size"]) for model in models), default=1)
+        count = max(wanted, os.cpu_count() or 1)
+        self._set(("tiers", "lookup_threads"), count, "models[].thread_pool_size")
+
+
+def _limit(memory: Section) -> _Limit | None:
+    if "overflow_margin" not in memory or memory["overflow_margin"] >= MAX_U64:
+        return None
+    partitions = min(16, os.cpu_count() or 1)
+    if "num_partitions" in memory:
+        partitions = max(int(memory["num_partitions"]), 1)
+    return _Limit(int(memory["overflow_margin"]) * partitions)
+
+
+def _rows(folder: Path) -> int:
+    """Rows of a table by its key file's size; 0 when it is not there (the loader says so)."""
+    try:
+        return (folder / "key").stat().st_size // 8
+    except OSError:
+        return 0

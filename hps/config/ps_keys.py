@@ -1,0 +1,180 @@
+"""The one table of ``ps.json`` keys: what HPS's parser reads, and what becomes of it here.
+
+``ps_json.py`` reads files by it and ``docs/ps-json.md`` is written from it. A key that starts to act
+is moved by clearing its ``ignored``.
+"""
+# ruff: noqa: E501 - one row per key reads better than one argument per line
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["bool", "int", "float", "text", "path", "enum", "list", "object"]
+REQUIRED = object()
+
+
+@dataclass(frozen=True, eq=False)
+class PsKey:
+    """One key. ``default`` is HPS's documented one; ``ignored`` says why it does nothing here.
+
+    ``ignored_values`` does so for single values of an enum, by canonical name. ``aliases`` maps every
+    spelling that HPS takes to the canonical one; ``items`` is the kind of a list's items.
+    """
+
+    section: str
+    name: str
+    kind: Kind
+    default: Any
+    meaning: str
+    ignored: str = ""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    ignored_values: Mapping[str, str] = field(default_factory=dict)
+    items: Kind = "int"
+
+    @property
+    def path(self) -> str:
+        return f"{self.section}.{self.name}" if self.section else self.name
+
+
+def _aliases(**spellings: str) -> dict[str, str]:
+    """``canonical="a b"``: the canonical name and every other spelling."""
+    return {s: name for name, others in spellings.items() for s in (name, *others.split())}
+
+
+REDIS = "Redis is not in this release; every row is in RocksDB, the hot ones in the CPU cache"
+KAFKA = "updates from Kafka are not in this release"
+GPU = "there is no GPU cache in this release"
+DENSE = (
+    "HugeCTR's own dense networks are not run; export the network to ONNX and put it into a model "
+    "repository"
+)
+REFRESH = "a write reaches the caches at once, so there is nothing to refresh in turns"
+SHARED = "the CPU cache is private to the process in this release"
+BATCHED = "all keys of a request are read in one batch"
+PRIVATE = "a name of HPS's Python API; in JSON the key is {}"
+
+VDB_TYPES = _aliases(
+    disabled="disable none",
+    hash_map="hashmap hash map",
+    parallel_hash_map="parallel_hashmap parallel_hash parallel_map",
+    multi_process_hash_map="multi_process_hashmap multi_process_hash multi_process_map",
+    redis_cluster="redis",
+)
+PDB_TYPES = _aliases(disabled="disable none", rocks_db="rocksdb rocks")
+SOURCE_TYPES = _aliases(null="none", kafka_message_queue="kafka_mq kafka")
+POLICIES = _aliases(evict_random="random", evict_least_used="least_used", evict_oldest="oldest")
+CACHE_TYPES = _aliases(dynamic="", static="", uvm="", stochastic="")
+LRU = "the CPU cache drops the row whose last use is longest ago, as evict_oldest does"
+HASH_MAPS = ("hash_map", "parallel_hash_map", "multi_process_hash_map")
+
+V, P, U, M = "volatile_db", "persistent_db", "update_source", "models[]"
+MAX_U64 = 2**64 - 1
+FILTERS = ["^hps_.+$"]
+
+# fmt: off
+KEYS: tuple[PsKey, ...] = (
+    PsKey("", "supportlonglong", "bool", True, "false: keys are unsigned 32-bit; of keys in files and requests the low 32 bits count (`key_dtype`)."),
+    PsKey("", "fuse_embedding_table", "bool", False, "Fuse tables of equal vector size.", "all tables of a request are read in one batch already"),
+    PsKey("", V, "object", None, "Absent: type `parallel_hash_map`."),
+    PsKey("", P, "object", None, "Absent: type `disabled`."),
+    PsKey("", U, "object", None, "Absent: type `null`."),
+    PsKey("", "models", "list", REQUIRED, "The models to serve.", items="object"),
+
+    PsKey(V, "type", "enum", "disabled", "Hash maps: rows are cached in host memory (`tiers.cpu_cache`). The default holds when the block is there without `type`; without the block it is `parallel_hash_map`.",
+          aliases=VDB_TYPES, ignored_values={"redis_cluster": REDIS, "multi_process_hash_map": SHARED}),
+    PsKey(V, "address", "text", "127.0.0.1:7000", "Redis nodes.", REDIS),
+    PsKey(V, "user_name", "text", "default", "Redis user.", REDIS),
+    PsKey(V, "password", "text", "", "Redis password.", REDIS),
+    PsKey(V, "num_partitions", "int", "min(16, hardware threads)", "Times `overflow_margin`: the most rows of a table in the CPU cache."),
+    PsKey(V, "allocation_rate", "int", 256 << 20, "Bytes per value page.", "the CPU cache allocates its memory at once"),
+    PsKey(V, "shared_memory_size", "int", 16 << 30, "Bytes of the shared memory segment.", SHARED),
+    PsKey(V, "shared_memory_name", "text", "hctr_mp_hash_map_database", "Name of the segment.", SHARED),
+    PsKey(V, "shared_memory_auto_remove", "bool", True, "The last process removes the segment.", SHARED),
+    PsKey(V, "num_node_connections", "int", 5, "Redis connections per node.", REDIS),
+    PsKey(V, "max_batch_size", "int", 65_536, "Keys per transaction.", BATCHED),
+    PsKey(V, "enable_tls", "bool", False, "TLS to Redis.", REDIS),
+    PsKey(V, "tls_ca_certificate", "path", "cacertbundle.crt", "TLS to Redis.", REDIS),
+    PsKey(V, "tls_client_certificate", "path", "client_cert.pem", "TLS to Redis.", REDIS),
+    PsKey(V, "tls_client_key", "path", "client_key.pem", "TLS to Redis.", REDIS),
+    PsKey(V, "tls_server_name_identification", "text", "redis.localhost", "TLS to Redis.", REDIS),
+    PsKey(V, "overflow_margin", "int", MAX_U64, "Hash maps: the CPU cache holds at most this many rows per partition (`cache_rows` of the table, when its files are larger)."),
+    PsKey(V, "overflow_policy", "enum", "evict_random", "`evict_oldest` is what the CPU cache does.", aliases=POLICIES,
+          ignored_values={"evict_random": LRU, "evict_least_used": LRU}),
+    PsKey(V, "overflow_resolution_target", "float", 0.8, "Share that stays after an eviction.", "the CPU cache makes room row by row"),
+    PsKey(V, "initial_cache_rate", "float", 1.0, "Share of the rows loaded at start (HPS ignores it too).", "the CPU cache is filled up to its capacity at start"),
+    PsKey(V, "cache_missed_embeddings", "bool", False, "Copy rows found below into the volatile database.", "rows found in RocksDB are always copied into the CPU cache, default vectors never"),
+    PsKey(V, "update_filters", "list", FILTERS, "Models that Kafka updates.", KAFKA, items="text"),
+    PsKey(V, "initialize_after_startup", "bool", True, "false: the CPU cache starts empty (`tiers.cpu_cache.warm`). HPS does not read it from JSON."),
+
+    PsKey(P, "type", "enum", "disabled", "`rocks_db`: the RocksDB at `path`, in HPS's own layout (no versions: the last write wins).", aliases=PDB_TYPES,
+          ignored_values={"disabled": "rows are kept in a RocksDB of our own at tiers.rocksdb.path, because a cache may drop rows"}),
+    PsKey(P, "path", "path", f"{tempfile.gettempdir()}/rocksdb", "Folder of the database (`tiers.rocksdb.path`)."),
+    PsKey(P, "num_threads", "int", 16, "Background threads of RocksDB (`tiers.rocksdb.threads`)."),
+    PsKey(P, "read_only", "bool", False, "Open without the right to write (`tiers.rocksdb.read_only`); nothing is loaded at start."),
+    PsKey(P, "max_batch_size", "int", 65_536, "Keys per read.", BATCHED),
+    PsKey(P, "update_filters", "list", FILTERS, "Models that Kafka updates.", KAFKA, items="text"),
+    PsKey(P, "initialize_after_startup", "bool", True, "false: the sparse files are not loaded, the database is served as it is (`tiers.rocksdb.load`). HPS does not read it from JSON."),
+    PsKey(P, "backend", "text", "", "Kind of database.", PRIVATE.format("type")),
+
+    PsKey(U, "type", "enum", "null", "`null`: no update source.", aliases=SOURCE_TYPES, ignored_values={"kafka_message_queue": KAFKA}),
+    PsKey(U, "brokers", "text", "127.0.0.1:9092", "Kafka brokers.", KAFKA),
+    PsKey(U, "metadata_refresh_interval_ms", "int", 30_000, "How often topics are looked for.", KAFKA),
+    PsKey(U, "receive_buffer_size", "int", 262_144, "Largest message.", KAFKA),
+    PsKey(U, "poll_timeout_ms", "int", 500, "Idle time that flushes buffered keys.", KAFKA),
+    PsKey(U, "max_batch_size", "int", 8192, "Keys per insert.", KAFKA),
+    PsKey(U, "failure_backoff_ms", "int", 50, "Sleep before a repeated delivery.", KAFKA),
+    PsKey(U, "max_commit_interval", "int", 32, "Messages between commits.", KAFKA),
+
+    PsKey(M, "model", "text", REQUIRED, "The model's name."),
+    PsKey(M, "sparse_files", "list", REQUIRED, "One folder (`key`, `emb_vector`) per table. Local folders only.", items="path"),
+    PsKey(M, "dense_file", "path", "", "HugeCTR's dense weights.", DENSE),
+    PsKey(M, "network_file", "path", "", "HugeCTR's network (HPS ignores it too).", DENSE),
+    PsKey(M, "non_trainable_params_file", "path", "", "HugeCTR's dense weights.", DENSE),
+    PsKey(M, "max_batch_size", "int", 64, "Most samples of one request."),
+    PsKey(M, "gpucache", "bool", True, "true: `gpucacheper` sizes the CPU cache, which takes the GPU cache's part. false: with a hash map the CPU cache may hold whole tables, otherwise there is none; lookups always wait for the store."),
+    PsKey(M, "gpucacheper", "float", 0.2, "The CPU cache holds this share of each table's rows (`tiers.cpu_cache.share`)."),
+    PsKey(M, "hit_rate_threshold", "float", 0.9, "Above 1: miss policy `wait`. Otherwise `default_then_promote` with this `min_hit_rate`."),
+    PsKey(M, "num_of_worker_buffer_in_pool", "int", 1, "Lookup workspaces per GPU.", "lookups take memory as they need it; tiers.lookup_threads bounds how many read the store at once"),
+    PsKey(M, "num_of_refresher_buffer_in_pool", "int", 1, "Refresh workspaces.", REFRESH),
+    PsKey(M, "cache_refresh_percentage_per_iteration", "float", 0.0, "Share of the cache refreshed in one step (in HPS 0 also turns the warm-up off; here `init_ec` does).", REFRESH),
+    PsKey(M, "deployed_device_list", "list", [], "GPUs (HPS requires it).", GPU),
+    PsKey(M, "maxnum_catfeature_query_per_table_per_sample", "list", [], "Most keys per sample, table by table (`max_hotness`; HPS requires it, here absent means no limit)."),
+    PsKey(M, "embedding_vecsize_per_table", "list", REQUIRED, "Values per row, table by table (`dim`)."),
+    PsKey(M, "default_value_for_each_table", "list", [], "What unknown keys get, table by table; tables without an entry get 0.0 (HPS requires it).", items="float"),
+    PsKey(M, "embedding_table_names", "list", "sparse_embedding0, sparse_embedding1, …", "The tables' names.", items="text"),
+    PsKey(M, "maxnum_des_feature_per_sample", "int", 26, "Dense inputs of HugeCTR's network.", DENSE),
+    PsKey(M, "refresh_delay", "float", 0.0, "Seconds until the first refresh.", REFRESH),
+    PsKey(M, "refresh_interval", "int", 0, "Seconds between refreshes.", REFRESH),
+    PsKey(M, "fuse_embedding_table", "bool", "the global one", "Fuse tables of equal vector size.", "all tables of a request are read in one batch already"),
+    PsKey(M, "embedding_cache_type", "enum", "dynamic", "`dynamic`: a cache. `static`: whole tables in memory, share 1.", aliases=CACHE_TYPES,
+          ignored_values={"uvm": GPU + "; it works like dynamic", "stochastic": "it works like dynamic, as in HPS"}),
+    PsKey(M, "use_static_table", "bool", False, "true: as `embedding_cache_type: static`."),
+    PsKey(M, "use_context_stream", "bool", True, "Run on the framework's CUDA stream.", GPU),
+    PsKey(M, "use_hctr_cache_implementation", "bool", True, "Which of two GPU caches.", GPU),
+    PsKey(M, "thread_pool_size", "int", 16, "Threads that ask the store (`tiers.lookup_threads`): at least one per hardware thread, as in HPS; of several models the largest counts."),
+    PsKey(M, "init_ec", "bool", True, "false: the CPU cache starts empty (`tiers.cpu_cache.warm`), when all models say so."),
+    PsKey(M, "enable_pagelock", "bool", False, "Static tables in pinned memory.", GPU),
+    PsKey(M, "fp8_quant", "bool", False, "Static tables with 8-bit values.", "rows keep their float32 values"),
+    PsKey(M, "label_dim", "int", 1, "Outputs of HugeCTR's network.", DENSE),
+    PsKey(M, "slot_num", "int", 10, "Inputs of HugeCTR's network.", DENSE),
+    PsKey(M, "use_mixed_precision", "bool", False, "HugeCTR's network in float16.", DENSE),
+    PsKey(M, "scaler", "float", 1.0, "HugeCTR's loss scaling.", DENSE),
+    PsKey(M, "use_algorithm_search", "bool", True, "HugeCTR's network.", DENSE),
+    PsKey(M, "use_cuda_graph", "bool", True, "HugeCTR's network.", DENSE),
+    PsKey(M, "i64_input_key", "bool", False, "Width of keys.", PRIVATE.format("supportlonglong, for all models")),
+    PsKey(M, "model_name", "text", "", "The model's name.", PRIVATE.format("model")),
+    PsKey(M, "max_batchsize", "int", 0, "Most samples of one request.", PRIVATE.format("max_batch_size")),
+    PsKey(M, "dense_model_file", "path", "", "HugeCTR's dense weights.", PRIVATE.format("dense_file")),
+    PsKey(M, "sparse_model_files", "list", [], "Folders of the tables.", PRIVATE.format("sparse_files"), items="path"),
+    PsKey(M, "device_id", "int", 0, "GPU.", PRIVATE.format("deployed_device_list")),
+    PsKey(M, "use_gpu_embedding_cache", "bool", True, "Whether there is a cache.", PRIVATE.format("gpucache")),
+    PsKey(M, "cache_size_percentage", "float", 0.2, "Size of the cache.", PRIVATE.format("gpucacheper")),
+)
+# fmt: on
+
+
+def keys_of(section: str) -> dict[str, PsKey]:
+    return {key.name: key for key in KEYS if key.section == section}

@@ -1,0 +1,151 @@
+"""One entry of ``models`` in a ``ps.json``, and the model it describes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hps.config.checks import Path as KeyPath
+from hps.config.legacy import LegacyModel
+from hps.config.model_schema import REMOTE_PATH, ModelSpec
+from hps.config.problems import InvalidConfiguration, Problem, validate
+from hps.config.ps_keys import HASH_MAPS
+from hps.config.ps_values import Reader, Section
+
+_CACHE_KEYS = ("gpucacheper", "hit_rate_threshold")
+
+
+class PsModel:
+    """One entry of ``models``."""
+
+    def __init__(
+        self, reader: Reader, index: int, values: Section, key_dtype: str, memory_type: str
+    ) -> None:
+        self._reader = reader
+        self.path: KeyPath = ("models", index)
+        self.values = values
+        self._key_dtype = key_dtype
+        self._memory_type = memory_type
+        self.name = str(values["model"]) if values.complete else ""
+        self.folders: dict[str, Path] = {}
+        if self.static:
+            reason = "a static table is in memory as a whole"
+            reader.inert(self.path, values, ("gpucache", *_CACHE_KEYS), reason)
+        elif not values["gpucache"]:
+            reader.inert(self.path, values, _CACHE_KEYS, "gpucache is false")
+
+    @property
+    def static(self) -> bool:
+        return bool(self.values["use_static_table"]) or (
+            self.values["embedding_cache_type"] == "static"
+        )
+
+    @property
+    def cache_share(self) -> tuple[float, str]:
+        """The share of each table's rows that memory holds, and the key that says so."""
+        if self.static:
+            key = "use_static_table" if self.values["use_static_table"] else "embedding_cache_type"
+            return 1.0, key
+        if self.values["gpucache"]:
+            return min(float(self.values["gpucacheper"]), 1.0), "gpucacheper"
+        return (1.0 if self._memory_type in HASH_MAPS else 0.0), "gpucache"
+
+    def legacy(self) -> LegacyModel | None:
+        """The model, or None when something is wrong with it (noted by the reader)."""
+        if not self.values.complete:
+            return None
+        files = self.values["sparse_files"]
+        if self.values["gpucacheper"] < 0:
+            message = f"expected a number from 0, found {self.values['gpucacheper']:g}"
+            self._wrong("gpucacheper", message)
+        if not files:
+            self._wrong("sparse_files", "is empty; expected one folder per table")
+            return None
+        names = self._per_table("embedding_table_names", len(files))
+        names = names or [f"sparse_embedding{i}" for i in range(len(files))]
+        dims = self._per_table("embedding_vecsize_per_table", len(files))
+        most = self._per_table("maxnum_catfeature_query_per_table_per_sample", len(files))
+        defaults = self.values["default_value_for_each_table"]
+        if len(defaults) > len(files):
+            self._count("default_value_for_each_table", len(defaults), len(files))
+        defaults = [*defaults, *[0.0] * len(files)]
+        for i, file in enumerate(files):
+            if "://" in file:
+                self._wrong("sparse_files", f"[{i}] is {file}: {REMOTE_PATH}")
+        if len(names) != len(files) or len(dims) != len(files):
+            return None
+        data = {
+            "name": self.name,
+            "max_batch_size": int(self.values["max_batch_size"]),
+            "tables": [
+                {
+                    "name": name,
+                    "dim": int(dims[i]),
+                    "default": defaults[i],
+                    "key_dtype": self._key_dtype,
+                    "miss_policy": self._miss_policy(),
+                }
+                for i, name in enumerate(names)
+            ],
+            "features": [
+                {
+                    "name": name,
+                    "table": name,
+                    "pooling": "none",
+                    "max_hotness": int(most[i]) if most else None,
+                }
+                for i, name in enumerate(names)
+            ],
+        }
+        self.folders = {n: self._reader.folder / f for n, f in zip(names, files, strict=True)}
+        return self._checked(data)
+
+    def _checked(self, data: dict[str, Any]) -> LegacyModel | None:
+        try:
+            spec = validate(ModelSpec, data, lambda key: self._reader.file)
+        except InvalidConfiguration as error:
+            for problem in error.problems:
+                if problem.path[0] != "features":  # they repeat what is wrong with the tables
+                    at = _ps_path(problem.path)
+                    self._reader.problems.append(
+                        Problem(problem.where, (*self.path, *at), problem.message)
+                    )
+            return None
+        return LegacyModel(spec, self.folders)
+
+    def _miss_policy(self) -> dict[str, Any]:
+        """HPS's threshold as a policy. Without a GPU cache HPS always waited, and so do we; a
+        static table holds every row, so that nothing is promoted."""
+        threshold = float(self.values["hit_rate_threshold"])
+        if threshold > 1 or self.static or not self.values["gpucache"]:
+            return {"kind": "wait"}
+        return {"kind": "default_then_promote", "min_hit_rate": max(threshold, 0.0)}
+
+    def _per_table(self, name: str, tables: int) -> list[Any]:
+        """A list with one entry per table; empty when it is absent or has another length."""
+        if name not in self.values:
+            return []
+        values: list[Any] = self.values[name]
+        if len(values) == tables:
+            return values
+        self._count(name, len(values), tables)
+        return []
+
+    def _count(self, name: str, found: int, tables: int) -> None:
+        self._wrong(name, f"has {found} entries, but sparse_files names {tables} tables")
+
+    def _wrong(self, name: str, message: str) -> None:
+        self._reader.wrong((*self.path, name), message)
+
+
+def _ps_path(path: KeyPath) -> KeyPath:
+    """The key of the ``ps.json`` behind a path of the model's description."""
+    keys = {
+        "name": "embedding_table_names",
+        "dim": "embedding_vecsize_per_table",
+        "default": "default_value_for_each_table",
+        "miss_policy": "hit_rate_threshold",
+    }
+    if path[0] == "tables" and len(path) > 2:
+        return (keys.get(str(path[2]), str(path[2])), path[1])
+    return {"name": ("model",)}.get(str(path[0]), path)
