@@ -191,19 +191,20 @@ def models(configuration: Configuration) -> Iterator[tuple[Check, int]]:
     from hps.models.repository import Repository, open_legacy
 
     settings = configuration.settings.models
-    opened: dict[str, Callable[[], ModelVersion]] = {}
-    for legacy in configuration.legacy:
-        opened[legacy.spec.name] = partial(open_legacy, legacy)
-    if not opened:
-        repository = Repository(settings.repository)
+    opened: dict[str, Callable[[], ModelVersion]] = {
+        legacy.spec.name: partial(open_legacy, legacy) for legacy in configuration.legacy
+    }
+    overrides = settings.serve or {}
+    repository = Repository(settings.repository)
+    names = list(overrides)
+    if settings.serve is None and (not opened or settings.repository.is_dir()):
         try:
-            names = list(settings.serve or repository.names())
+            names = repository.names()
         except HpsError as error:
             yield Check("models", "FAIL", str(error), "set models.repository"), 0
             return
-        for name in names:
-            override = (settings.serve or {}).get(name)
-            opened[name] = partial(repository.open, name, override=override)
+    for name in names:
+        opened.setdefault(name, partial(repository.open, name, override=overrides.get(name)))
     if not opened:
         found = f"no model in {settings.repository}"
         yield Check("models", "FAIL", found, "import one: hps model import --help"), 0

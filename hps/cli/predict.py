@@ -199,9 +199,7 @@ def _show(report: dict[str, Any]) -> None:
     for name, feature in report.get("features", {}).items():
         say()
         say(f"feature {name} -> network input {feature['network_input']}", style="bold")
-        print_table(("key", "from"), zip(feature["keys"].tolist(), feature["sources"], strict=True))
-        vectors = feature["vectors"]
-        print_table(("vector", "values"), [(i, _values(v)) for i, v in enumerate(vectors)])
+        print_table(("sample", "keys, and where each came from", "vector"), _explained(feature))
     for name, value in report.get("dense", {}).items():
         say()
         say(f"dense input {name}", style="bold")
@@ -213,6 +211,20 @@ def _show(report: dict[str, Any]) -> None:
     )
     if report["degraded"]:
         warn(f"answered without {', '.join(report['degraded'])}, which did not work")
+
+
+def _explained(feature: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """One row a sample; one a key where vectors are not pooled."""
+    found = zip(feature["keys"].tolist(), feature["sources"], strict=True)
+    keys = [f"{key} ({source})" for key, source in found]
+    vectors, ends = feature["vectors"], feature["offsets"]
+    if ends is None or len(vectors) == len(keys) != len(ends) - 1:
+        width = len(keys) // max(len(vectors), 1)
+        ends = [i * width for i in range(len(vectors) + 1)]
+    return [
+        (i, " ".join(keys[ends[i] : ends[i + 1]]), _values(vector))
+        for i, vector in enumerate(vectors)
+    ]
 
 
 def _values(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -27,16 +28,19 @@ class Terminal(io.StringIO):
 
 
 def test_help_is_quick_and_lists_every_command() -> None:
+    """CPU time, which other work on the machine does not stretch."""
     best = 9.0
     for _ in range(5):
-        start = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
             [sys.executable, "-m", "hps.cli.main", "--help"],
             capture_output=True,
             text=True,
             check=True,
         )
-        best = min(best, time.perf_counter() - start)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        took = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+        best = min(best, took)
     for name in COMMANDS:
         assert f"  {name} " in done.stdout
     assert best < 0.5, f"hps --help took {best:.2f} s"

@@ -1,0 +1,147 @@
+"""``hps config``: show, check, describe and convert configurations."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hps.cli.output import Output, OutputFormat, print_json, print_table, say, warn
+
+app = typer.Typer(no_args_is_help=True, help="Show, check and describe the configuration.")
+
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a setting, as in server.http.port=80."
+    ),
+]
+
+
+class Schema(StrEnum):
+    settings = "settings"
+    model = "model"
+    api_key = "api-key"
+
+
+@app.command()
+def show(
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", metavar="FILE", help="Our YAML or a ps.json.")
+    ] = None,
+    set_: SetOption = None,
+    output: Output = OutputFormat.table,
+) -> None:
+    """Print every setting in force and where it comes from; secrets stay hidden."""
+    from hps.config import load_config
+    from hps.config.shown import effective, public_settings
+
+    configuration = load_config(config, set_ or ())
+    models = [model.spec.name for model in configuration.legacy]
+    if output == OutputFormat.json:
+        print_json(
+            {
+                "file": config,
+                "settings": public_settings(configuration.settings),
+                "origins": dict(configuration.origins),
+                "models_of_file": models,
+                "warnings": list(configuration.warnings),
+            }
+        )
+        return
+    rows = [
+        (key, _text(value), origin) for key, (value, origin) in effective(configuration).items()
+    ]
+    print_table(("setting", "value", "from"), rows)
+    if models:
+        say(f"The file itself describes the models {', '.join(models)}; see: hps config convert")
+    for warning in configuration.warnings:
+        warn(warning)
+
+
+@app.command()
+def validate(
+    file: Annotated[
+        Path, typer.Argument(help="Our YAML, a ps.json, a model.yaml or an API key file.")
+    ],
+    set_: SetOption = None,
+    output: Output = OutputFormat.table,
+) -> None:
+    """Check a file and name everything that is wrong with it; exit code 2 when something is."""
+    from hps.config.validation import validate_file
+
+    report = validate_file(file, set_ or ())
+    if output == OutputFormat.json:
+        print_json(
+            {
+                "file": file,
+                "kind": report.kind,
+                "ok": not report.errors,
+                "errors": report.errors,
+                "warnings": report.warnings,
+            }
+        )
+    else:
+        for warning in report.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        for error in report.errors:
+            print(f"error: {error}", file=sys.stderr)
+        if report.errors:
+            count = len(report.errors)
+            print(f"{file}: {count} error{'s' if count > 1 else ''}", file=sys.stderr)
+        else:
+            print(f"{file}: ok ({report.kind})")
+    if report.errors:
+        raise typer.Exit(2)
+
+
+@app.command()
+def schema(
+    of: Annotated[Schema, typer.Argument(help="Which file: settings, model, api-key.")] = (
+        Schema.settings
+    ),
+) -> None:
+    """Print the JSON Schema of a file, for editors and validators."""
+    import json
+
+    from hps.config.shown import json_schema
+
+    print(json.dumps(json_schema(of.value), indent=2))
+
+
+@app.command()
+def convert(
+    file: Annotated[Path, typer.Argument(help="An HPS ps.json.")],
+    into: Annotated[
+        Path | None,
+        typer.Option("--into", metavar="FOLDER", help="Write the files there instead of printing."),
+    ] = None,
+) -> None:
+    """Print our hps.yaml and model.yaml for a ps.json; `hps model import` brings the rows over."""
+    from hps.config.ps_json import read_ps_json
+    from hps.config.shown import converted
+    from hps.errors import ConfigError
+
+    legacy = read_ps_json(file)
+    for warning in legacy.warnings:
+        warn(warning)
+    files = converted(legacy)
+    if into is None:
+        print("---\n".join(f"# {name}\n{text}" for name, text in files.items()), end="")
+        return
+    present = [str(into / name) for name in files if (into / name).exists()]
+    if present:
+        raise ConfigError(f"{', '.join(present)} exists already; choose another folder for --into")
+    for name, text in files.items():
+        (into / name).parent.mkdir(parents=True, exist_ok=True)
+        (into / name).write_text(text)
+        say(str(into / name))
+
+
+def _text(value: Any) -> str:
+    import json
+
+    return value if isinstance(value, str) and value else json.dumps(value)

@@ -1,0 +1,67 @@
+"""The model that comes with hps, and requests with the trainer's own scores for them.
+
+``demo_model/`` is a model repository of one model, beside it ``requests.json``: ``{"model", "features":
+{name: keys per sample}, "dense": {name: values per sample}, "scores": {output: one per sample}}``.
+It lies inside the package, so that a checkout and an installed wheel find it at the same place. The
+trainer in ``examples/`` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.errors import ConfigError
+
+FOLDER = Path(__file__).with_name("demo_model")
+REQUESTS = "requests.json"
+
+
+@dataclass(frozen=True, slots=True)
+class DemoData:
+    """``keys[f] (n, hotness) int64``, ``dense[name] (n, …) float32``, ``scores[output] (n,) float32``."""
+
+    model: str
+    keys: dict[str, NDArray[np.int64]]
+    dense: dict[str, NDArray[np.float32]]
+    scores: dict[str, NDArray[np.float32]]
+
+    @property
+    def samples(self) -> int:
+        return len(next(iter(self.scores.values())))
+
+    def batches(self, size: int) -> Iterator[tuple[slice, dict[str, NDArray[Any]]]]:
+        """The samples in their order, as the tensors of one request each."""
+        for start in range(0, self.samples, size):
+            part = slice(start, start + size)
+            yield part, self.tensors(part)
+
+    def tensors(self, part: slice) -> dict[str, NDArray[Any]]:
+        return {name: array[part] for name, array in (self.keys | self.dense).items()}
+
+
+def load_demo(folder: Path = FOLDER) -> DemoData:
+    """Raises ConfigError saying what is missing."""
+    path = folder / REQUESTS
+    try:
+        data = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(
+            f"this installation lacks the demo's model ({path}); in a checkout of hps, "
+            "examples/README.md says how to train and export it"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged: {error}") from None
+    keys = {
+        name: np.array([[k & (2**64 - 1) for k in row] for row in rows], np.uint64).view(np.int64)
+        for name, rows in data["features"].items()
+    }
+    dense = {name: np.array(rows, np.float32) for name, rows in data["dense"].items()}
+    scores = {name: np.array(row, np.float32) for name, row in data["scores"].items()}
+    return DemoData(data["model"], keys, dense, scores)
