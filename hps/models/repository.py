@@ -10,11 +10,11 @@ from typing import Protocol
 
 import numpy as np
 
-from hps.config.model_schema import MissPolicySpec, ModelSpec, TableSpec
-from hps.config.schema import ModelOverride, TableOverride
+from hps.config.model_file import apply_override, load_model_spec
+from hps.config.model_schema import ModelSpec, TableSpec
+from hps.config.schema import ModelOverride
 from hps.errors import ConfigError, ModelError, NotFound
 from hps.models.manifest import FILE_NAME, Manifest, digest_of, read_manifest
-from hps.models.spec_file import load_model_spec
 from hps.models.tables import TableFiles, open_table
 from hps.types import EmbeddingTable, MissPolicy
 
@@ -195,35 +195,3 @@ def open_legacy(model: Legacy) -> ModelVersion:
     digest = digest_of({n: t.digest for n, t in tables.items()})
     folder = next(iter(tables.values())).folder.parent
     return ModelVersion(model.spec.name, 1, model.spec, folder, tables, None, None, digest)
-
-
-def apply_override(spec: ModelSpec, override: ModelOverride | None) -> ModelSpec:
-    """``spec`` with the server configuration's overrides; names it does not know are refused."""
-    if override is None:
-        return spec
-    known = {t.name for t in spec.tables}
-    for name in override.tables:
-        if name not in known:
-            raise ConfigError(
-                f"models.serve.{spec.name}.tables.{name}: no such table; there is "
-                f"{', '.join(sorted(known))}"
-            )
-    changes: dict[str, object] = {
-        "tables": [_override_table(t, override.tables.get(t.name)) for t in spec.tables]
-    }
-    if override.dense is not None:
-        changes["dense"] = override.dense
-    if override.max_batch_size is not None:
-        changes["max_batch_size"] = override.max_batch_size
-    return spec.model_copy(update=changes)
-
-
-def _override_table(spec: TableSpec, override: TableOverride | None) -> TableSpec:
-    if override is None:
-        return spec
-    changes: dict[str, float | list[float] | MissPolicySpec] = {
-        field: value
-        for field in ("default", "miss_policy", "tombstone_ttl_s")
-        if (value := getattr(override, field)) is not None
-    }
-    return spec.model_copy(update=changes)

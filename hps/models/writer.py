@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from hps.config.model_file import dump_model_spec, load_model_spec
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.errors import ModelError
 from hps.models.manifest import (
@@ -30,7 +31,6 @@ from hps.models.manifest import (
     write_manifest,
 )
 from hps.models.repository import DENSE_FILE, SPEC_FILE, TABLES_FOLDER
-from hps.models.spec_file import dump_model_spec, load_model_spec
 from hps.models.tables import KEY_FILE, VECTOR_FILE
 from hps.types import as_keys
 

@@ -67,12 +67,12 @@ class Records:
         text = self._open.get(f"load:{family}".encode())
         return None if text is None else LoadRecord(**json.loads(text))
 
-    def put(self, family: str, record: LoadRecord) -> None:
+    def put(self, family: str, record: LoadRecord, *, keep_streamed: bool = False) -> None:
         batch = WriteBatch(raw_mode=True)
         batch.put(f"load:{family}".encode(), json.dumps(asdict(record)).encode())
-        batch.delete(f"streamed:{family}".encode())
+        if not keep_streamed:
+            batch.delete(f"streamed:{family}".encode())
         self._open.write(batch)
-        self._open.flush_wal(True)
 
     def remove(self, family: str) -> None:
         batch = WriteBatch(raw_mode=True)
@@ -84,6 +84,8 @@ class Records:
         self._open.put(f"streamed:{family}".encode(), b"1")
 
     def streamed(self, families: Sequence[str]) -> set[str]:
+        if not families:
+            return set()
         marks: Any = self._open.get([f"streamed:{f}".encode() for f in families])
         return {f for f, mark in zip(families, marks, strict=True) if mark is not None}
 

@@ -1,0 +1,220 @@
+"""The database under `RocksDbTier`: its column families, their load records, opening and closing.
+
+Knows nothing of keys and versions. ``family`` may be called from many threads; everything that changes
+the set of tables takes ``lock``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import contextmanager
+from threading import RLock
+from typing import Any, NoReturn
+
+from rocksdict import ColumnFamily, Options, Rdict
+
+from hps.errors import TierError
+from hps.tiers.rocksdb_layout import Layout, column_family
+from hps.tiers.rocksdb_load import LoadRecord, Records, clean_leftovers
+from hps.tiers.rocksdb_open import (
+    NAME,
+    OpenSettings,
+    existing_families,
+    make_options,
+    open_database,
+    translate,
+)
+from hps.types import EmbeddingTable
+
+# What a stop spends at most on flushing tables; the rest is replayed from the log at the next start.
+_CLOSE_BUDGET_S = 3.0
+
+
+class Family:
+    """An open column family. ``streamed``: written to since it was loaded. ``dirty``: written to by
+    this process."""
+
+    __slots__ = ("data", "dirty", "handle", "name", "streamed")
+
+    def __init__(self, name: str, data: Rdict, handle: ColumnFamily, *, streamed: bool) -> None:
+        self.name = name
+        self.data = data
+        self.handle = handle
+        self.streamed = streamed
+        self.dirty = False
+
+
+class Database:
+    """Owns the folder. Raises TierError with the cause and the mend, never RocksDB's own errors."""
+
+    def __init__(self, settings: OpenSettings, layout: Layout) -> None:
+        self.settings = settings
+        self.layout: Layout = layout
+        self.lock = RLock()
+        self.options: Options = make_options(settings)
+        self._families: dict[EmbeddingTable, Family] = {}
+        self._names = set(existing_families(settings.path))
+        self._used = False
+        self._db: Rdict | None = open_database(settings, self.options, self._names)
+        self.records = Records(self._db)
+        if not settings.read_only:
+            clean_leftovers(settings.path)
+
+    @property
+    def db(self) -> Rdict:
+        if self._db is None:
+            raise TierError(NAME, f"{self.settings.path} is closed")
+        return self._db
+
+    @contextmanager
+    def errors(self) -> Any:
+        """Translate whatever RocksDB raises inside."""
+        try:
+            yield
+        except (TierError, AssertionError):
+            raise
+        except Exception as error:
+            self.fail(error)
+
+    def fail(self, error: Exception) -> NoReturn:
+        # rocksdict raises bare Exceptions and DbClosedError; anything else is not the database's.
+        if type(error).__name__ in ("Exception", "DbClosedError") or isinstance(error, OSError):
+            raise translate(error, self.settings.path) from error
+        raise error
+
+    def writable(self) -> None:
+        if self.settings.read_only:
+            raise TierError(
+                NAME, f"{self.settings.path} was opened with read_only: true; writing is off"
+            )
+
+    # -- column families --------------------------------------------------------------------------
+
+    def family(self, table: EmbeddingTable) -> Family:
+        """The table's column family; made when it is asked for the first time."""
+        found = self._families.get(table)
+        if found is None:
+            self.open_tables([table])
+            found = self._families[table]
+        self._used = True
+        return found
+
+    def open_tables(self, tables: Sequence[EmbeddingTable]) -> None:
+        with self.lock, self.errors():
+            db = self.db
+            wanted = {t: column_family(t, self.layout) for t in tables if t not in self._families}
+            missing = sorted(set(wanted.values()) - self._names)
+            if missing:
+                if self.settings.read_only:
+                    raise TierError(
+                        NAME,
+                        f"{self.settings.path} holds no table {missing[0]}, and read_only forbids to "
+                        "create it; load it once without",
+                    )
+                db = self._create(missing)
+            streamed = self.records.streamed(list(wanted.values()))
+            for table, name in wanted.items():
+                self._families[table] = self._bind(db, name, streamed=name in streamed)
+
+    @staticmethod
+    def _bind(db: Rdict, name: str, *, streamed: bool) -> Family:
+        return Family(
+            name,
+            db.get_column_family(name),
+            db.get_column_family_handle(name),
+            streamed=streamed,
+        )
+
+    def _create(self, names: list[str]) -> Rdict:
+        """RocksDB rewrites its OPTIONS file at each creation, which is quadratic in the number of
+        tables. Opening anew makes them all with one rewrite, and is safe until the first use."""
+        if len(names) > 2 and not self._used:
+            self._names |= set(names)
+            return self._reopen()
+        for name in names:
+            self.db.create_column_family(name, self.options)
+            self._names.add(name)
+        return self.db
+
+    def _reopen(self) -> Rdict:
+        bound = {table: (f.name, f.streamed) for table, f in self._families.items()}
+        self._release()
+        db = self._db = open_database(self.settings, self.options, self._names)
+        self.records = Records(db)
+        for table, (name, streamed) in bound.items():
+            self._families[table] = self._bind(db, name, streamed=streamed)
+        return db
+
+    # -- contents ---------------------------------------------------------------------------------
+
+    def is_empty(self, family: Family) -> bool:
+        first = family.data.iter()
+        first.seek_to_first()
+        return not first.valid()
+
+    def clear(self, family: Family) -> None:
+        """Remove every row. A range deletion costs the same for any size and, unlike dropping the
+        column family, does not rewrite the OPTIONS file."""
+        if not self.is_empty(family):
+            family.data.delete_range(b"", b"\xff" * 9)
+            family.data.flush()
+            family.data.compact_range(None, None)
+
+    def drop(self, tables: Iterable[EmbeddingTable]) -> None:
+        """Forget tables: rows, tombstones and load records. A handful of column families is removed
+        as well; of more, the empty ones stay, as removing each would rewrite the OPTIONS file."""
+        with self.lock, self.errors():
+            self.writable()
+            families = [self.family(t) for t in tables]
+            for family in families:
+                self.records.remove(family.name)
+                self.clear(family)
+            for table in tables:
+                self._families.pop(table, None)
+            if len(families) <= 16:
+                for family in families:
+                    self.db.drop_column_family(family.name)
+                    self._names.discard(family.name)
+
+    def record(self, table: EmbeddingTable) -> LoadRecord | None:
+        with self.errors():
+            return self.records.get(column_family(table, self.layout))
+
+    def mark_streamed(self, family: Family) -> None:
+        if not family.streamed:
+            self.records.mark_streamed(family.name)
+            family.streamed = True
+        family.dirty = True
+
+    # -- end --------------------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        with self.errors():
+            self.db.flush_wal(True)
+
+    def close(self) -> None:
+        """Flush what fits the budget, so that the next start need not replay it, and let go."""
+        with self.lock, self.errors():
+            if self._db is None:
+                return
+            if not self.settings.read_only:
+                self._db.flush_wal(True)
+                until = time.monotonic() + _CLOSE_BUDGET_S
+                for family in self._families.values():
+                    if family.dirty and time.monotonic() < until:
+                        family.data.flush()
+            self._release()
+
+    def _release(self) -> None:
+        """Close without RocksDB's binding flushing each table on the way."""
+        db, self._db = self.db, None
+        db.cancel_all_background(True)
+        self._families.clear()
+        self.records.release()
+        try:
+            db.close()
+        except Exception as error:
+            # Its own last flush comes after the end of background work.
+            if "Shutdown in progress" not in str(error):
+                raise
