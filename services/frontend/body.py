@@ -1,0 +1,164 @@
+"""Request bodies read within bounds, and the two content codings.
+
+A body is refused as soon as it is known to be too large; what the client still sends of it is read
+and forgotten, so that it gets to see the answer. Nothing inflates beyond the limit either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import zlib
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from hps.errors import BadRequest
+from services.frontend.errors import TooLarge, TooSlow, UnknownEncoding
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+# zlib's window bits for each coding; "deflate" means a zlib stream (RFC 9110).
+_WINDOW = {"gzip": 31, "x-gzip": 31, "deflate": 15}
+# Work beyond this many bytes leaves the event loop for a thread.
+_INLINE_BYTES = 256 << 10
+# How much of a refused body is read so that the client gets to see the answer.
+_DISCARDED_BYTES, _DISCARDED_S = 1 << 30, 20.0
+# Smaller answers are sent as they are: compressing them costs more than it saves.
+COMPRESS_FROM_BYTES = 1024
+
+
+class ClientGone(Exception):
+    """The client hung up before its request was complete."""
+
+
+async def read_body(
+    receive: Receive, headers: dict[bytes, bytes], limit: int, patience_s: float
+) -> bytes:
+    """The whole body, decompressed: at most ``limit`` bytes, and never ``patience_s`` without news
+    once it has begun (the server closes connections on which nothing comes at all).
+
+    Raises TooLarge, UnknownEncoding, TooSlow, BadRequest or ClientGone.
+    """
+    length = headers.get(b"content-length")
+    if length is not None and length.isdigit() and int(length) > limit:
+        raise _too_large(int(length), limit)
+    message = await receive()  # mostly there already; a timer for it would cost more than the wait
+    body: bytes = message.get("body", b"")
+    if message.get("more_body") or message["type"] != "http.request":
+        body = await _rest(message, receive, limit, patience_s)
+    if b"content-encoding" in headers:
+        body = await decompress(body, headers[b"content-encoding"].decode("latin-1"), limit)
+    return body
+
+
+async def _rest(
+    message: MutableMapping[str, Any], receive: Receive, limit: int, patience_s: float
+) -> bytes:
+    """A body that comes in several pieces, ``message`` being the first of them."""
+    chunks, size = [], 0
+    while True:
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > limit:
+            raise _too_large(size, limit, so_far=True)
+        chunks.append(chunk)
+        if not message.get("more_body"):
+            return b"".join(chunks)
+        message = await _next(receive, patience_s)
+
+
+async def _next(receive: Receive, patience_s: float) -> MutableMapping[str, Any]:
+    try:
+        async with asyncio.timeout(patience_s):
+            return await receive()
+    except TimeoutError:
+        raise TooSlow(
+            f"the rest of the request's body did not come within {patience_s:g} s"
+        ) from None
+
+
+async def discard(receive: Receive) -> None:
+    """Read what is left of a refused body and forget it, up to a bound of bytes and seconds."""
+    left = _DISCARDED_BYTES
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARDED_S):
+            while left > 0:
+                message = await receive()
+                if message["type"] != "http.request" or not message.get("more_body"):
+                    return
+                left -= len(message.get("body", b""))
+
+
+def _too_large(size: int, limit: int, *, so_far: bool = False) -> TooLarge:
+    at_least = "at least " if so_far else ""
+    return TooLarge(
+        f"the request body has {at_least}{size} bytes, at most {limit} are taken; send smaller "
+        "batches or raise server.max_body_bytes"
+    )
+
+
+async def decompress(body: bytes, coding: str, limit: int) -> bytes:
+    """``body`` without its content coding, at most ``limit`` bytes."""
+    coding = coding.strip().lower()
+    if coding in ("identity", ""):
+        return body
+    window = _WINDOW.get(coding)
+    if window is None:
+        raise UnknownEncoding(
+            f"Content-Encoding {coding[:40]!r} is not understood; use gzip, deflate or identity"
+        )
+    stream = zlib.decompressobj(window)
+    try:
+        inflated = stream.decompress(body, min(limit + 1, _INLINE_BYTES))
+        if not stream.eof and len(inflated) <= limit:
+            rest = limit + 1 - len(inflated)
+            tail = stream.unconsumed_tail
+            inflated += await asyncio.to_thread(stream.decompress, tail, rest)
+    except zlib.error as error:
+        raise BadRequest(f"the body is not a valid {coding} stream: {error}") from None
+    if len(inflated) > limit:
+        raise _too_large(len(inflated), limit, so_far=True)
+    if not stream.eof:
+        raise BadRequest(f"the {coding} stream ends early; is the body truncated?")
+    if stream.unused_data:
+        raise BadRequest(f"{len(stream.unused_data)} bytes follow the {coding} stream")
+    return inflated
+
+
+def accepted_coding(accept: bytes) -> str | None:
+    """gzip or deflate if ``Accept-Encoding`` names one of them with a weight above 0."""
+    found = None
+    best = 0.0
+    for part in accept.decode("latin-1").lower().split(","):
+        name, _, rest = part.partition(";")
+        name = name.strip()
+        if name not in ("gzip", "deflate"):
+            continue
+        weight = _weight(rest)
+        if weight > best:
+            found, best = name, weight
+    return found
+
+
+def _weight(parameters: str) -> float:
+    key, _, value = parameters.partition("=")
+    if key.strip() != "q":
+        return 1.0
+    try:
+        return float(value)
+    except ValueError:
+        return 0.0
+
+
+async def compress(body: bytes, coding: str) -> bytes:
+    """``body`` in ``gzip`` or ``deflate``, quickly rather than tightly."""
+    if len(body) <= _INLINE_BYTES:
+        return _deflate(body, coding)
+    return await asyncio.to_thread(_deflate, body, coding)
+
+
+def _deflate(body: bytes, coding: str) -> bytes:
+    stream = zlib.compressobj(1, zlib.DEFLATED, _WINDOW[coding])
+    return stream.compress(body) + stream.flush()

@@ -1,0 +1,69 @@
+"""The protocol's datatypes, their NumPy types (little endian, packed) and their numbers in JSON."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "UINT8": np.dtype("<u1"),
+    "UINT16": np.dtype("<u2"),
+    "UINT32": np.dtype("<u4"),
+    "UINT64": np.dtype("<u8"),
+    "INT8": np.dtype("<i1"),
+    "INT16": np.dtype("<i2"),
+    "INT32": np.dtype("<i4"),
+    "INT64": np.dtype("<i8"),
+    "FP16": np.dtype("<f2"),
+    "FP32": np.dtype("<f4"),
+    "FP64": np.dtype("<f8"),
+}
+
+# By type number: an int is found faster than a dtype on the way out of every request.
+DATATYPE_OF: dict[int, str] = {dtype.num: name for name, dtype in DTYPES.items()}
+DATATYPE_OF.setdefault(np.dtype(np.longlong).num, "INT64")
+DATATYPE_OF.setdefault(np.dtype(np.ulonglong).num, "UINT64")
+
+# Keys come in any integer type and are widened; 64-bit signs are kept bit for bit.
+INTEGERS: dict[str, np.dtype[Any]] = {
+    name: dtype for name, dtype in DTYPES.items() if dtype.kind in "iu"
+}
+
+# Only in binary form: JSON numbers of this type do not exist in the protocol.
+BINARY_ONLY = frozenset({"FP16"})
+
+_ELEMENTS: dict[str, set[type]] = {"i": {int}, "u": {int}, "f": {int, float}, "b": {bool}}
+
+
+def numbers(data: Any, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+    """A tensor's JSON ``data``, flat or nested, as ``(count,)`` of ``dtype``.
+
+    Raises TypeError or ValueError where NumPy would round, truncate or reinterpret in silence.
+    """
+    if type(data) is not list:
+        raise TypeError("data must be an array")
+    kinds = set(map(type, data))
+    while kinds == {list}:
+        data = list(chain.from_iterable(data))
+        kinds = set(map(type, data))
+    if not kinds <= _ELEMENTS[dtype.kind]:
+        raise TypeError("elements")
+    if len(data) != count:
+        raise ValueError("count")
+    if dtype.kind == "f":
+        if dtype.itemsize == 2:
+            raise TypeError("FP16 has no JSON form")
+        with np.errstate(over="ignore"):
+            flat = np.array(data, dtype)
+        if not np.isfinite(flat).all():  # JSON has no infinity: a number was too large
+            raise OverflowError("out of range")
+        return flat
+    if data and dtype.kind != "b":
+        info = np.iinfo(dtype)
+        if min(data) < info.min or max(data) > info.max:  # NumPy 1 would wrap around
+            raise OverflowError("out of range")
+    return np.array(data, dtype)

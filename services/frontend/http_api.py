@@ -1,0 +1,123 @@
+"""What every FastAPI route here shares: answers, errors of one shape, keys asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import orjson
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.params import Depends as Dependency
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from hps.config.auth import Role
+from hps.errors import BadRequest, HpsError
+from services.frontend.auth import Guard
+from services.frontend.errors import TooLarge, error_body, error_headers
+from services.frontend.infer import describe
+
+# Bodies of the routes here are small; only inference takes large ones.
+_MAX_BODY = 1 << 20
+
+
+class Json(Response):
+    """A JSON answer; numbers that are not finite become null."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def answers(
+    schema: str, errors: Sequence[int] = (), description: str = "Done."
+) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI's ``responses``: 200 with a schema of ``openapi.SCHEMAS``, and errors."""
+    told: dict[int | str, dict[str, Any]] = {200: _response(description, schema)}
+    for status in errors:
+        told[status] = _response(_MEANING[status], "Error")
+    return told
+
+
+_MEANING = {
+    400: "The request is at fault.",
+    404: "No such model, version or table.",
+    501: "Part of the protocol, but not offered here.",
+    503: "Not ready: loading, overloaded or shutting down.",
+    504: "No answer within the request's time.",
+}
+
+
+def _response(description: str, schema: str) -> dict[str, Any]:
+    reference = {"$ref": f"#/components/schemas/{schema}"}
+    return {"description": description, "content": {"application/json": {"schema": reference}}}
+
+
+def needs(guard: Guard, role: Role) -> list[Dependency]:
+    """Dependencies that let only callers of ``role`` through."""
+
+    def check(request: Request) -> None:
+        guard.check(dict(request.scope["headers"]), role)
+
+    return [Depends(check)]
+
+
+async def json_body(request: Request) -> dict[str, Any]:
+    """The request's JSON object; an empty body is an empty one."""
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _MAX_BODY:
+            raise TooLarge(f"the request body has more than {_MAX_BODY} bytes")
+    if not body.strip():
+        return {}
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"failed to parse the request JSON buffer: {error}") from None
+    if not isinstance(data, dict):
+        raise BadRequest("the request must be a JSON object")
+    return data
+
+
+def failure(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    """An error of the one shape there is."""
+    body = error_body(message)
+    response = Response(body, status)
+    response.raw_headers = error_headers(status, body)
+    for name, value in (headers or {}).items():
+        response.headers[name] = value
+    return response
+
+
+def install_errors(api: FastAPI) -> None:
+    """Every error of FastAPI and Starlette as ``{"error": text}``; 422 becomes 400."""
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = str(error.detail)
+        if error.status_code in (404, 405):
+            message = f"{message}: {request.method} {request.url.path}"
+        headers = dict(error.headers) if error.headers else None
+        return failure(error.status_code, message, headers)
+
+    async def on_validation(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        faults = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        return failure(400, "; ".join(faults))
+
+    async def on_hps(request: Request, error: Exception) -> Response:
+        status, body = describe(error, dict(request.scope["headers"]))
+        response = Response(body, status)
+        response.raw_headers = error_headers(status, body)
+        return response
+
+    handlers: dict[type[Exception], Callable[[Request, Exception], Any]] = {
+        HTTPException: on_http,
+        RequestValidationError: on_validation,
+        HpsError: on_hps,
+    }
+    for kind, handler in handlers.items():
+        api.add_exception_handler(kind, handler)

@@ -1,0 +1,209 @@
+"""A served model as the protocol describes it: metadata, configuration, extensions.
+
+Generated from ``model.yaml``. Each name shows one form of request, which a client can use as it
+stands (perf_analyzer sends every input and asks for every output it finds here): ``<m>.lookup`` a
+tensor per feature, ``<m>`` of a model without a dense part HPS's ``KEYS`` and ``NUMKEYS``. Both take
+the other form too; it is named under ``parameters``, as are the tensors a request may add.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from hps.lookup.base import Feature
+from hps.node import ServedModel
+from hps.pipeline import TOP_K_INDEX
+from hps.types import Source
+from services.frontend.endpoints import KEYS, KEYS_SOURCE, NUMKEYS, OUTPUT0
+
+SERVER_NAME = "hps"
+PLATFORM = "hps"
+# Only what is implemented; in Triton's words.
+EXTENSIONS = ("binary_tensor_data", "model_configuration", "parameters", "statistics")
+
+SOURCE_CODES = {source.name.lower(): int(source) for source in Source}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A named tensor; the first dimension of ``shape`` is the batch, -1 is variable."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    optional: bool = False
+
+    def metadata(self) -> dict[str, Any]:
+        return {"name": self.name, "datatype": self.datatype, "shape": list(self.shape)}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is told of one name. ``parameters`` holds what the protocol has no field for."""
+
+    name: str
+    version: str
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    max_batch_size: int
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+    def metadata(self) -> dict[str, Any]:
+        """``GET /v2/models/<m>``."""
+        return {
+            "name": self.name,
+            "versions": [self.version],
+            "platform": PLATFORM,
+            "inputs": [tensor.metadata() for tensor in self.inputs],
+            "outputs": [tensor.metadata() for tensor in self.outputs],
+            "parameters": self.parameters,
+        }
+
+    def config(self) -> dict[str, Any]:
+        """``GET /v2/models/<m>/config``: Triton's ModelConfig. Dimensions are without the batch."""
+        return {
+            "name": self.name,
+            "platform": PLATFORM,
+            "backend": PLATFORM,
+            "version_policy": {"latest": {"num_versions": 1}},
+            "max_batch_size": self.max_batch_size,
+            "input": [
+                {
+                    "name": tensor.name,
+                    "data_type": _data_type(tensor.datatype),
+                    "format": "FORMAT_NONE",
+                    "dims": list(tensor.shape[1:]),
+                    "is_shape_tensor": False,
+                    "allow_ragged_batch": False,
+                    "optional": tensor.optional,
+                }
+                for tensor in self.inputs
+            ],
+            "output": [
+                {
+                    "name": tensor.name,
+                    "data_type": _data_type(tensor.datatype),
+                    "dims": list(tensor.shape[1:]),
+                    "label_filename": "",
+                    "is_shape_tensor": False,
+                }
+                for tensor in self.outputs
+            ],
+            "instance_group": [],
+            "parameters": {
+                key: {"string_value": value if type(value) is str else orjson.dumps(value).decode()}
+                for key, value in self.parameters.items()
+            },
+            "model_transaction_policy": {"decoupled": False},
+        }
+
+
+def ranking_info(served: ServedModel) -> ModelInfo:
+    """``<m>`` with a dense part: features and dense inputs in, named outputs out."""
+    dense = served.spec.dense
+    assert dense is not None
+    inputs = [
+        *(_feature_input(feature) for feature in served.engine.features.values()),
+        *(TensorInfo(t.name, t.datatype, (-1, *t.shape[1:])) for t in dense.inputs),
+    ]
+    outputs = [TensorInfo(t.name, t.datatype, (-1, *t.shape[1:])) for t in dense.outputs]
+    parameters = {
+        **_common(served),
+        "top_k": f"request parameter: keep the k best by '{_ranking_output(served)}' and add output "
+        f"'{TOP_K_INDEX}' INT64 [k]",
+        "context": [f.name for f in served.engine.features.values() if f.context]
+        + [t.name for t in dense.inputs if t.context],
+        "lookup_model": f"{served.name}.lookup",
+    }
+    return _info(served, served.name, inputs, outputs, parameters)
+
+
+def lookup_info(served: ServedModel) -> ModelInfo:
+    """``<m>.lookup``: any of the features in, as many outputs of the same names out."""
+    features = served.engine.features.values()
+    inputs = [_feature_input(feature, optional=True) for feature in features]
+    outputs = [
+        TensorInfo(f.name, _datatype(f.table.dtype.itemsize), (-1, f.table.dim)) for f in features
+    ]
+    parameters = {**_common(served), "also_accepts": _tables_form(served)}
+    return _info(served, f"{served.name}.lookup", inputs, outputs, parameters)
+
+
+def tables_info(served: ServedModel) -> ModelInfo:
+    """``<m>`` without a dense part: HPS's own contract."""
+    inputs = [TensorInfo(KEYS, "INT64", (-1, -1)), TensorInfo(NUMKEYS, "INT32", (-1, -1))]
+    outputs = [TensorInfo(OUTPUT0, "FP32", (-1, -1))]
+    parameters = {
+        **_common(served),
+        "tables": list(served.engine.tables),
+        "also_accepts": f"the tensors of '{served.name}.lookup'",
+    }
+    return _info(served, served.name, inputs, outputs, parameters)
+
+
+def server_metadata(version: str) -> dict[str, Any]:
+    """``GET /v2``."""
+    return {"name": SERVER_NAME, "version": version, "extensions": list(EXTENSIONS)}
+
+
+def _info(
+    served: ServedModel,
+    name: str,
+    inputs: list[TensorInfo],
+    outputs: list[TensorInfo],
+    parameters: dict[str, Any],
+) -> ModelInfo:
+    return ModelInfo(
+        name,
+        str(served.version),
+        tuple(inputs),
+        tuple(outputs),
+        served.spec.max_batch_size,
+        parameters,
+    )
+
+
+def _common(served: ServedModel) -> dict[str, Any]:
+    """What every name's parameters say."""
+    features = served.engine.features.values()
+    return {
+        "source_codes": SOURCE_CODES,
+        "source_outputs": [f"{f.name}.source" for f in features],
+        "jagged_inputs": [
+            f"{f.name}.{part}"
+            for f in features
+            if f.hotness is None
+            for part in ("offsets", "weights")
+        ],
+        "key_datatypes": "any integer type; UINT64 keeps its bits",
+    }
+
+
+def _tables_form(served: ServedModel) -> str:
+    tables = ", ".join(f"{t.name}[{t.dim}]" for t in served.engine.tables.values())
+    return (
+        f"'{KEYS}' INT64 [1,n] and '{NUMKEYS}' INT32 [1,{len(served.engine.tables)}], keys per table in "
+        f"the order {tables}; answers '{OUTPUT0}' FP32 flat, on request '{KEYS_SOURCE}' UINT8"
+    )
+
+
+def _feature_input(feature: Feature, *, optional: bool = False) -> TensorInfo:
+    return TensorInfo(feature.name, "INT64", (-1, feature.hotness or -1), optional)
+
+
+def _ranking_output(served: ServedModel) -> str:
+    dense = served.spec.dense
+    assert dense is not None
+    return dense.ranking_output or dense.outputs[0].name
+
+
+def _datatype(itemsize: int) -> str:
+    return "FP16" if itemsize == 2 else "FP32"
+
+
+def _data_type(datatype: str) -> str:
+    """ModelConfig's word for a datatype."""
+    return f"TYPE_{datatype}"

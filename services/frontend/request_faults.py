@@ -1,0 +1,239 @@
+"""Why a request could not be parsed: the slow, careful twin of ``request.parse``.
+
+Runs only after the fast pass failed, so it may look at everything twice. Texts that people search
+for follow Triton's wording.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+
+from hps.errors import BadRequest
+from services.frontend.datatypes import BINARY_ONLY, INTEGERS, numbers
+
+if TYPE_CHECKING:
+    from services.frontend.request import InputRule
+
+_SHOWN = 80
+
+
+def explain(
+    body: bytes,
+    header_size: int | None,
+    model: str,
+    rules: Mapping[str, InputRule],
+    error: Exception,
+) -> BadRequest:
+    """The first fault of the request in reading order; ``error`` is what the fast pass met."""
+    raw_size = 0 if header_size is None else len(body) - header_size
+    try:
+        header = _header(body if header_size is None else body[:header_size])
+        offset = 0
+        seen: set[str] = set()
+        for position, item in enumerate(_inputs(header)):
+            offset = _input(item, position, model, rules, seen, offset, raw_size)
+        if offset != raw_size:
+            raise BadRequest(
+                f"unexpected additional input data for model '{model}': {raw_size - offset} bytes follow "
+                "the last tensor; are binary_data_size and Inference-Header-Content-Length right?"
+            )
+        _options(header)
+    except BadRequest as fault:
+        return fault
+    return BadRequest(f"malformed inference request for model '{model}': {error}")
+
+
+def shown(value: Any) -> str:
+    """A value of the request for a message: JSON, cut to a readable length."""
+    try:
+        text = orjson.dumps(value).decode()
+    except (TypeError, ValueError):
+        text = ascii(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``; did you mean …`` or ``; it has …`` for a name that is not among ``known``."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, 1)
+    if near:
+        return f"; did you mean '{near[0]}'?"
+    listed = ", ".join(names[:8]) or "none"
+    return f"; it has {listed}" + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _header(text: bytes) -> dict[str, Any]:
+    try:
+        header = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        hint = ""
+        if b"NaN" in text or b"Infinity" in text:
+            hint = "; NaN and Infinity are not JSON: send such tensors in binary form"
+        raise BadRequest(f"failed to parse the request JSON buffer: {error}{hint}") from None
+    if not isinstance(header, dict):
+        raise BadRequest(f"the request must be a JSON object, got {shown(header)}")
+    return header
+
+
+def _inputs(header: dict[str, Any]) -> list[Any]:
+    if "inputs" not in header:
+        raise BadRequest("the request has no 'inputs'")
+    if not isinstance(header["inputs"], list):
+        raise BadRequest(f"'inputs' must be an array of tensors, got {shown(header['inputs'])}")
+    return header["inputs"]
+
+
+def _input(
+    item: Any,
+    position: int,
+    model: str,
+    rules: Mapping[str, InputRule],
+    seen: set[str],
+    offset: int,
+    raw_size: int,
+) -> int:
+    """Check one input; return the offset behind its bytes."""
+    if not isinstance(item, dict):
+        raise BadRequest(f"inputs[{position}] must be an object, got {shown(item)}")
+    name = item.get("name")
+    if not isinstance(name, str):
+        raise BadRequest(f"inputs[{position}] has no 'name', or one that is no string")
+    rule = rules.get(name)
+    if rule is None:
+        raise BadRequest(
+            f"unexpected inference input {shown(name)} for model '{model}'{nearest(name, rules)}"
+        )
+    if name in seen:
+        raise BadRequest(f"input '{name}' stands twice in the request")
+    seen.add(name)
+    dtype = _dtype(item, name, model, rule)
+    count = _count(item, name, model)
+    parameters = item.get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise BadRequest(f"the parameters of input '{name}' must be an object")
+    parameters = {} if parameters is None else parameters
+    if "shared_memory_region" in parameters:
+        raise BadRequest(f"input '{name}': shared memory is not offered; send the data itself")
+    if "binary_data_size" not in parameters or parameters["binary_data_size"] is None:
+        _data(item, name, item["datatype"], dtype, count)
+        return offset
+    size, expected = parameters["binary_data_size"], count * dtype.itemsize
+    if "data" in item:
+        raise BadRequest(f"input '{name}' has both 'data' and 'binary_data_size'; send one of them")
+    if size != expected:
+        raise BadRequest(
+            f"unexpected size for input '{name}' of model '{model}': binary_data_size is "
+            f"{shown(size)}, shape {shown(item['shape'])} of {item['datatype']} takes {expected}"
+        )
+    if offset + expected > raw_size:
+        raise BadRequest(
+            f"unexpected size for input '{name}', expecting {offset + expected - raw_size} additional "
+            f"bytes for model '{model}': is the body truncated, or Inference-Header-Content-Length "
+            "missing?"
+        )
+    return offset + expected
+
+
+def _dtype(item: dict[str, Any], name: str, model: str, rule: InputRule) -> np.dtype[Any]:
+    datatype = item.get("datatype")
+    dtype = rule.dtypes.get(datatype) if isinstance(datatype, str) else None
+    if dtype is None:
+        expected = "' or '".join(rule.dtypes)
+        if rule.dtypes is INTEGERS:
+            expected = "INT64' (or another integer type, which is widened)"
+        else:
+            expected += "'"
+        raise BadRequest(
+            f"inference input '{name}' data-type is {shown(datatype)}, but model '{model}' expects "
+            f"'{expected}"
+        )
+    return dtype
+
+
+def _count(item: dict[str, Any], name: str, model: str) -> int:
+    """Elements that the shape stands for."""
+    shape = item.get("shape")
+    if not isinstance(shape, list) or not all(type(d) is int and d >= 0 for d in shape):
+        raise BadRequest(
+            f"input '{name}' of model '{model}' needs a 'shape' of non-negative integers, got "
+            f"{shown(shape)}"
+        )
+    count = 1
+    for dim in shape:
+        count *= dim
+    return count
+
+
+def _data(item: dict[str, Any], name: str, datatype: str, dtype: np.dtype[Any], count: int) -> None:
+    if "data" not in item:
+        raise BadRequest(
+            f"input '{name}' has no data: give 'data', or 'binary_data_size' and the bytes behind the "
+            "JSON header"
+        )
+    if datatype in BINARY_ONLY:
+        raise BadRequest(f"input '{name}': {datatype} can only be sent in binary form")
+    try:
+        numbers(item["data"], dtype, count)
+    except OverflowError:
+        raise BadRequest(f"input '{name}' has a number beyond the range of {datatype}") from None
+    except TypeError:
+        raise BadRequest(
+            f"input '{name}': 'data' must be an array, flat or nested, of {datatype} values alone, got "
+            f"{shown(item['data'])}"
+        ) from None
+    except ValueError:
+        raise BadRequest(
+            f"unexpected number of elements in 'data' of input '{name}': its shape "
+            f"{shown(item['shape'])} takes {count}"
+        ) from None
+
+
+def _options(header: dict[str, Any]) -> None:
+    if not isinstance(header.get("id", ""), str):
+        raise BadRequest(f"'id' must be a string, got {shown(header['id'])}")
+    parameters = header.get("parameters")
+    parameters = {} if parameters is None else parameters
+    if not isinstance(parameters, dict):
+        raise BadRequest(f"'parameters' must be an object, got {shown(parameters)}")
+    for key, value in parameters.items():
+        if type(value) not in (str, int, float, bool):
+            raise BadRequest(
+                f"parameter {shown(key)} must be a string, number or truth value, got {shown(value)}"
+            )
+    if type(parameters.get("binary_data_output", False)) is not bool:
+        raise BadRequest("parameter 'binary_data_output' must be true or false")
+    timeout = parameters.get("timeout", 0)
+    if type(timeout) is not int or not 0 <= timeout < 2**63:
+        raise BadRequest(f"parameter 'timeout' must be whole microseconds, got {shown(timeout)}")
+    top_k = parameters.get("top_k", 1)
+    if type(top_k) is not int or top_k < 1:
+        raise BadRequest(f"parameter 'top_k' must be a positive integer, got {shown(top_k)}")
+    _outputs(header.get("outputs"))
+
+
+def _outputs(wanted: Any) -> None:
+    if wanted is None:
+        return
+    if not isinstance(wanted, list):
+        raise BadRequest(f"'outputs' must be an array, got {shown(wanted)}")
+    seen = set()
+    for position, item in enumerate(wanted):
+        if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+            raise BadRequest(f"outputs[{position}] must be an object with a 'name'")
+        name = item["name"]
+        if name in seen:
+            raise BadRequest(f"output '{name}' is requested twice")
+        seen.add(name)
+        parameters = item.get("parameters")
+        parameters = {} if parameters is None else parameters
+        if not isinstance(parameters, dict):
+            raise BadRequest(f"the parameters of output '{name}' must be an object")
+        if type(parameters.get("binary_data", False)) is not bool:
+            raise BadRequest(f"parameter 'binary_data' of output '{name}' must be true or false")
+        if "classification" in parameters:
+            raise BadRequest(f"output '{name}': the classification extension is not offered")
