@@ -212,4 +212,15 @@ def _tensor(name: str, array: Any) -> NDArray[Any]:
 
 
 def _target(name: str, array: Any) -> VectorArray:
-    return _tensor(name, array)
+    """A caller's array to write into: the memory itself, never a copy."""
+    if isinstance(array, np.ndarray):
+        return array
+    if not hasattr(array, "__dlpack__"):
+        raise BadRequest(f"out[{name!r}] must be an array or a tensor, got {type(array).__name__}")
+    target = _tensor(name, array)
+    if not target.flags.writeable:
+        raise BadRequest(
+            f"out[{name!r}] cannot be written through DLPack (it is read-only, or its exporter is "
+            "older than DLPack 1.0); pass its NumPy view, as tensor.numpy()"
+        )
+    return target

@@ -173,10 +173,8 @@ class LookupEngine:
         shares = []
         for table, features in groups:
             keys = [check_keys(feature, request.features[feature.name]) for feature in features]
-            for feature, jagged in zip(features, keys, strict=True):
-                if feature.name in out:
-                    n = len(jagged.keys) if feature.pooling == "none" else jagged.batch
-                    check_out(feature.name, out[feature.name], (n, table.dim), table.dtype)
+            if out:
+                _check_targets(table, features, keys, out)
             shares.append(_share(table, features, keys, out))
         return shares, total
 
@@ -237,6 +235,18 @@ class LookupEngine:
         result.vectors[feature.name] = vectors
 
 
+def _check_targets(
+    table: EmbeddingTable,
+    features: tuple[Feature, ...],
+    keys: list[JaggedKeys],
+    out: Mapping[str, VectorArray],
+) -> None:
+    for feature, jagged in zip(features, keys, strict=True):
+        if feature.name in out:
+            n = len(jagged.keys) if feature.pooling == "none" else jagged.batch
+            check_out(feature.name, out[feature.name], (n, table.dim), table.dtype)
+
+
 def _share(
     table: EmbeddingTable,
     features: tuple[Feature, ...],
@@ -254,7 +264,7 @@ def _share(
         unique, positions = dedup(flat)
         inverse = None if len(unique) == len(flat) else positions
     target = None
-    if inverse is None and len(features) == 1 and _one_row_per_key(features[0], keys[0]):
+    if out and inverse is None and len(features) == 1 and _one_row_per_key(features[0], keys[0]):
         target = out.get(features[0].name)  # rows land in the caller's array
     return _Share(Part.make(table, unique, target), inverse, features, keys)
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,11 +108,12 @@ class CacheWriter:
         return self._change(lambda: self._caches.delete(table, keys, versions))
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything queued before this call is done; False when time ran out."""
+        """Wait until everything queued before this call is done; False when time ran out or the
+        writer is closed."""
         barrier = self._change(lambda: None)
         try:
             barrier.result(timeout)
-        except TimeoutError:
+        except (TimeoutError, CancelledError):
             return False
         return True
 

@@ -1,0 +1,286 @@
+"""The engine's stages: what is asked where, what is answered, what is promoted and counted."""
+
+import asyncio
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from hps.errors import DeadlineExceeded, TierError, Unavailable
+from hps.lookup import engine as engine_module
+from hps.tiers.chain import TierChain
+from hps.tiers.wrappers import Guarded
+from hps.types import JaggedKeys, LookupRequest, Source, version_now
+
+
+def request(**features):
+    options = {k: features.pop(k) for k in list(features) if k in LookupRequest.__slots__}
+    return LookupRequest({n: JaggedKeys.dense(keys) for n, keys in features.items()}, **options)
+
+
+def test_memory_answers_inline(make_world):
+    world = make_world()
+    world.put(world.cache, "user", [1, -5, 2**63 - 1])
+    future = world.engine.submit(request(user=[-5, 1, -5, 2**63 - 1], want_source=True))
+    assert future.done()
+    result = future.result()
+    user = world.tables["user"]
+    np.testing.assert_array_equal(result.vectors["user"], world.row(user, [-5, 1, -5, 2**63 - 1]))
+    assert result.sources["user"].tolist() == [Source.CPU] * 4
+    assert result.versions["user"].tolist() == [7] * 4
+    assert result.defaulted == 0
+    assert world.store.calls == 0
+    assert world.answered == [("user", [Source.CPU] * 4)]
+    assert world.finished == [()]
+
+
+def test_the_store_is_asked_for_the_rest_on_a_worker(make_world):
+    world = make_world()
+    world.put(world.cache, "user", [1])
+    world.put(world.store, "user", [1, 2], version=9)
+    world.store.leave.clear()
+    future = world.engine.submit(request(user=[1, 2, 3, 2, 3], want_source=True))
+    assert not future.done()
+    world.store.leave.set()
+    result = future.result(5)
+    user = world.tables["user"]
+    expected = np.vstack(
+        [world.row(user, [1, 2]), user.default, world.row(user, [2]), user.default]
+    )
+    np.testing.assert_array_equal(result.vectors["user"], expected)
+    assert result.sources["user"].tolist() == [2, 4, 0, 4, 0]
+    assert result.versions["user"].tolist() == [7, 9, 0, 9, 0]
+    assert result.defaulted == 2  # keys, not unique keys
+    assert world.promoted == [("user", [2])]
+    assert world.store.threads <= {"hps-test-0", "hps-test-1"}
+
+
+def test_a_store_in_memory_is_asked_inline(make_world):
+    world = make_world(blocking=False)
+    world.put(world.store, "user", [2])
+    assert world.engine.submit(request(user=[2, 3])).done()
+    assert world.store.threads == {threading.current_thread().name}
+
+
+def test_a_deleted_key_gets_the_default_and_is_not_asked_below(make_world):
+    world = make_world()
+    world.put(world.store, "user", [1])
+    world.cache.delete(world.tables["user"], np.array([1]), np.array([version_now()], np.uint64))
+    result = world.engine.lookup(request(user=[1], want_source=True))
+    np.testing.assert_array_equal(result.vectors["user"], [[-1, -2, -3]])
+    assert (result.defaulted, world.store.calls, world.promoted) == (1, 0, [])
+    assert result.sources["user"].tolist() == [Source.DEFAULT]
+
+
+def test_features_share_a_table_with_offsets_mod_2_64(make_world):
+    world = make_world(
+        [
+            {"name": "home", "table": "user", "pooling": "none"},
+            {"name": "work", "table": "user", "pooling": "none", "key_offset": 10},
+            {"name": "wrap", "table": "user", "pooling": "none", "key_offset": 2**64 - 1},
+        ]
+    )
+    world.put(world.cache, "user", [10, 11, -(2**63)])
+    keys = {"home": [10, -(2**63)], "work": [1, 0], "wrap": [12, -(2**63) + 1]}
+    result = world.engine.lookup(request(**keys))
+    user = world.tables["user"]
+    for name, expected in {
+        "home": [10, -(2**63)], "work": [11, 10], "wrap": [11, -(2**63)]
+    }.items():  # fmt: skip
+        np.testing.assert_array_equal(result.vectors[name], world.row(user, expected))
+    assert list(result.vectors) == ["home", "work", "wrap"]
+    assert len(world.answered) == 1  # one part for all three
+    overflow = world.engine.lookup(request(work=[2**63 - 1], want_source=True))
+    assert overflow.defaulted == 1
+
+
+def test_by_table(make_world):
+    world = make_world([{"name": "u", "table": "user", "key_offset": 5}])
+    world.put(world.cache, "user", [1])
+    world.put(world.cache, "item", [4, 5])
+    result = world.engine.lookup(request(item=[5, 4, 5], user=[1], by_table=True))
+    np.testing.assert_array_equal(
+        result.vectors["item"], world.row(world.tables["item"], [5, 4, 5])
+    )
+    np.testing.assert_array_equal(result.vectors["user"], world.row(world.tables["user"], [1]))
+    assert list(result.vectors) == ["item", "user"]
+
+
+@pytest.mark.parametrize("batch", [0, 3])
+def test_samples_without_keys_pool_to_zeros(make_world, batch):
+    world = make_world()
+    empty = np.empty(0, np.int64)
+    fixed = JaggedKeys(empty, batch)
+    jagged = JaggedKeys(empty, batch, np.zeros(batch + 1, np.int64))
+    for keys in (fixed, jagged):
+        result = world.engine.lookup(LookupRequest({"user": keys, "item": keys}, want_source=True))
+        np.testing.assert_array_equal(result.vectors["user"], np.zeros((batch, 3), np.float32))
+        assert result.vectors["item"].shape == (0, 2)
+        assert result.sources["user"].shape == (0,)
+    assert world.store.calls == 0
+
+
+# -- miss policies -------------------------------------------------------------------------------
+
+
+def test_default_then_promote_answers_at_once(make_world, promote_policy):
+    world = make_world(policy=promote_policy(0.0))
+    world.put(world.store, "user", [1, 2])
+    future = world.engine.submit(request(user=[1, 2, 1]))
+    assert future.done()
+    np.testing.assert_array_equal(future.result().vectors["user"], [[-1, -2, -3]] * 3)
+    assert future.result().defaulted == 3
+    assert world.promoted == [("user", [1, 2])]
+    assert world.store.calls == 0
+
+
+@pytest.mark.parametrize(("rate", "waits"), [(0.5, False), (0.51, True), (1.0, True)])
+def test_a_batch_that_hits_too_little_waits(make_world, promote_policy, rate, waits):
+    world = make_world(policy=promote_policy(rate))
+    world.put(world.cache, "user", [1])
+    world.put(world.store, "user", [1, 2])
+    result = world.engine.lookup(request(user=[1, 1, 1, 2]))  # half of the unique keys hit
+    assert (world.store.calls == 1) == waits
+    assert result.defaulted == (0 if waits else 1)
+
+
+def test_policies_are_per_table(make_world, promote_policy):
+    world = make_world(policy=promote_policy(0.0))
+    world.put(world.store, "user", [1])
+    world.put(world.store, "item", [1])
+    result = world.engine.lookup(request(user=[1], item=[1]))
+    np.testing.assert_array_equal(result.vectors["user"], [[-1, -2, -3]])
+    np.testing.assert_array_equal(result.vectors["item"], world.row(world.tables["item"], [1]))
+    assert sorted(world.promoted) == [("item", [1]), ("user", [1])]
+
+
+# -- faults --------------------------------------------------------------------------------------
+
+
+def test_a_broken_store_degrades_behind_a_guard_and_fails_without(make_world):
+    world = make_world()
+    world.put(world.cache, "user", [1])
+    world.store.error = TierError("rocksdb", "disk gone")
+    with pytest.raises(TierError, match="disk gone"):
+        world.engine.lookup(request(user=[1, 2]))
+    guarded = Guarded(world.store, 1.0, 5, 1.0)
+    world.engine._stores = TierChain([guarded])
+    result = world.engine.lookup(request(user=[1, 2]))
+    assert (result.degraded, result.defaulted) == (("rocksdb",), 1)
+    assert world.finished[-1] == ("rocksdb",)
+    assert world.promoted == []
+    guarded.close()
+
+
+def test_overload_refuses_only_what_would_wait(make_world):
+    world = make_world(threads=1, queued=1)
+    world.put(world.cache, "user", [1])
+    world.store.leave.clear()
+    accepted = [world.engine.submit(request(user=[2]))]
+    while world.workers.waiting:
+        time.sleep(0.001)
+    accepted.append(world.engine.submit(request(user=[3])))
+    with pytest.raises(Unavailable, match="overloaded"):
+        world.engine.submit(request(user=[4]))
+    assert world.engine.submit(request(user=[1])).done()
+    world.store.leave.set()
+    assert [future.result(5).defaulted for future in accepted] == [1, 1]
+
+
+def test_deadlines(make_world):
+    world = make_world(threads=1)
+    with pytest.raises(DeadlineExceeded, match="had passed when it came"):
+        world.engine.submit(request(user=[1], deadline=time.monotonic() - 1))
+    world.store.leave.clear()
+    first = world.engine.submit(request(user=[1]))
+    late = world.engine.submit(request(user=[2], deadline=time.monotonic() + 0.02))
+    time.sleep(0.05)
+    world.store.leave.set()
+    first.result(5)
+    with pytest.raises(DeadlineExceeded, match="waited"):
+        late.result(5)
+
+
+def test_an_event_loop_never_waits_for_the_store(make_world):
+    world = make_world()
+    world.store.seconds = 0.2
+
+    async def main():
+        gaps, stop = [], False
+
+        async def tick():
+            last = time.perf_counter()
+            while not stop:
+                await asyncio.sleep(0.001)
+                now = time.perf_counter()
+                gaps.append(now - last)
+                last = now
+
+        ticking = asyncio.create_task(tick())
+        await asyncio.sleep(0.01)
+        asked = [asyncio.wrap_future(world.engine.submit(request(user=[k]))) for k in range(4)]
+        await asyncio.gather(*asked)
+        stop = True
+        await ticking
+        return gaps
+
+    gaps = asyncio.run(main())
+    # The 200 ms of the store never show; the rest is what a busy machine's scheduler adds.
+    assert len(gaps) > 20
+    assert sorted(gaps)[len(gaps) * 9 // 10] < 0.02
+    assert max(gaps) < 0.15
+
+
+def test_a_large_request_leaves_the_callers_thread(make_world, monkeypatch):
+    monkeypatch.setattr(engine_module, "INLINE_KEYS", 10)
+    world = make_world()
+    world.put(world.cache, "user", range(11))
+    begun, leave = threading.Event(), threading.Event()
+    fetch = world.cache.fetch
+
+    def slow(parts, ctx):
+        begun.set()
+        assert leave.wait(5)
+        fetch(parts, ctx)
+
+    monkeypatch.setattr(world.cache, "fetch", slow)
+    future = world.engine.submit(request(user=list(range(11))))
+    assert begun.wait(5)
+    assert not future.done()
+    leave.set()
+    assert future.result(5).defaulted == 0
+
+
+# -- out -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("user_keys", [[1, 2, 3], [2, 2, 9]])
+def test_out_is_written_in_place(make_world, user_keys):
+    world = make_world()
+    world.put(world.cache, "user", [1, 2])
+    world.put(world.cache, "item", [5])
+    out = {"user": np.full((3, 3), 77, np.float32), "item": np.full((3, 2), 77, np.float32)}
+    expected = world.engine.lookup(request(user=user_keys, item=[5, 6, 5]))
+    result = world.engine.lookup(request(user=user_keys, item=[5, 6, 5], out=out))
+    for name, array in out.items():
+        assert result.vectors[name] is array
+        np.testing.assert_array_equal(array, expected.vectors[name])
+
+
+def test_two_thousand_tables(make_world):
+    from hps.lookup.base import Feature
+    from hps.types import EmbeddingTable
+
+    world_type = type(make_world())
+    tables = [EmbeddingTable.make(f"t{i:04}", 4, default=float(i)) for i in range(2000)]
+    world = world_type([Feature(t.name, t) for t in tables], tables)
+    for table in tables[::2]:
+        world.put(world.store, table.name, [3])
+    result = world.engine.lookup(request(**{t.name: [3, 4] for t in tables}))
+    for i, table in enumerate(tables):
+        found = world.row(table, [3])[0] if i % 2 == 0 else table.default
+        np.testing.assert_array_equal(result.vectors[table.name], [found, table.default])
+    assert result.defaulted == 3000
+    assert world.store.calls == 1
+    world.workers.close()
