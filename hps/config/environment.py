@@ -16,6 +16,7 @@ _NEAR_MISS = re.compile(r"(?i)^HPS_(models|tiers|updates|dense|server|auth)_")
 VARIABLES = {
     "HPS_NATIVE": "`auto` uses the compiled core when it is there, `on` fails without it, `off` takes "
     "the NumPy twins.",
+    "HPS_API_KEY": "The key that `hps` sends to a server that asks for one, as `--api-key`.",
     "HPS__A__B": "Sets `a.b` over the configuration file: two underscores before every part, in any "
     "case, the value as YAML. Names of models and tables are taken as written.",
 }

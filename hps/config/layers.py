@@ -90,6 +90,18 @@ def from_overrides(overrides: Sequence[str]) -> tuple[Layer, list[Problem]]:
     return Layer(data, lambda path: "--set"), problems
 
 
+def without_empty_sections(data: dict[str, Any], slot: Slot = ROOT) -> dict[str, Any]:
+    """``data`` without sections of which only the heading is left (``server:`` with nothing below)."""
+    result: dict[str, Any] = {}
+    for key, value in data.items():
+        below = slot.below(key)
+        if value is None and below is not None and below.model is not None and not below.optional:
+            continue
+        nested = isinstance(value, dict) and below is not None
+        result[key] = without_empty_sections(value, below) if nested and below else value
+    return result
+
+
 def anchored(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     """``data`` with every relative path taken from ``folder``, and ``~`` as the home folder."""
     for path, value in list(leaves(data)):

@@ -71,7 +71,8 @@ def load_config(
         message = f"expected a mapping with {', '.join(Settings.model_fields)}"
         raise ConfigError(f"{path}: {message}, found {describe_value(data)}")
     lines = document.lines
-    file = Layer(anchored(data, path.absolute().parent), lambda key: place(str(path), lines, key))
+    data = anchored(without_empty_sections(data), path.absolute().parent)
+    file = Layer(data, lambda key: place(str(path), lines, key))
     return _configuration([file], path, overrides, environ)
 
 

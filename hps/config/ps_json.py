@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +106,7 @@ class _Settings:
         """RocksDB: HPS's own at its path, or one of ours when there was none."""
         if values["type"] != "rocks_db":
             return
-        path = str(values["path"])
+        path = str(values["path"]) if "path" in values else f"{tempfile.gettempdir()}/rocksdb"
         if "://" in path:
             self._reader.wrong((P, "path"), f"is {path}: {REMOTE_PATH}")
         if values["num_threads"] < 1:

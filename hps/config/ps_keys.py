@@ -7,7 +7,6 @@ is moved by clearing its ``ignored``.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,7 +17,8 @@ REQUIRED = object()
 
 @dataclass(frozen=True, eq=False)
 class PsKey:
-    """One key. ``default`` is HPS's documented one; ``ignored`` says why it does nothing here.
+    """One key. ``default`` is HPS's documented one (in words where HPS computes it); ``ignored`` says
+    why it does nothing here.
 
     ``ignored_values`` does so for single values of an enum, by canonical name. ``aliases`` maps every
     spelling that HPS takes to the canonical one; ``items`` is the kind of a list's items.
@@ -110,8 +110,8 @@ KEYS: tuple[PsKey, ...] = (
     PsKey(V, "initialize_after_startup", "bool", True, "false: the CPU cache starts empty (`tiers.cpu_cache.warm`). HPS does not read it from JSON."),
 
     PsKey(P, "type", "enum", "disabled", "`rocks_db`: the RocksDB at `path`, in HPS's own layout (no versions: the last write wins).", aliases=PDB_TYPES,
-          ignored_values={"disabled": "rows are kept in a RocksDB of our own at tiers.rocksdb.path, because a cache may drop rows"}),
-    PsKey(P, "path", "path", f"{tempfile.gettempdir()}/rocksdb", "Folder of the database (`tiers.rocksdb.path`)."),
+          ignored_values={"disabled": "every row is kept in a RocksDB of our own at tiers.rocksdb.path, because a cache may drop rows"}),
+    PsKey(P, "path", "path", "<tmp>/rocksdb", "Folder of the database (`tiers.rocksdb.path`)."),
     PsKey(P, "num_threads", "int", 16, "Background threads of RocksDB (`tiers.rocksdb.threads`)."),
     PsKey(P, "read_only", "bool", False, "Open without the right to write (`tiers.rocksdb.read_only`); nothing is loaded at start."),
     PsKey(P, "max_batch_size", "int", 65_536, "Keys per read.", BATCHED),

@@ -52,10 +52,11 @@ class Reader:
             if value is None:
                 continue
             values[name] = value
-            reason = key.ignored or key.ignored_values.get(str(value), "")
-            if reason:
-                shown = f"={raw}" if key.ignored_values else ""
-                self.ignored((*path, name + shown), reason)
+            if key.ignored:
+                self.ignored((*path, name), key.ignored)
+            elif str(value) in key.ignored_values:
+                reason = key.ignored_values[str(value)]
+                self._note((*path, f"{name}={raw}"), f"not as in HPS: {reason}")
         for key in known.values():
             if key.default is REQUIRED and key.name not in data:
                 self.wrong((*path, key.name), f"is missing; expected {_expected(key)}")

@@ -51,7 +51,7 @@ class ModelsSettings(Strict):
     repository: Path = Path("models")
     """Folder of the model repository."""
     serve: dict[Name, ModelOverride] | None = None
-    """The models to serve, with overrides; default: every model of the repository."""
+    """The models to serve, with overrides; null: every model of the repository."""
 
 
 class CpuCacheSettings(Strict):
@@ -194,9 +194,9 @@ class AuthSettings(Strict):
     """Who may use the server."""
 
     mode: Literal["off", "api_key"] | None = None
-    """Must be stated when a port listens beyond loopback; None means `off` on loopback."""
+    """Must be stated when a port listens beyond loopback or keys are given; else null means `off`."""
     keys_file: Path | None = None
-    """YAML list of {name, role, key}; readable by the server only."""
+    """YAML list of {name, role, key}, read again when it changes; keep it readable by the server only."""
     keys: list[ApiKey] = []
     """API keys given here instead; they add to those of `keys_file`."""
 

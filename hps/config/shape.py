@@ -120,7 +120,7 @@ def is_secret(slot: Slot) -> bool:
 
 
 def children(slot: Slot) -> Iterator[tuple[str, Slot]]:
-    """The places directly below: fields, ``*`` for a mapping's values and a list's items."""
+    """The places directly below: fields, ``*`` for a mapping's values, ``[]`` for a list's items."""
     for name in slot.fields:
         below = slot.below(name)
         if below is not None:
@@ -128,20 +128,31 @@ def children(slot: Slot) -> Iterator[tuple[str, Slot]]:
     for option in () if slot.model else slot.options:
         origin = get_origin(option)
         if origin in (dict, list):
-            yield "*", _slot(slot, get_args(option)[-1])
+            yield "*" if origin is dict else "[]", _slot(slot, get_args(option)[-1])
 
 
-def settings_of(root: type[BaseModel]) -> Iterator[tuple[tuple[str, ...], Slot]]:
-    """Every single setting of ``root``, in the order of the schema; ``*`` stands for a name."""
+def settings_of(
+    root: type[BaseModel], closed: tuple[type[BaseModel], ...] = ()
+) -> Iterator[tuple[str, Slot]]:
+    """Every single setting of ``root`` by its dotted key, in the order of the schema.
 
-    def visit(path: tuple[str, ...], slot: Slot) -> Iterator[tuple[tuple[str, ...], Slot]]:
-        nested = [(n, c) for n, c in children(slot) if n != "*" or c.model]
-        for name, child in nested:
-            yield from visit((*path, name), child)
-        if not nested:
-            yield path, slot
+    ``*`` stands for a name in a mapping, ``[]`` for an item of a list. What holds settings and may
+    be left out comes before them. What is described elsewhere (``closed``) is not entered.
+    """
 
-    return visit((), Slot(root, root))
+    def visit(key: str, slot: Slot) -> Iterator[tuple[str, Slot]]:
+        below = [
+            (name, child) for name, child in children(slot) if name.isidentifier() or child.model
+        ]
+        if not below or slot.model in closed:
+            yield key, slot
+            return
+        if key and not key.endswith(("*", "[]")) and (slot.optional or slot.model is None):
+            yield key, slot
+        for name, child in below:
+            yield from visit(key + name if name == "[]" or not key else f"{key}.{name}", child)
+
+    return visit("", Slot(root, root))
 
 
 def describe(slot: Slot) -> str:

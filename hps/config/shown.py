@@ -1,0 +1,72 @@
+"""What may be shown of a configuration: values with their origin, the schema, a ``ps.json`` as YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from hps.config.legacy import PsJson
+from hps.config.loading import Configuration
+from hps.config.model_file import dump_model_spec
+from hps.config.model_schema import ModelSpec
+from hps.config.problems import dotted, leaves
+from hps.config.schema import ApiKey, Settings
+from hps.config.shape import Slot, is_secret, walk
+from hps.config.yaml_text import dump_yaml
+
+HIDDEN = "********"
+SchemaName = Literal["settings", "model", "api-key"]
+_SCHEMAS: dict[str, type[BaseModel]] = {
+    "settings": Settings,
+    "model": ModelSpec,
+    "api-key": ApiKey,
+}
+
+
+def effective(configuration: Configuration) -> dict[str, tuple[Any, str]]:
+    """Every setting by its dotted key: the value in force (secrets hidden) and its origin."""
+    shown = {}
+    for path, value in leaves(configuration.settings.model_dump(mode="json")):
+        slot, _ = walk(Settings, path)
+        key = dotted(path)
+        shown[key] = (_masked(slot, value), configuration.origins.get(key, "default"))
+    return shown
+
+
+def public_settings(settings: Settings) -> dict[str, Any]:
+    """The settings as plain nested data, secrets hidden."""
+    data = settings.model_dump(mode="json")
+    return dict(_masked(Slot(Settings, Settings), data))
+
+
+def _masked(slot: Slot, value: Any) -> Any:
+    if not is_secret(slot) or value is None:
+        return value
+    if isinstance(value, Mapping):
+        below = {k: (slot.below(k), v) for k, v in value.items()}
+        return {k: HIDDEN if s is None else _masked(s, v) for k, (s, v) in below.items()}
+    if isinstance(value, list):
+        return [
+            HIDDEN if (s := slot.below(i)) is None else _masked(s, v) for i, v in enumerate(value)
+        ]
+    return HIDDEN
+
+
+def json_schema(name: SchemaName = "settings") -> dict[str, Any]:
+    """JSON Schema (2020-12) with the sentence of every field as its description."""
+    schema = _SCHEMAS[name].model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def converted(legacy: PsJson) -> dict[str, str]:
+    """A ``ps.json`` as our files: ``hps.yaml`` and one ``<model>/model.yaml`` per model."""
+    settings = {**legacy.settings, "models": dict(legacy.settings["models"])}
+    if not settings["models"]["serve"]:
+        del settings["models"]["serve"]
+    settings["models"] = {"repository": "models", **settings["models"]}
+    files = {"hps.yaml": dump_yaml(settings)}
+    for model in legacy.models:
+        files[f"models/{model.spec.name}/model.yaml"] = dump_model_spec(model.spec)
+    return files
