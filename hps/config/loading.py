@@ -16,6 +16,7 @@ from hps.config.layers import (
     merged,
     nearest,
     origin,
+    without_empty_sections,
 )
 from hps.config.legacy import LegacyModel
 from hps.config.model_file import place
