@@ -14,8 +14,7 @@ COMPILED = False
 partition_hash = twin.partition_hash
 dedup = twin.dedup
 cache_buckets = twin_cache.cache_buckets
-cache_find = twin_cache.cache_find
-cache_fetch = twin_cache.cache_fetch
+CacheProbe = twin_cache.CacheProbe
 if _mode != "off":
     try:
         from hps.native import _core
@@ -27,7 +26,6 @@ if _mode != "off":
         partition_hash = _core.partition_hash
         dedup = _core.dedup
         cache_buckets = _core.cache_buckets
-        cache_find = _core.cache_find
-        cache_fetch = _core.cache_fetch
+        CacheProbe = _core.CacheProbe  # type: ignore[misc,assignment]
 
-__all__ = ["COMPILED", "cache_buckets", "cache_fetch", "cache_find", "dedup", "partition_hash"]
+__all__ = ["COMPILED", "CacheProbe", "cache_buckets", "dedup", "partition_hash"]

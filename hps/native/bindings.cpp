@@ -63,14 +63,7 @@ using PerSlot = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <typename T>
 using PerBucket = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-hps::BucketTable bucket_table(const PerBucket<const std::int64_t>& keys,
-                              const PerBucket<const std::uint8_t>& states) {
-  if (keys.shape(0) != states.shape(0) || keys.shape(1) != states.shape(1))
-    throw std::invalid_argument("slot_keys and states must have one shape (buckets, ways)");
-  if (keys.shape(0) >= UINT32_MAX)
-    throw std::invalid_argument("a cache has fewer than 2^32 - 1 buckets");
-  return {keys.data(), states.data(), keys.shape(0), keys.shape(1)};
-}
+using AnyRows = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 nb::object py_cache_buckets(Keys keys, std::size_t buckets) {
   if (buckets == 0 || buckets >= UINT32_MAX)
@@ -87,66 +80,93 @@ nb::object py_cache_buckets(Keys keys, std::size_t buckets) {
   return nb::cast(own(std::move(both), 2 * n)).attr("reshape")(n, 2);
 }
 
-auto py_cache_find(Keys keys, PerBucket<const std::int64_t> slot_keys,
-                   PerBucket<const std::uint8_t> states) {
-  const hps::BucketTable table = bucket_table(slot_keys, states);
-  const std::size_t n = keys.shape(0);
-  std::unique_ptr<std::int64_t[]> slots(new std::int64_t[n]);
-  without_gil(n, [&] { hps::cache_find(table, keys.data(), n, slots.get()); });
-  return own(std::move(slots), n);
-}
+// The arrays of a cache, looked at once; a fetch then passes only the request's own arrays. Keeps
+// references to the arrays, which must not be resized.
+class CacheProbe {
+ public:
+  CacheProbe(PerBucket<const std::int64_t> keys, PerBucket<const std::uint8_t> states,
+             PerSlot<std::uint32_t> stamps, PerSlot<const std::uint64_t> versions, AnyRows rows,
+             std::uint8_t code)
+      : keys_(keys),
+        states_(states),
+        stamps_(stamps),
+        versions_(versions),
+        rows_(rows),
+        code_(code) {
+    const std::size_t slots = keys.shape(0) * keys.shape(1);
+    if (slots == 0 || keys.shape(0) >= UINT32_MAX)
+      throw std::invalid_argument("a cache has 1 to 2^32 - 2 buckets and at least one way");
+    if (keys.shape(0) != states.shape(0) || keys.shape(1) != states.shape(1))
+      throw std::invalid_argument("keys and states must have one shape (buckets, ways)");
+    if (stamps.shape(0) != slots || versions.shape(0) != slots || rows.shape(0) != slots)
+      throw std::invalid_argument("stamps, versions and rows must have one entry per slot");
+    table_ = {keys.data(), states.data(), keys.shape(0), keys.shape(1)};
+  }
 
-nb::object py_cache_fetch(Keys keys, Keys missing, PerBucket<const std::int64_t> slot_keys,
-                          PerBucket<const std::uint8_t> states, PerSlot<std::uint32_t> stamps,
-                          PerSlot<const std::uint64_t> slot_versions,
-                          nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu> rows,
-                          std::uint32_t clock, std::uint64_t oldest_tombstone,
-                          nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu> out,
-                          PerSlot<std::uint64_t> versions, PerSlot<std::uint8_t> source,
-                          std::uint8_t code) {
-  const hps::BucketTable table = bucket_table(slot_keys, states);
-  const std::size_t slots = table.buckets * table.ways, n = keys.shape(0), m = missing.shape(0);
-  if (stamps.shape(0) != slots || slot_versions.shape(0) != slots || rows.shape(0) != slots)
-    throw std::invalid_argument("stamps, slot_versions and rows must have one entry per slot");
-  if (out.dtype() != rows.dtype() || out.shape(1) != rows.shape(1))
-    throw std::invalid_argument("out must have the rows' dtype and dim");
-  if (out.shape(0) != n || versions.shape(0) != n || source.shape(0) != n)
-    throw std::invalid_argument("out, versions and source must have one entry per key");
-  for (std::size_t i = 0; i < m; ++i)
-    if (static_cast<std::uint64_t>(missing.data()[i]) >= n)
-      throw std::invalid_argument("missing must hold positions of keys");
+  auto find(Keys keys) const {
+    const std::size_t n = keys.shape(0);
+    std::unique_ptr<std::int64_t[]> slots(new std::int64_t[n]);
+    without_gil(n, [&] { hps::cache_find(table_, keys.data(), n, slots.get()); });
+    return own(std::move(slots), n);
+  }
 
-  const hps::CacheRows by_slot{stamps.data(),
-                               slot_versions.data(),
-                               static_cast<const std::uint8_t*>(rows.data()),
-                               rows.shape(1) * rows.itemsize(),
-                               clock,
-                               oldest_tombstone};
-  const hps::CacheAnswer answer{static_cast<std::uint8_t*>(out.data()), versions.data(),
-                                source.data(), code};
-  std::unique_ptr<std::int64_t[]> left(new std::int64_t[m]);
-  std::size_t unanswered = 0;
-  without_gil(m, [&] {
-    unanswered =
-        hps::cache_fetch(table, by_slot, keys.data(), missing.data(), m, answer, left.get());
-  });
-  if (unanswered == 0) return nb::none();
-  return nb::cast(own(std::move(left), unanswered));
-}
+  nb::object fetch(Keys keys, Keys missing, std::uint32_t clock, std::uint64_t oldest_tombstone,
+                   nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu> out,
+                   PerSlot<std::uint64_t> versions, PerSlot<std::uint8_t> source) const {
+    const std::size_t n = keys.shape(0), m = missing.shape(0);
+    if (out.dtype() != rows_.dtype() || out.shape(1) != rows_.shape(1))
+      throw std::invalid_argument("out must have the rows' dtype and dim");
+    if (out.shape(0) != n || versions.shape(0) != n || source.shape(0) != n)
+      throw std::invalid_argument("out, versions and source must have one entry per key");
+    for (std::size_t i = 0; i < m; ++i)
+      if (static_cast<std::uint64_t>(missing.data()[i]) >= n)
+        throw std::invalid_argument("missing must hold positions of keys");
+
+    const hps::CacheRows by_slot{stamps_.data(),
+                                 versions_.data(),
+                                 static_cast<const std::uint8_t*>(rows_.data()),
+                                 rows_.shape(1) * rows_.itemsize(),
+                                 clock,
+                                 oldest_tombstone};
+    const hps::CacheAnswer answer{static_cast<std::uint8_t*>(out.data()), versions.data(),
+                                  source.data(), code_};
+    std::unique_ptr<std::int64_t[]> left(new std::int64_t[m]);
+    std::size_t unanswered = 0;
+    without_gil(m, [&] {
+      unanswered =
+          hps::cache_fetch(table_, by_slot, keys.data(), missing.data(), m, answer, left.get());
+    });
+    if (unanswered == 0) return nb::none();
+    return nb::cast(own(std::move(left), unanswered));
+  }
+
+ private:
+  PerBucket<const std::int64_t> keys_;
+  PerBucket<const std::uint8_t> states_;
+  PerSlot<std::uint32_t> stamps_;
+  PerSlot<const std::uint64_t> versions_;
+  AnyRows rows_;
+  std::uint8_t code_;
+  hps::BucketTable table_;
+};
 
 }  // namespace
 
 NB_MODULE(_core, m) {
   m.doc() = "Compiled kernels of hps; hps.native chooses between them and their NumPy twins.";
+  // A cache that a daemon thread still holds when the interpreter ends is no leak to shout about.
+  nb::set_leak_warnings(false);
   m.def("partition_hash", &py_partition_hash, nb::arg("keys").noconvert());
   m.def("dedup", &py_dedup, nb::arg("keys").noconvert());
   m.def("cache_buckets", &py_cache_buckets, nb::arg("keys").noconvert(), nb::arg("buckets"));
-  m.def("cache_find", &py_cache_find, nb::arg("keys").noconvert(), nb::arg("slot_keys").noconvert(),
-        nb::arg("states").noconvert());
-  m.def("cache_fetch", &py_cache_fetch, nb::arg("keys").noconvert(), nb::arg("missing").noconvert(),
-        nb::arg("slot_keys").noconvert(), nb::arg("states").noconvert(),
-        nb::arg("stamps").noconvert(), nb::arg("slot_versions").noconvert(),
-        nb::arg("rows").noconvert(), nb::arg("clock"), nb::arg("oldest_tombstone"),
-        nb::arg("out").noconvert(), nb::arg("versions").noconvert(), nb::arg("source").noconvert(),
-        nb::arg("code"));
+  nb::class_<CacheProbe>(m, "CacheProbe")
+      .def(nb::init<PerBucket<const std::int64_t>, PerBucket<const std::uint8_t>,
+                    PerSlot<std::uint32_t>, PerSlot<const std::uint64_t>, AnyRows, std::uint8_t>(),
+           nb::arg("keys").noconvert(), nb::arg("states").noconvert(),
+           nb::arg("stamps").noconvert(), nb::arg("versions").noconvert(),
+           nb::arg("rows").noconvert(), nb::arg("code"))
+      .def("find", &CacheProbe::find, nb::arg("keys").noconvert())
+      .def("fetch", &CacheProbe::fetch, nb::arg("keys").noconvert(), nb::arg("missing").noconvert(),
+           nb::arg("clock"), nb::arg("oldest_tombstone"), nb::arg("out").noconvert(),
+           nb::arg("versions").noconvert(), nb::arg("source").noconvert());
 }

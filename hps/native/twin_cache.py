@@ -19,7 +19,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 
 def cache_buckets(keys: KeyArray, buckets: int) -> IndexArray:
-    """(n, 2): the two buckets that each of ``keys (n,)`` may live in, of 0 < ``buckets`` < 2^32."""
+    """(n, 2): the two buckets that each of ``keys (n,)`` may live in, of 0 < ``buckets`` < 2^32 - 1."""
     h = partition_hash(keys)
     h *= _GOLDEN
     both = np.empty((len(keys), 2), np.uint64)
@@ -30,52 +30,62 @@ def cache_buckets(keys: KeyArray, buckets: int) -> IndexArray:
     return both.view(np.int64)
 
 
-def cache_find(keys: KeyArray, slot_keys: KeyArray, states: NDArray[np.uint8]) -> IndexArray:
-    """(n,) the slot that holds each of ``keys (n,)``, or -1.
+class CacheProbe:
+    """Reads the arrays of a cache, which it keeps. Slot = bucket * ways + way.
 
-    ``slot_keys`` and ``states`` are (buckets, ways); slot = bucket * ways + way.
+    ``keys`` and ``states`` (buckets, ways); ``stamps (slots,) uint32``, ``versions (slots,) uint64``
+    and ``rows (slots, dim)``; ``code`` is the source code reported for a row.
     """
-    buckets, ways = slot_keys.shape
-    both = cache_buckets(keys, buckets)
-    match = slot_keys[both] == keys[:, None, None]
-    match &= states[both] != EMPTY
-    flat = match.reshape(len(keys), 2 * ways)
-    at = flat.argmax(axis=1)
-    every = np.arange(len(keys))
-    slots = both[every, at // ways] * ways + at % ways
-    slots[~flat[every, at]] = -1
-    return slots
 
+    def __init__(
+        self,
+        keys: KeyArray,
+        states: NDArray[np.uint8],
+        stamps: NDArray[np.uint32],
+        versions: VersionArray,
+        rows: NDArray[Any],
+        code: int,
+    ) -> None:
+        self._keys, self._states, self._stamps = keys, states, stamps
+        self._versions, self._rows, self._code = versions, rows, code
 
-def cache_fetch(
-    keys: KeyArray,
-    missing: IndexArray,
-    slot_keys: KeyArray,
-    states: NDArray[np.uint8],
-    stamps: NDArray[np.uint32],
-    slot_versions: VersionArray,
-    rows: NDArray[Any],
-    clock: int,
-    oldest_tombstone: int,
-    out: VectorArray,
-    versions: VersionArray,
-    source: SourceArray,
-    code: int,
-) -> IndexArray | None:
-    """Answer ``keys[missing]`` into ``out (n, dim)``, ``versions (n,)`` and ``source (n,)``; see
-    `Part`. Returns the positions still missing, None when there are none.
+    def find(self, keys: KeyArray) -> IndexArray:
+        """(n,) the slot that holds each of ``keys (n,)``, or -1."""
+        buckets, ways = self._keys.shape
+        both = cache_buckets(keys, buckets)
+        match = self._keys[both] == keys[:, None, None]
+        match &= self._states[both] != EMPTY
+        flat = match.reshape(len(keys), 2 * ways)
+        at = flat.argmax(axis=1)
+        every = np.arange(len(keys))
+        slots: IndexArray = both[every, at // ways] * ways + at % ways
+        slots[~flat[every, at]] = -1
+        return slots
 
-    By slot: ``stamps``, ``slot_versions`` (slots,) and ``rows (slots, dim)``. Hits get the stamp
-    ``clock``; tombstones older than ``oldest_tombstone`` count as not there.
-    """
-    slots = cache_find(keys[missing], slot_keys, states)
-    state = states.reshape(-1)[slots]
-    state[slots < 0] = EMPTY
-    state[(state == TOMBSTONE) & (slot_versions[slots] < oldest_tombstone)] = EMPTY
-    hit = state != EMPTY
-    stamps[slots[hit]] = clock
-    versions[missing[hit]] = slot_versions[slots[hit]]
-    row = state == ROW
-    out[missing[row]] = rows[slots[row]]
-    source[missing[row]] = code
-    return None if hit.all() else missing[~hit]
+    def fetch(
+        self,
+        keys: KeyArray,
+        missing: IndexArray,
+        clock: int,
+        oldest_tombstone: int,
+        out: VectorArray,
+        versions: VersionArray,
+        source: SourceArray,
+    ) -> IndexArray | None:
+        """Answer ``keys[missing]`` into ``out (n, dim)``, ``versions (n,)`` and ``source (n,)``; see
+        `Part`. Returns the positions still missing, None when there are none.
+
+        Hits get the stamp ``clock``; tombstones older than ``oldest_tombstone`` count as not there. The
+        compiled twin raises TypeError or ValueError for arrays that do not fit; this one trusts them.
+        """
+        slots = self.find(keys[missing])
+        state = self._states.reshape(-1)[slots]
+        state[slots < 0] = EMPTY
+        state[(state == TOMBSTONE) & (self._versions[slots] < oldest_tombstone)] = EMPTY
+        hit = state != EMPTY
+        self._stamps[slots[hit]] = clock
+        versions[missing[hit]] = self._versions[slots[hit]]
+        row = state == ROW
+        out[missing[row]] = self._rows[slots[row]]
+        source[missing[row]] = self._code
+        return None if hit.all() else missing[~hit]

@@ -33,6 +33,9 @@ class Slots:
         self.rows = rng.random((slots, dim)).astype(dtype)
         self.stamps = rng.integers(0, 5, slots).astype(np.uint32)
 
+    def probe(self, module, stamps):
+        return module.CacheProbe(self.keys, self.states, stamps, self.versions, self.rows, 2)
+
 
 def fetched(module, slots, keys, missing):
     """All a fetch writes and returns."""
@@ -40,10 +43,7 @@ def fetched(module, slots, keys, missing):
     out = np.full((n, dim), 7, slots.rows.dtype)
     versions, source = np.full(n, 77, np.uint64), np.full(n, 9, np.uint8)
     stamps = slots.stamps.copy()
-    left = module.cache_fetch(
-        keys, missing, slots.keys, slots.states, stamps, slots.versions, slots.rows, 6, 5, out,
-        versions, source, 2,
-    )  # fmt: skip
+    left = slots.probe(module, stamps).fetch(keys, missing, 6, 5, out, versions, source)
     return out, versions, source, stamps, np.empty(0, np.int64) if left is None else left
 
 
@@ -61,8 +61,8 @@ def test_fetch_and_find_equal_their_twins(held, asked, shape, row, seed):
     np.testing.assert_array_equal(
         native.cache_buckets(keys, shape[0]), twin.cache_buckets(keys, shape[0])
     )
-    found = native.cache_find(keys, slots.keys, slots.states)
-    np.testing.assert_array_equal(found, twin.cache_find(keys, slots.keys, slots.states))
+    found = slots.probe(native, slots.stamps).find(keys)
+    np.testing.assert_array_equal(found, slots.probe(twin, slots.stamps).find(keys))
     at = found[found >= 0]
     np.testing.assert_array_equal(slots.keys.reshape(-1)[at], keys[found >= 0])
     assert (slots.states.reshape(-1)[at] != EMPTY).all()
@@ -115,21 +115,40 @@ BAD = {
     "position beyond the keys": lambda a: a.update(missing=np.array([0, 3])),
     "negative position": lambda a: a.update(missing=np.array([-1])),
     "32-bit keys": lambda a: a.update(keys=np.zeros(3, np.int32)),
-    "fewer stamps than slots": lambda a: a.update(stamps=np.zeros(5, np.uint32)),
 }
 
 
 @pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
 def test_wrong_arrays_are_refused_before_anything_is_written(spoil):
+    slots = Slots([0, 1, 2], 2, 3, 4, np.float32, 1)
     arrays = {
-        "keys": np.arange(3), "missing": np.arange(3), "slot_keys": np.arange(6).reshape(2, 3),
-        "states": np.full((2, 3), ROW, np.uint8), "stamps": np.zeros(6, np.uint32),
-        "slot_versions": np.zeros(6, np.uint64), "rows": np.ones((6, 4), np.float32), "clock": 1,
-        "oldest_tombstone": 0, "out": np.zeros((3, 4), np.float32),
-        "versions": np.zeros(3, np.uint64), "source": np.zeros(3, np.uint8), "code": 2,
+        "keys": np.arange(3), "missing": np.arange(3), "clock": 1, "oldest_tombstone": 0,
+        "out": np.zeros((3, 4), np.float32), "versions": np.zeros(3, np.uint64),
+        "source": np.zeros(3, np.uint8),
     }  # fmt: skip
     spoil(arrays)
     with pytest.raises((TypeError, ValueError)):
-        native.cache_fetch(**arrays)
+        slots.probe(native, slots.stamps).fetch(**arrays)
     assert not arrays["out"].any()
     assert not arrays["source"].any()
+
+
+WRONG_SLOTS = {
+    "fewer stamps than slots": {"stamps": np.zeros(5, np.uint32)},
+    "fewer rows than slots": {"rows": np.zeros((5, 4), np.float32)},
+    "states of another shape": {"states": np.zeros((3, 2), np.uint8)},
+    "no bucket": {"keys": np.zeros((0, 3), np.int64), "states": np.zeros((0, 3), np.uint8)},
+    "strided keys": {"keys": np.zeros((2, 6), np.int64)[:, ::2]},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_SLOTS.values(), ids=WRONG_SLOTS)
+def test_slots_that_do_not_fit_are_refused(wrong):
+    arrays = {
+        "keys": np.zeros((2, 3), np.int64), "states": np.zeros((2, 3), np.uint8),
+        "stamps": np.zeros(6, np.uint32), "versions": np.zeros(6, np.uint64),
+        "rows": np.zeros((6, 4), np.float32), "code": 2,
+    }  # fmt: skip
+    native.CacheProbe(**arrays)
+    with pytest.raises((TypeError, ValueError)):
+        native.CacheProbe(**arrays | wrong)
