@@ -188,9 +188,22 @@ class Client:
             return False
         return True
 
+    def infer_json(self, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """One request of the protocol as JSON, and its answer, both as they are."""
+        path = f"/v2/models/{quote(model, safe='')}/infer"
+        return dict(self._json(self.url, "POST", path, body))
+
     def admin(self, path: str, body: Any = None) -> Any:
         """An admin call: GET ``path``, or POST of ``body`` as JSON. Returns the parsed reply."""
-        return self._json(self.admin_url, "GET" if body is None else "POST", path, body)
+        try:
+            return self._json(self.admin_url, "GET" if body is None else "POST", path, body)
+        except NotFound as error:
+            if not str(error).startswith("Not Found"):  # the server's word for an unknown path
+                raise
+            raise NotFound(
+                f"{self.admin_url} has no {path.partition('?')[0]}; is it the admin address? The "
+                "server prints it when it starts, port 8002 unless configured otherwise"
+            ) from None
 
     def status(self) -> dict[str, Any]:
         """What the server serves and how it is doing."""

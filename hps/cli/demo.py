@@ -1,0 +1,232 @@
+"""``hps demo``: serve the model that comes with hps, ask it over HTTP and check every answer."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hps.cli.output import Number, count, print_table, say, share
+from hps.errors import ConfigError, Unavailable
+
+if TYPE_CHECKING:
+    from hps.cli.demo_data import DemoData
+    from hps.cli.demo_run import Findings
+
+app = typer.Typer(add_completion=False)
+
+EXAMPLES = """\b
+Examples:
+  hps demo               serve until Ctrl-C, so that you can try it
+  hps demo --once        check and leave: exit code 0, or 1 when a check failed
+  hps demo --port 9000
+"""
+PORTS = {"http": 8000, "admin": 8002}
+START_S = 60.0
+# A quarter of the rows fits the cache, so that the demo shows rows from memory and from disk.
+CACHE_SHARE = 0.25
+
+
+@app.command(epilog=EXAMPLES)
+def demo(
+    once: Annotated[bool, typer.Option("--once", help="Leave after the checks.")] = False,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            "--port", min=1, max=65_535, help="Port for requests; default 8000 or a free one."
+        ),
+    ] = None,
+) -> None:
+    """Serve the model that comes with hps, ask it over HTTP and check every answer.
+
+    The model was trained on real ad impressions; its requests are keys of its own tables, and every
+    score is compared with the trainer's. Needs no GPU, no other service and no network.
+    """
+    from hps.cli.demo_data import FOLDER, load_demo
+    from hps.cli.demo_run import ask
+
+    data = load_demo()
+    with tempfile.TemporaryDirectory(prefix="hps-demo-") as folder:
+        config = Path(folder) / "config.yaml"
+        config.write_text(json.dumps(_settings(FOLDER, Path(folder), port), indent=2))
+        say(f"Starting a server for model {data.model!r} …")
+        with _server(config) as (process, ready):
+            findings = ask(data, ready["http"], ready["admin"])
+            _report(data, findings)
+            _try_next(data, findings, ready)
+            if not once:
+                say()
+                say("Serving until Ctrl-C.", style="bold")
+                _wait(process)
+    raise typer.Exit(0 if findings.ok else 1)
+
+
+def _settings(repository: Path, folder: Path, port: int | None) -> dict[str, Any]:
+    """The configuration file: JSON, which is YAML."""
+    wanted = PORTS if port is None else {"http": port, "admin": 0}
+    ports = {}
+    for name, number in wanted.items():
+        free = _is_free(number)
+        if not free and port is not None:
+            raise ConfigError(f"port {number} is taken; leave --port out and the demo finds one")
+        if not free:
+            say(
+                f"Port {number} is taken, so the demo's {name} port is another one.", style="yellow"
+            )
+        ports[name] = number if free else 0
+    return {
+        "models": {"repository": str(repository)},
+        "tiers": {
+            "rocksdb": {"path": str(folder / "rocksdb")},
+            "cpu_cache": {"share": CACHE_SHARE},
+        },
+        "server": {name: {"port": number} for name, number in ports.items()},
+    }
+
+
+def _is_free(port: int) -> bool:
+    import socket
+
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+@contextmanager
+def _server(config: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
+    """``hps serve`` in a process of its own, and the addresses it printed when it was ready."""
+    log = config.with_name("server.log")
+    command = [sys.executable, "-m", "hps.cli.main", "serve", "--output", "json"]
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            [*command, "--config", str(config)], stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
+        # A demo that is told to end takes its server along.
+        signal.signal(signal.SIGTERM, _interrupt)
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                process.wait(START_S)
+                raise Unavailable(f"the demo's server did not start: {log.read_text().strip()}")
+            yield process, json.loads(line)["endpoints"]
+        finally:
+            process.terminate()
+            try:
+                process.wait(START_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _interrupt(_signal: int, _frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _wait(process: subprocess.Popen[str]) -> None:
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        say("Stopping.")
+        return
+    raise Unavailable(f"the demo's server ended by itself with exit code {code}")
+
+
+def _report(data: DemoData, found: Findings) -> None:
+    say()
+    say("Scores", style="bold")
+    output = next(iter(data.scores))
+    columns = ("request", f"served {output}", "the trainer's", "rows came from")
+    rows = []
+    for i in range(min(5, data.samples)):
+        served, trained = found.scores[output][i], data.scores[output][i]
+        rows.append(
+            (i, Number(f"{served:.6f}"), Number(f"{trained:.6f}"), _origins(found, data, i))
+        )
+    print_table(columns, rows)
+    say()
+    say("Where the rows came from", style="bold")
+    tiers = list(dict.fromkeys(tier for counts in found.rounds for tier in counts))
+    total = sum(found.rounds[0].values())
+    print_table(
+        ("tier", *(f"pass {i + 1}" for i in range(len(found.rounds))), "hit rate in the last"),
+        [
+            (
+                tier,
+                *(count(counts.get(tier, 0)) for counts in found.rounds),
+                share(found.rounds[-1].get(tier, 0), total),
+            )
+            for tier in tiers
+        ],
+    )
+    p50, p99 = _percentiles(found)
+    say()
+    say(f"Latency of one request over HTTP: p50 {p50:.2f} ms, p99 {p99:.2f} ms")
+    say()
+    for name, passed in found.checks.items():
+        say(f"{'OK  ' if passed else 'FAIL'} {name}", style="green" if passed else "bold red")
+    say(f"     largest difference to the trainer's scores: {found.difference:.1e}")
+
+
+def _percentiles(found: Findings) -> tuple[float, float]:
+    import numpy as np
+
+    p50, p99 = np.percentile(found.milliseconds, [50, 99])
+    return float(p50), float(p99)
+
+
+def _origins(found: Findings, data: DemoData, sample: int) -> str:
+    """``user rocksdb, ad cpu``: the tier of each feature's first key."""
+    from hps.types import Source
+
+    names = []
+    for name, keys in data.keys.items():
+        code = found.sources[name][sample * keys.shape[1]]
+        names.append(f"{name} {Source(int(code)).name.lower()}")
+    return ", ".join(names)
+
+
+def _try_next(data: DemoData, found: Findings, ready: dict[str, str]) -> None:
+    body = json.dumps(found.sample, separators=(",", ":"))
+    http, admin = ready["http"], ready["admin"]
+    say()
+    say("Try it yourself", style="bold")
+    say(f"curl -s {http}/v2/models/{data.model}/infer -d '{body}'")
+    say()
+    say("What to try next", style="bold")
+    there = "" if admin.endswith(":8002") else f" --admin {admin}"
+    print_table(
+        ("", ""),
+        [
+            (f"hps status{there}", "what the server has done so far"),
+            (f"hps tables{there}", "its embedding tables"),
+            (f"hps lookup{there} {_first_row(data)} --explain", "a row, its tier and its age"),
+            (f"{admin}/docs", "the admin interface"),
+            (f"{admin}/metrics", "numbers for Prometheus"),
+            ("hps model import --help", "bring your own tables"),
+        ],
+    )
+
+
+def _first_row(data: DemoData) -> str:
+    """Model, table and key of the first feature's first key, as ``hps lookup`` takes them."""
+    from hps.cli.demo_data import FOLDER
+    from hps.models.repository import Repository
+
+    name, keys = next(iter(data.keys.items()))
+    feature = next(f for f in Repository(FOLDER).spec(data.model).features if f.name == name)
+    key = (int(keys[0, 0]) + feature.key_offset) % 2**64
+    return f"{data.model} {feature.table} {key}"

@@ -1,0 +1,240 @@
+"""The client against a stub: what it sends, and what it makes of every kind of answer."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hps.client import Client
+from hps.errors import (
+    BadRequest,
+    ConfigError,
+    DeadlineExceeded,
+    Forbidden,
+    HpsError,
+    NotFound,
+    Unauthenticated,
+    Unavailable,
+    Unsupported,
+)
+from hps.types import JaggedKeys
+
+Reply = tuple[int, bytes]
+Stub = Callable[[dict[str, Reply]], tuple[str, list[dict[str, Any]]]]
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    """Starts a server that answers paths with what it is given and keeps what it was sent."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(replies: dict[str, Reply]) -> tuple[str, list[dict[str, Any]]]:
+        seen: list[dict[str, Any]] = []
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                head = int(self.headers.get("Inference-Header-Content-Length") or len(body))
+                seen.append(
+                    {
+                        "verb": self.command,
+                        "path": self.path,
+                        "headers": dict(self.headers.items()),
+                        "json": json.loads(body[:head]) if body else None,
+                        "binary": body[head:],
+                    }
+                )
+                status, reply = replies.get(self.path, (404, b'{"error": "Not Found"}'))
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(reply)))
+                self.end_headers()
+                self.wfile.write(reply)
+
+            do_GET = do_POST = answer
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}", seen
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def outputs(**arrays: list[Any]) -> bytes:
+    tensors = [
+        {"name": name, "datatype": "FP32", "shape": list(np.shape(value)), "data": value}
+        for name, value in arrays.items()
+    ]
+    body = {"model_name": "m", "model_version": "3", "outputs": tensors}
+    body["parameters"] = {"hps_defaulted": 2, "hps_degraded": "rocksdb,redis"}
+    return json.dumps(body).encode()
+
+
+METADATA = json.dumps(
+    {"name": "m", "inputs": [{"name": "depth", "datatype": "FP32", "shape": [-1, 1]}]}
+).encode()
+
+
+def test_predict_sends_keys_bit_by_bit_and_dense_in_the_models_type(stub: Stub) -> None:
+    url, seen = stub(
+        {
+            "/v2/models/m/infer": (200, outputs(click=[[0.5], [0.25]])),
+            "/v2/models/m": (200, METADATA),
+        }
+    )
+    jagged = JaggedKeys(
+        np.array([7, -8, 9]), 2, np.array([0, 1, 3]), np.array([1, 2, 3], np.float32)
+    )
+    with Client(url) as client:
+        got = client.predict(
+            "m",
+            {"user": np.array([2**64 - 1, 5], np.uint64), "tags": jagged},
+            {"depth": [[1], [2]]},
+            top_k=1,
+        )
+    assert got.outputs["click"].tolist() == [[0.5], [0.25]]
+    assert got.defaulted == 2
+    assert got.degraded == ("rocksdb", "redis")
+    sent = seen[-1]
+    shapes = {t["name"]: (t["datatype"], t["shape"]) for t in sent["json"]["inputs"]}
+    assert shapes == {
+        "user": ("INT64", [2, 1]),
+        "tags": ("INT64", [3]),
+        "tags.offsets": ("INT64", [3]),
+        "tags.weights": ("FP32", [3]),
+        "depth": ("FP32", [2, 1]),
+    }
+    keys = np.frombuffer(sent["binary"][:40], np.int64)
+    assert keys.tolist() == [-1, 5, 7, -8, 9]
+    assert sent["json"]["parameters"]["top_k"] == 1
+
+
+def test_lookup_asks_for_sources(stub: Stub) -> None:
+    body = {
+        "outputs": [
+            {"name": "f", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]},
+            {"name": "f.source", "datatype": "UINT8", "shape": [1], "data": [4]},
+        ]
+    }
+    url, seen = stub({"/v2/models/m.lookup/infer": (200, json.dumps(body).encode())})
+    with Client(url) as client:
+        got = client.lookup("m", {"f": [1]}, want_source=True)
+    assert got.vectors["f"].tolist() == [[1, 2]]
+    assert got.sources["f"].tolist() == [4]
+    assert [o["name"] for o in seen[-1]["json"]["outputs"]] == ["f", "f.source"]
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
+def test_empty_batches_are_sent_as_they_are(stub: Stub, shape: tuple[int, ...]) -> None:
+    url, seen = stub({"/v2/models/m/infer": (200, outputs(click=[]))})
+    with Client(url) as client:
+        client.predict("m", {"user": np.empty(shape, np.int64)})
+    assert seen[-1]["json"]["inputs"][0]["shape"][0] == shape[0]
+
+
+ERRORS: list[tuple[int, type[HpsError]]] = [
+    (400, BadRequest),
+    (401, Unauthenticated),
+    (403, Forbidden),
+    (404, NotFound),
+    (413, BadRequest),
+    (500, HpsError),
+    (501, Unsupported),
+    (503, Unavailable),
+    (504, DeadlineExceeded),
+]
+
+
+@pytest.mark.parametrize(("status", "kind"), ERRORS)
+def test_the_servers_error_becomes_ours(stub: Stub, status: int, kind: type[HpsError]) -> None:
+    said = (status, b'{"error": "because of this"}')
+    url, _ = stub({"/v2/models/m/infer": said, "/v1/status": said})
+    with Client(url, admin_url=url) as client:
+        for call in (lambda: client.predict("m", {"f": [1]}), client.status):
+            with pytest.raises(HpsError, match=r"^because of this$") as error:
+                call()
+            assert type(error.value) is kind
+
+
+def test_nobody_there_says_what_to_do() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with Client(url, admin_url=url) as client:
+        for call in (lambda: client.predict("m", {"f": [1]}), client.status, client.ready):
+            with pytest.raises(Unavailable, match=f"nothing listens at {url}; start a server"):
+                call()
+
+
+def test_a_server_that_hangs_is_left() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with Client(url, admin_url=url, timeout_s=0.2) as client:
+            for call in (lambda: client.predict("m", {"f": [1]}), client.status):
+                with pytest.raises(Unavailable, match=r"did not answer within 0.2 s"):
+                    call()
+
+
+def test_answers_of_other_servers_are_told_apart(stub: Stub) -> None:
+    url, _ = stub({"/v1/status": (200, b"<html>"), "/v2": (200, b'{"name": "triton"}')})
+    with Client(url, admin_url=url) as client:
+        with pytest.raises(HpsError, match="did not answer with JSON"):
+            client.status()
+        assert not client.is_hps()
+    ours, _ = stub({"/v2": (200, b'{"name": "hps"}'), "/v2/health/ready": (503, b'{"error": "x"}')})
+    with Client(ours) as client:
+        assert client.is_hps()
+        assert client.ready() is False
+
+
+def test_the_api_key_goes_with_every_call(stub: Stub) -> None:
+    url, seen = stub({"/v2/models/m/infer": (200, outputs(click=[1])), "/v1/status": (200, b"{}")})
+    with Client(url, admin_url=url, api_key="secret") as client:
+        client.predict("m", {"f": [1]})
+        client.status()
+    assert [sent["headers"]["Authorization"] for sent in seen] == ["Bearer secret"] * 2
+
+
+def test_metrics_are_parsed(stub: Stub) -> None:
+    text = b'# HELP x y\nx_total{a="1",b="q\\"}"} 3\nplain 1e-3\ninf_bucket{le="+Inf"} 5.0\n'
+    url, _ = stub({"/metrics": (200, text)})
+    with Client(admin_url=url) as client:
+        got = client.metrics()
+    assert [(s.name, s.labels, s.value) for s in got] == [
+        ("x_total", {"a": "1", "b": 'q\\"}'}, 3),
+        ("plain", {}, 1e-3),
+        ("inf_bucket", {"le": "+Inf"}, 5),
+    ]
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://"])
+def test_a_wrong_address_is_told_at_once(url: str) -> None:
+    with pytest.raises(ConfigError, match="must look like http://host:port"):
+        Client(url)
+
+
+def test_keys_that_are_no_integers_name_their_feature() -> None:
+    with Client() as client, pytest.raises(BadRequest, match="feature 'f': keys must be integers"):
+        client.predict("m", {"f": [0.5]})
+    # NumPy makes floats of these; they are refused, not rounded.
+    with Client() as client, pytest.raises(BadRequest, match="feature 'f': keys must be integers"):
+        client.predict("m", {"f": [2**64 - 1, 5]})
