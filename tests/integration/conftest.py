@@ -131,6 +131,14 @@ def judge() -> Callable[[Answer], Answer]:
 
 
 @pytest.fixture(scope="session")
+def small_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model repository of ``write_models``; not to be changed."""
+    root = tmp_path_factory.mktemp("repository")
+    write_models(root)
+    return root
+
+
+@pytest.fixture(scope="session")
 def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hps]:
     """``hps serve`` on ``write_models``, with bodies up to 256 KiB."""
     folder = tmp_path_factory.mktemp("server")
