@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hps import metrics as m
 from hps.config import Configuration, Settings, configuration_from, load_config
-from hps.config.model_schema import FeatureSpec, ModelSpec
-from hps.config.schema import ModelOverride
-from hps.dense.base import check_network
-from hps.dense.onnx import OnnxModel
-from hps.errors import ConfigError
-from hps.lookup.base import Feature, LookupModel
-from hps.lookup.engine import LookupEngine
+from hps.config.schema import ModelOverride, TableOverride
+from hps.lookup.engine import LookupEngine, Promote
 from hps.lookup.workers import Workers
+from hps.meters import DenseMeter, LookupMeter, TierMeter
 from hps.metrics import Metrics
 from hps.models.loader import load_tables
-from hps.models.repository import ModelVersion, Repository, apply_override, open_legacy
 from hps.native import COMPILED
 from hps.node import Node, ServedModel, TierStatus
-from hps.pipeline import InferencePipeline, fed_tensors, served_tensors
+from hps.opening import OpenedModel, open_versions
+from hps.pipeline import InferencePipeline
 from hps.tiers.base import Tier
+from hps.tiers.capacity import plan_capacity
 from hps.tiers.chain import TierChain
+from hps.tiers.cpu_cache import CpuCache
 from hps.tiers.wrappers import Guarded, Metered
-from hps.types import EmbeddingTable, NoProgress, Progress
+from hps.types import EmbeddingTable, KeyArray, NoProgress, Progress
+from hps.updates.warm import insert_rows, promote_keys
 from hps.updates.writer import CacheWriter
 
 if TYPE_CHECKING:
@@ -56,73 +55,13 @@ def open_node(configuration: Configuration, progress: Progress | None = None) ->
     """
     settings = configuration.settings
     with ExitStack() as resources:
-        versions = _open_versions(configuration)
-        opened = [_Opened(version, settings, resources) for version in versions]
+        versions = open_versions(configuration)
+        opened = [OpenedModel(version, settings, resources) for version in versions]
         builder = _Builder(settings, opened, progress or NoProgress(), resources)
         node = builder.node((*configuration.warnings, *(w for v in versions for w in v.warnings)))
         node._resources.push(resources.pop_all())
         return node
     raise AssertionError  # an ExitStack swallows nothing; for the type checker
-
-
-def _open_versions(configuration: Configuration) -> list[ModelVersion]:
-    """The versions to serve: those of ``ps.json`` and those of the repository."""
-    settings = configuration.settings.models
-    overrides: Mapping[str, ModelOverride] = settings.serve or {}
-    versions = []
-    for legacy in configuration.legacy:
-        version = open_legacy(legacy)
-        spec = apply_override(version.spec, overrides.get(version.name))
-        versions.append(replace(version, spec=spec))
-    taken = {version.name for version in versions}
-    if settings.serve is None and not (taken and not settings.repository.is_dir()):
-        names = Repository(settings.repository).names()
-    else:
-        names = list(overrides)
-    repository = Repository(settings.repository)
-    versions += [repository.open(n, None, overrides.get(n)) for n in names if n not in taken]
-    if not versions:
-        raise ConfigError(
-            f"no model to serve: {settings.repository} holds none; make one with `hps model import` "
-            "or set models.repository"
-        )
-    return versions
-
-
-class _Opened:
-    """A model version, its lookup description and its network: everything checked but no row read."""
-
-    def __init__(self, version: ModelVersion, settings: Settings, resources: ExitStack) -> None:
-        self.version = version
-        self.spec = version.spec
-        self.tables = version.embedding_tables()
-        self.lookup = LookupModel(
-            version.name,
-            version.version,
-            self.tables,
-            _features(version.spec, self.tables),
-            version.spec.max_batch_size,
-            settings.server.max_keys,
-        )
-        self.dense: OnnxModel | None = None
-        if version.dense is not None and version.spec.dense is not None:
-            chosen = settings.dense
-            fed = fed_tensors(version.name, version.spec.dense, self.lookup.features)
-            self.dense = OnnxModel(version.dense, chosen.provider, chosen.threads, chosen.inline_us)
-            resources.callback(self.dense.close)
-            check_network(
-                version.name, self.dense, fed.values(), served_tensors(version.spec.dense)
-            )
-            self.dense.warm_up(fed)
-
-
-def _features(spec: ModelSpec, tables: Mapping[str, EmbeddingTable]) -> dict[str, Feature]:
-    """The features of ``model.yaml``; without any, one per table with the table's name."""
-    specs = spec.features or [FeatureSpec(name=t.name, table=t.name) for t in spec.tables]
-    return {
-        f.name: Feature(f.name, tables[f.table], f.key_offset, f.pooling, f.hotness, f.context)
-        for f in specs
-    }
 
 
 class _Builder:
@@ -131,7 +70,7 @@ class _Builder:
     def __init__(
         self,
         settings: Settings,
-        opened: list[_Opened],
+        opened: list[OpenedModel],
         progress: Progress,
         resources: ExitStack,
     ) -> None:
@@ -151,18 +90,27 @@ class _Builder:
         )
         self._resources.callback(guarded.close)
         status = [TierStatus(store, store.rows, state=lambda: guarded.state)]
-        caches = TierChain([])
+        cache = self._make_cache(store) if tiers.cpu_cache.enabled else None
+        if cache is not None:
+            status.insert(0, TierStatus(cache, cache.size, cache.capacity))
         writer = CacheWriter(
-            caches, [guarded], self._settings.updates.promote_queue_keys, self._count_promotion
+            cache or TierChain([]),
+            [guarded],
+            self._settings.updates.promote_queue_keys,
+            self._count_promotion,
         )
         self._resources.callback(writer.close)
+        if cache is not None and tiers.cpu_cache.warm:
+            self._warm(cache, store, writer)
+        caches = TierChain([] if cache is None else [self._metered(cache)])
+        promote = _promote_to(cache, writer)
         workers = Workers(
             tiers.lookup_threads, tiers.lookup_queue, name="lookup", setting="tiers.lookup_queue"
         )
         self._resources.callback(workers.close)
         stores = TierChain([self._metered(guarded)])
         models = {
-            model.version.name: self._serve(model, caches, stores, workers, writer)
+            model.version.name: self._serve(model, caches, stores, workers, promote)
             for model in self._opened
         }
         node = Node(models, self._metrics, status, writer, workers, warnings)
@@ -187,13 +135,57 @@ class _Builder:
             load_tables(model.version, model.tables, store, self._progress)
         return store
 
+    def _make_cache(self, store: RocksDbTier) -> CpuCache:
+        """The CPU cache, its memory shared out over the tables; overrides by table come first."""
+        chosen = self._settings.tiers.cpu_cache
+        table_rows = {table: _known_rows(store, table) for table in self._tables}
+        stated = {}
+        for table, rows in table_rows.items():
+            override = self._override(table)
+            if override.cache_rows is not None:
+                stated[table] = override.cache_rows
+            elif override.cache_share is not None:
+                stated[table] = math.ceil(override.cache_share * rows)
+        plan = plan_capacity(
+            table_rows, capacity_bytes=chosen.capacity_bytes, share=chosen.share, rows=stated
+        )
+        cache = CpuCache(plan)
+        self._resources.callback(cache.close)
+        return cache
+
+    def _override(self, table: EmbeddingTable) -> TableOverride:
+        models = self._settings.models.serve or {}
+        override = models.get(table.model) or ModelOverride()
+        return override.tables.get(table.name) or TableOverride()
+
+    def _warm(self, cache: CpuCache, store: RocksDbTier, writer: CacheWriter) -> None:
+        """Fill the cache from the start of the files, as far as it reaches."""
+        for model in self._opened:
+            for name, table in model.tables.items():
+                files = model.version.tables[name]
+                rows = min(files.rows, cache.capacity(table))
+                if not rows:
+                    continue
+                record = store.loaded(table)
+                keys = files.keys()[:rows]
+                with self._progress.task(f"warming {name}", rows) as step:
+                    if (
+                        record is not None
+                        and record.rows == files.rows
+                        and not store.streamed(table)
+                    ):
+                        version = record.version if store.layout == "native" else 0
+                        insert_rows(writer, table, keys, files.vectors()[:rows], version, step)
+                    else:  # keys that stand twice, or rows written since: only the store knows
+                        promote_keys(writer, table, keys, step)
+
     def _serve(
         self,
-        model: _Opened,
+        model: OpenedModel,
         caches: Tier,
         stores: Tier,
         workers: Workers,
-        writer: CacheWriter,
+        promote: Promote,
     ) -> ServedModel:
         name = model.version.name
         engine = LookupEngine(
@@ -201,8 +193,8 @@ class _Builder:
             caches,
             stores,
             workers,
-            writer.promote,
-            m.LookupMeter(self._metrics, name),
+            promote,
+            LookupMeter(self._metrics, name),
         )
         pipeline = None
         if model.dense is not None and model.spec.dense is not None:
@@ -212,12 +204,12 @@ class _Builder:
                 engine,
                 model.dense,
                 workers,
-                m.DenseMeter(self._metrics, name),
+                DenseMeter(self._metrics, name),
             )
         return ServedModel(name, model.version.version, model.spec, model.tables, engine, pipeline)
 
     def _metered(self, tier: Tier) -> Tier:
-        return Metered(tier, m.TierMeter(self._metrics, tier.info.source.name.lower()))
+        return Metered(tier, TierMeter(self._metrics, tier.info.source.name.lower()))
 
     def _count_promotion(self, result: str, keys: int) -> None:
         self._metrics.counter(m.PROMOTIONS, result).add(keys)
@@ -236,6 +228,22 @@ class _Builder:
             lambda: [((model.name,), model.version) for model in node.models.values()],
         )
         metrics.gauges(m.TABLE_ROWS, lambda: _rows(node))
+
+
+def _known_rows(store: RocksDbTier, table: EmbeddingTable) -> int:
+    """Rows of a table: what was loaded, or RocksDB's estimate when more were streamed in since."""
+    record = store.loaded(table)
+    return max(record.rows if record else 0, store.rows(table))
+
+
+def _promote_to(cache: CpuCache | None, writer: CacheWriter) -> Promote:
+    """Promotion of tables that have room in the cache; of others there is nothing to do."""
+
+    def promote(table: EmbeddingTable, keys: KeyArray) -> None:
+        if cache is not None and cache.capacity(table):
+            writer.promote(table, keys)
+
+    return promote
 
 
 def _rows(node: Node) -> Iterator[tuple[tuple[str, ...], float]]:

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hps.types import EmbeddingTable, Source
-
 # Sub-millisecond first: a lookup from memory takes tens of microseconds.
 SECONDS_BUCKETS = (
     10e-6, 25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25,
@@ -230,79 +228,3 @@ def _cumulative(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
         running += count
         buckets.append((bound, float(running)))
     return buckets, total
-
-
-class LookupMeter:
-    """Counts what the lookups of one model did (a ``LookupObserver``)."""
-
-    def __init__(self, metrics: Metrics, model: str) -> None:
-        self._metrics = metrics
-        self._model = model
-        self._seconds = metrics.histogram(LOOKUP_SECONDS, model)
-        self._keys: dict[tuple[EmbeddingTable, int], Counter] = {}
-
-    def answered(self, table: EmbeddingTable, sources: bytes) -> None:
-        left = len(sources)
-        for source in _SOURCES:
-            if not left:
-                return
-            if keys := sources.count(source):
-                left -= keys
-                counter = self._keys.get((table, source))
-                if counter is None:
-                    counter = self._metrics.counter(
-                        LOOKUP_KEYS, self._model, table.name, Source(source).name.lower()
-                    )
-                    self._keys[table, source] = counter
-                counter.add(keys)
-
-    def finished(self, seconds: float, degraded: tuple[str, ...]) -> None:
-        self._seconds.observe(seconds)
-        for tier in degraded:
-            self._metrics.counter(LOOKUP_DEGRADED, self._model, tier).add()
-
-
-class DenseMeter:
-    """Counts what the dense model of one model did (a ``PipelineObserver``)."""
-
-    def __init__(self, metrics: Metrics, model: str) -> None:
-        self._metrics = metrics
-        self._model = model
-        self._seconds = metrics.histogram(DENSE_SECONDS, model)
-
-    def ran(self, seconds: float) -> None:
-        self._seconds.observe(seconds)
-
-    def not_finite(self, output: str, values: int) -> None:
-        self._metrics.counter(SCORES_NOT_FINITE, self._model, output).add(values)
-
-
-class TierMeter:
-    """Counts what one tier was asked and found (the ``observe`` of ``Metered``)."""
-
-    def __init__(self, metrics: Metrics, tier: str) -> None:
-        self._metrics = metrics
-        self._tier = tier
-        self._seconds = metrics.histogram(TIER_SECONDS, tier)
-        self._keys: dict[EmbeddingTable, tuple[Counter, Counter]] = {}
-
-    def __call__(
-        self, table: EmbeddingTable, _info: object, asked: int, found: int, seconds: float
-    ) -> None:
-        counters = self._keys.get(table)
-        if counters is None:
-            labels = (self._tier, table.model, table.name)
-            counters = (
-                self._metrics.counter(TIER_KEYS, *labels, "found"),
-                self._metrics.counter(TIER_KEYS, *labels, "missed"),
-            )
-            self._keys[table] = counters
-        if found:
-            counters[0].add(found)
-        if asked > found:
-            counters[1].add(asked - found)
-        self._seconds.observe(seconds)
-
-
-# The likeliest first.
-_SOURCES = (Source.CPU, Source.GPU, Source.ROCKSDB, Source.DEFAULT, *Source)

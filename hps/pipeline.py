@@ -16,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.config.model_schema import DenseSpec, TensorSpec
-from hps.dense.base import DATATYPES, DenseModel, TensorInfo, check_network
-from hps.errors import BadRequest, DeadlineExceeded, DenseModelError, ModelError
-from hps.lookup.base import Feature, Lookup
+from hps.dense.base import DATATYPES, DenseModel
+from hps.errors import BadRequest, DeadlineExceeded, DenseModelError
+from hps.lookup.base import Lookup
 from hps.lookup.checks import unknown
 from hps.lookup.workers import Done, Workers
 from hps.types import LookupRequest, LookupResult, PredictRequest, PredictResult
+from hps.wiring import check_wiring
 
 TOP_K_INDEX = "top_k_index"
 
@@ -74,11 +75,9 @@ class InferencePipeline:
         self._outputs = {tensor.name: tensor for tensor in spec.outputs}
         self._all = tuple(self._outputs)
         self._ranking = spec.ranking_output or self._all[0]
-        self.fed = fed_tensors(name, spec, lookup.features)
-        check_network(name, dense, self.fed.values(), served_tensors(spec))
-        _check_ranking(name, self._ranking, self._outputs)
+        fed = check_wiring(name, spec, lookup.features, dense)
         network = {tensor.name: tensor.dtype for tensor in dense.inputs}
-        self._widen = {t: network[t] for _, t in self._feeds if self.fed[t].dtype != network[t]}
+        self._widen = {t: network[t] for _, t in self._feeds if fed[t].dtype != network[t]}
 
     def predict(self, request: PredictRequest) -> PredictResult:
         """As ``submit``, waiting for the answer."""
@@ -220,41 +219,6 @@ class InferencePipeline:
         return outputs
 
 
-def fed_tensors(
-    model: str, spec: DenseSpec, features: Mapping[str, Feature]
-) -> dict[str, TensorInfo]:
-    """Every tensor the network is fed, by its name in the network, as ``model.yaml`` has it."""
-    fed = [_info(tensor) for tensor in spec.inputs]
-    for name in spec.embeddings:
-        if name not in features:
-            raise ModelError(
-                f"{model}: dense.embeddings names feature {name!r}; the features are "
-                f"{', '.join(features)}"
-            )
-    for feature in features.values():
-        shape: tuple[int, ...] = (-1, feature.table.dim)
-        if feature.pooling == "none":
-            if feature.hotness is None:
-                raise ModelError(
-                    f"{model}: feature {feature.name!r} is not pooled and feeds the network, so "
-                    "model.yaml must give its hotness"
-                )
-            shape = (-1, feature.hotness, feature.table.dim)
-        datatype = "FP16" if feature.table.dtype == np.float16 else "FP32"
-        fed.append(TensorInfo(spec.embeddings.get(feature.name, feature.name), datatype, shape))
-    named = {tensor.name: tensor for tensor in fed}
-    if len(named) != len(fed):
-        names = [tensor.name for tensor in fed]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ModelError(f"{model}: model.yaml feeds network input {twice!r} twice")
-    return named
-
-
-def served_tensors(spec: DenseSpec) -> list[TensorInfo]:
-    """The outputs ``model.yaml`` promises."""
-    return [_info(tensor) for tensor in spec.outputs]
-
-
 def top_k(scores: NDArray[Any], k: int) -> NDArray[np.int64]:
     """Positions ``(min(k, n),)`` of the highest ``scores (n,)`` or ``(n, 1)``, best first; equal ones
     in the order they came, NaN last."""
@@ -262,20 +226,9 @@ def top_k(scores: NDArray[Any], k: int) -> NDArray[np.int64]:
     return order[:k].astype(np.int64, copy=False)
 
 
-def _info(tensor: TensorSpec) -> TensorInfo:
-    return TensorInfo(tensor.name, tensor.datatype, tuple(tensor.shape))
-
-
 def _nothing(tensor: TensorSpec) -> NDArray[Any]:
     """The output of an empty batch."""
     return np.empty((0, *(max(size, 0) for size in tensor.shape[1:])), DATATYPES[tensor.datatype])
-
-
-def _check_ranking(model: str, name: str, outputs: Mapping[str, TensorSpec]) -> None:
-    if name not in outputs:
-        raise ModelError(
-            f"{model}: dense.ranking_output is {name!r}; the outputs are {', '.join(outputs)}"
-        )
 
 
 def _same_names(kind: str, got: Mapping[str, Any], expected: Mapping[str, Any], model: str) -> None:

@@ -63,7 +63,7 @@ class CacheWriter:
     ) -> None:
         self._caches = caches
         self._stores = tuple(stores)
-        self._limit = queue_keys
+        self.queue_keys = queue_keys
         self._count = count
         self._jobs: deque[_Promotion | _Change] = deque()
         self._waiting_keys = 0
@@ -82,7 +82,7 @@ class CacheWriter:
         """Have the rows of ``keys (n,)`` copied into the caches some time soon. Never blocks; keys
         beyond the queue's bound are dropped. ``keys`` must not be changed afterwards."""
         with self._wake:
-            room = 0 if self._closed else self._limit - self._waiting_keys
+            room = 0 if self._closed else self.queue_keys - self._waiting_keys
             kept = keys[: max(0, room)]
             if len(kept):
                 self._jobs.append(_Promotion(table, kept))

@@ -1,0 +1,78 @@
+"""Models opened and checked as far as that goes without reading a row.
+
+A broken configuration must end the process within seconds, so this comes before any load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+
+from hps.config import Configuration, Settings, apply_override
+from hps.config.model_schema import FeatureSpec, ModelSpec
+from hps.config.schema import ModelOverride
+from hps.dense.onnx import OnnxModel
+from hps.errors import ConfigError
+from hps.lookup.base import Feature, LookupModel
+from hps.models.repository import ModelVersion, Repository, open_legacy
+from hps.types import EmbeddingTable
+from hps.wiring import check_wiring
+
+
+def open_versions(configuration: Configuration) -> list[ModelVersion]:
+    """The versions to serve: those of ``ps.json`` and those of the repository."""
+    settings = configuration.settings.models
+    overrides: Mapping[str, ModelOverride] = settings.serve or {}
+    versions = []
+    for legacy in configuration.legacy:
+        version = open_legacy(legacy)
+        spec = apply_override(version.spec, overrides.get(version.name))
+        versions.append(replace(version, spec=spec))
+    taken = {version.name for version in versions}
+    if settings.serve is None and not (taken and not settings.repository.is_dir()):
+        names = Repository(settings.repository).names()
+    else:
+        names = list(overrides)
+    repository = Repository(settings.repository)
+    versions += [repository.open(n, None, overrides.get(n)) for n in names if n not in taken]
+    if not versions:
+        raise ConfigError(
+            f"no model to serve: {settings.repository} holds none; make one with `hps model import` "
+            "or set models.repository"
+        )
+    return versions
+
+
+class OpenedModel:
+    """A model version, its lookup description and its network: everything checked but no row read."""
+
+    def __init__(self, version: ModelVersion, settings: Settings, resources: ExitStack) -> None:
+        self.version = version
+        self.spec = version.spec
+        self.tables = version.embedding_tables()
+        self.lookup = LookupModel(
+            version.name,
+            version.version,
+            self.tables,
+            _features(version.spec, self.tables),
+            version.spec.max_batch_size,
+            settings.server.max_keys,
+        )
+        self.dense: OnnxModel | None = None
+        if version.dense is not None and version.spec.dense is not None:
+            chosen = settings.dense
+            self.dense = OnnxModel(version.dense, chosen.provider, chosen.threads, chosen.inline_us)
+            resources.callback(self.dense.close)
+            self.dense.warm_up(
+                check_wiring(version.name, version.spec.dense, self.lookup.features, self.dense)
+            )
+
+
+def _features(spec: ModelSpec, tables: Mapping[str, EmbeddingTable]) -> dict[str, Feature]:
+    """The features of ``model.yaml``; without any, one per table with the table's name."""
+    specs = spec.features or [FeatureSpec(name=t.name, table=t.name) for t in spec.tables]
+    return {
+        f.name: Feature(f.name, tables[f.table], f.key_offset, f.pooling, f.hotness, f.context)
+        for f in specs
+    }

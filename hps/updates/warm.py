@@ -1,0 +1,48 @@
+"""Fills a cache before the node is ready, from the start of a table's files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from hps.types import EmbeddingTable, KeyArray, VectorArray
+from hps.updates.writer import CacheWriter
+
+_CHUNK_ROWS = 16_384
+
+
+def insert_rows(
+    writer: CacheWriter,
+    table: EmbeddingTable,
+    keys: KeyArray,
+    vectors: VectorArray,
+    version: int,
+    step: Callable[[int], None],
+) -> None:
+    """Insert ``keys (n,)`` with ``vectors (n, dim)`` float32, all of ``version``.
+
+    Only for files whose rows the stores still hold just like that: no key twice, nothing written since.
+    The first rows go in last, so that they are the ones a full cache keeps.
+    """
+    for part in _backwards(len(keys)):
+        rows = np.ascontiguousarray(vectors[part], table.dtype)
+        versions = np.full(len(rows), version, np.uint64)
+        writer.insert(table, np.array(keys[part], np.int64), rows, versions).result()
+        step(len(rows))
+
+
+def promote_keys(
+    writer: CacheWriter, table: EmbeddingTable, keys: KeyArray, step: Callable[[int], None]
+) -> None:
+    """Promote ``keys (n,)``, waiting for each chunk: slower, but right whatever was written since."""
+    for part in _backwards(len(keys), min(_CHUNK_ROWS, writer.queue_keys)):
+        chunk = np.array(keys[part], np.int64)
+        writer.promote(table, chunk)
+        writer.flush()
+        step(len(chunk))
+
+
+def _backwards(n: int, chunk: int = _CHUNK_ROWS) -> Iterator[slice]:
+    for start in reversed(range(0, n, chunk)):
+        yield slice(start, min(start + chunk, n))

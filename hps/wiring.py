@@ -1,0 +1,64 @@
+"""How ``model.yaml`` wires features and inputs to a network, and whether the network agrees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from hps.config.model_schema import DenseSpec, TensorSpec
+from hps.dense.base import DenseModel, TensorInfo, check_network
+from hps.errors import ModelError
+from hps.lookup.base import Feature
+
+
+def check_wiring(
+    model: str, spec: DenseSpec, features: Mapping[str, Feature], network: DenseModel
+) -> dict[str, TensorInfo]:
+    """What the network is fed, by its own names. Raises ``ModelError`` where the two disagree."""
+    fed = fed_tensors(model, spec, features)
+    outputs = {tensor.name: tensor for tensor in spec.outputs}
+    check_network(model, network, fed.values(), [_info(tensor) for tensor in spec.outputs])
+    _check_ranking(model, spec.ranking_output or spec.outputs[0].name, outputs)
+    return fed
+
+
+def fed_tensors(
+    model: str, spec: DenseSpec, features: Mapping[str, Feature]
+) -> dict[str, TensorInfo]:
+    """Every tensor the network is fed, by its name in the network, as ``model.yaml`` has it."""
+    fed = [_info(tensor) for tensor in spec.inputs]
+    for name in spec.embeddings:
+        if name not in features:
+            raise ModelError(
+                f"{model}: dense.embeddings names feature {name!r}; the features are "
+                f"{', '.join(features)}"
+            )
+    for feature in features.values():
+        shape: tuple[int, ...] = (-1, feature.table.dim)
+        if feature.pooling == "none":
+            if feature.hotness is None:
+                raise ModelError(
+                    f"{model}: feature {feature.name!r} is not pooled and feeds the network, so "
+                    "model.yaml must give its hotness"
+                )
+            shape = (-1, feature.hotness, feature.table.dim)
+        datatype = "FP16" if feature.table.dtype == np.float16 else "FP32"
+        fed.append(TensorInfo(spec.embeddings.get(feature.name, feature.name), datatype, shape))
+    named = {tensor.name: tensor for tensor in fed}
+    if len(named) != len(fed):
+        names = [tensor.name for tensor in fed]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ModelError(f"{model}: model.yaml feeds network input {twice!r} twice")
+    return named
+
+
+def _check_ranking(model: str, name: str, outputs: Mapping[str, TensorSpec]) -> None:
+    if name not in outputs:
+        raise ModelError(
+            f"{model}: dense.ranking_output is {name!r}; the outputs are {', '.join(outputs)}"
+        )
+
+
+def _info(tensor: TensorSpec) -> TensorInfo:
+    return TensorInfo(tensor.name, tensor.datatype, tuple(tensor.shape))

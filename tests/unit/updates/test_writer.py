@@ -1,0 +1,228 @@
+"""The cache writer: rows are read when they are inserted, the newest wins, and nothing ends it."""
+
+import logging
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from hps.errors import BadRequest, TierError
+from hps.tiers.base import FetchContext, Part, TierInfo
+from hps.tiers.memory import MemoryTier
+from hps.tiers.wrappers import Guarded
+from hps.types import EmbeddingTable, Source, version_now
+from hps.updates.writer import SLICE_KEYS, CacheWriter
+
+TABLE = EmbeddingTable.make("t", 2, default=-1.0)
+NOW = version_now()
+CACHE = TierInfo("cpu", Source.CPU, cache=True)
+
+
+class Store(MemoryTier):
+    def __init__(self):
+        super().__init__(TierInfo("rocksdb", Source.ROCKSDB))
+        self.error = None
+        self.reads = []
+        self.begun, self.leave = threading.Event(), threading.Event()
+        self.leave.set()
+
+    def fetch(self, parts, ctx):
+        self.begun.set()
+        assert self.leave.wait(10)
+        self.reads.append(sum(len(part.keys) for part in parts))
+        if self.error is not None:
+            raise self.error
+        super().fetch(parts, ctx)
+
+
+def arrays(*keys):
+    return np.array(keys, np.int64)
+
+
+def put(tier, keys, value, version=NOW):
+    keys = arrays(*keys)
+    rows = np.full((len(keys), 2), value, np.float32)
+    tier.insert(TABLE, keys, rows, np.full(len(keys), version, np.uint64))
+
+
+def held(tier, *keys):
+    """Per key: its first value, or None."""
+    part = Part.make(TABLE, arrays(*keys))
+    tier.fetch([part], FetchContext())
+    return [float(part.out[i, 0]) if part.source[i] else None for i in range(len(keys))]
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def build(stores, queue_keys=100_000, cache=None):
+        counts = Counter()
+        cache = cache or MemoryTier(CACHE)
+        writer = CacheWriter(
+            cache, stores, queue_keys, lambda result, n: counts.update({result: n})
+        )
+        made.append((writer, stores))
+        return writer, cache, counts
+
+    yield build
+    for writer, stores in made:
+        for store in stores:
+            getattr(store, "leave", threading.Event()).set()
+        writer.close()
+
+
+def test_promotes_what_the_store_holds_and_no_default(make):
+    store = Store()
+    put(store, [1, 2], 5.0)
+    store.delete(TABLE, arrays(3), np.array([NOW], np.uint64))
+    writer, cache, counts = make([store])
+    writer.promote(TABLE, arrays(1, 2, 3, 4))
+    assert writer.flush(5)
+    assert held(cache, 1, 2, 3, 4) == [5.0, 5.0, None, None]
+    assert counts == {"inserted": 2, "gone": 2}
+    assert writer.waiting_keys == 0
+
+
+def test_takes_the_highest_version_of_all_stores(make):
+    first, second = Store(), Store()
+    put(first, [1, 2, 3], 1.0, NOW)
+    put(second, [1], 2.0, NOW + 1)
+    put(second, [2], 2.0, NOW - 1)
+    second.delete(TABLE, arrays(3), np.array([NOW + 1], np.uint64))
+    put(second, [4], 4.0, NOW)
+    writer, cache, _ = make([first, second])
+    writer.promote(TABLE, arrays(1, 2, 3, 4))
+    assert writer.flush(5)
+    assert held(cache, 1, 2, 3, 4) == [2.0, 1.0, None, 4.0]
+
+
+def test_reads_the_row_at_that_moment_not_when_it_was_queued(make):
+    store = Store()
+    put(store, [1, 2], 1.0)
+    store.leave.clear()
+    writer, cache, _ = make([store])
+    writer.promote(TABLE, arrays(99))
+    assert store.begun.wait(5)
+    writer.promote(TABLE, arrays(1, 2))
+    put(store, [1], 2.0, NOW + 1)
+    store.delete(TABLE, arrays(2), np.array([NOW + 1], np.uint64))
+    store.leave.set()
+    assert writer.flush(5)
+    assert held(cache, 1, 2) == [2.0, None]
+
+
+def test_a_newer_row_in_the_cache_stays(make):
+    store = Store()
+    put(store, [1], 1.0, NOW)
+    writer, cache, _ = make([store])
+    put(cache, [1], 9.0, NOW + 5)
+    writer.promote(TABLE, arrays(1))
+    assert writer.flush(5)
+    assert held(cache, 1) == [9.0]
+
+
+def test_a_store_that_cannot_be_asked_stops_the_promotion(make):
+    sound, broken = Store(), Store()
+    put(sound, [1], 1.0)
+    broken.error = TierError("redis", "gone")
+    guarded = Guarded(broken, 1.0, 1, 60.0)
+    writer, cache, counts = make([sound, guarded])
+    writer.promote(TABLE, arrays(1))
+    assert writer.flush(5)
+    assert held(cache, 1) == [None]
+    assert counts == {"degraded": 1}
+    guarded.close()
+
+
+def test_errors_are_counted_and_logged_and_the_thread_lives_on(make, caplog):
+    store = Store()
+    put(store, [1], 1.0)
+    writer, cache, counts = make([store])
+    store.error = ZeroDivisionError("a bug")
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            writer.promote(TABLE, arrays(1, 2))
+            assert writer.flush(5)
+    assert counts == {"failed": 6}
+    assert len(caplog.records) == 1  # not one line per batch
+    assert "a bug" in caplog.text
+    store.error = None
+    writer.promote(TABLE, arrays(1))
+    assert writer.flush(5)
+    assert held(cache, 1) == [1.0]
+
+
+def test_the_queue_is_bounded_and_promote_never_blocks(make):
+    store = Store()
+    put(store, range(20), 1.0)
+    store.leave.clear()
+    writer, cache, counts = make([store], queue_keys=10)
+    writer.promote(TABLE, arrays(0))
+    assert store.begun.wait(5)
+    writer.promote(TABLE, arrays(*range(1, 7)))
+    writer.promote(TABLE, arrays(*range(7, 14)))
+    writer.promote(TABLE, arrays(15))
+    assert writer.waiting_keys == 10
+    assert counts == {"dropped": 4}
+    store.leave.set()
+    assert writer.flush(5)
+    assert held(cache, *range(16)) == [1.0] * 11 + [None] * 5
+
+
+def test_keys_queued_twice_are_read_once_and_in_slices(make):
+    store = Store()
+    put(store, range(3000), 1.0)
+    store.leave.clear()
+    writer, _cache, counts = make([store])
+    writer.promote(TABLE, arrays(0))
+    assert store.begun.wait(5)
+    for _ in range(3):
+        writer.promote(TABLE, arrays(*range(3000)))
+    store.leave.set()
+    assert writer.flush(5)
+    assert counts == {"inserted": 3001}
+    assert max(store.reads) <= SLICE_KEYS
+
+
+def test_changes_are_done_in_order_and_report_their_errors(make):
+    writer, cache, _ = make([Store()])
+    versions = np.array([NOW], np.uint64)
+    rows = np.ones((1, 2), np.float32)
+    writer.insert(TABLE, arrays(1), rows, versions).result(5)
+    assert held(cache, 1) == [1.0]
+    writer.update(TABLE, arrays(1), rows * 2, versions + np.uint64(1)).result(5)
+    writer.update(TABLE, arrays(2), rows * 2, versions).result(5)  # not resident
+    assert held(cache, 1, 2) == [2.0, None]
+    writer.delete(TABLE, arrays(1), versions + np.uint64(2)).result(5)
+    assert held(cache, 1) == [None]
+    with pytest.raises(BadRequest, match=r"vectors"):
+        writer.insert(TABLE, arrays(1), rows[:, :1], versions).result(5)
+    assert writer.flush(5)
+
+
+def test_close_drops_what_waits(make):
+    store = Store()
+    store.leave.clear()
+    writer, _cache, counts = make([store])
+    writer.promote(TABLE, arrays(1))
+    assert store.begun.wait(5)
+    writer.promote(TABLE, arrays(2))
+    change = writer.delete(TABLE, arrays(1), np.array([NOW], np.uint64))
+    threading.Timer(0.05, store.leave.set).start()
+    writer.close()
+    writer.close()
+    assert change.cancelled()
+    assert not writer.flush(1)
+    writer.promote(TABLE, arrays(3))
+    assert counts["dropped"] == 1
+    assert not [t for t in threading.enumerate() if t is writer._thread]
+
+
+def test_flush_gives_up_in_time(make):
+    store = Store()
+    store.leave.clear()
+    writer, _cache, _ = make([store])
+    writer.promote(TABLE, arrays(1))
+    assert not writer.flush(0.05)
