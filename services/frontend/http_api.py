@@ -108,7 +108,7 @@ def install_errors(api: FastAPI) -> None:
         faults = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         return failure(400, "; ".join(faults))
 
-    async def on_hps(request: Request, error: Exception) -> Response:
+    async def on_other(request: Request, error: Exception) -> Response:
         status, body = describe(error, dict(request.scope["headers"]))
         response = Response(body, status)
         response.raw_headers = error_headers(status, body)
@@ -117,7 +117,8 @@ def install_errors(api: FastAPI) -> None:
     handlers: dict[type[Exception], Callable[[Request, Exception], Any]] = {
         HTTPException: on_http,
         RequestValidationError: on_validation,
-        HpsError: on_hps,
+        HpsError: on_other,
+        Exception: on_other,
     }
     for kind, handler in handlers.items():
         api.add_exception_handler(kind, handler)

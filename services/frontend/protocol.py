@@ -84,7 +84,9 @@ def model_routes(state: State, guard: Guard) -> APIRouter:
             told = answers(schema, [404, 503])
             router.add_api_route(prefix + path, endpoint, methods=["GET"], responses=told)
     for prefix in prefixes:  # described by hand; here only so that GET is answered with 405
-        router.add_api_route(f"{prefix}/infer", _unreached, methods=["POST"], include_in_schema=False)
+        router.add_api_route(
+            f"{prefix}/infer", _unreached, methods=["POST"], include_in_schema=False
+        )
     return router
 
 

@@ -1,0 +1,74 @@
+"""The two ASGI applications: the data port's and the admin port's, which answers the same and more."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import cache
+from typing import Any
+
+from fastapi import FastAPI
+
+from hps import __version__
+from hps.config.schema import ServerSettings
+from services.frontend.admin import admin_routes, metrics_route
+from services.frontend.auth import Guard
+from services.frontend.body import Receive
+from services.frontend.http_api import install_errors
+from services.frontend.infer import App, InferApp, Scope, Send
+from services.frontend.openapi import document
+from services.frontend.protocol import health_routes, model_routes, repository_routes
+from services.frontend.state import State
+
+_ABOUT = (
+    "Embedding lookup and ranking by the Open Inference Protocol. Every error is "
+    '`{"error": "<cause and mend>"}`.'
+)
+
+
+def data_app(state: State, settings: ServerSettings, guard: Guard) -> App:
+    """Inference, and what clients ask about it."""
+    api = _api("hps", state, settings, guard)
+    return InferApp(state, settings, guard, Contained(api))
+
+
+def admin_app(state: State, settings: ServerSettings, guard: Guard) -> App:
+    """All of the data port's answers, metrics, and ``/v1``."""
+    api = _api("hps admin", state, settings, guard)
+    api.include_router(metrics_route(state))
+    api.include_router(admin_routes(state, guard, settings.request_timeout_ms / 1e3))
+    return InferApp(state, settings, guard, Contained(api))
+
+
+def _api(title: str, state: State, settings: ServerSettings, guard: Guard) -> FastAPI:
+    api = FastAPI(
+        title=title,
+        version=__version__,
+        description=_ABOUT,
+        docs_url="/docs" if settings.docs else None,
+        openapi_url="/openapi.json" if settings.docs else None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    install_errors(api)
+    api.include_router(health_routes(state))
+    api.include_router(model_routes(state, guard))
+    api.include_router(repository_routes(state, guard))
+
+    @cache
+    def openapi() -> dict[str, Any]:
+        return document(api, guard)
+
+    api.openapi = openapi  # type: ignore[method-assign]
+    return api
+
+
+class Contained:
+    """``app``, whose unexpected errors end here: Starlette has them answered and logged in our shape
+    (``install_errors``) and then raises them again, for the server to log a second time."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(Exception):
+            await self._app(scope, receive, send)

@@ -1,0 +1,137 @@
+"""uvicorn as one of several servers in a process: signals, sockets and stalled connections are ours."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from hps.errors import ConfigError
+from services.frontend.errors import error_body
+from services.frontend.infer import App
+
+# An idle keep-alive connection is closed after this time; a connection on which a request has begun
+# but does not go on, after one to two sweeps.
+KEEP_ALIVE_S = 75
+SWEEP_S = 10.0
+_BACKLOG = 2048
+
+
+def listen(host: str, port: int, setting: str) -> socket.socket:
+    """A listening TCP socket; ``ConfigError`` naming ``setting`` when that cannot be."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"{setting}.host is {host!r}, which is no address: {error}") from None
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        mend = "choose another address or port"
+        if error.errno == errno.EADDRINUSE:
+            mend = (
+                f"stop the process that listens there, or set {setting}.port (0 takes a free one)"
+            )
+        raise ConfigError(
+            f"{setting}: cannot listen on {host}:{port}: {error.strerror or error}; {mend}"
+        ) from None
+    return sock
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 with our error shape for what is no HTTP at all. ``heard`` counts arrivals."""
+
+    heard = 0
+
+    def data_received(self, data: bytes) -> None:
+        self.heard += 1
+        super().data_received(data)
+
+    def send_400_response(self, msg: str) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            # The head was answered already or is being answered; nothing can be added to that.
+            self.transport.close()
+            return
+        body = error_body(msg)
+        head = (
+            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            b"content-length: %d\r\n\r\n" % len(body)
+        )
+        self.transport.write(head + body)
+        self.transport.close()
+
+
+class HttpServer(uvicorn.Server):
+    """One port. Stopped by ``stop`` alone."""
+
+    def __init__(self, app: App, sock: socket.socket, drain_s: float) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=Protocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=max(1, round(drain_s)),
+                backlog=_BACKLOG,
+            )
+        )
+        self._socket = sock
+        host, port = sock.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{port}"
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def serve(self, sockets: Any = None) -> None:
+        """Serve until ``stop``; then what was accepted is answered."""
+        sweeper = asyncio.create_task(self._sweep())
+        try:
+            await super().serve(sockets=[self._socket])
+        finally:
+            sweeper.cancel()
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """Begin the end; ``at_once`` drops what is still being answered."""
+        self.should_exit = True
+        self.force_exit = self.force_exit or at_once
+
+    async def _sweep(self) -> None:
+        """Close connections whose request has begun and does not go on: no timer per request."""
+        heard: dict[Any, int] = {}
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            before, heard = heard, {}
+            connections: list[Any] = list(self.server_state.connections)
+            for connection in connections:
+                if not _waits_for_client(connection):
+                    continue
+                if before.get(connection) == connection.heard:
+                    connection.transport.close()
+                else:
+                    heard[connection] = connection.heard
+
+
+def _waits_for_client(connection: Any) -> bool:
+    """Whether a head or a body is incomplete; not: idle between two requests."""
+    cycle = connection.cycle
+    if cycle is None or cycle.response_complete:
+        return connection.timeout_keep_alive_task is None
+    return bool(cycle.more_body and not cycle.response_started)
