@@ -59,6 +59,7 @@ class EmbeddingTable:
 
     ``default`` is ``(dim,)`` of ``dtype``, read-only: what an unknown key gets.
     ``tombstone_ttl_s`` is how long a deletion is remembered against late, older upserts.
+    ``key_bits`` is 64, or 32 where only the low 32 bits of a key count (`key_dtype: uint32`).
     """
 
     model: str
@@ -69,6 +70,7 @@ class EmbeddingTable:
     default: VectorArray
     miss: MissPolicy = MissPolicy()
     tombstone_ttl_s: float = 86_400.0
+    key_bits: Literal[32, 64] = 64
 
     @property
     def id(self) -> str:
@@ -78,6 +80,10 @@ class EmbeddingTable:
     @property
     def row_bytes(self) -> int:
         return self.dim * self.dtype.itemsize
+
+    def narrow(self, keys: KeyArray) -> KeyArray:
+        """``keys (n,) int64`` as this table knows them: unchanged, or their low 32 bits."""
+        return keys if self.key_bits == 64 else keys & np.int64(0xFFFF_FFFF)
 
     @staticmethod
     def make(
@@ -90,13 +96,14 @@ class EmbeddingTable:
         default: Any = 0.0,
         miss: MissPolicy | None = None,
         tombstone_ttl_s: float = 86_400.0,
+        key_bits: Literal[32, 64] = 64,
     ) -> EmbeddingTable:
         """Build a table; ``default`` is a scalar or a vector of ``dim`` values."""
         dt = np.dtype(dtype)
         row = np.ascontiguousarray(np.broadcast_to(np.asarray(default, dt), (dim,)))
         row.flags.writeable = False
         return EmbeddingTable(
-            model, version, name, dim, dt, row, miss or MissPolicy(), tombstone_ttl_s
+            model, version, name, dim, dt, row, miss or MissPolicy(), tombstone_ttl_s, key_bits
         )
 
 
