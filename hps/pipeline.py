@@ -186,7 +186,13 @@ class InferencePipeline:
             run = (*wanted, self._ranking)
         outputs = self._run(self._feed(inputs, rows, batch), run, batch)
         if request.top_k is not None:
-            best = top_k(outputs[self._ranking], request.top_k)
+            scores = outputs[self._ranking]
+            if scores.size != batch:
+                raise BadRequest(
+                    f"top_k sorts by one number per sample, output {self._ranking!r} has "
+                    f"{list(scores.shape[1:])}; name another as dense.ranking_output"
+                )
+            best = top_k(scores, request.top_k)
             outputs = {name: outputs[name][best] for name in wanted}
             outputs[TOP_K_INDEX] = best
         return PredictResult(outputs, rows.sources, rows.defaulted, rows.degraded)

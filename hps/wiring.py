@@ -19,7 +19,7 @@ def check_wiring(
     fed = fed_tensors(model, spec, features)
     outputs = {tensor.name: tensor for tensor in spec.outputs}
     check_network(model, network, fed.values(), [_info(tensor) for tensor in spec.outputs])
-    _check_ranking(model, spec.ranking_output or spec.outputs[0].name, outputs)
+    _check_ranking(model, spec.ranking_output, outputs)
     return fed
 
 
@@ -53,10 +53,16 @@ def fed_tensors(
     return named
 
 
-def _check_ranking(model: str, name: str, outputs: Mapping[str, TensorSpec]) -> None:
+def _check_ranking(model: str, stated: str | None, outputs: Mapping[str, TensorSpec]) -> None:
+    name = stated or next(iter(outputs))
     if name not in outputs:
         raise ModelError(
             f"{model}: dense.ranking_output is {name!r}; the outputs are {', '.join(outputs)}"
+        )
+    if stated and any(size > 1 for size in outputs[name].shape[1:]):
+        raise ModelError(
+            f"{model}: dense.ranking_output {name!r} has shape {outputs[name].shape}; top_k sorts by "
+            "one number per sample"
         )
 
 

@@ -49,7 +49,7 @@ class OnnxModel:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
-        options.log_severity_level = 3  # what goes wrong is raised, not printed
+        options.log_severity_level = 4  # what goes wrong is raised, not printed
         providers = _providers(ort, provider)
         try:
             self._session = ort.InferenceSession(str(path), options, providers=providers)

@@ -1,0 +1,253 @@
+"""OnnxModel, and the check of a network against model.yaml."""
+
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto as T
+from onnx import helper as h
+
+from hps.dense import onnx as module
+from hps.dense.base import TensorInfo, check_network
+from hps.dense.onnx import OnnxModel
+from hps.errors import ConfigError, DenseModelError, ModelError
+
+
+def write_network(path: Path, nodes, inputs, outputs) -> Path:
+    """``inputs`` and ``outputs``: name -> (type, shape)."""
+    made = [
+        [h.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in side.items()]
+        for side in (inputs, outputs)
+    ]
+    model = h.make_model(
+        h.make_graph(nodes, "g", *made), opset_imports=[h.make_opsetid("", 17)], ir_version=9
+    )
+    onnx.save(model, path)
+    return path
+
+
+@pytest.fixture
+def two_outputs(tmp_path):
+    """sum = a + b, double = sum + sum; a, b (batch, 3)."""
+    side = (T.FLOAT, ["batch", 3])
+    return write_network(
+        tmp_path / "dense.onnx",
+        [h.make_node("Add", ["a", "b"], ["sum"]), h.make_node("Add", ["sum", "sum"], ["double"])],
+        {"a": side, "b": side},
+        {"sum": side, "double": side},
+    )
+
+
+def test_predict(two_outputs):
+    model = OnnxModel(two_outputs, "cpu")
+    assert model.inputs == (TensorInfo("a", "FP32", (-1, 3)), TensorInfo("b", "FP32", (-1, 3)))
+    assert [tensor.name for tensor in model.outputs] == ["sum", "double"]
+    a = np.arange(6, dtype=np.float32).reshape(2, 3)
+    a[1, 1] = np.nan
+    outputs = model.predict({"a": a, "b": a})
+    assert list(outputs) == ["sum", "double"]
+    np.testing.assert_array_equal(outputs["double"], a * 4)
+    assert list(model.predict({"a": a, "b": a}, ("double",))) == ["double"]
+    model.close()
+
+
+def test_many_threads(two_outputs):
+    model = OnnxModel(two_outputs, "cpu")
+    wrong = []
+
+    def run(i):
+        a = np.full((4, 3), i, np.float32)
+        answers = (model.predict({"a": a, "b": a})["sum"] for _ in range(200))
+        wrong.extend(i for sums in answers if not (sums == 2 * i).all())
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_failing_run_is_one_line(two_outputs):
+    model = OnnxModel(two_outputs, "cpu")
+    a = np.ones((2, 3), np.float32)
+    with pytest.raises(DenseModelError, match="the dense model failed: ") as error:
+        model.predict({"a": a, "b": np.ones((3, 3), np.float32)})
+    assert "\n" not in str(error.value)
+    with pytest.raises(DenseModelError):
+        model.predict({"a": a})
+    with pytest.raises(DenseModelError):
+        model.predict({"a": a, "b": a}, ("nonsense",))
+    assert len(model.predict({"a": a, "b": a})) == 2
+
+
+def test_inline_only_when_measured_and_quick(two_outputs):
+    model = OnnxModel(two_outputs, "cpu", inline_us=1e6)
+    assert not model.runs_inline(1)
+    model.warm_up()
+    assert model.runs_inline(1)
+    model._one_us, model._sample_us = 100.0, 10.0
+    model._inline_us = 150.0
+    assert [model.runs_inline(batch) for batch in (1, 6, 7)] == [True, True, False]
+    never = OnnxModel(two_outputs, "cpu", inline_us=0.0)
+    never.warm_up()
+    assert not never.runs_inline(1)
+
+
+def test_warm_up_fails_at_start_not_at_the_first_request(tmp_path):
+    path = write_network(
+        tmp_path / "dense.onnx",
+        [h.make_node("MatMul", ["a", "b"], ["c"])],
+        {"a": (T.FLOAT, ["n", "k"]), "b": (T.FLOAT, ["n", 3])},
+        {"c": (T.FLOAT, ["n", 3])},
+    )
+    with pytest.raises(ModelError, match=r"dense.onnx: the first run, on zeros .*'a': \[1, 5\]"):
+        OnnxModel(path, "cpu").warm_up({"a": TensorInfo("a", "FP32", (-1, 5))})
+
+
+@pytest.mark.parametrize("content", [b"", b"not a network"])
+def test_not_a_network(tmp_path, content):
+    path = tmp_path / "dense.onnx"
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=r"dense.onnx: ONNX Runtime cannot load it"):
+        OnnxModel(path)
+
+
+def test_tensors_without_a_protocol_type(tmp_path):
+    path = write_network(
+        tmp_path / "dense.onnx",
+        [h.make_node("Identity", ["s"], ["t"])],
+        {"s": (T.STRING, ["n"])},
+        {"t": (T.STRING, ["n"])},
+    )
+    with pytest.raises(ModelError, match=r"'s' is tensor\(string\); use one of"):
+        OnnxModel(path, "cpu")
+
+
+# -- providers -----------------------------------------------------------------------------------
+
+
+class _Runtime:
+    """Stands for an ONNX Runtime with CUDA that may fail to load its libraries."""
+
+    class SessionOptions:
+        pass
+
+    def __init__(self, available, used):
+        self._available, self._used = available, used
+        self.asked = None
+
+    def get_available_providers(self):
+        return self._available
+
+    def InferenceSession(self, path, options, providers):
+        self.asked = providers
+        self.options = options
+        runtime = self
+
+        class Session:
+            def get_providers(self):
+                return runtime._used or providers
+
+            def get_inputs(self):
+                return []
+
+            get_outputs = get_inputs
+
+        return Session()
+
+
+CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+
+
+@pytest.mark.parametrize(
+    ("provider", "available", "asked"),
+    [
+        ("auto", [CUDA, CPU], [CUDA, CPU]),
+        ("auto", [CPU], [CPU]),
+        ("cpu", [CUDA, CPU], [CPU]),
+        ("cuda", [CUDA, CPU], [CUDA, CPU]),
+    ],
+)
+def test_provider(monkeypatch, provider, available, asked):
+    runtime = _Runtime(available, None)
+    monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
+    assert OnnxModel(Path("x.onnx"), provider, threads=3).provider == asked[0]
+    assert runtime.asked == asked
+    assert runtime.options.intra_op_num_threads == 3
+
+
+def test_cuda_that_is_not_there(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", _Runtime([CPU], None))
+    with pytest.raises(ConfigError, match="install onnxruntime-gpu"):
+        OnnxModel(Path("x.onnx"), "cuda")
+
+
+def test_cuda_that_does_not_load(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", _Runtime([CUDA, CPU], [CPU]))
+    with pytest.raises(ConfigError, match=f"fell back to {CPU}"):
+        OnnxModel(Path("x.onnx"), "cuda")
+    assert OnnxModel(Path("x.onnx"), "auto").provider == CPU
+
+
+def test_first_line_of_an_error_without_text():
+    assert module._first_line(ValueError()) == "ValueError"
+
+
+# -- model.yaml ----------------------------------------------------------------------------------
+
+
+class _Network:
+    inputs = (TensorInfo("user", "FP32", (-1, 4)), TensorInfo("hist", "FP32", (-1, -1, 2)))
+    outputs = (TensorInfo("ctr", "FP32", (-1, 1)), TensorInfo("cvr", "FP32", (-1, 1)))
+
+
+USER, HIST = TensorInfo("user", "FP32", (-1, 4)), TensorInfo("hist", "FP32", (-1, 3, 2))
+CTR = TensorInfo("ctr", "FP32", (-1, 1))
+
+
+def test_a_fitting_network():
+    check_network("m", _Network(), [USER, HIST], [CTR])
+    half = TensorInfo("user", "FP16", (-1, 4))
+    check_network("m", _Network(), [half, HIST], [CTR])
+
+
+@pytest.mark.parametrize(
+    ("fed", "served", "message"),
+    [
+        ([USER], [CTR], r"feeds nothing to network input 'hist' \(FP32 \[-1, -1, 2\]\)"),
+        ([USER, USER, HIST], [CTR], "'user' is fed twice"),
+        (
+            [USER, HIST, TensorInfo("x", "FP32", (-1,))],
+            [CTR],
+            "names input 'x', the network has user, hist",
+        ),
+        ([TensorInfo("user", "FP32", (-1, 5)), HIST], [CTR], r"\[-1, 5\] in model.yaml, \[-1, 4\]"),
+        ([TensorInfo("user", "FP32", (-1,)), HIST], [CTR], r"\[-1\] in model.yaml, \[-1, 4\]"),
+        (
+            [TensorInfo("user", "INT64", (-1, 4)), HIST],
+            [CTR],
+            "is INT64 in model.yaml, FP32 in the",
+        ),
+        (
+            [USER, HIST],
+            [TensorInfo("p", "FP32", (-1, 1))],
+            "names output 'p', the network has ctr, cvr",
+        ),
+        ([USER, HIST], [TensorInfo("ctr", "FP16", (-1, 1))], "is FP16 in model.yaml, FP32 in the"),
+    ],
+)
+def test_a_network_that_does_not_fit(fed, served, message):
+    with pytest.raises(ModelError, match=message):
+        check_network("m", _Network(), fed, served)
+
+
+def test_a_network_with_a_fixed_batch():
+    class Fixed(_Network):
+        inputs = (TensorInfo("user", "FP32", (1, 4)),)
+
+    with pytest.raises(ModelError, match=r"fixed batch in the network, \[1, 4\]; export"):
+        check_network("m", Fixed(), [USER], [])
