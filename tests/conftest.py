@@ -1,9 +1,21 @@
 """Fixtures that several suites share."""
 
 import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+
+from hps.tiers.base import Tier, TierInfo
+from hps.tiers.chain import TierChain
+from hps.tiers.cpu_cache import CpuCache
+from hps.tiers.memory import MemoryTier
+from hps.tiers.rocksdb import RocksDbTier
+from hps.tiers.wrappers import Guarded, Metered
+from hps.types import EmbeddingTable, Source
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +30,107 @@ def shared_data() -> Path:
     if os.environ.get("CI"):
         pytest.fail(message)
     pytest.skip(message)
+
+
+# -- every tier ------------------------------------------------------------------------------------
+
+ROWS = 4096
+"""What the tables of a tier under test may hold without a cache dropping any."""
+
+TableSet = list[EmbeddingTable]
+
+
+@dataclass(frozen=True)
+class TierCase:
+    """A tier to be tested: how to make one and what to expect of it.
+
+    ``versioned`` tiers keep a version per row and tombstones; the others the last write.
+    """
+
+    make: Callable[[Path, TableSet], Tier]
+    sources: frozenset[Source] = frozenset({Source.MEMORY})
+    dtype: Any = np.float32
+    versioned: bool = True
+
+
+@dataclass(frozen=True)
+class TierUnderTest:
+    """``tier`` and its ``tables``: three of different dims."""
+
+    case: TierCase
+    tier: Tier
+    tables: TableSet
+
+
+def memory(source: Source = Source.MEMORY, *, blocking: bool = False) -> MemoryTier:
+    return MemoryTier(TierInfo("memory", source, blocking=blocking))
+
+
+def guarded(tier: Tier) -> Guarded:
+    return Guarded(tier, deadline_s=60.0, failures_to_open=1, retry_after_s=60.0)
+
+
+def cpu_cache(_path: Path, tables: TableSet) -> CpuCache:
+    return CpuCache(dict.fromkeys(tables, 2 * ROWS))
+
+
+def chain_of_chains(path: Path, tables: TableSet) -> TierChain:
+    caches = TierChain([Metered(cpu_cache(path, tables), lambda *_: None)])
+    stores = TierChain([guarded(memory(Source.REDIS)), memory(Source.ROCKSDB, blocking=True)])
+    return TierChain([caches, TierChain([]), guarded(stores)])
+
+
+def rocksdb(path: Path, tables: TableSet, layout: Any = "native") -> RocksDbTier:
+    tier = RocksDbTier(path, layout=layout, block_cache_bytes=1 << 20)
+    tier.open_tables(tables)
+    return tier
+
+
+CPU, ROCKS = frozenset({Source.CPU}), frozenset({Source.ROCKSDB})
+TIERS = {
+    "memory": TierCase(lambda _path, _tables: memory()),
+    "chain": TierCase(lambda _path, _tables: TierChain([memory(Source.CPU), memory()]), CPU),
+    "chain_of_chains": TierCase(chain_of_chains, CPU | ROCKS | {Source.REDIS}),
+    "metered": TierCase(lambda _path, _tables: Metered(memory(), lambda *_: None)),
+    "guarded_in_place": TierCase(lambda _path, _tables: guarded(memory())),
+    "guarded": TierCase(lambda _path, _tables: guarded(memory(blocking=True))),
+    "cpu_cache": TierCase(cpu_cache, CPU),
+    "cpu_cache_float16": TierCase(cpu_cache, CPU, np.float16),
+    "rocksdb": TierCase(rocksdb, ROCKS),
+    "rocksdb_float16": TierCase(rocksdb, ROCKS, np.float16),
+    "rocksdb_hps": TierCase(lambda p, t: rocksdb(p, t, "hps"), ROCKS, versioned=False),
+}
+VERSIONED = [name for name, case in TIERS.items() if case.versioned]
+
+OpenTier = Callable[[Path], TierUnderTest]
+
+
+def open_case(name: str, path: Path) -> TierUnderTest:
+    case = TIERS[name]
+    tables = [
+        EmbeddingTable.make(table, dim, dtype=case.dtype)
+        for table, dim in (("items", 4), ("users", 3), ("wide", 64))
+    ]
+    return TierUnderTest(case, case.make(path, tables), tables)
+
+
+@pytest.fixture(params=TIERS)
+def under_test(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierUnderTest]:
+    """Every tier, one after the other."""
+    opened = open_case(request.param, tmp_path)
+    yield opened
+    opened.tier.close()
+
+
+@pytest.fixture(params=VERSIONED)
+def versioned(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierUnderTest]:
+    """Every tier that keeps versions and tombstones."""
+    opened = open_case(request.param, tmp_path)
+    yield opened
+    opened.tier.close()
+
+
+@pytest.fixture(params=TIERS)
+def open_tier(request: pytest.FixtureRequest) -> OpenTier:
+    """Makes one kind of tier again and again, each time in the given empty folder."""
+    return lambda path: open_case(request.param, path)

@@ -1,0 +1,89 @@
+"""Readers beside the writer: a row that comes back belongs to its key and is of one piece."""
+
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
+import numpy as np
+import pytest
+
+from hps.tiers.base import FetchContext, Part
+from hps.types import make_version
+
+KEYS = np.arange(-40, 40)
+CYCLE = 1999  # numbers that float16 holds exactly
+SECONDS = 0.5
+
+
+def rows_of(table, keys, sequences):
+    """Rows that carry their key, their sequence and, in every other place, a checksum of both."""
+    rows = np.empty((len(keys), table.dim), table.dtype)
+    rows[:, 0] = keys
+    rows[:, 1] = sequences % CYCLE
+    rows[:, 2:] = ((keys * 31 + sequences % CYCLE) % CYCLE)[:, None]
+    return rows
+
+
+@pytest.fixture
+def hasty_switches():
+    """Threads take turns after microseconds instead of milliseconds."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(usual)
+
+
+def write(tier, table, stop):
+    """Insert, refresh, delete and evict random keys; returns how often."""
+    rng = np.random.default_rng(1)
+    sequence, start = 0, time.time_ns() // 1_000_000
+    while not stop.is_set():
+        sequence += 1
+        keys = rng.choice(KEYS, 30, replace=False)
+        sequences = np.full(len(keys), sequence)
+        versions = np.full(len(keys), make_version(start + (sequence >> 20), sequence), np.uint64)
+        rows = rows_of(table, keys, sequences)
+        tier.insert(table, keys, rows, versions)
+        tier.update(table, keys[::-1].copy(), rows[::-1].copy(), versions)
+        tier.delete(table, keys[:3].copy(), versions[:3])
+        tier.evict(table, keys[3:6].copy())
+    return sequence
+
+
+def read(tier, table, stop, *, versioned):
+    """Check every row that comes back; returns how many did and how many were missing."""
+    rng = np.random.default_rng()
+    found = missed = 0
+    while not stop.is_set():
+        keys = rng.choice(KEYS, 40, replace=False)
+        part = Part.make(table, keys, np.full((len(keys), table.dim), -1, table.dtype))
+        tier.fetch([part], FetchContext())
+        at = np.flatnonzero(part.source)
+        rows = part.out[at]
+        sequences = rows[:, 1].astype(np.int64)
+        np.testing.assert_array_equal(rows, rows_of(table, keys[at], sequences))
+        if versioned:
+            reported = (part.versions[at] & np.uint64(2**20 - 1)).astype(np.int64)
+            np.testing.assert_array_equal(reported % CYCLE, sequences)
+        assert not np.intersect1d(part.missing, at).size
+        untouched = np.setdiff1d(np.arange(len(keys)), at)
+        assert (part.out[untouched] == -1).all()
+        found += len(at)
+        missed += len(untouched)
+    return found, missed
+
+
+def test_no_torn_or_foreign_rows(under_test, hasty_switches):
+    tier, table, stop = under_test.tier, under_test.tables[2], Event()
+    versioned = under_test.case.versioned
+    with ThreadPoolExecutor(4) as pool:
+        writer = pool.submit(write, tier, table, stop)
+        readers = [pool.submit(read, tier, table, stop, versioned=versioned) for _ in range(3)]
+        time.sleep(SECONDS)
+        stop.set()
+        assert writer.result() > 0
+        for reader in readers:
+            found, missed = reader.result()
+            assert found > 0
+            assert missed > 0
