@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -90,7 +91,7 @@ def _load(
     with progress.task(f"loading {table.name}", files.rows) as step:
         done = store.bulk_load(
             table,
-            sorted_chunks(files, table, store.codes, count),
+            sorted_chunks(files, partial(store.codes, table), count),
             LoadRecord(files.digest, 0, _row_version(version), table.dim, table.dtype.name),
             step,
         )
@@ -122,20 +123,22 @@ def _verify(files: TableFiles, progress: Progress) -> None:
 
 def sorted_chunks(
     files: TableFiles,
-    table: EmbeddingTable,
     to_codes: Callable[[np.ndarray], CodeArray],
     count: _Count,
 ) -> Iterator[tuple[CodeArray, VectorArray]]:
-    """Blocks of strictly ascending codes with their vectors in the table's dtype."""
+    """Blocks of strictly ascending codes with their vectors (float32, valid until the next block)."""
     if not files.rows:
         return
     vectors = files.vectors()
+    block = np.empty((_BLOCK_ROWS, files.dim), np.float32)
     for code, at in _sorted_ranges(files, to_codes):
         if len(code) > 1:
             code, at = _last_of_each(code, at, count)
         for start in range(0, len(code), _BLOCK_ROWS):
             part = slice(start, start + _BLOCK_ROWS)
-            yield code[part], np.take(vectors, at[part], axis=0)
+            rows = block[: len(at[part])]
+            np.take(vectors, at[part], axis=0, out=rows, mode="clip")
+            yield code[part], rows
 
 
 def _sorted_ranges(

@@ -31,11 +31,6 @@ from hps.tiers.rocksdb_layout import (
     Layout,
     Stored,
     WrongLength,
-    codes,
-    decode,
-    encode,
-    encode_tombstones,
-    stored_keys,
 )
 from hps.tiers.rocksdb_load import BulkLoad, LoadRecord
 from hps.tiers.rocksdb_open import NAME, OpenSettings
@@ -125,9 +120,9 @@ class RocksDbTier:
         """Forget tables: their rows, tombstones and load records. No other call on them may run."""
         self._database.drop(tables)
 
-    def codes(self, keys: KeyArray) -> CodeArray:
+    def codes(self, table: EmbeddingTable, keys: KeyArray) -> CodeArray:
         """(n,) keys -> (n,) uint64 that sort as the stored keys do; for `bulk_load`."""
-        return codes(keys, self._layout)
+        return self._database.family(table).codec.codes(keys)
 
     def bulk_load(
         self,
@@ -151,7 +146,7 @@ class RocksDbTier:
             family.streamed = False
             if self._layout == "native":
                 database.clear(family)
-            job = BulkLoad(self.path, database.options, table, self._layout, record.version)
+            job = BulkLoad(self.path, database.options, family.codec, record.version)
             try:
                 rows = job.run(chunks, family.data, progress)
             finally:
@@ -178,17 +173,17 @@ class RocksDbTier:
                 self._fetch_part(part)
 
     def _fetch_part(self, part: Part) -> None:
-        table = part.table
-        code = codes(part.keys[part.missing], self._layout)
+        family = self._database.family(part.table)
+        code = family.codec.codes(part.keys[part.missing])
         order = np.argsort(code)
-        stored = self._read(table, self._database.family(table), code[order])
+        stored = self._read(family, code[order])
         at = order[stored.at]
         found = part.missing[at]
         part.out[found] = stored.vectors
         part.versions[found] = stored.versions
         part.source[found] = Source.ROCKSDB
         if len(stored.dead_at):
-            live = self._remembered(table, stored.dead_versions)
+            live = self._remembered(part.table, stored.dead_versions)
             dead = order[stored.dead_at[live]]
             part.versions[part.missing[dead]] = stored.dead_versions[live]
             at = np.concatenate([at, dead])
@@ -199,15 +194,16 @@ class RocksDbTier:
             left[at] = False
             part.missing = part.missing[left]
 
-    def _read(self, table: EmbeddingTable, family: Family, code: CodeArray) -> Stored:
+    def _read(self, family: Family, code: CodeArray) -> Stored:
         """What is stored under ascending codes."""
         try:
-            values: Any = family.data.get(stored_keys(code), b"")
+            values: Any = family.data.get(family.codec.stored_keys(code), b"")
         except Exception as error:
             self._database.fail(error)
         try:
-            return decode(table, values, self._layout)
+            return family.codec.decode(values)
         except WrongLength as error:
+            table = family.table
             raise TierError(
                 NAME,
                 f"table {table.id}: a stored row has {error.found} bytes, expected {error.expected} "
@@ -224,99 +220,83 @@ class RocksDbTier:
     def insert(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
     ) -> None:
-        self._upsert(table, keys, vectors, versions, resident_only=False)
+        check_rows(table, keys, vectors, versions)
+        self._write(table, keys, vectors, versions, resident_only=False)
 
     def update(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
     ) -> None:
-        self._upsert(table, keys, vectors, versions, resident_only=True)
-
-    def _upsert(
-        self,
-        table: EmbeddingTable,
-        keys: KeyArray,
-        vectors: VectorArray,
-        versions: VersionArray,
-        *,
-        resident_only: bool,
-    ) -> None:
         check_rows(table, keys, vectors, versions)
-        with self._database.lock, self._database.errors():
-            self._database.writable()
-            family = self._database.family(table)
-            code, at = self._sorted(keys, versions)
-            mask = self._applicable(table, family, code, versions[at], resident_only=resident_only)
-            if mask is not None:
-                code, at = code[mask], at[mask]
-            self._put(
-                family,
-                code,
-                lambda part: encode(table, vectors[at[part]], versions[at[part]], self._layout),
-            )
+        self._write(table, keys, vectors, versions, resident_only=True)
 
     def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> None:
         """In the ``hps`` layout a deletion leaves no trace."""
         check_keys(table, keys, versions)
         if self._layout == "hps":
             self.evict(table, keys)
-            return
+        else:
+            self._write(table, keys, None, versions, resident_only=False)
+
+    def _write(
+        self,
+        table: EmbeddingTable,
+        keys: KeyArray,
+        vectors: VectorArray | None,
+        versions: VersionArray,
+        *,
+        resident_only: bool,
+    ) -> None:
+        """Upsert, or delete where ``vectors`` is None, what is not older than what is stored."""
         with self._database.lock, self._database.errors():
             self._database.writable()
             family = self._database.family(table)
-            code, at = self._sorted(keys, versions)
-            mask = self._applicable(table, family, code, versions[at], resident_only=False)
-            if mask is not None:
+            keys = table.narrow(keys)
+            # Where versions are not stored the last of equal keys wins, whatever version it carries.
+            ranks = versions if family.codec.versioned else np.zeros(len(keys), np.uint64)
+            at = newest_of_each(keys, ranks)
+            if at is None:
+                at = np.arange(len(keys))
+            code = family.codec.codes(keys[at])
+            order = np.argsort(code)
+            code, at = code[order], at[order]
+            if family.codec.versioned or resident_only:
+                mask = self._applicable(family, code, versions[at], resident_only=resident_only)
                 code, at = code[mask], at[mask]
-            self._put(family, code, lambda part: encode_tombstones(versions[at[part]]))
+            if vectors is None:
+                self._put(family, code, lambda i: family.codec.encode_tombstones(versions[at[i]]))
+            else:
+                rows = vectors
+                self._put(family, code, lambda i: family.codec.encode(rows[at[i]], versions[at[i]]))
+
+    def _applicable(
+        self, family: Family, code: CodeArray, versions: VersionArray, *, resident_only: bool
+    ) -> NDArray[np.bool_]:
+        """Which writes are not older than what is stored. A tombstone that is still remembered is
+        resident: an update revives its key."""
+        stored = self._read(family, code)
+        live = self._remembered(family.table, stored.dead_versions)
+        dead_at = stored.dead_at[live]
+        known = np.zeros(len(code), np.uint64)
+        known[stored.at] = stored.versions
+        known[dead_at] = stored.dead_versions[live]
+        mask: NDArray[np.bool_] = versions >= known
+        if resident_only:
+            resident = np.zeros(len(code), bool)
+            resident[stored.at] = True
+            resident[dead_at] = True
+            mask &= resident
+        return mask
 
     def evict(self, table: EmbeddingTable, keys: KeyArray) -> None:
         """Remove rows and tombstones without a trace. On a store that means losing them."""
         check_keys(table, keys)
         with self._database.lock, self._database.errors():
             self._database.writable()
-            self._put(self._database.family(table), np.sort(codes(keys, self._layout)), None)
-
-    def _sorted(self, keys: KeyArray, versions: VersionArray) -> tuple[CodeArray, NDArray[np.intp]]:
-        """Ascending distinct codes and the position of each one's newest row."""
-        # Where versions are not stored the last of equal keys wins, whatever version it carries.
-        ranks = versions if self._layout == "native" else np.zeros(len(keys), np.uint64)
-        keep = newest_of_each(keys, ranks)
-        code = codes(keys if keep is None else keys[keep], self._layout)
-        order = np.argsort(code)
-        return code[order], order if keep is None else keep[order]
-
-    def _applicable(
-        self,
-        table: EmbeddingTable,
-        family: Family,
-        code: CodeArray,
-        versions: VersionArray,
-        *,
-        resident_only: bool,
-    ) -> NDArray[np.bool_] | None:
-        """Mask of the writes that are not older than what is stored; None = all of them.
-
-        A tombstone that is still remembered is resident: an update revives its key."""
-        if self._layout == "hps" and not resident_only:
-            return None
-        stored = self._read(table, family, code)
-        live = self._remembered(table, stored.dead_versions)
-        known = np.zeros(len(code), np.uint64)
-        known[stored.at] = stored.versions
-        known[stored.dead_at[live]] = stored.dead_versions[live]
-        mask: NDArray[np.bool_] = versions >= known
-        if resident_only:
-            resident = np.zeros(len(code), bool)
-            resident[stored.at] = True
-            resident[stored.dead_at[live]] = True
-            mask &= resident
-        return mask
+            family = self._database.family(table)
+            self._put(family, np.sort(family.codec.codes(keys)), None)
 
     def _put(
-        self,
-        family: Family,
-        code: CodeArray,
-        values: Callable[[slice], list[bytes]] | None,
+        self, family: Family, code: CodeArray, values: Callable[[slice], list[bytes]] | None
     ) -> None:
         """Write (or, without ``values``, remove) in slices of bounded length."""
         if len(code):
@@ -325,7 +305,7 @@ class RocksDbTier:
         for start in range(0, len(code), _WRITE_SLICE):
             part = slice(start, start + _WRITE_SLICE)
             batch = WriteBatch(raw_mode=True)
-            names = stored_keys(code[part])
+            names = family.codec.stored_keys(code[part])
             if values is None:
                 deque(map(batch.delete, names, handle), 0)
             else:

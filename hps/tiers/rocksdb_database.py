@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import RLock
 from typing import Any, NoReturn
 
 from rocksdict import ColumnFamily, Options, Rdict
 
 from hps.errors import TierError
-from hps.tiers.rocksdb_layout import Layout, column_family
+from hps.tiers.rocksdb_layout import Layout, RowCodec, family_name
 from hps.tiers.rocksdb_load import LoadRecord, Records, clean_leftovers
 from hps.tiers.rocksdb_open import (
     NAME,
@@ -31,18 +32,18 @@ from hps.types import EmbeddingTable
 _CLOSE_BUDGET_S = 3.0
 
 
+@dataclass(eq=False, slots=True)
 class Family:
-    """An open column family. ``streamed``: written to since it was loaded. ``dirty``: written to by
-    this process."""
+    """A table's open column family. ``streamed``: written to since it was loaded. ``dirty``: written
+    to by this process."""
 
-    __slots__ = ("data", "dirty", "handle", "name", "streamed")
-
-    def __init__(self, name: str, data: Rdict, handle: ColumnFamily, *, streamed: bool) -> None:
-        self.name = name
-        self.data = data
-        self.handle = handle
-        self.streamed = streamed
-        self.dirty = False
+    table: EmbeddingTable
+    name: str
+    codec: RowCodec
+    data: Rdict
+    handle: ColumnFamily
+    streamed: bool
+    dirty: bool = False
 
 
 class Database:
@@ -102,8 +103,7 @@ class Database:
 
     def open_tables(self, tables: Sequence[EmbeddingTable]) -> None:
         with self.lock, self.errors():
-            db = self.db
-            wanted = {t: column_family(t, self.layout) for t in tables if t not in self._families}
+            wanted = {t: family_name(t, self.layout) for t in tables if t not in self._families}
             missing = sorted(set(wanted.values()) - self._names)
             if missing:
                 if self.settings.read_only:
@@ -112,39 +112,40 @@ class Database:
                         f"{self.settings.path} holds no table {missing[0]}, and read_only forbids to "
                         "create it; load it once without",
                     )
-                db = self._create(missing)
+                self._create(missing)
             streamed = self.records.streamed(list(wanted.values()))
             for table, name in wanted.items():
-                self._families[table] = self._bind(db, name, streamed=name in streamed)
+                self._bind(table, streamed=name in streamed)
 
-    @staticmethod
-    def _bind(db: Rdict, name: str, *, streamed: bool) -> Family:
-        return Family(
+    def _bind(self, table: EmbeddingTable, *, streamed: bool) -> None:
+        name = family_name(table, self.layout)
+        self._families[table] = Family(
+            table,
             name,
-            db.get_column_family(name),
-            db.get_column_family_handle(name),
-            streamed=streamed,
+            RowCodec(table, self.layout),
+            self.db.get_column_family(name),
+            self.db.get_column_family_handle(name),
+            streamed,
         )
 
-    def _create(self, names: list[str]) -> Rdict:
+    def _create(self, names: list[str]) -> None:
         """RocksDB rewrites its OPTIONS file at each creation, which is quadratic in the number of
         tables. Opening anew makes them all with one rewrite, and is safe until the first use."""
         if len(names) > 2 and not self._used:
             self._names |= set(names)
-            return self._reopen()
+            self._reopen()
+            return
         for name in names:
             self.db.create_column_family(name, self.options)
             self._names.add(name)
-        return self.db
 
-    def _reopen(self) -> Rdict:
-        bound = {table: (f.name, f.streamed) for table, f in self._families.items()}
+    def _reopen(self) -> None:
+        bound = {table: family.streamed for table, family in self._families.items()}
         self._release()
-        db = self._db = open_database(self.settings, self.options, self._names)
-        self.records = Records(db)
-        for table, (name, streamed) in bound.items():
-            self._families[table] = self._bind(db, name, streamed=streamed)
-        return db
+        self._db = open_database(self.settings, self.options, self._names)
+        self.records = Records(self._db)
+        for table, streamed in bound.items():
+            self._bind(table, streamed=streamed)
 
     # -- contents ---------------------------------------------------------------------------------
 
@@ -179,7 +180,7 @@ class Database:
 
     def record(self, table: EmbeddingTable) -> LoadRecord | None:
         with self.errors():
-            return self.records.get(column_family(table, self.layout))
+            return self.records.get(family_name(table, self.layout))
 
     def mark_streamed(self, family: Family) -> None:
         if not family.streamed:
