@@ -177,7 +177,7 @@ def auth(mode: str | None, given: Sequence[str]) -> list[Finding]:
     """Keys without a stated mode: the author expects protection that is not there."""
     if mode is None and given:
         message = f"must be stated when auth.{given[0]} is given: api_key or off"
-        return [Finding(("mode",), message)]
+        return [Finding(("mode",), message, ((given[0],),))]
     if mode == "api_key" and not given:
         return [Finding(("mode",), "is api_key, but neither auth.keys_file nor auth.keys is given")]
     return []

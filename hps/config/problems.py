@@ -87,7 +87,9 @@ def _translate(
             at = (*path, *finding.path)
             involved = [at, *((*path, *other) for other in finding.also)]
             if not any(_overlap(p, bad) for p in involved for bad in ignore):
-                found.setdefault(at, Problem(where(at), at, finding.message))
+                # The place to look at is the first of these that somebody wrote down.
+                stated = next((p for p in involved if has(data, p)), at)
+                found.setdefault(at, Problem(where(stated), at, finding.message))
     return list(found.values()), list(found)
 
 

@@ -68,7 +68,6 @@ def dump_yaml(data: Any) -> str:
         Dumper=_Dumper,
         sort_keys=False,
         default_flow_style=None,
-        allow_unicode=True,
         width=100,
     )
 
