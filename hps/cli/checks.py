@@ -138,11 +138,17 @@ def configured(configuration: Configuration) -> Iterator[Check]:
 
 
 def attempt(name: str, check: Callable[[], Check]) -> Check:
-    """An error that names its own mend becomes the check's verdict."""
+    """An error becomes the check's verdict."""
     try:
         return check()
     except HpsError as error:
-        return Check(name, "FAIL", str(error), "see the message")
+        return failed(name, error)
+
+
+def failed(name: str, error: HpsError, mend: str = "see the message") -> Check:
+    """Our errors read "cause; mend"."""
+    found, _, told = str(error).partition("; ")
+    return Check(name, "FAIL", found, told or mend)
 
 
 def exposure(settings: Settings) -> Check:
@@ -201,7 +207,7 @@ def models(configuration: Configuration) -> Iterator[tuple[Check, int]]:
         try:
             names = repository.names()
         except HpsError as error:
-            yield Check("models", "FAIL", str(error), "set models.repository"), 0
+            yield failed("models", error, "set models.repository"), 0
             return
     for name in names:
         opened.setdefault(name, partial(repository.open, name, override=overrides.get(name)))
@@ -216,7 +222,7 @@ def _model(name: str, open_it: Callable[[], ModelVersion]) -> tuple[Check, int]:
     try:
         version = open_it()
     except HpsError as error:
-        return Check(f"model {name}", "FAIL", str(error), f"hps model verify {name}"), 0
+        return failed(f"model {name}", error, f"hps model verify {name}"), 0
     dims = {table.name: table.dim for table in version.spec.tables}
     rows = sum(files.rows for files in version.tables.values())
     table_bytes = sum(files.rows * (8 + 4 * dims[t]) for t, files in version.tables.items())

@@ -61,7 +61,8 @@ def run(
         try:
             loaded = load_config(config, overrides or ())
         except HpsError as error:
-            yield Check("configuration", "FAIL", str(error), "correct it; see hps config schema")
+            mend = "correct it; hps config validate shows the place"
+            yield Check("configuration", "FAIL", str(error), mend)
         else:
             for warning in loaded.warnings:
                 yield Check("configuration", "WARN", warning, "see docs/ps-json.md")

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hps.cli.output import Output, OutputFormat, print_json, say, warn
+from hps.cli.output import Output, OutputFormat, print_json, say
+from hps.cli.tables import flatten
+from hps.cli.tables import show as show_tables
 from hps.cli.targets import SetOption
 
 if TYPE_CHECKING:
     from hps.config import Configuration
+    from hps.node import Node
+    from hps.types import Progress
 
 app = typer.Typer(add_completion=False)
+
+SHOWN_TABLES = 30
 
 EXAMPLES = """\b
 Examples:
@@ -39,7 +47,81 @@ def serve(
     """
     from hps.config import load_config
 
+    started = time.monotonic()
     configuration = load_config(config, overrides or ())
-    for warning in configuration.warnings:
-        warn(warning)
-    run(configuration, output)
+    check_early(configuration)
+
+    # Imported late: the common mistakes are told before a server's worth of packages is loaded.
+    from hps.cli.progress import ConsoleProgress
+    from services.frontend import logs
+    from services.frontend.main import Addresses, Frontend
+
+    logs.setup(configuration.settings.server.log_level)
+    node: Node | None = None
+
+    def opening(chosen: Configuration, progress: Progress) -> Node:
+        nonlocal node
+        from hps.build import open_node
+
+        node = open_node(chosen, progress)
+        return node
+
+    def ready(addresses: Addresses) -> None:
+        assert node is not None
+        endpoints = {"http": addresses.http, "admin": addresses.admin}
+        report = summary(configuration, node.status(), endpoints)
+        report["seconds"] = round(time.monotonic() - started, 3)
+        # A closed standard output is no reason to stop serving.
+        with suppress(OSError):
+            print_json(report) if output is OutputFormat.json else show(report)
+
+    Frontend(configuration, ConsoleProgress(), opening).run(ready)
+
+
+def check_early(configuration: Configuration) -> None:
+    """What the server would refuse too, but after a second or two."""
+    from hps.config.auth import check_exposure
+
+    check_exposure(configuration.settings)
+    models = configuration.settings.models
+    if not configuration.legacy and not models.repository.is_dir():
+        from hps.models.repository import Repository
+
+        Repository(models.repository).names()
+
+
+def summary(
+    configuration: Configuration, status: dict[str, Any], endpoints: dict[str, str]
+) -> dict[str, Any]:
+    """What is served, where and for whom."""
+    return {
+        "version": status["version"],
+        "endpoints": endpoints,
+        "auth": configuration.settings.auth.mode or "off",
+        "tables": flatten(status),
+        "models": [m["name"] for m in status["models"]],
+        "tiers": [tier["name"] for tier in status["tiers"]],
+        "database": configuration.settings.tiers.rocksdb.path,
+        "warnings": status["warnings"],
+    }
+
+
+def show(report: dict[str, Any]) -> None:
+    show_tables(report["tables"][:SHOWN_TABLES])
+    if len(report["tables"]) > SHOWN_TABLES:
+        say(f"… and {len(report['tables']) - SHOWN_TABLES} more: hps tables")
+    say()
+    http, admin = report["endpoints"]["http"], report["endpoints"]["admin"]
+    locked = "API keys" if report["auth"] == "api_key" else "none asked for"
+    facts = [
+        ("requests", f"{http}  (Open Inference Protocol)"),
+        ("admin", f"{admin}  (/docs, /metrics, /v1/status)"),
+        ("tiers", f"{' > '.join(report['tiers'])}, database {report['database']}"),
+        ("access", locked),
+    ]
+    if report["warnings"]:
+        facts.append(("warnings", f"{len(report['warnings'])}, logged above"))
+    for name, value in facts:
+        say(f"{name:9} {value}")
+    say()
+    say(f"hps {report['version']} is ready after {report['seconds']:.1f} s.", style="bold green")

@@ -1,0 +1,520 @@
+"""The command line as its users run it: processes, pipes, files and signals."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import csv, parquet
+
+import hps
+from benchmarks.peers.hps_server import Hps
+from hps.client import Client
+
+COMMAND = [sys.executable, "-m", "hps.cli.main"]
+REQUEST = {
+    "user": [3],
+    "item": [1, -2, 500],
+    "history": [[1, 2], [], [-3]],
+    "dense": [[1, 2, 3], [0.5, 0, 0], [0, 0, 0]],
+}
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def hps_command(*words: str | Path, stdin: str = "", cwd: Path | None = None) -> Done:
+    done = subprocess.run(
+        [*COMMAND, *map(str, words)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cwd,
+        check=False,
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def write_config(folder: Path, repository: Path, **more: Any) -> Path:
+    settings = {
+        "models": {"repository": str(repository)},
+        "tiers": {"rocksdb": {"path": str(folder / "rocksdb")}, "cpu_cache": {"share": 0.2}},
+        "server": {"http": {"port": 0}, "admin": {"port": 0}},
+    }
+    path = folder / "config.yaml"
+    path.write_text(json.dumps(settings | more))
+    return path
+
+
+@pytest.fixture(scope="module")
+def config(small_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration whose node is opened by one command at a time."""
+    return write_config(tmp_path_factory.mktemp("here"), small_repository)
+
+
+@pytest.fixture
+def urls(small_server: Hps) -> tuple[str, str]:
+    return f"http://{small_server.address}", f"http://{small_server.admin}"
+
+
+@contextlib.contextmanager
+def serving(config: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """``hps serve`` and the JSON line that it printed when it was ready."""
+    with subprocess.Popen(
+        [*COMMAND, "serve", "--config", str(config), "--output", "json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line, process.communicate()[1]
+            yield process, json.loads(line)
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def expected(config: Path) -> dict[str, np.ndarray]:
+    with hps.open(config) as node:
+        history = np.array([1, 2, -3])
+        from hps.types import JaggedKeys
+
+        jagged = JaggedKeys(history, 3, np.array([0, 2, 2, 3]))
+        features = {"user": REQUEST["user"], "item": REQUEST["item"], "history": jagged}
+        dense = {"dense": np.array(REQUEST["dense"], np.float32)}
+        return node.predict("clicks", features, dense).outputs
+
+
+def test_one_request_by_every_way_in_gives_the_same_scores(
+    config: Path, urls: tuple[str, str]
+) -> None:
+    want = expected(config)
+    text = json.dumps(REQUEST)
+    flags = [f"--input={name}={json.dumps(value)}" for name, value in REQUEST.items()]
+    server = ["--server", urls[0], "--output", "json"]
+    here = ["--config", config, "--output", "json"]
+    ways = [
+        hps_command("predict", "clicks", "--json", text, *server),
+        hps_command("predict", "clicks", "--json", "-", *server, stdin=text),
+        hps_command("predict", "clicks", *flags, *server),
+        hps_command("predict", "clicks", "--json", text, *here),
+        hps_command("predict", "clicks", "--json", text, "--server", urls[1], "--output", "json"),
+    ]
+    for done in ways:
+        assert done.code == 0, done.err
+        for name, value in want.items():
+            got = np.array(done.json["outputs"][name], np.float32)
+            np.testing.assert_allclose(got, value, rtol=0, atol=1e-6)
+        assert done.json["defaulted"] == 1  # item 500
+        assert done.json["degraded"] == []
+
+
+def test_top_k_keeps_the_best(config: Path, urls: tuple[str, str]) -> None:
+    want = expected(config)["score"].reshape(-1)
+    for way in (["--server", urls[0]], ["--config", config]):
+        done = hps_command(
+            "predict", "clicks", "--json", json.dumps(REQUEST), "--top-k", "2", "-o", "json", *way
+        )
+        assert done.json["outputs"]["top_k_index"] == np.argsort(-want)[:2].tolist(), done.err
+
+
+def test_explain_shows_vectors_sources_and_dense_inputs(
+    config: Path, urls: tuple[str, str]
+) -> None:
+    ask = ("predict", "clicks", "--json", json.dumps(REQUEST), "--explain")
+    for way in (["--server", urls[0]], ["--config", config]):
+        told = hps_command(*ask, "-o", "json", *way).json
+        item = told["features"]["item"]
+        assert item["keys"] == REQUEST["item"]
+        assert item["sources"][2] == "default"
+        assert set(item["sources"][:2]) <= {"cpu", "rocksdb"}
+        assert item["vectors"] == [[1, 1.125], [-2, -1.875], [1, 2]]
+        history = told["features"]["history"]
+        assert history["offsets"] == [0, 2, 2, 3]
+        assert history["vectors"] == [[1.5, 1.625], [0, 0], [-3, -2.875]]
+        assert told["dense"] == {"dense": REQUEST["dense"]}
+    shown = hps_command(*ask, "--server", urls[0]).out
+    assert "feature history" in shown
+    assert "500 (default)" in shown
+    assert "dense input dense" in shown
+
+
+def test_a_model_without_a_dense_part_answers_vectors(config: Path, urls: tuple[str, str]) -> None:
+    for way in (["--server", urls[0]], ["--config", config]):
+        done = hps_command("predict", "words", "--input", "word=1,2,-4", "-o", "json", *way)
+        assert done.code == 0, done.err
+        vectors = np.array(done.json["outputs"]["word"])
+        assert vectors[:, 0].tolist() == [1, 2, 0]
+        assert done.json["defaulted"] == 1
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pa.Table]:
+    """300 samples as Parquet, CSV and JSONL, with jagged histories and keys beyond 2^63."""
+    folder = tmp_path_factory.mktemp("samples")
+    random = np.random.default_rng(3)
+    table = pa.table(
+        {
+            "note": ["x"] * 300,
+            "user": random.integers(0, 120, 300),
+            "item": random.integers(-60, 60, 300).astype(np.int64).view(np.uint64),
+            "history": [random.integers(0, 50, n).tolist() for n in random.integers(0, 4, 300)],
+            "dense": random.normal(size=(300, 3)).astype(np.float32).tolist(),
+        }
+    )
+    parquet.write_table(table, folder / "samples.parquet")
+    rows = table.to_pylist()
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [
+        f"{r['note']},{r['user']},{r['item']},{' '.join(map(str, r['history']))},"
+        f"{' '.join(map(repr, r['dense']))}\n"
+        for r in rows
+    ]
+    (folder / "samples.csv").write_text("note,user,item,history,dense\n" + "".join(lines))
+    return folder, table
+
+
+def test_files_of_every_format_give_the_same_scores(
+    samples: tuple[Path, pa.Table], config: Path, urls: tuple[str, str], tmp_path: Path
+) -> None:
+    folder, table = samples
+    from hps.types import JaggedKeys
+
+    bags = table["history"].to_pylist()
+    ends = np.cumsum([0] + [len(bag) for bag in bags])
+    flat = np.array([key for bag in bags for key in bag], np.int64)
+    features = {
+        "user": table["user"].to_numpy(),
+        "item": table["item"].to_numpy(),
+        "history": JaggedKeys(flat, 300, ends),
+    }
+    dense = {"dense": np.array(table["dense"].to_pylist(), np.float32)}
+    with hps.open(config) as node:
+        parts = []
+        for start in range(0, 300, 60):  # max_batch_size is 64
+            part = slice(start, start + 60)
+            bag = ends[start : start + 61]
+            chosen = {name: features[name][part] for name in ("user", "item")}
+            chosen["history"] = JaggedKeys(flat[bag[0] : bag[-1]], 60, bag - bag[0])
+            parts.append(node.predict("clicks", chosen, {"dense": dense["dense"][part]}).outputs)
+    want = {name: np.concatenate([p[name] for p in parts]).reshape(-1) for name in parts[0]}
+    ways = {
+        "samples.parquet": ("a.parquet", ["--server", urls[0]]),
+        "samples.csv": ("b.csv", ["--server", urls[0]]),
+        "samples.jsonl": ("c.jsonl", ["--config", config]),
+        "./samples.parquet": ("d.npz", ["--config", config]),
+    }
+    for source, (name, way) in ways.items():
+        out = tmp_path / name
+        done = hps_command(
+            "predict", "clicks", folder / source, "--out", out, "--batch-size", "50", *way
+        )
+        assert done.code == 0, done.err
+        assert "300 rows scored" in done.err
+        got = read_scores(out)
+        assert set(got) == set(want)
+        for output, value in want.items():
+            np.testing.assert_allclose(got[output], value, rtol=0, atol=1e-6)
+    piped = hps_command("predict", "clicks", folder / "samples.csv", "--server", urls[0])
+    rows = [json.loads(line) for line in piped.out.splitlines()]
+    np.testing.assert_allclose([row["score"] for row in rows], want["score"], rtol=0, atol=1e-6)
+
+
+def read_scores(path: Path) -> dict[str, np.ndarray]:
+    if path.suffix == ".npz":
+        with np.load(path) as arrays:
+            return {name: arrays[name].reshape(-1) for name in arrays}
+    if path.suffix == ".jsonl":
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        return {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    table = parquet.read_table(path) if path.suffix == ".parquet" else csv.read_csv(path)
+    return {name: table[name].to_numpy() for name in table.column_names}
+
+
+def test_a_bad_cell_ends_it_with_its_place_and_no_output(
+    urls: tuple[str, str], tmp_path: Path
+) -> None:
+    path = tmp_path / "s.csv"
+    path.write_text("user,item,history,dense\n1,2,3,1 2 3\n1,1.42e+19,3,1 2 3\n")
+    out = tmp_path / "o.csv"
+    done = hps_command("predict", "clicks", path, "--out", out, "--server", urls[0])
+    assert done.code == 1
+    assert done.err.startswith("error: column 'item', row 2: '1.42e+19' is not a whole number")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["s.csv"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["predict", "nope", "--input", "a=1"], 1, "unknown model: 'nope'"),
+        (["predict", "clicks", "--input", "usr=1"], 1, "did you mean 'user'?"),
+        (["predict", "clicks", "none.csv"], 2, "there is no file none.csv"),
+        (["predict", "clicks", "--json", "{"], 1, "not JSON"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(
+    words: list[str], code: int, says: str, urls: tuple[str, str]
+) -> None:
+    done = hps_command(*words, "--server", urls[0])
+    assert done.code == code
+    assert done.out == ""
+    assert done.err.count("\n") == 1
+    assert says in done.err
+
+
+def test_lookup_explains_rows(config: Path, urls: tuple[str, str]) -> None:
+    for way in (["--admin", urls[1]], ["--config", config]):
+        keys = ["-3", str(2**64 - 4), "700"]
+        done = hps_command("lookup", "clicks", "items", *keys, "-o", "json", *way)
+        assert done.code == 0, done.err
+        first, same, unknown = done.json["rows"]
+        assert first["key"] == -3
+        assert first["vector"] == [-3, -2.875]
+        assert first["source"] in ("cpu", "rocksdb")
+        assert 0 < first["age_s"] < 3600
+        assert same["key"] == 2**64 - 4
+        assert same["vector"] == [-4, -3.875]
+        assert (unknown["found"], unknown["source"], unknown["vector"]) == (
+            False,
+            "default",
+            [1, 2],
+        )
+    shown = hps_command("lookup", "clicks", "items", "5", "700", "--explain", "--admin", urls[1])
+    assert shown.out.splitlines()[0].split() == ["key", "from", "age", "vector"]
+    assert "1 of 2 keys are unknown" in shown.err
+
+
+def test_many_keys_are_looked_up_in_several_calls(urls: tuple[str, str]) -> None:
+    keys = [str(2**64 - 1 - i) for i in range(450)]
+    done = hps_command("lookup", "clicks", "items", *keys, "-o", "json", "--admin", urls[1])
+    assert [row["key"] for row in done.json["rows"]] == [int(key) for key in keys]
+    assert [row["found"] for row in done.json["rows"]] == [i < 50 for i in range(450)]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nope", "items", "1"], "unknown model: 'nope'"),
+        (["clicks", "item", "1"], "no table 'item'"),
+        (["clicks", "items", "1", "x"], "'x' is not a key"),
+        (["clicks", "items", str(2**64)], "is outside -2^63 to 2^64-1"),
+    ],
+)
+def test_lookup_mistakes(words: list[str], says: str, config: Path, urls: tuple[str, str]) -> None:
+    for way in (["--admin", urls[1]], ["--config", config]):
+        done = hps_command("lookup", *words, *way)
+        assert done.code == 1
+        assert done.err.count("\n") == 1
+        assert says in done.err
+
+
+def test_tables(config: Path, urls: tuple[str, str]) -> None:
+    for way in (["--admin", urls[1]], ["--config", config]):
+        done = hps_command("tables", "-o", "json", *way)
+        found = {(t["model"], t["table"]): t for t in done.json}
+        assert {key: t["rows"] for key, t in found.items()} == {
+            ("clicks", "users"): 100,
+            ("clicks", "items"): 100,
+            ("words", "words"): 1000,
+        }
+        assert found["words", "words"]["bytes"] == 32_000
+        assert found["words", "words"]["dim"] == 8
+        assert len(hps_command("tables", "clicks", "-o", "json", *way).json) == 2
+        wrong = hps_command("tables", "none", *way)
+        assert wrong.code == 1
+        assert "there is clicks, words" in wrong.err
+    assert "1,000" in hps_command("tables", "--admin", urls[1]).out
+
+
+def test_status_counts_what_was_answered(urls: tuple[str, str]) -> None:
+    def answered() -> dict[str, int]:
+        return hps_command("status", "-o", "json", "--admin", urls[1]).json["keys_by_tier"]
+
+    before = answered()
+    hps_command("predict", "words", "--input", "word=1,2,-4,-5", "--server", urls[0])
+    after = answered()
+    assert after["default"] - before.get("default", 0) == 2
+    assert sum(after.values()) - sum(before.values()) == 4
+    shown = hps_command("status", "--admin", urls[1]).out
+    for word in ("clicks", "words", "rocksdb", "p99 below", "infer"):
+        assert word in shown
+
+
+def test_the_wrong_port_is_told(urls: tuple[str, str]) -> None:
+    done = hps_command("status", "--admin", urls[0])
+    assert done.code == 1
+    assert "is it the admin address?" in done.err
+
+
+def test_doctor_is_content_with_a_sound_setup(config: Path, urls: tuple[str, str]) -> None:
+    done = hps_command("doctor", "--config", config, "--server", urls[0], "-o", "json")
+    assert done.code == 0, done.out
+    verdicts = {check["name"]: check["verdict"] for check in done.json}
+    for name in ("configuration", "access", "model clicks", "database", "server"):
+        assert verdicts[name] == "OK"
+    assert "server" in hps_command("doctor", "--server", urls[0]).out
+
+
+def test_doctor_names_each_fault_and_its_mend(
+    small_repository: Path, small_server: Hps, tmp_path: Path
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.touch()
+    port = small_server.port
+    with contextlib.ExitStack() as stack:
+        import socket
+
+        other = stack.enter_context(socket.socket())
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        config = write_config(
+            tmp_path,
+            small_repository,
+            models={"repository": str(small_repository), "serve": {"words": {"version": 7}}},
+            tiers={"rocksdb": {"path": str(blocked / "data")}},
+            server={"http": {"port": port}, "admin": {"port": other.getsockname()[1]}},
+        )
+        done = hps_command("doctor", "--config", config, "-o", "json")
+    assert done.code == 1
+    checks = {check["name"]: check for check in done.json}
+    assert checks["http port"]["verdict"] == "OK"
+    assert "served by hps" in checks["http port"]["found"]
+    assert checks["admin port"]["verdict"] == "FAIL"
+    assert "server.admin.port" in checks["admin port"]["mend"]
+    assert checks["model words"]["verdict"] == "FAIL"
+    assert "no version 7" in checks["model words"]["found"]
+    assert checks["database"]["verdict"] == "FAIL"
+    assert "tiers.rocksdb.path" in checks["database"]["mend"]
+    assert all(check["mend"] for check in done.json if check["verdict"] != "OK")
+    nobody = hps_command("doctor", "--server", "http://127.0.0.1:1", "-o", "json")
+    assert nobody.code == 1
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("tiers: {cpu_cash: {}}")
+    done = hps_command("doctor", "--config", broken, "-o", "json")
+    assert done.code == 1
+    assert "cpu_cache" in {c["name"]: c for c in done.json}["configuration"]["found"]
+
+
+BROKEN = {
+    "unknown key": ("tiers: {cpu_cach: {enabled: true}}", "cpu_cache"),
+    "no repository": ("models: {repository: nowhere}", "nowhere"),
+    "not yaml": ("models: [", "config.yaml"),
+    "wrong type": ("server: {http: {port: many}}", "server.http.port"),
+    "open door": ("models: {repository: .}\nserver: {http: {host: 0.0.0.0}}", "auth.mode"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_configuration_ends_serve_within_three_seconds(name: str, tmp_path: Path) -> None:
+    text, says = BROKEN[name]
+    (tmp_path / "config.yaml").write_text(text)
+    started = time.monotonic()
+    done = hps_command("serve", "--config", "config.yaml", cwd=tmp_path)
+    took = time.monotonic() - started
+    assert done.code == 2
+    assert done.out == ""
+    errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert says in errors[0]
+    assert "Traceback" not in done.err
+    # On a machine that is busy with other work the clock says nothing of ours.
+    if os.getloadavg()[0] <= (os.cpu_count() or 1):
+        assert took < 3, f"took {took:.1f} s"
+
+
+def test_a_taken_port_ends_serve(small_server: Hps, small_repository: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, small_repository)
+    done = hps_command(
+        "serve", "--config", config, "--set", f"server.http.port={small_server.port}"
+    )
+    assert done.code == 2
+    assert "cannot listen on" in done.err
+    assert "server.http.port" in done.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_serve_with_exit_code_0(
+    number: signal.Signals, small_repository: Path, tmp_path: Path
+) -> None:
+    with serving(write_config(tmp_path, small_repository)) as (process, ready):
+        assert ready["auth"] == "off"
+        assert set(ready["models"]) == {"clicks", "words"}
+        with Client(ready["endpoints"]["http"]) as client:
+            assert client.ready()
+        process.send_signal(number)
+        assert process.wait(30) == 0
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_serve_tells_people_what_it_serves(small_repository: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, small_repository)
+    with subprocess.Popen(
+        [*COMMAND, "serve", "--config", str(config)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        shown = []
+        assert process.stdout is not None
+        for line in process.stdout:
+            shown.append(line)
+            if "is ready" in line:
+                break
+        process.terminate()
+        assert process.wait(30) == 0
+    text = "".join(shown)
+    for word in ("clicks", "users", "1,000", "http://127.0.0.1:", "/metrics", "rocksdb", "access"):
+        assert word in text
+
+
+def test_killed_while_serving_it_opens_the_same_database_again(
+    small_repository: Path, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, small_repository)
+    keys = np.arange(-5, 5)
+    answers = []
+    for attempt in range(2):
+        with serving(config) as (process, ready):
+            # The second start finds the rows in the database and loads nothing.
+            stamps = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "rocksdb").glob("*.sst")}
+            assert stamps
+            if attempt == 0:
+                before = stamps
+            else:
+                assert before.items() <= stamps.items()
+            with Client(ready["endpoints"]["http"]) as client:
+                answers.append(client.lookup("clicks", {"item": keys}).vectors["item"])
+            os.kill(process.pid, signal.SIGKILL)
+            assert process.wait(30) == -signal.SIGKILL
+    np.testing.assert_array_equal(answers[0], answers[1])
+    assert answers[0][:, 0].tolist() == keys.tolist()
+
+
+def test_version() -> None:
+    done = hps_command("version", "--output", "json")
+    assert done.json["hps"] == hps.__version__
+    assert done.json["native core"] in ("compiled", "NumPy twins")
