@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from threading import RLock
 from typing import Any, NoReturn
 
@@ -22,6 +23,7 @@ from hps.tiers.rocksdb_open import (
     NAME,
     OpenSettings,
     existing_families,
+    linked_copy,
     make_options,
     open_database,
     translate,
@@ -53,12 +55,20 @@ class Database:
         self.settings = settings
         self.layout: Layout = layout
         self.lock = RLock()
-        self.options: Options = make_options(settings)
         self._families: dict[EmbeddingTable, Family] = {}
         self._names = set(existing_families(settings.path))
+        self.options: Options = make_options(settings, len(self._names))
         self._used = False
-        self._db: Rdict | None = open_database(settings, self.options, self._names)
-        self.records = Records(self._db)
+        if settings.read_only and not self._names:
+            raise TierError(
+                NAME,
+                f"{settings.path} holds no database, and read_only forbids to create one; "
+                "load it once without",
+            )
+        self._links = linked_copy(settings.path) if settings.read_only else None
+        opened = replace(settings, path=Path(self._links.name)) if self._links else settings
+        self._db: Rdict | None = open_database(opened, self.options, self._names)
+        self.records = Records(lambda: self.db)
         if not settings.read_only:
             clean_leftovers(settings.path)
 
@@ -73,7 +83,7 @@ class Database:
         """Translate whatever RocksDB raises inside."""
         try:
             yield
-        except (TierError, AssertionError):
+        except TierError:
             raise
         except Exception as error:
             self.fail(error)
@@ -142,8 +152,8 @@ class Database:
     def _reopen(self) -> None:
         bound = {table: family.streamed for table, family in self._families.items()}
         self._release()
+        self.options = make_options(self.settings, len(self._names))
         self._db = open_database(self.settings, self.options, self._names)
-        self.records = Records(self._db)
         for table, streamed in bound.items():
             self._bind(table, streamed=streamed)
 
@@ -206,13 +216,14 @@ class Database:
                     if family.dirty and time.monotonic() < until:
                         family.data.flush()
             self._release()
+            if self._links is not None:
+                self._links.cleanup()
 
     def _release(self) -> None:
         """Close without RocksDB's binding flushing each table on the way."""
         db, self._db = self.db, None
         db.cancel_all_background(True)
         self._families.clear()
-        self.records.release()
         try:
             db.close()
         except Exception as error:

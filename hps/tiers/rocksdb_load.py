@@ -53,19 +53,11 @@ class LoadRecord:
 class Records:
     """Load records in the column family ``default``."""
 
-    def __init__(self, db: Rdict) -> None:
-        self._db: Rdict | None = db
-
-    @property
-    def _open(self) -> Rdict:
-        assert self._db is not None
-        return self._db
-
-    def release(self) -> None:
-        self._db = None
+    def __init__(self, db: Callable[[], Rdict]) -> None:
+        self._db = db
 
     def get(self, family: str) -> LoadRecord | None:
-        text = self._open.get(f"load:{family}".encode())
+        text = self._db().get(f"load:{family}".encode())
         return None if text is None else LoadRecord(**json.loads(text))
 
     def put(self, family: str, record: LoadRecord, *, keep_streamed: bool = False) -> None:
@@ -73,21 +65,21 @@ class Records:
         batch.put(f"load:{family}".encode(), json.dumps(asdict(record)).encode())
         if not keep_streamed:
             batch.delete(f"streamed:{family}".encode())
-        self._open.write(batch)
+        self._db().write(batch)
 
     def remove(self, family: str) -> None:
         batch = WriteBatch(raw_mode=True)
         batch.delete(f"load:{family}".encode())
         batch.delete(f"streamed:{family}".encode())
-        self._open.write(batch)
+        self._db().write(batch)
 
     def mark_streamed(self, family: str) -> None:
-        self._open.put(f"streamed:{family}".encode(), b"1")
+        self._db().put(f"streamed:{family}".encode(), b"1")
 
     def streamed(self, families: Sequence[str]) -> set[str]:
         if not families:
             return set()
-        marks: Any = self._open.get([f"streamed:{f}".encode() for f in families])
+        marks: Any = self._db().get([f"streamed:{f}".encode() for f in families])
         return {f for f, mark in zip(families, marks, strict=True) if mark is not None}
 
 

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rocksdict import (
     AccessType,
@@ -29,6 +30,7 @@ _WRITE_BUFFERS = 64 << 20
 _WRITE_BUFFER = 16 << 20
 _ARENA_BLOCK = 64 << 10
 _MAX_WAL = 256 << 20
+_BINDING_FILE = "rocksdict-config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class OpenSettings:
     read_only: bool
 
 
-def make_options(settings: OpenSettings) -> Options:
+def make_options(settings: OpenSettings, families: int) -> Options:
     """One option object for the database and every column family: they share the block cache."""
     blocks = BlockBasedOptions()
     if settings.block_cache_bytes:
@@ -64,7 +66,7 @@ def make_options(settings: OpenSettings) -> Options:
     options.set_write_buffer_size(_WRITE_BUFFER)
     options.set_arena_block_size(_ARENA_BLOCK)
     options.set_max_total_wal_size(_MAX_WAL)
-    options.set_max_open_files(_open_files())
+    options.set_max_open_files(_open_files(families))
     options.set_keep_log_file_num(4)
     options.set_max_log_file_size(8 << 20)
     options.set_stats_dump_period_sec(0)
@@ -72,18 +74,25 @@ def make_options(settings: OpenSettings) -> Options:
     return options
 
 
-def _open_files() -> int:
-    """Half of the process' file handles; files beyond that are opened when they are read."""
-    soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return -1 if soft == resource.RLIM_INFINITY else max(128, soft // 2)
+def _open_files(families: int) -> int:
+    """How many table files may stay open; more are opened when they are read.
+
+    A new column family holds a handle as well. Where they do not fit this process' soft limit it is
+    raised towards the hard one; else half of the handles are left to the rest of the process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return -1
+    wanted = 2 * families + 512
+    if soft < wanted and soft != hard:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(64, (soft - families) // 2)
 
 
 def existing_families(path: Path) -> list[str]:
     """Names of the column families in the folder; empty when there is no database yet."""
-    if not (path / "CURRENT").exists():
-        return []
     try:
-        return list(Rdict.list_cf(str(path)))
+        return list(Rdict.list_cf(str(path))) if (path / "CURRENT").exists() else []
     except Exception as error:
         raise translate(error, path) from error
 
@@ -91,17 +100,29 @@ def existing_families(path: Path) -> list[str]:
 def open_database(settings: OpenSettings, options: Options, families: Iterable[str]) -> Rdict:
     """Open (or create) the database with these column families; all are made in one go."""
     path = settings.path
-    if settings.read_only and not (path / "CURRENT").exists():
-        raise TierError(
-            NAME,
-            f"{path} holds no database, and read_only forbids to create one; load it once without",
-        )
     access = AccessType.read_only(False) if settings.read_only else AccessType.read_write()
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        if not settings.read_only:
+            path.mkdir(parents=True, exist_ok=True)
         return Rdict(str(path), options, dict.fromkeys(families, options), access)
     except Exception as error:
         raise translate(error, path) from error
+
+
+def linked_copy(path: Path) -> TemporaryDirectory[str]:
+    """A folder of links to the database's files, for reading only.
+
+    RocksDB's binding writes a settings file at every opening, even a read-only one; this way the
+    folder itself is never written to and may lie on a read-only file system."""
+    folder = TemporaryDirectory(prefix="hps-rocksdb-")
+    try:
+        for file in path.iterdir():
+            if file.is_file() and file.name != _BINDING_FILE:
+                (Path(folder.name) / file.name).symlink_to(file.resolve())
+    except OSError as error:
+        folder.cleanup()
+        raise translate(error, path) from error
+    return folder
 
 
 def translate(error: BaseException, path: Path) -> TierError:
@@ -124,6 +145,11 @@ def translate(error: BaseException, path: Path) -> TierError:
         return TierError(NAME, f"no permission for {path}; make it writable for this user ({text})")
     if "read-only file system" in low:
         return TierError(NAME, f"{path} is on a read-only file system ({text})")
+    if "too many open files" in low:
+        return TierError(
+            NAME,
+            f"{path}: too many open files; raise the limit (ulimit -n) to 4 per table ({text})",
+        )
     if "not supported operation in read only mode" in low:
         return TierError(NAME, f"{path} was opened with read_only: true; writing is off")
     if "not a directory" in low or isinstance(error, (NotADirectoryError, FileExistsError)):

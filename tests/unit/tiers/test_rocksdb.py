@@ -1,0 +1,506 @@
+"""RocksDbTier beyond the contract of every tier: what lies on disk, what a restart finds, and the
+errors of a broken folder."""
+
+import os
+import resource
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rocksdict import Options, Rdict
+
+from hps.errors import TierError
+from hps.tiers.base import FetchContext, Part
+from hps.tiers.rocksdb import LoadRecord, RocksDbTier
+from hps.tiers.rocksdb_open import translate
+from hps.types import EmbeddingTable, Source, make_version, version_now
+
+DIM = 4
+KEYS = np.array([5, -3, 2**62, 0, -(2**63), 2**63 - 1], np.int64)
+VECTORS = np.arange(len(KEYS) * DIM, dtype=np.float32).reshape(-1, DIM)
+VERSIONS = np.arange(10, 10 + len(KEYS), dtype=np.uint64)
+
+
+def table(name: str = "items", **settings) -> EmbeddingTable:
+    return EmbeddingTable.make(name, DIM, model="ctr", version=7, **settings)
+
+
+def fetch(tier: RocksDbTier, of: EmbeddingTable, keys: np.ndarray) -> Part:
+    part = Part.make(of, np.asarray(keys, np.int64), np.full((len(keys), of.dim), -1, of.dtype))
+    tier.fetch([part], FetchContext())
+    return part
+
+
+def raw(path: Path, family: str) -> dict[bytes, bytes]:
+    """A column family's contents, read without our code."""
+    db = Rdict(str(path), Options(raw_mode=True), {family: Options(raw_mode=True)})
+    found = dict(db.get_column_family(family).items())
+    db.close()
+    return found
+
+
+class TestOnDisk:
+    def test_native_rows_carry_version_and_flags_and_stand_in_key_order(self, tmp_path):
+        items = table()
+        tier = RocksDbTier(tmp_path)
+        tier.insert(items, KEYS, VECTORS, VERSIONS)
+        tier.delete(items, KEYS[:1], VERSIONS[:1] + np.uint64(1))
+        tier.close()
+        found = raw(tmp_path, "ctr/7/items")
+        order = np.argsort(KEYS)
+        assert list(found) == [struct.pack(">Q", (int(k) + 2**63)) for k in KEYS[order]]
+        for i in order[order != 0]:
+            stored = found[struct.pack(">Q", int(KEYS[i]) + 2**63)]
+            assert stored == struct.pack("<QB4f", int(VERSIONS[i]), 0, *VECTORS[i])
+        assert found[struct.pack(">Q", 5 + 2**63)] == struct.pack("<QB", 11, 1)
+
+    def test_hps_layout_is_bare_keys_and_bare_rows(self, tmp_path):
+        tier = RocksDbTier(tmp_path, layout="hps")
+        tier.insert(table(), KEYS, VECTORS, VERSIONS)
+        tier.close()
+        found = raw(tmp_path, "hps_et.ctr.items")
+        assert found == {
+            struct.pack("<q", int(k)): v.tobytes() for k, v in zip(KEYS, VECTORS, strict=True)
+        }
+
+    @pytest.mark.parametrize(("bits", "form"), [(64, "<q"), (32, "<I")])
+    def test_reads_a_database_that_hps_wrote(self, tmp_path, bits, form):
+        options = Options(raw_mode=True)
+        db = Rdict(str(tmp_path), options)
+        family = db.create_column_family("hps_et.ctr.items", options)
+        for key in (1, 258, 70_000):
+            family[struct.pack(form, key)] = np.full(DIM, key, np.float32).tobytes()
+        del family
+        db.close()
+        tier = RocksDbTier(tmp_path, layout="hps")
+        items = table(key_bits=bits)
+        part = fetch(tier, items, [70_000, 2, 258, 1])
+        assert part.missing.tolist() == [1]
+        assert part.out[:, 0].tolist() == [70_000, -1, 258, 1]
+        assert part.versions.tolist() == [0, 0, 0, 0]
+        tier.insert(items, np.array([2]), np.full((1, DIM), 9, np.float32), VERSIONS[:1])
+        assert fetch(tier, items, [2]).out[0, 0] == 9
+        tier.close()
+        assert struct.pack(form, 2) in raw(tmp_path, "hps_et.ctr.items")
+
+    def test_narrow_keys_keep_their_low_32_bits(self, tmp_path):
+        tier = RocksDbTier(tmp_path)
+        items = table(key_bits=32)
+        keys = np.array([7, 7 + 2**32, -1], np.int64)
+        tier.insert(items, keys, VECTORS[:3], np.array([2, 1, 1], np.uint64))
+        part = fetch(tier, items, [7, 0xFFFF_FFFF])
+        assert part.out.tolist() == VECTORS[[0, 2]].tolist()
+        assert tier.rows(items) == 2
+        tier.close()
+
+
+class TestRestart:
+    def test_rows_versions_and_tombstones_are_kept(self, tmp_path):
+        tier = RocksDbTier(tmp_path)
+        now = version_now()
+        tier.insert(table(), KEYS, VECTORS, VERSIONS)
+        tier.delete(table(), KEYS[1:2], np.array([now], np.uint64))
+        tier.close()
+        tier.close()
+        tier = RocksDbTier(tmp_path)
+        items = table()
+        part = fetch(tier, items, KEYS)
+        expected = VECTORS.copy()
+        expected[1] = -1
+        assert part.out.tolist() == expected.tolist()
+        assert part.source.tolist() == [4, 0, 4, 4, 4, 4]
+        assert part.versions[1] == now
+        assert len(part.missing) == 0
+        tier.insert(items, KEYS[1:2], VECTORS[1:2], np.array([now - 1], np.uint64))
+        assert fetch(tier, items, KEYS[1:2]).source.tolist() == [Source.DEFAULT]
+        tier.close()
+
+    def test_a_tombstone_is_forgotten_after_its_time(self, tmp_path):
+        clock = [1_000_000.0]
+        tier = RocksDbTier(tmp_path, clock=lambda: clock[0])
+        items = table(tombstone_ttl_s=60.0)
+        deleted = np.array([make_version(1_000_000_000)], np.uint64)
+        tier.insert(items, KEYS[:1], VECTORS[:1], VERSIONS[:1])
+        tier.delete(items, KEYS[:1], deleted)
+        clock[0] += 59
+        tier.insert(items, KEYS[:1], VECTORS[:1], VERSIONS[:1])
+        assert len(fetch(tier, items, KEYS[:1]).missing) == 0
+        clock[0] += 2
+        assert fetch(tier, items, KEYS[:1]).missing.tolist() == [0]
+        tier.insert(items, KEYS[:1], VECTORS[:1], VERSIONS[:1])
+        assert fetch(tier, items, KEYS[:1]).source.tolist() == [Source.ROCKSDB]
+        tier.close()
+
+    def test_tables_of_two_models_and_versions_do_not_mix(self, tmp_path):
+        tables = [
+            EmbeddingTable.make("items", DIM, model=m, version=v)
+            for m in ("a", "b")
+            for v in (1, 2)
+        ]
+        tier = RocksDbTier(tmp_path)
+        for i, each in enumerate(tables):
+            tier.insert(each, KEYS[:1], np.full((1, DIM), i, np.float32), VERSIONS[:1])
+        assert [fetch(tier, t, KEYS[:1]).out[0, 0] for t in tables] == [0, 1, 2, 3]
+        tier.drop(tables[0], tables[3])
+        assert [len(fetch(tier, t, KEYS[:1]).missing) for t in tables] == [1, 0, 0, 1]
+        tier.close()
+
+    def test_more_tables_can_be_opened_while_rows_are_held(self, tmp_path):
+        tier = RocksDbTier(tmp_path)
+        first = [table(f"t{i}") for i in range(5)]
+        tier.open_tables(first)
+        more = [table(f"u{i}") for i in range(5)]
+        tier.open_tables(more)
+        tier.insert(first[0], KEYS, VECTORS, VERSIONS)
+        last = [table(f"v{i}") for i in range(5)]
+        tier.open_tables(last)
+        for each in (*more, *last):
+            assert len(fetch(tier, each, KEYS).missing) == len(KEYS)
+        assert fetch(tier, first[0], KEYS).out.tolist() == VECTORS.tolist()
+        tier.close()
+
+    @pytest.mark.slow
+    def test_two_thousand_tables(self, tmp_path):
+        tables = [table(f"t{i}") for i in range(2000)]
+        began = time.monotonic()
+        tier = RocksDbTier(tmp_path)
+        tier.open_tables(tables)
+        for i, each in enumerate(tables):
+            code = tier.codes(each, np.array([i], np.int64))
+            tier.bulk_load(each, [(code, np.full((1, DIM), i, np.float32))], LoadRecord("d"))
+        tier.close()
+        assert time.monotonic() - began < 240
+        began = time.monotonic()
+        tier = RocksDbTier(tmp_path)
+        tier.open_tables(tables)
+        parts = [Part.make(t, np.array([i])) for i, t in enumerate(tables)]
+        tier.fetch(parts, FetchContext())
+        assert [p.out[0, 0] for p in parts] == list(range(2000))
+        tier.close()
+        assert time.monotonic() - began < 60
+
+
+class TestBulkLoad:
+    def load(self, tier, items, keys, digest="one", **record):
+        code = tier.codes(items, np.asarray(keys, np.int64))
+        order = np.argsort(code)
+        vectors = np.repeat(np.asarray(keys, np.float32)[order, None], DIM, axis=1)
+        chunks = [(code[order][:2], vectors[:2]), (code[order][2:], vectors[2:])]
+        return tier.bulk_load(items, chunks, LoadRecord(digest, **record))
+
+    @pytest.mark.parametrize("layout", ["native", "hps"])
+    def test_rows_have_the_records_version(self, tmp_path, layout):
+        tier = RocksDbTier(tmp_path, layout=layout)
+        items = table()
+        assert tier.loaded(items) is None
+        done = self.load(tier, items, [3, -9, 256, 1], version=77)
+        assert (done.rows, done.complete) == (4, True)
+        assert tier.loaded(items) == done
+        part = fetch(tier, items, [1, 256, 3, -9])
+        assert part.out[:, 0].tolist() == [1, 256, 3, -9]
+        assert part.versions.tolist() == [77 if layout == "native" else 0] * 4
+        tier.close()
+        tier = RocksDbTier(tmp_path, layout=layout)
+        assert tier.loaded(table()) == done
+        tier.close()
+
+    def test_replaces_what_was_there(self, tmp_path):
+        tier = RocksDbTier(tmp_path)
+        items = table()
+        self.load(tier, items, [1, 2, 3])
+        tier.insert(items, np.array([4]), VECTORS[:1], VERSIONS[:1])
+        assert tier.streamed(items)
+        self.load(tier, items, [3, 5, 6], "two")
+        assert not tier.streamed(items)
+        assert fetch(tier, items, [1, 2, 3, 4, 5, 6]).missing.tolist() == [0, 1, 3]
+        assert tier.loaded(items).digest == "two"
+        tier.close()
+
+    def test_hps_layout_keeps_rows_that_are_not_in_the_files(self, tmp_path):
+        tier = RocksDbTier(tmp_path, layout="hps")
+        items = table()
+        tier.insert(items, np.array([3, 4]), VECTORS[:2], VERSIONS[:2])
+        self.load(tier, items, [1, 2, 3])
+        assert fetch(tier, items, [1, 2, 3, 4]).out[:, 0].tolist() == [1, 2, 3, VECTORS[1, 0]]
+        tier.close()
+
+    def test_streamed_is_remembered_over_a_restart(self, tmp_path):
+        tier = RocksDbTier(tmp_path)
+        self.load(tier, table(), [1, 2, 3])
+        tier.close()
+        tier = RocksDbTier(tmp_path)
+        items = table()
+        assert not tier.streamed(items)
+        tier.delete(items, np.array([2]), np.array([version_now()], np.uint64))
+        tier.close()
+        tier = RocksDbTier(tmp_path)
+        assert tier.streamed(table())
+        tier.close()
+
+    def test_a_failed_load_counts_as_none_and_leaves_no_files(self, tmp_path):
+        tier = RocksDbTier(tmp_path)
+        items = table()
+        self.load(tier, items, [1, 2, 3])
+
+        def broken():
+            yield tier.codes(items, np.array([8])), VECTORS[:1]
+            raise TierError("source", "the disk went away")
+
+        with pytest.raises(TierError, match="went away"):
+            tier.bulk_load(items, broken(), LoadRecord("three"))
+        assert tier.loaded(items) is None
+        assert fetch(tier, items, [8]).missing.tolist() == [0]
+        assert not list(tmp_path.glob("hps-ingest/*"))
+        tier.close()
+
+    def test_unsorted_codes_are_refused(self, tmp_path):
+        tier = RocksDbTier(tmp_path)
+        items = table()
+        code = tier.codes(items, np.array([2, 1]))
+        with pytest.raises(TierError, match="order"):
+            tier.bulk_load(items, [(code, VECTORS[:2])], LoadRecord("x"))
+        tier.close()
+
+    def test_leftover_files_are_removed_at_the_next_start(self, tmp_path):
+        RocksDbTier(tmp_path).close()
+        (tmp_path / "hps-ingest").mkdir()
+        (tmp_path / "hps-ingest" / "1.sst").write_bytes(b"half")
+        RocksDbTier(tmp_path).close()
+        assert not (tmp_path / "hps-ingest").exists()
+
+
+class TestFetch:
+    def test_thousands_of_keys_in_any_order(self, tmp_path):
+        rng = np.random.default_rng(5)
+        keys = np.unique(rng.integers(-(2**63), 2**63 - 1, 5000))
+        rng.shuffle(keys)
+        vectors = rng.random((len(keys), DIM), np.float32)
+        tier = RocksDbTier(tmp_path)
+        items = table()
+        tier.insert(items, keys, vectors, np.full(len(keys), 3, np.uint64))
+        wanted = rng.permutation(np.concatenate([keys[:3000], np.arange(100)]))
+        part = fetch(tier, items, wanted)
+        at = {int(k): i for i, k in enumerate(keys)}
+        expected = np.array([vectors[at[k]] if k in at else [-1] * DIM for k in wanted.tolist()])
+        assert part.out.tolist() == expected.astype(np.float32).tolist()
+        assert len(part.missing) == 100
+        tier.close()
+
+    def test_a_row_of_another_dim_is_an_error_that_names_both_lengths(self, tmp_path):
+        tier = RocksDbTier(tmp_path)
+        tier.insert(table(), KEYS, VECTORS, VERSIONS)
+        wider = EmbeddingTable.make("items", 8, model="ctr", version=7)
+        with pytest.raises(TierError, match=r"ctr/7/items: a stored row has 25 bytes, expected 41"):
+            fetch(tier, wider, KEYS)
+        tier.close()
+
+    def test_readers_beside_a_writer_see_whole_rows(self, tmp_path):
+        tier = RocksDbTier(tmp_path)
+        items = EmbeddingTable.make("items", 64)
+        keys = np.arange(300)
+        rows = np.zeros((300, 64), np.float32)
+        tier.insert(items, keys, rows, np.full(300, 1, np.uint64))
+        stop, torn = threading.Event(), []
+
+        def read():
+            while not stop.is_set():
+                part = fetch(tier, items, keys)
+                if (part.out != part.out[:, :1]).any() or (
+                    part.out[:, 0] + 1 != part.versions
+                ).any():
+                    torn.append(part.out)
+
+        readers = [threading.Thread(target=read) for _ in range(2)]
+        for reader in readers:
+            reader.start()
+        for version in range(2, 40):
+            rows += 1
+            tier.insert(items, keys, rows, np.full(300, version, np.uint64))
+        stop.set()
+        for reader in readers:
+            reader.join()
+        assert not torn
+        tier.close()
+
+    def test_after_close_every_call_says_so(self, tmp_path):
+        tier = RocksDbTier(tmp_path)
+        items = table()
+        tier.insert(items, KEYS, VECTORS, VERSIONS)
+        tier.close()
+        for call in (
+            lambda: fetch(tier, items, KEYS),
+            lambda: tier.insert(items, KEYS, VECTORS, VERSIONS),
+            lambda: tier.loaded(items),
+            tier.sync,
+        ):
+            with pytest.raises(TierError, match="closed"):
+                call()
+
+
+class TestReadOnly:
+    def test_reads_and_never_touches_the_folder(self, tmp_path):
+        tier = RocksDbTier(tmp_path)
+        tier.insert(table(), KEYS, VECTORS, VERSIONS)
+        tier.close()
+        before = {p.name: (p.stat().st_mtime_ns, p.stat().st_size) for p in tmp_path.iterdir()}
+        tier = RocksDbTier(tmp_path, read_only=True)
+        items = table()
+        assert fetch(tier, items, KEYS).out.tolist() == VECTORS.tolist()
+        for call in (
+            lambda: tier.insert(items, KEYS, VECTORS, VERSIONS),
+            lambda: tier.delete(items, KEYS, VERSIONS),
+            lambda: tier.evict(items, KEYS),
+            lambda: tier.drop(items),
+            lambda: tier.bulk_load(items, [], LoadRecord("x")),
+        ):
+            with pytest.raises(TierError, match="read_only: true"):
+                call()
+        with pytest.raises(TierError, match=r"holds no table ctr/7/other"):
+            tier.open_tables([table("other")])
+        tier.close()
+        after = {p.name: (p.stat().st_mtime_ns, p.stat().st_size) for p in tmp_path.iterdir()}
+        assert after == before
+
+    def test_beside_the_owner(self, tmp_path):
+        owner = RocksDbTier(tmp_path)
+        owner.insert(table(), KEYS, VECTORS, VERSIONS)
+        reader = RocksDbTier(tmp_path, read_only=True)
+        assert fetch(reader, table(), KEYS).out.tolist() == VECTORS.tolist()
+        reader.close()
+        owner.close()
+
+    def test_needs_a_database(self, tmp_path):
+        with pytest.raises(TierError, match="holds no database"):
+            RocksDbTier(tmp_path / "none", read_only=True)
+        assert not (tmp_path / "none").exists()
+
+
+class TestBrokenFolders:
+    def test_opened_twice_in_one_process(self, tmp_path):
+        tier = RocksDbTier(tmp_path)
+        with pytest.raises(TierError, match="already open in this process"):
+            RocksDbTier(tmp_path)
+        # The failed attempt must not have given up the first one's lock.
+        assert "locked by process" in in_another_process(f"RocksDbTier({str(tmp_path)!r})")
+        tier.close()
+
+    def test_locked_by_another_process_names_it(self, tmp_path):
+        tier = RocksDbTier(tmp_path)
+        said = in_another_process(f"RocksDbTier({str(tmp_path)!r})")
+        assert f"{tmp_path} is locked by process {os.getpid()} (" in said
+        assert "tiers.rocksdb.path" in said
+        tier.close()
+
+    @pytest.mark.parametrize("file", ["CURRENT", "MANIFEST-*", "*.sst"])
+    def test_damaged_files(self, tmp_path, file):
+        tier = RocksDbTier(tmp_path)
+        items = table()
+        keys = np.arange(1000)
+        code = tier.codes(items, keys)
+        tier.bulk_load(items, [(code, np.zeros((1000, DIM), np.float32))], LoadRecord("x"))
+        tier.close()
+        for path in tmp_path.glob(file):
+            path.write_bytes(os.urandom(path.stat().st_size))
+        with pytest.raises(
+            TierError, match=r"damaged: .*Restore the folder from a copy, or remove"
+        ):
+            fetch(RocksDbTier(tmp_path), table(), keys)
+
+    def test_a_flipped_bit_is_an_error_and_not_a_wrong_row(self, tmp_path):
+        tier = RocksDbTier(tmp_path, block_cache_bytes=0)
+        items = table()
+        keys = np.arange(1000)
+        code = tier.codes(items, keys)
+        tier.bulk_load(items, [(code, np.zeros((1000, DIM), np.float32))], LoadRecord("x"))
+        tier.close()
+        (file,) = tmp_path.glob("*.sst")
+        data = bytearray(file.read_bytes())
+        data[500] ^= 1
+        file.write_bytes(data)
+        tier = RocksDbTier(tmp_path)
+        with pytest.raises(TierError, match="damaged"):
+            fetch(tier, table(), keys)
+        tier.close()
+
+    def test_a_file_in_the_place_of_the_folder(self, tmp_path):
+        (tmp_path / "db").write_text("")
+        with pytest.raises(TierError, match="is not a folder"):
+            RocksDbTier(tmp_path / "db")
+
+    def test_no_permission(self, tmp_path):
+        RocksDbTier(tmp_path / "db").close()
+        said = in_another_process(
+            f"os.chmod({str(tmp_path / 'db')!r}, 0)\n"
+            "os.getuid() or os.setuid(65534)\n"
+            f"RocksDbTier({str(tmp_path / 'db')!r})"
+        )
+        (tmp_path / "db").chmod(0o700)
+        assert "TierError: rocksdb: no permission for" in said
+
+    def test_a_full_disk(self, tmp_path):
+        """A file size limit stands in for the device: the write fails at the same place."""
+        said = in_another_process(
+            f"tier = RocksDbTier({str(tmp_path)!r})\n"
+            "items = EmbeddingTable.make('items', 256)\n"
+            "tier.open_tables([items])\n"
+            "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+            "rows = np.ones((4000, 256), np.float32)\n"
+            "tier.insert(items, np.arange(4000), rows, np.ones(4000, np.uint64))"
+        )
+        assert f"TierError: rocksdb: {tmp_path}: IO error: While appending" in said
+        assert "File too large" in said
+        tier = RocksDbTier(tmp_path)
+        part = fetch(tier, EmbeddingTable.make("items", 256), np.arange(4000))
+        found = part.source > 0
+        assert 0 < found.sum() < 4000
+        assert (part.out[found] == 1).all()
+        tier.close()
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("IO error: No space left on device: While appending to file: x", "no space left on"),
+            ("IO error: Read-only file system: While opening", "read-only file system"),
+            ("Corruption: block checksum mismatch", "damaged: Corruption"),
+            ("Something else", "db: Something else"),
+        ],
+    )
+    def test_messages(self, text, said):
+        assert said in str(translate(Exception(text), Path("/data/db")))
+
+
+def in_another_process(code: str) -> str:
+    """Run code with the tier imported; what it wrote to stderr."""
+    preamble = (
+        "import os, numpy as np\nfrom hps.tiers.rocksdb import RocksDbTier\n"
+        "from hps.types import EmbeddingTable\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", preamble + code], capture_output=True, text=True, timeout=120
+    )
+    return done.stderr
+
+
+def test_open_files_are_bounded(tmp_path):
+    """RocksDB must leave handles to the process: it gets half of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
+    try:
+        tier = RocksDbTier(tmp_path)
+        tables = [table(f"t{i}") for i in range(400)]
+        tier.open_tables(tables)
+        for each in tables:
+            code = tier.codes(each, KEYS)
+            order = np.argsort(code)
+            tier.bulk_load(each, [(code[order], VECTORS[order])], LoadRecord("x"))
+        parts = [Part.make(t, KEYS) for t in tables]
+        tier.fetch(parts, FetchContext())
+        assert all((p.out == VECTORS).all() for p in parts)
+        tier.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
