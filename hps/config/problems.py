@@ -64,7 +64,13 @@ def validate(model: type[Model], data: Any, where: Where) -> Model:
     except ValidationError as error:
         more, _ = _translate(model, data, error, where, ignore=wrong)
         problems += more
-    raise InvalidConfiguration(problems)
+    raise InvalidConfiguration(sorted(problems, key=_line))
+
+
+def _line(problem: Problem) -> float:
+    """The line of the file, so that problems come in its order; other sources after it."""
+    number = problem.where.rpartition(":")[2]
+    return float(number) if number.isdigit() else float("inf")
 
 
 def _translate(

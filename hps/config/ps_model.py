@@ -8,7 +8,7 @@ from typing import Any
 from hps.config.checks import Path as KeyPath
 from hps.config.legacy import LegacyModel
 from hps.config.model_schema import REMOTE_PATH, ModelSpec
-from hps.config.problems import InvalidConfiguration, Problem, validate
+from hps.config.problems import InvalidConfiguration, validate
 from hps.config.ps_keys import HASH_MAPS
 from hps.config.ps_values import Reader, Section
 
@@ -105,11 +105,9 @@ class PsModel:
             spec = validate(ModelSpec, data, lambda key: self._reader.file)
         except InvalidConfiguration as error:
             for problem in error.problems:
-                if problem.path[0] != "features":  # they repeat what is wrong with the tables
-                    at = _ps_path(problem.path)
-                    self._reader.problems.append(
-                        Problem(problem.where, (*self.path, *at), problem.message)
-                    )
+                at = _ps_path(problem.path)
+                if at is not None:
+                    self._reader.wrong((*self.path, *at), problem.message)
             return None
         return LegacyModel(spec, self.folders)
 
@@ -138,14 +136,18 @@ class PsModel:
         self._reader.wrong((*self.path, name), message)
 
 
-def _ps_path(path: KeyPath) -> KeyPath:
-    """The key of the ``ps.json`` behind a path of the model's description."""
+def _ps_path(path: KeyPath) -> KeyPath | None:
+    """The key of the ``ps.json`` behind a path of the model's description; None when the same is said
+    of another path already (a feature repeats its table's name)."""
     keys = {
         "name": "embedding_table_names",
         "dim": "embedding_vecsize_per_table",
         "default": "default_value_for_each_table",
         "miss_policy": "hit_rate_threshold",
+        "max_hotness": "maxnum_catfeature_query_per_table_per_sample",
     }
-    if path[0] == "tables" and len(path) > 2:
+    if path[0] == "features" and path[-1] != "max_hotness":
+        return None
+    if path[0] in ("tables", "features") and len(path) > 2:
         return (keys.get(str(path[2]), str(path[2])), path[1])
-    return {"name": ("model",)}.get(str(path[0]), path)
+    return ("model",) if path[0] == "name" else path

@@ -1,32 +1,18 @@
-"""From a file, the environment and overrides to one checked configuration."""
+"""Where values come from: file, environment, overrides; and where each came from."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from hps.config import Configuration, InvalidConfiguration, configuration_from, load_config
+from hps.config import Configuration, configuration_from, load_config
 from hps.config.schema import Settings
 from hps.errors import ConfigError
 
 Write = Any
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    def _write(text: str, name: str = "hps.yaml") -> Path:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        return path
-
-    return _write
 
 
 def load(
@@ -41,9 +27,6 @@ def mistakes(
     with pytest.raises(ConfigError) as error:
         load(path, overrides, environ)
     return str(error.value).splitlines()
-
-
-# -- where values come from ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -182,222 +165,3 @@ def test_plain_data(tmp_path: Path) -> None:
     assert configuration.settings.server.http.port == 7
     with pytest.raises(ConfigError, match=r"^server\.prt: unknown key"):
         configuration_from({"server": {"prt": 1}}, environ={})
-
-
-# -- what is wrong, and where --------------------------------------------------------------------
-
-LINE = [
-    # text, the one line after "FILE"
-    ("sever: {}", ":1: sever: unknown key; did you mean 'server'?"),
-    ("server: {prt: 1}", ":1: server.prt: unknown key; the keys are http, admin, "),
-    ("tiers:\n  rocksdb:\n    pth: x", ":3: tiers.rocksdb.pth: unknown key; did you mean 'path'?"),
-    ("zzz: 1", ":1: zzz: unknown key; the keys are models, tiers, updates, dense, server, auth"),
-    ("server: 5", ":1: server: expected a mapping with http, admin,"),
-    ("server: []", ":1: server: expected a mapping with http, admin,"),
-    (
-        "server: {http: {port: 70000}}",
-        ":1: server.http.port: expected a whole number from 0 to 65535, found 70000",
-    ),
-    (
-        "server: {http: {port: yes}}",
-        ':1: server.http.port: expected a whole number from 0 to 65535, found "yes"',
-    ),
-    (
-        "server: {http: {port: true}}",
-        ":1: server.http.port: expected a whole number from 0 to 65535, found true",
-    ),
-    (
-        "server: {http: {port: 1.5}}",
-        ":1: server.http.port: expected a whole number from 0 to 65535, found 1.5",
-    ),
-    (
-        "server: {http: {port: null}}",
-        ":1: server.http.port: expected a whole number from 0 to 65535, found null",
-    ),
-    ("server: {http: {host: 5}}", ":1: server.http.host: expected text, found 5"),
-    ("server: {http: {host: ''}}", ':1: server.http.host: expected text, found ""'),
-    ("server: {docs: 5}", ":1: server.docs: expected true or false, found 5"),
-    (
-        "server: {request_timeout_ms: .nan}",
-        ":1: server.request_timeout_ms: expected a number above 0, found nan",
-    ),
-    (
-        "server: {request_timeout_ms: .inf}",
-        ":1: server.request_timeout_ms: expected a number above 0, found inf",
-    ),
-    (
-        "tiers: {cpu_cache: {share: 0}}",
-        ":1: tiers.cpu_cache.share: expected a number above 0 up to 1 or null, found 0",
-    ),
-    (
-        "tiers: {rocksdb: {layout: HPS}}",
-        ":1: tiers.rocksdb.layout: expected native or hps, found \"HPS\"; did you mean 'hps'?",
-    ),
-    ("tiers: {rocksdb: {path: 5}}", ":1: tiers.rocksdb.path: expected a path, found 5"),
-    (
-        "models: {repository: 's3://bucket/models'}",
-        ":1: models.repository: remote locations are not read in this release; copy the files",
-    ),
-    ("models: {serve: {a b: {}}}", ":1: models.serve.a b: the name 'a b' must be 1 to 120 of"),
-    (
-        "models: {serve: {m: {tables: {t: {default: [x]}}}}}",
-        ":1: models.serve.m.tables.t.default: expected a number, a list of numbers or null, found",
-    ),
-    (
-        "models: {serve: {m: {tables: {t: {miss_policy: {min_hit_rate: 0.5}}}}}}",
-        ":1: models.serve.m.tables.t.miss_policy.min_hit_rate: acts only with kind default_then_",
-    ),
-    (
-        "models: {serve: {m: {dense: {}}}}",
-        ":1: models.serve.m.dense.outputs: is missing; expected a list of mappings with name,",
-    ),
-    (
-        "models: {serve: {m: {dense: {outputs: []}}}}",
-        ":1: models.serve.m.dense.outputs: expected a list of mappings with name,",
-    ),
-    (
-        "server:\n  http: {port: 8002}",
-        ":2: server.admin.port: is 8002, the same as server.http.port; every listener needs its own",
-    ),
-    (
-        "auth: {mode: of}",
-        ":1: auth.mode: expected off, api_key or null, found \"of\"; did you mean 'off'?",
-    ),
-    (
-        "auth: {keys_file: k}",
-        ":1: auth.mode: must be stated when auth.keys_file is given: api_key or off",
-    ),
-    (
-        "auth: {mode: api_key}",
-        ":1: auth.mode: is api_key, but neither auth.keys_file nor auth.keys",
-    ),
-    ("- a", ": expected a mapping with models, tiers, updates, dense, server, auth, found ['a']"),
-    ("5", ": expected a mapping with models, tiers, updates, dense, server, auth, found 5"),
-    ("server: {", ":2:1: not valid YAML: did not find expected node content"),
-    ("server: {}\nserver: {}", ":2:1: key 'server' stands here and on line 1"),
-]
-
-
-@pytest.mark.parametrize(("text", "line"), LINE, ids=[text for text, _ in LINE])
-def test_one_clear_line(write: Write, text: str, line: str) -> None:
-    path = write(text)
-    found = mistakes(path)
-    assert len(found) == 1, found
-    assert found[0].startswith(f"{path}{line}")
-
-
-def test_all_mistakes_at_once(write: Write) -> None:
-    path = write(
-        "tiers:\n"
-        "  rocksdb: {pth: x, layout: nativ}\n"
-        "server:\n"
-        "  max_keys: 0\n"
-        "  http: {port: 8002}\n"
-        "auth: {keys_file: k}\n"
-    )
-    found = mistakes(path, ["server.drain_s=x", "a.b=1"], {"HPS__UPDATES__X": "1"})
-    assert [line.split(": ")[:2] for line in found] == [
-        [f"{path}:2", "tiers.rocksdb.layout"],
-        [f"{path}:2", "tiers.rocksdb.pth"],
-        [f"{path}:4", "server.max_keys"],
-        ["--set", "server.drain_s"],
-        [f"{path}:6", "auth.mode"],
-        [f"{path}:5", "server.admin.port"],
-        ["HPS__UPDATES__X", "updates.x"],
-        ["--set", "a"],
-    ]
-
-
-def test_a_wrong_value_causes_no_second_mistake(write: Write) -> None:
-    """Port x falls back to 8000 for the other checks; that 8000 must not be blamed."""
-    path = write("server: {http: {port: x}, admin: {port: 8000}}")
-    assert len(mistakes(path)) == 1
-
-
-@pytest.mark.parametrize(
-    ("override", "line"),
-    [
-        ("server.http.prt=1", "--set: server.http.prt: no such setting; did you mean 'port'?"),
-        ("Server.http.port=1", "--set: Server: no such setting; did you mean 'server'?"),
-        ("server.http.port", "--set: expected a.b=value, found 'server.http.port'"),
-        ("=5", "--set: expected a.b=value, found ''"),
-        ("server..port=5", "--set: server.: no such setting; the settings are http, admin,"),
-        ("auth.keys.0=x", "--set: auth.keys.0: has nothing below it; a list is set as a whole"),
-        ("server.http.port.x=1", "--set: server.http.port.x: has nothing below it"),
-        ("server.http.port=[1", "--set: server.http.port: not valid YAML: did not find expected"),
-        ("server.http.port=x", "--set: server.http.port: expected a whole number from 0 to 65535,"),
-    ],
-)
-def test_a_wrong_override(override: str, line: str) -> None:
-    found = mistakes(None, [override])
-    assert len(found) == 1
-    assert found[0].startswith(line)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "line"),
-    [
-        (
-            "HPS__SERVR__PORT",
-            "1",
-            "HPS__SERVR__PORT: servr: no such setting; did you mean 'server'?",
-        ),
-        ("HPS__", "1", "HPS__: no such setting; the settings are models,"),
-        (
-            "HPS__SERVER__HTTP__PORT",
-            "",
-            "environment HPS__SERVER__HTTP__PORT: server.http.port: exp",
-        ),
-        (
-            "HPS__DENSE__PROVIDER",
-            "CPU",
-            "environment HPS__DENSE__PROVIDER: dense.provider: expected",
-        ),
-    ],
-)
-def test_a_wrong_variable(name: str, text: str, line: str) -> None:
-    found = mistakes(None, environ={name: text})
-    assert len(found) == 1
-    assert found[0].startswith(line)
-
-
-@pytest.mark.parametrize(
-    "auth",
-    [
-        "{keys: hunter2hunter2hunter2}",
-        "{keys: [{name: a, role: read, key: hunter2}]}",
-        "{keys: [{name: a, role: rod, key: hunter2hunter2hunter2}]}",
-        "{keys: [{name: a, role: read, kee: hunter2hunter2hunter2}]}",
-        "{keys: [hunter2hunter2hunter2]}",
-        "{keys: {hunter2hunter2hunter2: 5}, mode: api_key}",
-        "{keys: [{name: a, role: read, key: [hunter2hunter2hunter2]}]}",
-    ],
-)
-def test_secrets_are_never_quoted(write: Write, auth: str) -> None:
-    for lines in (mistakes(write(f"auth: {auth}")), mistakes(None, [f"auth={auth}"])):
-        assert "hunter2" not in "\n".join(lines)
-
-
-def test_problems_are_there_for_programs(write: Write) -> None:
-    with pytest.raises(InvalidConfiguration) as error:
-        load(write("server: {http: {port: x}}"))
-    (problem,) = error.value.problems
-    assert problem.path == ("server", "http", "port")
-
-
-NAMES = ["models", "tiers", "server", "auth", "http", "port", "keys", "key", "serve", "tables"]
-NAMES += ["default", "dense", "outputs", "name", "m", "miss_policy", "kind"]
-TREES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=3), inner, max_size=4)
-    ),
-    max_leaves=10,
-)
-
-
-@given(st.dictionaries(st.sampled_from(list(Settings.model_fields)), TREES, max_size=4))
-def test_whatever_stands_there_is_read_or_refused(data: dict[str, Any]) -> None:
-    with contextlib.suppress(InvalidConfiguration):
-        configuration_from(data, environ={})

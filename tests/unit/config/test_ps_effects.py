@@ -1,0 +1,167 @@
+"""ps.json: what keys do together."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hps.config import load_config
+
+Ps = Any
+
+
+@pytest.mark.parametrize(
+    ("threshold", "kind", "rate"),
+    [
+        (1.1, "wait", 0.0),
+        (2, "wait", 0.0),
+        (1, "default_then_promote", 1.0),
+        (0.9, "default_then_promote", 0.9),
+        (0, "default_then_promote", 0.0),
+        (-1, "default_then_promote", 0.0),
+    ],
+)
+def test_the_threshold_becomes_the_miss_policy(
+    ps: Ps, threshold: float, kind: str, rate: float
+) -> None:
+    configuration = ps.load(ps.put("models[].hit_rate_threshold", threshold))
+    for table in configuration.legacy[0].spec.tables:
+        assert (table.miss_policy.kind, table.miss_policy.min_hit_rate) == (kind, rate)
+
+
+@pytest.mark.parametrize(("name", "value"), [("gpucache", False), ("use_static_table", True)])
+def test_without_a_dynamic_cache_lookups_wait(ps: Ps, name: str, value: bool) -> None:
+    configuration = ps.load(ps.put(f"models[].{name}", value))
+    assert {t.miss_policy.kind for t in configuration.legacy[0].spec.tables} == {"wait"}
+
+
+def test_unsigned_32_bit_keys(ps: Ps) -> None:
+    tables = ps.load({**ps.base, "supportlonglong": False}).legacy[0].spec.tables
+    assert {t.key_dtype for t in tables} == {"uint32"}
+
+
+def test_models_that_differ_get_shares_of_their_own(ps: Ps) -> None:
+    second = {**ps.base["models"][0], "model": "n", "gpucacheper": 0.7}
+    third = {**ps.base["models"][0], "model": "o", "gpucache": False}
+    document = {**ps.base, "volatile_db": {}, "models": [ps.base["models"][0], second, third]}
+    settings = ps.load(document).settings
+    assert settings.tiers.cpu_cache.share == 0.7
+    serve = settings.models.serve or {}
+    assert {t.cache_share for t in serve["m"].tables.values()} == {0.2}
+    assert {t.cache_rows for t in serve["o"].tables.values()} == {0}
+    assert "n" not in serve
+
+
+@pytest.mark.parametrize(
+    ("margin", "partitions", "rows"), [(30, 4, 120), (100, 4, None), (50, 4, None), (49, 4, 196)]
+)
+def test_the_overflow_margin_bounds_the_cache(
+    ps: Ps, margin: int, partitions: int, rows: int | None
+) -> None:
+    """A share of 0.2 of 1000 rows is 200; per partition HPS would have held ``margin`` rows."""
+    document = ps.put("volatile_db.overflow_margin", margin)
+    configuration = ps.load(ps.put("volatile_db.num_partitions", partitions, document))
+    serve = configuration.settings.models.serve or {}
+    found = {t.cache_rows for t in serve["m"].tables.values()} if "m" in serve else {None}
+    assert found == {rows}
+    assert not [w for w in configuration.warnings if "num_partitions" in w]
+
+
+def test_the_default_number_of_partitions(ps: Ps) -> None:
+    serve = ps.load(ps.put("volatile_db.overflow_margin", 1)).settings.models.serve or {}
+    (rows,) = {t.cache_rows for t in serve["m"].tables.values()}
+    assert rows == min(16, os.cpu_count() or 1)
+
+
+def test_only_the_lru_policy_goes_unmentioned(ps: Ps) -> None:
+    for policy, mentioned in (
+        ("evict_oldest", False),
+        ("evict_random", True),
+        ("least_used", True),
+    ):
+        text = "\n".join(ps.load(ps.put("volatile_db.overflow_policy", policy)).warnings)
+        assert ("overflow_policy" in text) == mentioned
+
+
+def test_one_model_that_wants_no_warm_up(ps: Ps) -> None:
+    second = {**ps.base["models"][0], "model": "n", "init_ec": False}
+    configuration = ps.load({**ps.base, "models": [ps.base["models"][0], second]})
+    assert configuration.settings.tiers.cpu_cache.warm
+    assert "models[1].init_ec: has no effect: the CPU cache is warmed for all models or none" in (
+        "\n".join(configuration.warnings)
+    )
+
+
+@pytest.mark.parametrize(
+    ("document", "warning"),
+    [
+        (
+            {"volatile_db": {"num_partitions": 4}},
+            "volatile_db.type is disabled (as it is when type",
+        ),
+        ({"volatile_db": {"type": "none", "overflow_margin": 4}}, "volatile_db.type is disabled"),
+        (
+            {"volatile_db": {"type": "map", "num_partitions": 4}},
+            "together with overflow_margin only",
+        ),
+        ({"persistent_db": {"path": "/x"}}, "persistent_db.type is disabled (as it is when type"),
+        ({"persistent_db": {"type": "none", "read_only": True}}, "persistent_db.type is disabled"),
+        ({"peristent_db": {"type": "rocks_db"}}, "peristent_db: unknown key; did you mean 'pers"),
+        ({"zzzzz": 1}, "zzzzz: unknown key; HPS does not know it either"),
+    ],
+)
+def test_keys_that_mean_nothing_are_named(ps: Ps, document: dict[str, Any], warning: str) -> None:
+    del ps.base["volatile_db"], ps.base["persistent_db"]
+    assert warning in "\n".join(ps.load({**ps.base, **document}).warnings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"gpucache": False, "gpucacheper": 0.5}, "gpucache is false"),
+        ({"use_static_table": True, "hit_rate_threshold": 0.5}, "a static table is in memory"),
+        ({"embedding_cache_type": "static", "gpucache": True}, "a static table is in memory"),
+    ],
+)
+def test_cache_keys_without_a_cache_are_named(ps: Ps, changes: dict[str, Any], reason: str) -> None:
+    ps.base["models"][0] |= changes
+    assert reason in "\n".join(ps.load(ps.base).warnings)
+
+
+def test_models_that_share_an_ignored_key_share_a_line(ps: Ps) -> None:
+    one = {**ps.base["models"][0], "slot_num": 3, "label_dim": 1}
+    warnings = ps.load({**ps.base, "models": [one, {**one, "model": "n"}]}).warnings
+    assert len(warnings) == 1
+    assert "models[0,1].slot_num, models[0,1].label_dim: has no effect: HugeCTR" in warnings[0]
+
+
+def test_paths_start_at_the_file(ps: Ps, tmp_path: Path) -> None:
+    configuration = ps.load(ps.put("persistent_db.path", "db"))
+    assert configuration.settings.tiers.rocksdb.path == tmp_path / "db"
+    assert set(configuration.legacy[0].directories.values()) == {tmp_path / "t0", tmp_path / "t1"}
+
+
+def test_a_read_only_database_is_not_loaded(ps: Ps) -> None:
+    rocksdb = ps.load(ps.put("persistent_db.read_only", True)).settings.tiers.rocksdb
+    assert (rocksdb.read_only, rocksdb.load) == (True, False)
+
+
+def test_overrides_lie_above_the_file(ps: Ps, tmp_path: Path) -> None:
+    ps.load(ps.base)
+    configuration = load_config(
+        tmp_path / "ps.json",
+        ["tiers.cpu_cache.share=1", "models.serve.m.tables.sparse_embedding0.cache_rows=5"],
+        environ={"HPS__SERVER__HTTP__PORT": "81"},
+    )
+    assert configuration.settings.tiers.cpu_cache.share == 1
+    assert configuration.settings.server.http.port == 81
+    assert list(configuration.settings.models.serve or {}) == ["m"]
+
+
+def test_origins_name_the_key(ps: Ps, tmp_path: Path) -> None:
+    origins = ps.load(ps.base).origins
+    assert origins["tiers.rocksdb.threads"] == f"{tmp_path / 'ps.json'}: persistent_db.num_threads"
+    assert origins["server.http.port"] == "default"
