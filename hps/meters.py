@@ -18,8 +18,8 @@ from hps.metrics import (
 )
 from hps.types import EmbeddingTable, Source
 
-# The likeliest first.
-_SOURCES = (Source.CPU, Source.GPU, Source.ROCKSDB, Source.DEFAULT, *Source)
+# Every source once, the likeliest first.
+_SOURCES = tuple(dict.fromkeys((Source.CPU, Source.GPU, Source.ROCKSDB, Source.DEFAULT, *Source)))
 
 
 class LookupMeter:

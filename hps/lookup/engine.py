@@ -204,12 +204,12 @@ class LookupEngine:
         for share in job.shares:
             part, inverse = share.part, share.inverse
             vectors, source = part.out, part.source
-            if 0 in source.tobytes():
+            codes = source.tobytes()
+            if 0 in codes:
                 vectors[source == 0] = part.table.default
             if inverse is not None:
                 vectors = vectors.take(inverse, axis=0)
-                source = source.take(inverse)
-            codes = source.tobytes()
+                codes = source.take(inverse).tobytes()
             result.defaulted += codes.count(0)
             self._observer.answered(part.table, codes)
             start = 0

@@ -1,0 +1,148 @@
+"""Counters, histograms and gauges, and their exposition as Prometheus reads it."""
+
+import re
+import threading
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from hps import metrics as m
+from hps.meters import DenseMeter, LookupMeter, TierMeter
+from hps.metrics import METRICS, SECONDS_BUCKETS, Metrics
+from hps.types import EmbeddingTable, Source
+
+TABLE = EmbeddingTable.make("t", 2, model="clicks")
+
+
+def samples(metrics):
+    """(name, labels) -> value of everything exposed."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+    }
+
+
+def of(metrics, name, **labels):
+    return samples(metrics).get((name, tuple(sorted(labels.items()))))
+
+
+def test_the_table_of_names():
+    names = [spec.name for spec in METRICS]
+    assert len(set(names)) == len(names)
+    constants = {
+        value for name, value in vars(m).items() if name.isupper() and str(value)[:4] == "hps_"
+    }
+    assert constants == set(names)
+    for spec in METRICS:
+        assert re.fullmatch(r"hps_[a-z_]+", spec.name)
+        assert spec.help[0].isupper()
+        assert spec.help.endswith(".")
+        assert spec.name.endswith("_total") == (spec.kind == "counter")
+        if spec.kind == "histogram":
+            assert spec.name.endswith("_seconds")
+    assert list(SECONDS_BUCKETS) == sorted(SECONDS_BUCKETS)
+    assert SECONDS_BUCKETS[0] < 1e-3
+
+
+def test_every_metric_is_exposed_with_its_help():
+    text = Metrics().render().decode()
+    for spec in METRICS:
+        assert f"# TYPE {spec.name} {spec.kind}" in text
+        assert f"# HELP {spec.name} {spec.help}" in text
+
+
+def test_counter():
+    metrics = Metrics()
+    counter = metrics.counter(m.PROMOTIONS, "inserted")
+    assert metrics.counter(m.PROMOTIONS, "inserted") is counter
+    counter.add()
+    counter.add(4)
+    assert of(metrics, m.PROMOTIONS, result="inserted") == 5
+    assert of(metrics, m.PROMOTIONS, result="gone") is None
+
+
+def test_histogram_buckets_are_cumulative_and_upper_bounds_belong():
+    metrics = Metrics()
+    histogram = metrics.histogram(m.TIER_SECONDS, "cpu")
+    for seconds in (0.0, 10e-6, 11e-6, 0.5, 99.0):
+        histogram.observe(seconds)
+    name = m.TIER_SECONDS
+    assert of(metrics, f"{name}_bucket", tier="cpu", le="1e-05") == 2
+    assert of(metrics, f"{name}_bucket", tier="cpu", le="2.5e-05") == 3
+    assert of(metrics, f"{name}_bucket", tier="cpu", le="0.5") == 4
+    assert of(metrics, f"{name}_bucket", tier="cpu", le="10.0") == 4
+    assert of(metrics, f"{name}_bucket", tier="cpu", le="+Inf") == 5
+    assert of(metrics, f"{name}_count", tier="cpu") == 5
+    assert of(metrics, f"{name}_sum", tier="cpu") == pytest.approx(99.500021)
+
+
+def test_gauges_are_read_when_asked():
+    metrics, rows = Metrics(), {"a": 1.0}
+    metrics.gauge(m.UPTIME, lambda: len(rows))
+    metrics.gauges(m.TABLE_ROWS, lambda: [(("cpu", "m", t), n) for t, n in rows.items()])
+    rows["b"] = 2.0
+    assert of(metrics, m.UPTIME) == 2
+    assert of(metrics, m.TABLE_ROWS, tier="cpu", model="m", table="b") == 2
+
+
+def test_wrong_use_is_an_error_at_once():
+    metrics = Metrics()
+    with pytest.raises(KeyError):
+        metrics.counter("hps_nonsense_total")
+    with pytest.raises(ValueError, match="is a histogram with labels"):
+        metrics.counter(m.TIER_SECONDS, "cpu")
+    with pytest.raises(ValueError, match=r"labels \('tier',\), got \(\)"):
+        metrics.histogram(m.TIER_SECONDS)
+
+
+def test_hostile_label_values_stay_one_sample():
+    metrics = Metrics()
+    metrics.counter(m.LOOKUP_DEGRADED, 'a"b\n}', "cpu").add()
+    assert of(metrics, m.LOOKUP_DEGRADED, model='a"b\n}', tier="cpu") == 1
+
+
+def test_no_count_is_lost_between_threads():
+    metrics = Metrics()
+
+    def work():
+        for _ in range(2000):
+            metrics.counter(m.PROMOTIONS, "gone").add()
+            metrics.histogram(m.TIER_SECONDS, "cpu").observe(0.1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert of(metrics, m.PROMOTIONS, result="gone") == 8000
+    assert of(metrics, f"{m.TIER_SECONDS}_count", tier="cpu") == 8000
+
+
+def test_lookup_meter():
+    metrics = Metrics()
+    meter = LookupMeter(metrics, "clicks")
+    every = [source for source in Source for _ in range(source + 1)]
+    meter.answered(TABLE, bytes(every))
+    meter.answered(TABLE, b"")
+    meter.finished(0.1, ("rocksdb",))
+    for source in Source:
+        labels = {"model": "clicks", "table": "t", "tier": source.name.lower()}
+        assert of(metrics, m.LOOKUP_KEYS, **labels) == source + 1
+    assert of(metrics, m.LOOKUP_DEGRADED, model="clicks", tier="rocksdb") == 1
+    assert of(metrics, f"{m.LOOKUP_SECONDS}_count", model="clicks") == 1
+
+
+def test_tier_and_dense_meter():
+    metrics = Metrics()
+    meter = TierMeter(metrics, "cpu")
+    meter(TABLE, None, 5, 3, 0.1)
+    meter(TABLE, None, 4, 4, 0.1)
+    labels = {"tier": "cpu", "model": "clicks", "table": "t"}
+    assert of(metrics, m.TIER_KEYS, **labels, result="found") == 7
+    assert of(metrics, m.TIER_KEYS, **labels, result="missed") == 2
+    dense = DenseMeter(metrics, "clicks")
+    dense.ran(0.1)
+    dense.not_finite("ctr", 3)
+    assert of(metrics, m.SCORES_NOT_FINITE, model="clicks", output="ctr") == 3
+    assert of(metrics, f"{m.DENSE_SECONDS}_sum", model="clicks") == pytest.approx(0.1)
