@@ -439,3 +439,17 @@ def test_many_tables(tmp_path):
                     found.vectors[table.name], [rows([3], 4, i)[0], [i] * 4]
                 )
             assert found.defaulted == 50
+
+
+def test_a_database_loaded_elsewhere_is_served_as_it_is(folder):
+    """``load: false``: the store's rows count, whatever the files beside it say."""
+    with hps.open(settings(folder)) as node:
+        assert node.lookup("clicks", {"user": [3]}).defaulted == 0
+    vectors = folder / "models/clicks/1/tables/users/emb_vector"
+    vectors.write_bytes(np.full((1000, 4), 66, np.float32).tobytes())
+    tiers = {"rocksdb": {"path": str(folder / "db"), "load": False}}
+    (folder / "models/clicks/1/manifest.json").unlink()
+    with hps.open(settings(folder, tiers=tiers)) as node:
+        assert cached(node) > 900
+        found = node.lookup("clicks", {"user": np.arange(-500, 500)}, want_source=True)
+        np.testing.assert_array_equal(found.vectors["user"], rows(np.arange(-500, 500), 4))
