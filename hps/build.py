@@ -131,7 +131,7 @@ class _Builder:
         )
         self._resources.callback(store.close)
         store.open_tables(self._tables)
-        for model in self._opened:
+        for model in self._opened if chosen.load else []:
             load_tables(model.version, model.tables, store, self._progress)
         return store
 
@@ -167,16 +167,17 @@ class _Builder:
                 if not rows:
                     continue
                 record = store.loaded(table)
-                keys = files.keys()[:rows]
+                keys = table.narrow(files.keys()[:rows])
                 with self._progress.task(f"warming {name}", rows) as step:
                     if (
                         record is not None
+                        and record.digest == files.digest
                         and record.rows == files.rows
                         and not store.streamed(table)
                     ):
                         version = record.version if store.layout == "native" else 0
                         insert_rows(writer, table, keys, files.vectors()[:rows], version, step)
-                    else:  # keys that stand twice, or rows written since: only the store knows
+                    else:  # other files, keys that stand twice, rows written since: ask the store
                         promote_keys(writer, table, keys, step)
 
     def _serve(

@@ -58,6 +58,7 @@ class OpenedModel:
             _features(version.spec, self.tables),
             version.spec.max_batch_size,
             settings.server.max_keys,
+            _table_bounds(version.spec),
         )
         self.dense: OnnxModel | None = None
         if version.dense is not None and version.spec.dense is not None:
@@ -73,6 +74,18 @@ def _features(spec: ModelSpec, tables: Mapping[str, EmbeddingTable]) -> dict[str
     """The features of ``model.yaml``; without any, one per table with the table's name."""
     specs = spec.features or [FeatureSpec(name=t.name, table=t.name) for t in spec.tables]
     return {
-        f.name: Feature(f.name, tables[f.table], f.key_offset, f.pooling, f.hotness, f.context)
+        f.name: Feature(
+            f.name, tables[f.table], f.key_offset, f.pooling, f.hotness, f.context, f.max_hotness
+        )
         for f in specs
     }
+
+
+def _table_bounds(spec: ModelSpec) -> dict[str, int]:
+    """The most keys of a table in one request, where every feature on it has a bound per sample."""
+    bounds: dict[str, int] = {}
+    for table in {f.table for f in spec.features}:
+        most = [f.max_hotness for f in spec.features if f.table == table]
+        if None not in most:
+            bounds[table] = spec.max_batch_size * sum(m for m in most if m is not None)
+    return bounds

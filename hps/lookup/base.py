@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ class Feature:
 
     ``key_offset`` is added to every key mod 2^64. ``hotness`` is the number of keys per sample, None
     when the request decides. A ``context`` feature may come with batch 1 beside candidates.
+    ``max_hotness`` bounds the keys per sample, on average over a request.
     """
 
     name: str
@@ -26,17 +27,20 @@ class Feature:
     pooling: Pooling = "sum"
     hotness: int | None = None
     context: bool = False
+    max_hotness: int | None = None
 
     def shift(self, keys: KeyArray) -> KeyArray:
-        """The table's keys for this feature's keys: ``key_offset`` added mod 2^64."""
-        if not self.key_offset:
-            return keys
-        return (keys.view(np.uint64) + np.uint64(self.key_offset % 2**64)).view(np.int64)
+        """The table's keys for this feature's keys: ``key_offset`` added mod 2^64, and of a table
+        with 32-bit keys the low 32 bits."""
+        if self.key_offset:
+            keys = (keys.view(np.uint64) + np.uint64(self.key_offset % 2**64)).view(np.int64)
+        return keys if self.table.key_bits == 64 else self.table.narrow(keys)
 
 
 @dataclass(frozen=True, slots=True)
 class LookupModel:
-    """One version of a model as lookups see it. ``max_keys`` bounds the keys of one request."""
+    """One version of a model as lookups see it. ``max_keys`` bounds the keys of one request,
+    ``max_table_keys`` those of one table where a request names tables instead of features."""
 
     name: str
     version: int
@@ -44,6 +48,7 @@ class LookupModel:
     features: Mapping[str, Feature]
     max_batch_size: int = 65_536
     max_keys: int = 1 << 31
+    max_table_keys: Mapping[str, int] = field(default_factory=dict)
 
 
 class Lookup(Protocol):

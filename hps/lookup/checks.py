@@ -35,6 +35,12 @@ def check_keys(feature: Feature, keys: JaggedKeys) -> JaggedKeys:
         keys = _converted(feature.name, keys)
         flat = keys.keys
     n, batch = len(flat), keys.batch
+    most = feature.max_hotness
+    if most is not None and n > batch * most:
+        raise BadRequest(
+            f"feature {feature.name!r} takes at most {most} keys per sample (max_hotness), got {n} keys "
+            f"for a batch of {batch}"
+        )
     if keys.weights is not None:
         keys = _check_weights(feature, keys)
     if keys.offsets is not None:
@@ -136,12 +142,24 @@ def check_sizes(model: LookupModel, request: LookupRequest) -> int:
             f"inference request batch-size must be <= {model.max_batch_size} for "
             f"'{model.name}', got {batch}; send smaller batches or raise max_batch_size"
         )
+    if request.by_table and model.max_table_keys:
+        _check_table_keys(model, request)
     if total > model.max_keys:
         raise BadRequest(
             f"a request to '{model.name}' may carry {model.max_keys} keys, got {total}; send smaller "
             "batches or raise server.max_keys"
         )
     return total
+
+
+def _check_table_keys(model: LookupModel, request: LookupRequest) -> None:
+    for name, keys in request.features.items():
+        most = model.max_table_keys.get(name)
+        if most is not None and len(keys.keys) > most:
+            raise BadRequest(
+                f"table {name!r} of {model.name!r} takes at most {most} keys per request "
+                f"(max_batch_size {model.max_batch_size} times max_hotness), got {len(keys.keys)}"
+            )
 
 
 def check_out(

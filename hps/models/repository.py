@@ -64,6 +64,7 @@ class ModelVersion:
             default=_default(self, spec),
             miss=MissPolicy(spec.miss_policy.kind, spec.miss_policy.min_hit_rate),
             tombstone_ttl_s=spec.tombstone_ttl_s,
+            key_bits=32 if spec.key_dtype == "uint32" else 64,
         )
 
 

@@ -1,0 +1,162 @@
+"""A ps.json served as it is: the rows of HugeCTR folders through RocksDB and the CPU cache."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hps
+from hps.config import Configuration, load_config
+from hps.errors import BadRequest
+from hps.node import Node
+from hps.types import JaggedKeys, Source
+
+ROWS = 500
+WIDE = 2**40  # keys beyond 32 bits
+
+
+def keys_of(table: int) -> Any:
+    return np.arange(ROWS, dtype=np.int64) * 7 + WIDE * table
+
+
+def rows_of(table: int, dim: int) -> Any:
+    return (np.arange(ROWS * dim, dtype=np.float32) + 1000 * table).reshape(ROWS, dim)
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> dict[str, Any]:
+    for table, dim in ((0, 4), (1, 2)):
+        folder = tmp_path / f"t{table}"
+        folder.mkdir()
+        keys_of(table).astype("<i8").tofile(folder / "key")
+        rows_of(table, dim).astype("<f4").tofile(folder / "emb_vector")
+    return {
+        "supportlonglong": True,
+        "persistent_db": {"type": "rocks_db", "path": "db"},
+        "models": [
+            {
+                "model": "wdl",
+                "sparse_files": ["t0", "t1"],
+                "embedding_vecsize_per_table": [4, 2],
+                "embedding_table_names": ["user", "item"],
+                "default_value_for_each_table": [-1.5],
+                "maxnum_catfeature_query_per_table_per_sample": [2, 3],
+                "max_batch_size": 10,
+                "hit_rate_threshold": 1.1,
+                "gpucacheper": 0.5,
+            }
+        ],
+    }
+
+
+Serve = Callable[[dict[str, Any]], Node]
+
+
+@pytest.fixture
+def configure(tmp_path: Path) -> Callable[[dict[str, Any]], Configuration]:
+    def _configure(document: dict[str, Any]) -> Configuration:
+        path = tmp_path / "ps.json"
+        path.write_text(json.dumps(document))
+        return load_config(path, environ={})
+
+    return _configure
+
+
+def by_table(node: Node, table: str, keys: Any) -> tuple[Any, list[int]]:
+    found = node.lookup("wdl", {table: keys}, by_table=True, want_source=True)
+    return found.vectors[table], found.sources[table].tolist()
+
+
+def test_every_row_comes_back(configure: Any, document: dict[str, Any]) -> None:
+    with hps.open(configure(document)) as node:
+        for start in range(0, ROWS, 20):
+            some = slice(start, start + 20)
+            for table, (name, dim) in enumerate([("user", 4), ("item", 2)]):
+                vectors, _ = by_table(node, name, keys_of(table)[some])
+                assert np.array_equal(vectors, rows_of(table, dim)[some])
+
+
+def test_unknown_keys_get_the_table_s_default(configure: Any, document: dict[str, Any]) -> None:
+    with hps.open(configure(document)) as node:
+        vectors, sources = by_table(node, "user", [5, 0])
+        assert vectors.tolist() == [[-1.5] * 4, rows_of(0, 4)[0].tolist()]
+        assert sources[0] == Source.DEFAULT
+        assert by_table(node, "item", [5])[0].tolist() == [[0.0, 0.0]]
+
+
+def test_the_cache_holds_its_share(configure: Any, document: dict[str, Any]) -> None:
+    with hps.open(configure(document)) as node:
+        (cpu,) = [entry for entry in node.tiers if entry.tier.info.cache]
+        for table in node.model("wdl").tables.values():
+            assert 0.4 * ROWS <= cpu.rows(table) <= 0.6 * ROWS
+
+
+def test_a_cold_start(configure: Any, document: dict[str, Any]) -> None:
+    document["models"][0]["init_ec"] = False
+    with hps.open(configure(document)) as node:
+        assert by_table(node, "user", [0])[1] == [Source.ROCKSDB]
+
+
+def test_the_default_threshold_answers_at_once(configure: Any, document: dict[str, Any]) -> None:
+    """When 9 of 10 keys are cached the tenth gets the default for now; with fewer a batch waits."""
+    document["models"][0] |= {"init_ec": False, "gpucacheper": 1.0}
+    del document["models"][0]["hit_rate_threshold"]  # HPS's default is 0.9
+    keys = keys_of(0)
+    with hps.open(configure(document)) as node:
+        deadline = time.monotonic() + 30
+        while by_table(node, "user", keys[:9])[1] != [Source.CPU] * 9:
+            assert time.monotonic() < deadline, "the rows were not promoted"
+            time.sleep(0.01)
+        vectors, sources = by_table(node, "user", keys[:10])
+        assert sources == [Source.CPU] * 9 + [Source.DEFAULT]
+        assert vectors[9].tolist() == [-1.5] * 4
+        vectors, sources = by_table(node, "user", keys[[0, 100]])
+        assert sources == [Source.CPU, Source.ROCKSDB]
+        assert vectors[1].tolist() == rows_of(0, 4)[100].tolist()
+
+
+@pytest.mark.parametrize(("table", "most"), [("user", 20), ("item", 30)])
+def test_a_request_carries_at_most_what_hps_took(
+    configure: Any, document: dict[str, Any], table: str, most: int
+) -> None:
+    with hps.open(configure(document)) as node:
+        by_table(node, table, np.arange(most))
+        with pytest.raises(BadRequest, match=f"takes at most {most} keys per request"):
+            by_table(node, table, np.arange(most + 1))
+        jagged = JaggedKeys(np.arange(4), 1, np.array([0, 4]))
+        with pytest.raises(BadRequest, match=r"keys per sample \(max_hotness\), got 4 keys"):
+            node.lookup("wdl", {table: jagged})
+        with pytest.raises(BadRequest, match="must be <= 10"):
+            node.lookup("wdl", {table: np.arange(11)})
+
+
+def test_32_bit_keys(configure: Any, document: dict[str, Any]) -> None:
+    document["supportlonglong"] = False
+    with hps.open(configure(document)) as node:
+        low = keys_of(1) % 2**32
+        vectors, _ = by_table(node, "item", low[:20])
+        assert np.array_equal(vectors, rows_of(1, 2)[:20])
+        vectors, _ = by_table(node, "item", keys_of(1)[:20])
+        assert np.array_equal(vectors, rows_of(1, 2)[:20])
+
+
+def test_a_database_of_its_own(configure: Any, document: dict[str, Any], tmp_path: Path) -> None:
+    """initialize_after_startup false, or read_only: rows come from the database, not the files."""
+    hps.open(configure(document)).close()
+    rows_of(5, 4).tofile(tmp_path / "t0" / "emb_vector")
+    for change in ({"initialize_after_startup": False}, {"read_only": True}):
+        other = {**document, "persistent_db": {**document["persistent_db"], **change}}
+        with hps.open(configure(other)) as node:
+            assert np.array_equal(by_table(node, "user", keys_of(0)[:20])[0], rows_of(0, 4)[:20])
+
+
+def test_what_is_ignored_is_said_at_start(configure: Any, document: dict[str, Any]) -> None:
+    document["update_source"] = {"type": "kafka"}
+    with hps.open(configure(document)) as node:
+        assert "update_source.type=kafka" in "\n".join(node.warnings)
