@@ -41,10 +41,11 @@ async def read_body(
     """
     length = headers.get(b"content-length")
     if length is not None and length.isdigit() and int(length) > limit:
-        raise _too_large(int(length), limit)
+        raise _too_large(int(length), limit, unread=True)
     message = await receive()  # mostly there already; a timer for it would cost more than the wait
     body: bytes = message.get("body", b"")
-    if message.get("more_body") or message["type"] != "http.request":
+    more = message.get("more_body") or message["type"] != "http.request"
+    if more or len(body) > limit:
         body = await _rest(message, receive, limit, patience_s)
     if b"content-encoding" in headers:
         body = await decompress(body, headers[b"content-encoding"].decode("latin-1"), limit)
@@ -62,7 +63,7 @@ async def _rest(
         chunk = message.get("body", b"")
         size += len(chunk)
         if size > limit:
-            raise _too_large(size, limit, so_far=True)
+            raise _too_large(size, limit, so_far=True, unread=bool(message.get("more_body")))
         chunks.append(chunk)
         if not message.get("more_body"):
             return b"".join(chunks)
@@ -91,11 +92,12 @@ async def discard(receive: Receive) -> None:
                 left -= len(message.get("body", b""))
 
 
-def _too_large(size: int, limit: int, *, so_far: bool = False) -> TooLarge:
+def _too_large(size: int, limit: int, *, so_far: bool = False, unread: bool = False) -> TooLarge:
     at_least = "at least " if so_far else ""
     return TooLarge(
         f"the request body has {at_least}{size} bytes, at most {limit} are taken; send smaller "
-        "batches or raise server.max_body_bytes"
+        "batches or raise server.max_body_bytes",
+        unread=unread,
     )
 
 

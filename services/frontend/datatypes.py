@@ -1,4 +1,4 @@
-"""The protocol's datatypes, their NumPy types (little endian, packed) and their numbers in JSON."""
+"""The protocol's datatypes by NumPy type, and their numbers in JSON."""
 
 from __future__ import annotations
 
@@ -8,29 +8,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-DTYPES: dict[str, np.dtype[Any]] = {
-    "BOOL": np.dtype(np.bool_),
-    "UINT8": np.dtype("<u1"),
-    "UINT16": np.dtype("<u2"),
-    "UINT32": np.dtype("<u4"),
-    "UINT64": np.dtype("<u8"),
-    "INT8": np.dtype("<i1"),
-    "INT16": np.dtype("<i2"),
-    "INT32": np.dtype("<i4"),
-    "INT64": np.dtype("<i8"),
-    "FP16": np.dtype("<f2"),
-    "FP32": np.dtype("<f4"),
-    "FP64": np.dtype("<f8"),
-}
+from hps.dense.base import DATATYPES
 
 # By type number: an int is found faster than a dtype on the way out of every request.
-DATATYPE_OF: dict[int, str] = {dtype.num: name for name, dtype in DTYPES.items()}
+DATATYPE_OF: dict[int, str] = {dtype.num: name for name, dtype in DATATYPES.items()}
 DATATYPE_OF.setdefault(np.dtype(np.longlong).num, "INT64")
 DATATYPE_OF.setdefault(np.dtype(np.ulonglong).num, "UINT64")
 
-# Keys come in any integer type and are widened; 64-bit signs are kept bit for bit.
-INTEGERS: dict[str, np.dtype[Any]] = {
-    name: dtype for name, dtype in DTYPES.items() if dtype.kind in "iu"
+# Keys come in any integer type and are widened; 64-bit signs are kept bit for bit. The first one is
+# the model's own.
+INTEGERS: dict[str, np.dtype[Any]] = {"INT64": DATATYPES["INT64"]} | {
+    name: dtype for name, dtype in DATATYPES.items() if dtype.kind in "iu"
 }
 
 # Only in binary form: JSON numbers of this type do not exist in the protocol.

@@ -13,12 +13,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hps.dense.base import DATATYPES
 from hps.errors import BadRequest
 from hps.lookup.workers import Done
 from hps.node import ServedModel
 from hps.pipeline import TOP_K_INDEX
 from hps.types import JaggedKeys, LookupRequest, LookupResult, PredictRequest, PredictResult
-from services.frontend.datatypes import DTYPES, INTEGERS
+from services.frontend.datatypes import INTEGERS
 from services.frontend.features import FeatureInputs
 from services.frontend.request import InferCall, InputRule, Tensor
 from services.frontend.request_faults import nearest, shown
@@ -198,7 +199,7 @@ class RankingEndpoint:
         self._dense = {tensor.name: tensor.shape for tensor in dense.inputs}
         self.rules = dict(self._inputs.rules)
         for tensor in dense.inputs:
-            self.rules[tensor.name] = InputRule({tensor.datatype: DTYPES[tensor.datatype]})
+            self.rules[tensor.name] = InputRule({tensor.datatype: DATATYPES[tensor.datatype]})
         self._required = [*served.engine.features, *self._dense]
         self._scores = {tensor.name for tensor in dense.outputs}
         self._sources = {f"{name}.source" for name in served.engine.features}

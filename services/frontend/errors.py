@@ -23,7 +23,12 @@ from hps.errors import (
 
 
 class TooLarge(BadRequest):
-    """The body or the number of keys is beyond the server's limits."""
+    """The body or the number of keys is beyond the server's limits. ``unread``: part of the body has
+    not been received yet."""
+
+    def __init__(self, message: str, *, unread: bool = False) -> None:
+        super().__init__(message)
+        self.unread = unread
 
 
 class TooSlow(BadRequest):

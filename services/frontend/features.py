@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from hps.dense.base import DATATYPES
 from hps.errors import BadRequest
 from hps.lookup.base import Feature
 from hps.types import JaggedKeys
-from services.frontend.datatypes import DTYPES, INTEGERS
+from services.frontend.datatypes import INTEGERS
 from services.frontend.request import InferCall, InputRule, Tensor
 
-_WEIGHTS = {"FP32": DTYPES["FP32"]}
+_WEIGHTS = {"FP32": DATATYPES["FP32"]}
 
 
 class _Wire(NamedTuple):

@@ -28,7 +28,7 @@ from services.frontend.body import (
     discard,
     read_body,
 )
-from services.frontend.errors import error_body, error_headers, http_status
+from services.frontend.errors import TooLarge, TooSlow, error_body, error_headers, http_status
 from services.frontend.logs import fields, log
 from services.frontend.request import parse, raw_call
 from services.frontend.response import Headers, encode
@@ -69,14 +69,15 @@ class InferApp:
             await self._rest(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        was_read = False
+        begun = False
         try:
             self._guard.check(headers, "read")
+            begun = True
             body = await read_body(receive, headers, self._max_body, self._timeout_s)
-            was_read = True
             answer, reply = await self._answer(entry, headers, body, started)
         except Exception as error:
-            await self._failure(error, entry, headers, send, None if was_read else receive, started)
+            unread = receive if not begun or _is_unread(error) else None
+            await self._failure(error, entry, headers, send, unread, started)
             return
         if b"x-request-id" in headers:
             _echo_request_id(headers, reply)
@@ -172,6 +173,11 @@ class InferApp:
             await discard(unread)
             body = b""
         await send({"type": "http.response.body", "body": body})
+
+
+def _is_unread(error: Exception) -> bool:
+    """Whether part of the body is still on its way, after reading it ended with ``error``."""
+    return isinstance(error, TooSlow) or (isinstance(error, TooLarge) and error.unread)
 
 
 # Requests that were refused before they were looked at, by status.

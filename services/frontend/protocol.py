@@ -112,9 +112,10 @@ def repository_routes(state: State, guard: Guard) -> APIRouter:
 
     async def unsupported(request: Request) -> Response:
         """Not offered: models are served as the repository holds them when the server starts."""
-        raise Unsupported(
-            f"{request.url.path} is not offered; models are loaded when the server starts"
-        )
+        hint = ""
+        if "/repository/" in request.url.path:
+            hint = "; models are served as the repository holds them when the server starts"
+        raise Unsupported(f"{request.method} {request.url.path} is not offered{hint}")
 
     for verb in ("load", "unload"):
         router.add_api_route(

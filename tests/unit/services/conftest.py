@@ -1,0 +1,257 @@
+"""A node in memory, made by hand: two models, one of them with a dense part, and an ASGI client."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from hps.config.model_schema import ModelSpec
+from hps.config.schema import ServerSettings
+from hps.dense.base import TensorInfo
+from hps.lookup.base import Feature, LookupModel
+from hps.lookup.engine import LookupEngine
+from hps.lookup.workers import Workers
+from hps.metrics import Metrics
+from hps.node import Node, ServedModel, TierStatus
+from hps.pipeline import InferencePipeline
+from hps.tiers.base import FetchContext, Part, TierInfo
+from hps.tiers.chain import TierChain
+from hps.tiers.memory import MemoryTier
+from hps.types import EmbeddingTable, Source, make_version
+from hps.updates.writer import CacheWriter
+from services.frontend.auth import OpenGuard
+from services.frontend.infer import InferApp
+from services.frontend.state import State
+
+ROW_VERSION = make_version(1_700_000_000_000)
+
+CTR = {
+    "name": "ctr",
+    "tables": [
+        {"name": "users", "dim": 4},
+        {"name": "items", "dim": 2, "default": 0.5},
+    ],
+    "features": [
+        {"name": "user", "table": "users", "hotness": 1, "context": True},
+        {"name": "item", "table": "items", "hotness": 1},
+        {"name": "history", "table": "items", "pooling": "mean"},
+    ],
+    "dense": {
+        "inputs": [{"name": "dense", "shape": [-1, 3]}],
+        "outputs": [{"name": "score", "shape": [-1, 1]}, {"name": "logit", "shape": [-1]}],
+    },
+    "max_batch_size": 64,
+}
+WORDS = {
+    "name": "words",
+    "tables": [{"name": "left", "dim": 3}, {"name": "right", "dim": 2}],
+}
+HALVES = {
+    "name": "halves",
+    "tables": [{"name": "half", "dim": 4, "dtype": "float16"}],
+    "max_batch_size": 8,
+}
+
+
+class Adder:
+    """``logit``: the sum of everything that is fed; ``score``: half of it."""
+
+    inputs = (
+        TensorInfo("user", "FP32", (-1, 4)),
+        TensorInfo("item", "FP32", (-1, 2)),
+        TensorInfo("history", "FP32", (-1, 2)),
+        TensorInfo("dense", "FP32", (-1, 3)),
+    )
+    outputs = (TensorInfo("score", "FP32", (-1, 1)), TensorInfo("logit", "FP32", (-1,)))
+
+    def predict(
+        self, inputs: Mapping[str, Any], outputs: tuple[str, ...] | None = None
+    ) -> dict[str, Any]:
+        logit = sum(array.sum(axis=1) for array in inputs.values())
+        both = {"score": (logit / 2)[:, None], "logit": logit}
+        return {name: both[name] for name in outputs or both}
+
+    def runs_inline(self, batch: int) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+class GatedTier(MemoryTier):
+    """A store that waits: it answers once ``gate`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(TierInfo("rocksdb", Source.ROCKSDB, blocking=True))
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
+        assert self.gate.wait(20)
+        super().fetch(parts, ctx)
+
+
+def row(key: int, dim: int) -> list[float]:
+    """The row of ``key``: ``key + i / 8``."""
+    return [key + i / 8 for i in range(dim)]
+
+
+@dataclass
+class Small:
+    """The node and its parts. Keys 0…9 lie in memory, 10…19 in the store."""
+
+    node: Node
+    memory: MemoryTier
+    store: GatedTier
+    state: State
+    settings: ServerSettings
+
+    def app(self, rest: Any = None, guard: Any = None, **settings: Any) -> InferApp:
+        chosen = self.settings.model_copy(update=settings)
+        return InferApp(self.state, chosen, guard or OpenGuard(), rest)
+
+
+def _served(spec: ModelSpec, caches: Any, stores: Any, workers: Workers) -> ServedModel:
+    tables = {
+        t.name: EmbeddingTable.make(
+            t.name, t.dim, model=spec.name, dtype=t.dtype, default=t.default
+        )
+        for t in spec.tables
+    }
+    named = spec.features or [
+        type(spec).model_fields["features"].annotation.__args__[0](name=t.name, table=t.name)
+        for t in spec.tables
+    ]
+    features = {
+        f.name: Feature(f.name, tables[f.table], f.key_offset, f.pooling, f.hotness, f.context)
+        for f in named
+    }
+    model = LookupModel(spec.name, 1, tables, features, spec.max_batch_size)
+    engine = LookupEngine(model, caches, stores, workers)
+    pipeline = None
+    if spec.dense is not None:
+        pipeline = InferencePipeline(spec.name, spec.dense, engine, Adder(), workers)
+    return ServedModel(spec.name, 1, spec, tables, engine, pipeline)
+
+
+def make_small() -> Small:
+    memory, store = MemoryTier(TierInfo("cpu", Source.CPU, cache=True)), GatedTier()
+    caches, stores = TierChain([memory]), TierChain([store])
+    workers = Workers(2, 64, name="test", setting="tiers.lookup_queue")
+    specs = [ModelSpec.model_validate(each) for each in (CTR, WORDS, HALVES)]
+    models = {spec.name: _served(spec, caches, stores, workers) for spec in specs}
+    for model in models.values():
+        for table in model.tables.values():
+            for tier, first in ((memory, 0), (store, 10)):
+                keys = np.arange(first, first + 10)
+                rows = np.array([row(k, table.dim) for k in keys], table.dtype)
+                tier.insert(table, keys, rows, np.full(10, ROW_VERSION, np.uint64))
+    writer = CacheWriter(caches, [store], 1 << 20)
+    tiers = [TierStatus(memory, lambda _table: 10), TierStatus(store, lambda _table: 10)]
+    node = Node(models, Metrics(), tiers, writer, workers)
+    node._resources.callback(workers.close)
+    node._resources.callback(writer.close)
+    state = State()
+    state.serve(node)
+    return Small(node, memory, store, state, ServerSettings())
+
+
+@pytest.fixture
+def small() -> Iterator[Small]:
+    made = make_small()
+    yield made
+    made.store.gate.set()
+    made.node.close()
+
+
+@dataclass
+class Reply:
+    """What an application answered."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        """The JSON part of the body."""
+        size = self.headers.get("inference-header-content-length")
+        return orjson.loads(self.body[: int(size)] if size else self.body)
+
+    @property
+    def error(self) -> str:
+        assert self.headers["content-type"] == "application/json"
+        found = self.json
+        assert list(found) == ["error"]
+        return str(found["error"])
+
+
+async def call_app(
+    app: Any,
+    method: str,
+    path: str,
+    chunks: Sequence[bytes] = (b"",),
+    headers: Mapping[str, str] | None = None,
+) -> Reply:
+    """One request to an ASGI application; the body comes in ``chunks``."""
+    left = list(chunks)
+    messages: list[Any] = []
+
+    async def receive() -> Any:
+        if not left:
+            await asyncio.sleep(3600)
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+
+    async def send(message: Any) -> None:
+        messages.append(message)
+
+    raw = [(k.lower().encode(), v.encode("latin-1")) for k, v in (headers or {}).items()]
+    path, _, query = path.partition("?")
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": query.encode(),
+        "root_path": "",
+        "scheme": "http",
+        "server": ("127.0.0.1", 80),
+        "client": ("127.0.0.1", 1),
+        "http_version": "1.1",
+        "headers": raw,
+    }
+    async with asyncio.timeout(20):
+        await app(scope, receive, send)
+    start, *bodies = messages
+    assert start["type"] == "http.response.start"
+    assert not bodies[-1].get("more_body")
+    body = b"".join(message.get("body", b"") for message in bodies)
+    found = {name.decode(): value.decode("latin-1") for name, value in start["headers"]}
+    assert int(found["content-length"]) == len(body)
+    return Reply(start["status"], found, body)
+
+
+@pytest.fixture
+def ask() -> Any:
+    """``ask(app, method, path, body, headers)``: one request, answered."""
+
+    def ask(
+        app: Any,
+        method: str,
+        path: str,
+        body: bytes | Sequence[bytes] | dict[str, Any] = b"",
+        headers: Mapping[str, str] | None = None,
+    ) -> Reply:
+        if isinstance(body, dict):
+            body = orjson.dumps(body)
+        chunks = [body] if isinstance(body, bytes) else body
+        return asyncio.run(call_app(app, method, path, chunks, headers))
+
+    return ask

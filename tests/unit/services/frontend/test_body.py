@@ -1,0 +1,159 @@
+"""Bodies within bounds: refused early, inflated no further than the limit, never waited for forever."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import tracemalloc
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hps.errors import BadRequest
+from services.frontend.body import (
+    ClientGone,
+    accepted_coding,
+    compress,
+    discard,
+    read_body,
+)
+from services.frontend.errors import TooLarge, TooSlow, UnknownEncoding
+
+ENCODERS = {"gzip": gzip.compress, "deflate": zlib.compress}
+
+
+class Source:
+    """An ASGI ``receive`` that hands out ``chunks`` and then waits forever."""
+
+    def __init__(self, *chunks, gone=False, more=False):
+        self.chunks = list(chunks)
+        self.gone = gone
+        self.more = more
+        self.asked = 0
+
+    async def __call__(self):
+        self.asked += 1
+        if not self.chunks:
+            if self.gone:
+                return {"type": "http.disconnect"}
+            await asyncio.sleep(3600)
+        chunk = self.chunks.pop(0)
+        more = bool(self.chunks) or self.gone or self.more
+        return {"type": "http.request", "body": chunk, "more_body": more}
+
+
+def read(source, limit=100, patience_s=5.0, **headers):
+    named = {k.replace("_", "-").encode(): v.encode("latin-1") for k, v in headers.items()}
+    return asyncio.run(read_body(source, named, limit, patience_s))
+
+
+@given(st.lists(st.binary(max_size=20), min_size=1, max_size=4))
+def test_chunks_are_joined(chunks):
+    assert read(Source(*chunks)) == b"".join(chunks)
+
+
+def test_a_stated_length_beyond_the_limit_is_refused_unread():
+    source = Source(b"x" * 101)
+    with pytest.raises(TooLarge, match="has 101 bytes, at most 100 are taken"):
+        read(source, content_length="101")
+    assert source.asked == 0
+
+
+def test_a_body_without_a_length_is_refused_when_it_passes_the_limit():
+    source = Source(*[b"x" * 40] * 1000)
+    with pytest.raises(TooLarge, match="at least 120 bytes"):
+        read(source)
+    assert source.asked == 3
+
+
+def test_a_body_that_stops_coming():
+    with pytest.raises(TooSlow, match=r"did not come within 0.05 s"):
+        read(Source(b"x", more=True), patience_s=0.05)
+
+
+def test_a_client_that_hangs_up():
+    with pytest.raises(ClientGone):
+        read(Source(gone=True))
+    with pytest.raises(ClientGone):
+        read(Source(b"x", gone=True))
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "GZIP ", "x-gzip", "identity", ""])
+def test_content_codings(coding):
+    encode = {"gzip": gzip.compress, "x-gzip": gzip.compress, "deflate": zlib.compress}
+    body = encode.get(coding.strip().lower(), bytes)(b"hello" * 4)
+    assert read(Source(body), content_encoding=coding) == b"hello" * 4
+
+
+def test_large_bodies_inflate_beyond_the_inline_part():
+    plain = bytes(range(256)) * 4096
+    for name, encode in ENCODERS.items():
+        body = encode(plain)
+        assert read(Source(body), len(plain), content_encoding=name) == plain
+        with pytest.raises(TooLarge):
+            read(Source(body), len(plain) - 1, content_encoding=name)
+
+
+@pytest.mark.parametrize("coding", ENCODERS)
+def test_a_bomb_takes_no_more_memory_than_the_limit(coding):
+    body = ENCODERS[coding](bytes(64 << 20))
+    tracemalloc.start()
+    with pytest.raises(TooLarge):
+        read(Source(body), 1 << 20, content_encoding=coding)
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("coding", ENCODERS)
+def test_damaged_streams(coding):
+    body = ENCODERS[coding](b"hello" * 9)
+    with pytest.raises(BadRequest, match="ends early"):
+        read(Source(body[:-3]), content_encoding=coding)
+    with pytest.raises(BadRequest, match="bytes follow"):
+        read(Source(body + b"x"), content_encoding=coding)
+    with pytest.raises(BadRequest, match="not a valid"):
+        read(Source(b"hello"), content_encoding=coding)
+    with pytest.raises(BadRequest, match="ends early"):
+        read(Source(b""), content_encoding=coding)
+
+
+def test_a_coding_nobody_speaks():
+    with pytest.raises(UnknownEncoding, match="'br' is not understood; use gzip, deflate"):
+        read(Source(b""), content_encoding="br")
+
+
+@pytest.mark.parametrize(
+    ("accept", "coding"),
+    [
+        (b"", None),
+        (b"identity", None),
+        (b"br, zstd, *", None),
+        (b"gzip", "gzip"),
+        (b"gzip, deflate", "gzip"),
+        (b"deflate, gzip;q=0.5", "deflate"),
+        (b"gzip;q=0, deflate;q=0.001", "deflate"),
+        (b"gzip;q=0", None),
+        (b"GZip ; q=1", "gzip"),
+        (b"gzip;q=x", None),
+    ],
+)
+def test_what_a_client_accepts(accept, coding):
+    assert accepted_coding(accept) == coding
+
+
+@pytest.mark.parametrize("size", [10, 1 << 20])
+def test_compressed_answers(size):
+    body = bytes(range(10)) * (size // 10)
+    assert gzip.decompress(asyncio.run(compress(body, "gzip"))) == body
+    assert zlib.decompress(asyncio.run(compress(body, "deflate"))) == body
+
+
+def test_what_is_left_of_a_refused_body_is_read_and_forgotten():
+    source = Source(*[b"x"] * 50)
+    asyncio.run(discard(source))
+    assert source.asked == 50
+    source = Source(b"x", gone=True)
+    asyncio.run(discard(source))
+    assert source.asked == 2

@@ -1,0 +1,364 @@
+"""The hot route as an ASGI application: statuses, headers, bounds, deadlines, what is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import logging
+import threading
+import time
+import zlib
+
+import numpy as np
+import orjson
+import pytest
+from tritonclient.http import InferenceServerClient, InferInput, InferResult
+
+from hps.config.auth import load_api_keys
+from hps.config.schema import ApiKey, AuthSettings
+from services.frontend.auth import guard
+from services.frontend.state import State
+
+PATH = "/v2/models/words.lookup/infer"
+LEFT = {"name": "left", "shape": [1, 2], "datatype": "INT64", "data": [1, 99]}
+GOOD = {"inputs": [LEFT]}
+ROWS = [[2.0 + 98 - 99, 1.125, 1.25]]  # the row of key 1, plus the zeros of key 99
+
+
+def binary(**options):
+    sent = InferInput("left", [1, 2], "INT64").set_data_from_numpy(np.array([[1, 99]]))
+    body, size = InferenceServerClient.generate_request_body([sent], **options)
+    return body, {"Inference-Header-Content-Length": str(size), "Content-Length": str(len(body))}
+
+
+def left(reply):
+    size = reply.headers.get("inference-header-content-length")
+    result = InferResult.from_response_body(
+        reply.body,
+        header_length=size and int(size),
+        content_encoding=reply.headers.get("content-encoding"),
+    )
+    return result.as_numpy("left").tolist()
+
+
+def test_json_in_json_out(small, ask):
+    reply = ask(small.app(), "POST", PATH, {"id": "a1", **GOOD})
+    assert reply.status == 200
+    assert reply.headers["content-type"] == "application/json"
+    assert reply.json == {
+        "model_name": "words.lookup",
+        "model_version": "1",
+        "id": "a1",
+        "parameters": {"hps_defaulted": 1, "hps_degraded": ""},
+        "outputs": [{"name": "left", "datatype": "FP32", "shape": [1, 3], "data": ROWS[0]}],
+    }
+
+
+def test_binary_in_binary_out(small, ask):
+    body, headers = binary()
+    reply = ask(small.app(), "POST", PATH, body, headers)
+    assert reply.headers["content-type"] == "application/octet-stream"
+    assert int(reply.headers["inference-header-content-length"]) == len(reply.body) - 12
+    assert "id" not in reply.json
+    assert left(reply) == ROWS
+
+
+def test_a_version_may_be_named(small, ask):
+    reply = ask(small.app(), "POST", "/v2/models/words.lookup/versions/1/infer", GOOD)
+    assert left(reply) == ROWS
+
+
+def test_a_body_in_pieces_without_a_length(small, ask):
+    body = orjson.dumps(GOOD)
+    pieces = [body[i : i + 9] for i in range(0, len(body), 9)]
+    assert left(ask(small.app(), "POST", PATH, pieces)) == ROWS
+
+
+def test_a_raw_body(small, ask):
+    keys = np.array([1, 1]).tobytes()
+    path = "/v2/models/halves.lookup/infer"
+    reply = ask(small.app(), "POST", path, keys, {"Inference-Header-Content-Length": "0"})
+    assert reply.json["outputs"][0]["parameters"] == {"binary_data_size": 8}
+    assert np.frombuffer(reply.body[-8:], np.float16).tolist() == [2, 2.25, 2.5, 2.75]
+    reply = ask(small.app(), "POST", PATH, keys, {"Inference-Header-Content-Length": "0"})
+    assert reply.status == 400
+    assert "exactly one input" in reply.error
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate"])
+def test_compressed_both_ways(small, ask, coding):
+    many = {**LEFT, "shape": [200, 1], "data": [1] * 200}
+    body = {"gzip": gzip.compress, "deflate": zlib.compress}[coding](
+        orjson.dumps({"inputs": [many], "parameters": {"binary_data_output": True}})
+    )
+    headers = {"Content-Encoding": coding, "Accept-Encoding": coding}
+    reply = ask(small.app(), "POST", PATH, body, headers)
+    assert reply.headers["content-encoding"] == coding
+    assert len(reply.body) < 800
+    assert left(reply) == [[1.0, 1.125, 1.25]] * 200
+
+
+def test_small_answers_are_not_compressed(small, ask):
+    reply = ask(small.app(), "POST", PATH, GOOD, {"Accept-Encoding": "gzip"})
+    assert "content-encoding" not in reply.headers
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "message"),
+    [
+        ("/v2/models/nope/infer", 404, "Request for unknown model: 'nope' is not found"),
+        ("/v2/models/words/versions/2/infer", 404, "version 2 is not found; version 1 is served"),
+        ("/v2/models/words/versions/x/infer", 404, "version x is not found"),
+        (PATH, 400, "failed to parse"),
+    ],
+)
+def test_names_and_versions(small, ask, path, status, message):
+    reply = ask(small.app(), "POST", path, b"{}x")
+    assert reply.status == status
+    assert message in reply.error
+
+
+@pytest.mark.parametrize("value", ["-1", "1000", "x", "", "+1", "1_0", "9" * 30, "0x1", "²"])
+def test_header_lengths_out_of_range(small, ask, value):
+    body = orjson.dumps(GOOD)
+    reply = ask(small.app(), "POST", PATH, body, {"Inference-Header-Content-Length": value})
+    assert reply.status == 400
+    assert f"inference header size should be in range (0, {len(body)}), got: {value}" in reply.error
+
+
+def test_bodies_and_keys_beyond_the_limits(small, ask):
+    app = small.app(max_body_bytes=2000, max_keys=100)
+    for body in (bytes(2001), [bytes(900)] * 1000):
+        reply = ask(app, "POST", PATH, body)
+        assert reply.status == 413
+        assert "raise server.max_body_bytes" in reply.error
+    reply = ask(
+        app, "POST", PATH, b"", {"Content-Length": str(100 << 20), "Expect": "100-continue"}
+    )
+    assert reply.status == 413
+    many = {**LEFT, "shape": [1, 101], "data": [1] * 101}
+    reply = ask(app, "POST", PATH, {"inputs": [many]})
+    assert reply.status == 413
+    assert "carries 101 keys, at most 100 are taken" in reply.error
+
+
+def test_codings_nobody_speaks(small, ask):
+    reply = ask(small.app(), "POST", PATH, GOOD, {"Content-Encoding": "br"})
+    assert reply.status == 415
+    assert reply.headers["accept-encoding"] == "gzip, deflate"
+
+
+def test_request_ids_are_repeated(small, ask):
+    app = small.app()
+    assert ask(app, "POST", PATH, GOOD, {"X-Request-ID": "r-1"}).headers["x-request-id"] == "r-1"
+    assert ask(app, "POST", PATH, b"", {"X-Request-ID": "r-2"}).headers["x-request-id"] == "r-2"
+    for bad in ("a b", "x" * 129, "é", ""):
+        assert "x-request-id" not in ask(app, "POST", PATH, GOOD, {"X-Request-ID": bad}).headers
+
+
+def test_other_requests_go_on(small, ask):
+    seen = []
+
+    async def rest(scope, receive, send):
+        seen.append((scope["method"], scope["path"]))
+        await send(
+            {"type": "http.response.start", "status": 204, "headers": [(b"content-length", b"0")]}
+        )
+        await send({"type": "http.response.body"})
+
+    app = small.app(rest)
+    for method, path in (("GET", PATH), ("POST", "/v2/models/a/b/infer"), ("POST", "/v2")):
+        assert ask(app, method, path).status == 204
+        assert seen.pop() == (method, path)
+
+
+def test_before_the_models_are_loaded(small, ask):
+    small.state = State()
+    reply = ask(small.app(), "POST", PATH, GOOD)
+    assert reply.status == 503
+    assert reply.headers["retry-after"] == "1"
+    assert "loading its models" in reply.error
+
+
+def test_models_are_answered_while_the_server_drains(small, ask):
+    app = small.app()
+    small.state.stop()
+    assert ask(app, "POST", PATH, GOOD).status == 200
+
+
+# -- deadlines and work elsewhere ------------------------------------------------------------------
+
+
+def slow(timeout_us=None):
+    parameters = {} if timeout_us is None else {"timeout": timeout_us}
+    return {"inputs": [{**LEFT, "data": [1, 12]}], "parameters": parameters}
+
+
+def test_rows_from_a_store_are_waited_for_without_holding_up_others(small, ask):
+    app = small.app()
+    small.store.gate.clear()
+    replies = []
+    waiting = threading.Thread(target=lambda: replies.append(ask(app, "POST", PATH, slow())))
+    waiting.start()
+    assert left(ask(app, "POST", PATH, {"inputs": [{**LEFT, "data": [1, 1]}]})) == [[2, 2.25, 2.5]]
+    assert not replies
+    small.store.gate.set()
+    waiting.join()
+    assert left(replies[0]) == [[13.0, 13.25, 13.5]]
+
+
+@pytest.mark.parametrize("timeout_us", [50_000, None])
+def test_an_answer_that_takes_too_long(small, ask, timeout_us):
+    small.store.gate.clear()
+    start = time.monotonic()
+    reply = ask(small.app(request_timeout_ms=50), "POST", PATH, slow(timeout_us))
+    assert time.monotonic() - start < 5
+    assert reply.status == 504
+    assert "no answer within the request's time" in reply.error
+
+
+def test_a_body_that_stops_coming(small, ask):
+    async def stalled():
+        app, sent = small.app(request_timeout_ms=50), []
+
+        async def send(message):
+            sent.append(message)
+
+        first = [{"type": "http.request", "body": b"{", "more_body": True}]
+
+        async def receive():
+            if first:
+                return first.pop()
+            if sent:
+                return {"type": "http.disconnect"}
+            await asyncio.sleep(3600)
+            return None
+
+        scope = {"type": "http", "method": "POST", "path": PATH, "headers": []}
+        await asyncio.wait_for(app(scope, receive, send), 10)
+        return sent
+
+    sent = asyncio.run(stalled())
+    assert sent[0]["status"] == 408
+    assert json.loads(sent[1]["body"])["error"].startswith("the rest of the request's body")
+
+
+def test_a_client_that_hung_up_gets_nothing(small):
+    async def gone():
+        async def receive():
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            raise AssertionError(message)
+
+        scope = {"type": "http", "method": "POST", "path": PATH, "headers": []}
+        await small.app()(scope, receive, send)
+
+    asyncio.run(gone())
+
+
+# -- faults of our own -----------------------------------------------------------------------------
+
+
+def test_an_unexpected_error_is_logged_and_not_told(small, ask, monkeypatch, caplog):
+    endpoint = small.state.entries["words.lookup"].endpoint
+
+    def broken(*_):
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(endpoint, "submit", broken)
+    reply = ask(small.app(), "POST", PATH, GOOD, {"X-Request-ID": "r-9"})
+    assert reply.status == 500
+    assert reply.error == "internal error; the server's log has it under id r-9"
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert "id=r-9" in record.getMessage()
+    assert record.exc_info
+    reply = ask(small.app(), "POST", PATH, GOOD)
+    assert reply.error.rpartition(" ")[2] in caplog.records[1].getMessage()
+
+
+def test_requests_are_logged_at_debug_level(small, ask, caplog):
+    with caplog.at_level("DEBUG", "hps.frontend"):
+        ask(small.app(log_level="debug"), "POST", PATH, GOOD, {"X-Request-ID": "r-1"})
+        ask(small.app(log_level="debug"), "POST", PATH, b"")
+        ask(small.app(), "POST", PATH, GOOD)
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.startswith("request id=r-1 model=words.lookup status=200 us=")
+    assert "status=400" in second
+
+
+# -- keys ------------------------------------------------------------------------------------------
+
+
+def key_guard():
+    keys = [
+        ApiKey(name="reader", role="read", key="r" * 16),
+        ApiKey(name="root", role="admin", key="a" * 16),
+    ]
+    return guard(load_api_keys(AuthSettings(mode="api_key", keys=keys)))
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"X-API-Key": "x" * 16}, 401),
+        ({"X-API-Key": " "}, 401),
+        ({"Authorization": "Basic " + "r" * 16}, 401),
+        ({"X-API-Key": "r" * 16}, 200),
+        ({"Authorization": "Bearer " + "r" * 16}, 200),
+        ({"Authorization": "bearer  " + "a" * 16}, 200),
+    ],
+)
+def test_api_keys(small, ask, headers, status):
+    reply = ask(small.app(guard=key_guard()), "POST", PATH, GOOD, headers)
+    assert reply.status == status
+    if status == 401:
+        assert reply.headers["www-authenticate"].startswith("Bearer")
+        assert "API key" in reply.error
+
+
+def test_unknown_models_are_nobodys_business_without_a_key(small, ask):
+    reply = ask(small.app(guard=key_guard()), "POST", "/v2/models/nope/infer", GOOD)
+    assert reply.status == 401
+
+
+# -- what is counted -------------------------------------------------------------------------------
+
+
+def test_successes_and_failures_are_counted(small, ask):
+    app = small.app()
+    before = time.time_ns() // 1_000_000
+    for _ in range(3):
+        ask(app, "POST", PATH, GOOD)
+    ask(app, "POST", PATH, b"")
+    ask(app, "POST", "/v2/models/nope/infer", GOOD)
+    stats = small.state.entries["words.lookup"].statistics.as_json("words.lookup", "1")
+    assert stats["inference_count"] == stats["execution_count"] == 3
+    inference = stats["inference_stats"]
+    assert inference["success"]["count"] == 3
+    assert inference["fail"]["count"] == 1
+    stages = ("compute_input", "compute_infer", "compute_output")
+    assert sum(inference[s]["ns"] for s in stages) == inference["success"]["ns"] > 0
+    assert before - 1 <= stats["last_inference"] <= time.time_ns() // 1_000_000 + 1
+    assert [b["batch_size"] for b in stats["batch_stats"]] == [1]
+    text = small.node.metrics.render().decode()
+    counted = (
+        'hps_request_duration_seconds_count{code="%s",method="infer",model="%s",protocol="http"} %s'
+    )
+    for code, model, times in (
+        ("200", "words.lookup", 3.0),
+        ("400", "words.lookup", 1.0),
+        ("404", "", 1.0),
+    ):
+        assert counted % (code, model, times) in text
+
+
+def test_refusals_are_counted(small, ask):
+    ask(small.app(max_body_bytes=1024), "POST", PATH, bytes(2000))
+    ask(small.app(guard=key_guard()), "POST", PATH, GOOD)
+    text = small.node.metrics.render().decode()
+    assert 'hps_requests_refused_total{reason="too_large"} 1.0' in text
+    assert 'hps_requests_refused_total{reason="unauthenticated"} 1.0' in text

@@ -1,0 +1,78 @@
+"""Response bodies, read back by tritonclient."""
+
+from __future__ import annotations
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from tritonclient.http import InferResult
+
+from hps.dense.base import DATATYPES as DTYPES
+from hps.errors import BadRequest
+from services.frontend.response import encode
+
+shapes = hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=5)
+arrays = st.sampled_from(sorted(DTYPES)).flatmap(lambda n: hnp.arrays(DTYPES[n], shapes))
+
+
+def read(body, size):
+    return InferResult.from_response_body(body, header_length=size or None)
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), arrays), max_size=5),
+    st.text(st.characters(codec="utf-8"), max_size=8),
+)
+def test_what_is_sent_is_what_tritonclient_reads(outputs, request_id):
+    sent = [
+        (f"o{i}", binary or array.dtype == np.float16, array)
+        for i, (binary, array) in enumerate(outputs)
+    ]
+    body, size = encode("m", "3", request_id, 7, ("redis", "rocksdb"), sent)
+    result = read(body, size)
+    head = result.get_response()
+    assert (head["model_name"], head["model_version"]) == ("m", "3")
+    assert head.get("id", "") == request_id
+    assert head["parameters"]["hps_defaulted"] == 7
+    assert head["parameters"]["hps_degraded"] == "redis,rocksdb"
+    for name, binary, array in sent:
+        if binary or array.dtype.kind != "f" or np.isfinite(array).all():
+            found = result.as_numpy(name)
+            assert found.dtype == array.dtype
+            assert found.shape == array.shape
+            assert found.tobytes() == array.tobytes()
+
+
+def test_the_header_length_is_there_only_for_bytes():
+    body, size = encode("m", "1", "", 0, (), [("a", True, np.empty((0, 3), np.float32))])
+    assert size == 0
+    assert orjson.loads(body)["outputs"][0]["parameters"] == {"binary_data_size": 0}
+    assert read(body, size).as_numpy("a").shape == (0, 3)
+    body, size = encode("m", "1", "", 0, (), [("a", True, np.ones(1, np.float32))])
+    assert len(body) == size + 4
+
+
+def test_numbers_that_are_not_finite_are_null_in_json_and_counted():
+    values = np.array([1, np.nan, np.inf, -np.inf], np.float32)
+    body, _ = encode("m", "1", "", 0, (), [("a", False, values), ("b", False, values[:2])])
+    head = orjson.loads(body)
+    assert head["parameters"]["hps_not_finite"] == 4
+    assert head["outputs"][0]["data"] == [1.0, None, None, None]
+    body, size = encode("m", "1", "", 0, (), [("a", True, values)])
+    assert "hps_not_finite" not in orjson.loads(body[:size])["parameters"]
+    assert body[size:] == values.tobytes()
+
+
+def test_half_precision_has_no_json():
+    with pytest.raises(BadRequest, match="output 'a' is FP16, which can only be sent in binary"):
+        encode("m", "1", "", 0, (), [("a", False, np.ones(1, np.float16))])
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_views_that_are_not_contiguous(binary):
+    array = np.arange(12, dtype=np.int64).reshape(3, 4)[:, ::2]
+    body, size = encode("m", "1", "", 0, (), [("a", binary, array)])
+    assert read(body, size).as_numpy("a").tolist() == array.tolist()
