@@ -141,7 +141,7 @@ KEYS: tuple[PsKey, ...] = (
     PsKey(M, "num_of_refresher_buffer_in_pool", "int", 1, "Refresh workspaces.", REFRESH),
     PsKey(M, "cache_refresh_percentage_per_iteration", "float", 0.0, "Share of the cache refreshed in one step (in HPS 0 also turns the warm-up off; here `init_ec` does).", REFRESH),
     PsKey(M, "deployed_device_list", "list", [], "GPUs (HPS requires it).", GPU),
-    PsKey(M, "maxnum_catfeature_query_per_table_per_sample", "list", "no limit", "Most keys per sample, table by table (`max_hotness`; HPS requires it)."),
+    PsKey(M, "maxnum_catfeature_query_per_table_per_sample", "list", "no limit", "Most keys per sample, table by table (`max_hotness`); in `KEYS` at most this times `max_batch_size`. HPS requires it."),
     PsKey(M, "embedding_vecsize_per_table", "list", REQUIRED, "Values per row, table by table (`dim`)."),
     PsKey(M, "default_value_for_each_table", "list", [], "What unknown keys get, table by table; tables without an entry get 0.0 (HPS requires it).", items="float"),
     PsKey(M, "embedding_table_names", "list", "sparse_embedding0, sparse_embedding1, …", "The tables' names.", items="text"),
