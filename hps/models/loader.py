@@ -92,7 +92,9 @@ def _load(
         done = store.bulk_load(
             table,
             sorted_chunks(files, partial(store.codes, table), count),
-            LoadRecord(files.digest, 0, _row_version(version), table.dim, table.dtype.name),
+            LoadRecord(
+                files.digest, files.rows, _row_version(version), table.dim, table.dtype.name
+            ),
             step,
         )
     return LoadReport(table.name, False, done.rows, count.duplicates, time.monotonic() - began)

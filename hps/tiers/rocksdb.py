@@ -146,14 +146,20 @@ class RocksDbTier:
             family.streamed = False
             if self._layout == "native":
                 database.clear(family)
+            family.dirty = True
             job = BulkLoad(self.path, database.options, family.codec, record.version)
             try:
-                rows = job.run(chunks, family.data, progress)
+                rows = job.run(chunks, record.rows, family.data, family.handle, progress)
             finally:
                 job.clean()
             done = record.finished(rows)
             database.records.put(family.name, done)
             return done
+
+    def flush(self) -> None:
+        """Write everything so far into table files. Not needed for safety; it spares the next start the
+        replay of the log, which after the load of many small tables takes longer."""
+        self._database.flush()
 
     def adopt(self, table: EmbeddingTable, record: LoadRecord, rows: int) -> LoadRecord:
         """Record a load that was done by `insert` because the table held rows already."""

@@ -6,8 +6,10 @@ the set of tables takes ``lock``.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +34,8 @@ from hps.types import EmbeddingTable
 
 # What a stop spends at most on flushing tables; the rest is replayed from the log at the next start.
 _CLOSE_BUDGET_S = 3.0
+# Waiting flushes share RocksDB's commits, which are what they wait for.
+_FLUSHES = 8
 
 
 @dataclass(eq=False, slots=True)
@@ -198,6 +202,23 @@ class Database:
             family.streamed = True
         family.dirty = True
 
+    def flush(self) -> None:
+        """Write what this process wrote into table files, so that no start has to replay it."""
+        with self.lock, self.errors():
+            self.writable()
+            self._flush(math.inf)
+
+    def _flush(self, until: float) -> None:
+        def one(family: Family) -> None:
+            if time.monotonic() < until:
+                family.data.flush()
+                family.dirty = False
+
+        dirty = [family for family in self._families.values() if family.dirty]
+        if dirty:
+            with ThreadPoolExecutor(_FLUSHES, "hps-flush") as pool:
+                list(pool.map(one, dirty))
+
     # -- end --------------------------------------------------------------------------------------
 
     def sync(self) -> None:
@@ -211,10 +232,7 @@ class Database:
                 return
             if not self.settings.read_only:
                 self._db.flush_wal(True)
-                until = time.monotonic() + _CLOSE_BUDGET_S
-                for family in self._families.values():
-                    if family.dirty and time.monotonic() < until:
-                        family.data.flush()
+                self._flush(time.monotonic() + _CLOSE_BUDGET_S)
             self._release()
             if self._links is not None:
                 self._links.cleanup()

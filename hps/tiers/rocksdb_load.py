@@ -16,24 +16,36 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from rocksdict import IngestExternalFileOptions, Options, Rdict, SstFileWriter, WriteBatch
+from rocksdict import (
+    ColumnFamily,
+    IngestExternalFileOptions,
+    Options,
+    Rdict,
+    SstFileWriter,
+    WriteBatch,
+)
 
+from hps.errors import TierError
 from hps.tiers.rocksdb_layout import CodeArray, RowCodec
+from hps.tiers.rocksdb_open import NAME
 from hps.types import VectorArray
 
 _INGEST = "hps-ingest"
 _FILE_BYTES = 256 << 20
+_SMALL_BYTES = 256 << 10
 # Rows encoded at a time: small enough to stay in the processor's cache, large enough to amortise.
 _BLOCK_ROWS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRecord:
-    """What was loaded into a table: the ``digest`` of its files, ``rows`` after duplicates were
-    dropped, the rows' ``version`` (see hps.types.make_version) and when it was loaded."""
+    """What was loaded into a table: the ``digest`` of its files, ``rows`` (before the load: how many
+    are expected; after: how many there are), the rows' ``version`` (see hps.types.make_version) and
+    when it was loaded."""
 
     digest: str
     rows: int = 0
@@ -103,10 +115,49 @@ class BulkLoad:
     def run(
         self,
         chunks: Iterable[tuple[CodeArray, VectorArray]],
+        expected: int,
+        family: Rdict,
+        handle: ColumnFamily,
+        progress: Callable[[int], None],
+    ) -> int:
+        """Returns the number of rows; ``expected`` is a guess at it, 0 = unknown.
+
+        A small table is written like an update: an SST file costs four waits for the disk, which a
+        model of thousands of tables would feel."""
+        if not 0 < expected * self._codec.value_bytes <= _SMALL_BYTES:
+            return self._ingest(chunks, family, progress)
+        rows, last = 0, -1
+        for code, vectors in chunks:
+            last = self._put(code, vectors, family, handle, last)
+            rows += len(code)
+            progress(len(code))
+        return rows
+
+    def _put(
+        self,
+        code: CodeArray,
+        vectors: VectorArray,
+        family: Rdict,
+        handle: ColumnFamily,
+        last: int,
+    ) -> int:
+        """Write through the log; returns the greatest code."""
+        if not len(code):
+            return last
+        if int(code[0]) <= last or not (code[1:] > code[:-1]).all():
+            raise TierError(NAME, "a bulk load needs its codes in strictly ascending order")
+        values = self._codec.encode(vectors, self._version)
+        batch = WriteBatch(raw_mode=True)
+        deque(map(batch.put, self._codec.stored_keys(code), values, repeat(handle)), 0)
+        family.write(batch)
+        return int(code[-1])
+
+    def _ingest(
+        self,
+        chunks: Iterable[tuple[CodeArray, VectorArray]],
         family: Rdict,
         progress: Callable[[int], None],
     ) -> int:
-        """Returns the number of rows ingested."""
         self._folder.mkdir(exist_ok=True)
         rows = 0
         with ThreadPoolExecutor(1, "hps-readback") as pool:

@@ -172,7 +172,8 @@ class TestRestart:
         tier.open_tables(tables)
         for i, each in enumerate(tables):
             code = tier.codes(each, np.array([i], np.int64))
-            tier.bulk_load(each, [(code, np.full((1, DIM), i, np.float32))], LoadRecord("d"))
+            tier.bulk_load(each, [(code, np.full((1, DIM), i, np.float32))], LoadRecord("d", 1))
+        tier.flush()
         tier.close()
         assert time.monotonic() - began < 240
         began = time.monotonic()
@@ -193,12 +194,13 @@ class TestBulkLoad:
         chunks = [(code[order][:2], vectors[:2]), (code[order][2:], vectors[2:])]
         return tier.bulk_load(items, chunks, LoadRecord(digest, **record))
 
+    @pytest.mark.parametrize("expected", [0, 4, 1_000_000], ids="expects {}".format)
     @pytest.mark.parametrize("layout", ["native", "hps"])
-    def test_rows_have_the_records_version(self, tmp_path, layout):
+    def test_rows_have_the_records_version(self, tmp_path, layout, expected):
         tier = RocksDbTier(tmp_path, layout=layout)
         items = table()
         assert tier.loaded(items) is None
-        done = self.load(tier, items, [3, -9, 256, 1], version=77)
+        done = self.load(tier, items, [3, -9, 256, 1], version=77, rows=expected)
         assert (done.rows, done.complete) == (4, True)
         assert tier.loaded(items) == done
         part = fetch(tier, items, [1, 256, 3, -9])
@@ -258,12 +260,14 @@ class TestBulkLoad:
         assert not list(tmp_path.glob("hps-ingest/*"))
         tier.close()
 
-    def test_unsorted_codes_are_refused(self, tmp_path):
+    @pytest.mark.parametrize("expected", [0, 2])
+    def test_unsorted_codes_are_refused(self, tmp_path, expected):
         tier = RocksDbTier(tmp_path)
         items = table()
         code = tier.codes(items, np.array([2, 1]))
         with pytest.raises(TierError, match="order"):
-            tier.bulk_load(items, [(code, VECTORS[:2])], LoadRecord("x"))
+            tier.bulk_load(items, [(code, VECTORS[:2])], LoadRecord("x", expected))
+        assert tier.loaded(items) is None
         tier.close()
 
     def test_leftover_files_are_removed_at_the_next_start(self, tmp_path):
