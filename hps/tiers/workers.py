@@ -17,8 +17,8 @@ NOT_YET = float("inf")
 
 
 class Call:
-    """One piece of work on its way through a worker. ``work`` must touch nothing that the one who
-    gave the call up still uses."""
+    """One piece of work on its way through a worker. ``work`` must touch nothing that whoever
+    gives the call up still uses."""
 
     __slots__ = ("_done", "_given_up", "_work", "error", "started")
 
@@ -32,13 +32,15 @@ class Call:
         self.error: BaseException | None = None
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end; False when it did not come in time: the call is given up, and never
-        begun if no worker has taken it up yet."""
+        """Wait for the end; False when it did not come in time."""
         if self._done.acquire(timeout=max(0.0, timeout_s)):
             self._done.release()
             return True
-        self._given_up = True
         return False
+
+    def give_up(self) -> None:
+        """If no worker has taken the call up yet, none will."""
+        self._given_up = True
 
     @property
     def running(self) -> bool:

@@ -151,6 +151,7 @@ class Guarded(_Wrapper):
         assert private.deadline is not None
         call = self._workers.submit(lambda: self.inner.fetch(answer, private))
         if not call.wait(private.deadline - time.monotonic()):
+            call.give_up()
             if not own:
                 self._late.append((call, permit))
             raise TierTimeout(self.info.name, f"no answer within {self._deadline_s:g} s")

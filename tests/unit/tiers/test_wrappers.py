@@ -1,0 +1,349 @@
+"""Guarded and Metered where the contract does not reach: failures, lateness, what is observed."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from hps.errors import BadRequest, TierError, TierTimeout
+from hps.tiers.base import FetchContext, Part, TierInfo
+from hps.tiers.chain import TierChain
+from hps.tiers.memory import MemoryTier
+from hps.tiers.wrappers import Guarded, Metered
+from hps.types import EmbeddingTable, Source
+
+TABLE = EmbeddingTable.make("items", 2)
+KEYS = np.arange(4)
+ROWS = np.arange(8, dtype=np.float32).reshape(4, 2)
+VERSIONS = np.full(4, 1 << 60, np.uint64)
+
+
+class Store(MemoryTier):
+    """Rows 0..3. ``fault(part)`` is called after half of a part has been answered."""
+
+    def __init__(self, *, blocking):
+        super().__init__(TierInfo("store", Source.ROCKSDB, blocking=blocking))
+        self.insert(TABLE, KEYS, ROWS, VERSIONS)
+        self.fault = lambda part: None
+        self.calls = 0
+        self.closed = threading.Event()
+
+    def fetch(self, parts, ctx):
+        self.calls += 1
+        self.deadline = ctx.deadline
+        for part in parts:
+            half = len(part.missing) // 2
+            first, rest = part.missing[:half], part.missing[half:]
+            part.missing = first
+            super().fetch([part], ctx)
+            part.missing = np.concatenate([part.missing, rest])
+            self.fault(part)
+            super().fetch([part], ctx)
+
+    def close(self):
+        self.closed.set()
+
+
+@pytest.fixture(params=[False, True], ids=["in place", "blocking"])
+def store(request):
+    return Store(blocking=request.param)
+
+
+def guard(store, deadline_s=30.0, failures=2, retry_after_s=30.0, **more):
+    return Guarded(store, deadline_s, failures, retry_after_s, **more)
+
+
+def blank():
+    part = Part.make(TABLE, np.arange(6), np.full((6, 2), 7, np.float32))
+    part.missing = np.array([0, 2, 3, 5])
+    return part
+
+
+def fetch(tier, ctx=None):
+    part, ctx = blank(), ctx or FetchContext()
+    tier.fetch([part], ctx)
+    return part, ctx.degraded
+
+
+def assert_untouched(part):
+    assert (part.out == 7).all()
+    assert not part.versions.any()
+    assert not part.source.any()
+    assert part.missing.tolist() == [0, 2, 3, 5]
+
+
+def fail(_part):
+    raise TierError("store", "disk on fire")
+
+
+def hang_until(gate):
+    return lambda _part: gate.wait(30)
+
+
+def test_answers_pass(store):
+    part, degraded = fetch(guard(store))
+    assert degraded == []
+    assert part.missing.tolist() == [5]
+    assert part.out[[0, 2, 3]].tolist() == ROWS[[0, 2, 3]].tolist()
+    assert (part.out[[1, 4, 5]] == 7).all()
+    assert part.source.tolist() == [4, 0, 4, 4, 0, 0]
+
+
+def test_a_tombstone_passes_without_a_row(store):
+    store.delete(TABLE, KEYS[:1], np.array([time.time_ns() // 10**6 << 20], np.uint64))
+    part, _ = fetch(guard(store))
+    assert part.missing.tolist() == [5]
+    assert part.versions[0] > 0
+    assert part.source[0] == 0
+    assert (part.out[0] == 7).all()
+
+
+def test_a_failure_half_way_leaves_nothing_behind(store):
+    store.fault = fail
+    part, degraded = fetch(guard(store))
+    assert_untouched(part)
+    assert degraded == ["store"]
+
+
+def test_the_tier_below_answers_for_a_broken_one(store):
+    store.fault = fail
+    below = Store(blocking=False)
+    part, degraded = fetch(TierChain([guard(store), below]))
+    assert part.missing.tolist() == [5]
+    assert degraded == ["store"]
+
+
+def test_a_broken_tier_is_skipped_and_recovers(store):
+    store.fault = fail
+    guarded = guard(store, failures=2, retry_after_s=0.05)
+    fetch(guarded)
+    assert guarded.state == "closed"
+    fetch(guarded)
+    assert guarded.state == "open"
+    part, degraded = fetch(guarded)
+    assert store.calls == 2
+    assert_untouched(part)
+    assert degraded == ["store"]
+    store.fault = lambda part: None
+    time.sleep(0.06)
+    part, degraded = fetch(guarded)
+    assert part.missing.tolist() == [5]
+    assert degraded == []
+    assert guarded.state == "closed"
+
+
+@pytest.mark.parametrize("error", [TypeError, KeyError, ZeroDivisionError, BadRequest])
+def test_faults_of_the_program_pass_through(store, error):
+    def raise_it(_part):
+        raise error("a fault of the program")
+
+    store.fault = raise_it
+    guarded = guard(store, failures=1)
+    part, ctx = blank(), FetchContext()
+    with pytest.raises(error):
+        guarded.fetch([part], ctx)
+    assert_untouched(part)
+    assert ctx.degraded == []
+    assert guarded.state == "closed"
+
+
+def test_a_fault_of_the_program_in_a_probe_lets_the_next_call_probe(store):
+    store.fault = fail
+    guarded = guard(store, failures=1, retry_after_s=0.01)
+    fetch(guarded)
+    time.sleep(0.02)
+    store.fault = lambda part: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        fetch(guarded)
+    store.fault = lambda part: None
+    part, degraded = fetch(guarded)
+    assert degraded == []
+    assert part.missing.tolist() == [5]
+
+
+def test_a_deadline_that_has_passed_skips_the_tier(store):
+    guarded = guard(store, failures=1)
+    part, degraded = fetch(guarded, FetchContext(deadline=time.monotonic() - 0.001))
+    assert store.calls == 0
+    assert_untouched(part)
+    assert degraded == ["store"]
+    assert guarded.state == "closed"
+
+
+def test_the_tier_is_told_the_nearer_deadline(store):
+    fetch(guard(store, deadline_s=30.0))
+    assert 29 < store.deadline - time.monotonic() <= 30
+    near = time.monotonic() + 5
+    fetch(guard(store, deadline_s=30.0), FetchContext(near))
+    assert store.deadline == near
+
+
+def test_a_name_is_reported_once(store):
+    store.fault = fail
+    _, degraded = fetch(guard(store), FetchContext(degraded=["store"]))
+    assert degraded == ["store"]
+    _, degraded = fetch(TierChain([guard(store), guard(store)]))
+    assert degraded == ["store"]
+
+
+def test_what_is_degraded_below_is_passed_on(store):
+    broken = Store(blocking=False)
+    broken.fault = fail
+    _, degraded = fetch(guard(TierChain([guard(broken), store])))
+    assert degraded == ["store"]
+
+
+def test_writes_are_never_skipped(store):
+    store.fault = fail
+    guarded = guard(store, failures=1)
+    fetch(guarded)
+    assert guarded.state == "open"
+    guarded.insert(TABLE, np.array([9]), ROWS[:1], VERSIONS[:1])
+    assert store.size(TABLE) == 5
+    with pytest.raises(BadRequest):
+        guarded.insert(TABLE, np.array([9]), ROWS[:2], VERSIONS[:1])
+
+
+# -- late answers: only of tiers that block --------------------------------------------------------
+
+
+def test_a_late_answer_is_dropped_and_never_written():
+    store, gate = Store(blocking=True), threading.Event()
+    store.fault = hang_until(gate)
+    guarded = guard(store, deadline_s=0.05, failures=2)
+    start = time.monotonic()
+    part, ctx = blank(), FetchContext()
+    guarded.fetch([part], ctx)
+    assert time.monotonic() - start < 5
+    assert ctx.degraded == ["store"]
+    assert_untouched(part)
+    gate.set()
+    guarded.close()
+    assert_untouched(part)
+    assert ctx.degraded == ["store"]
+
+
+def test_lateness_opens_the_circuit():
+    store, gate = Store(blocking=True), threading.Event()
+    store.fault = hang_until(gate)
+    guarded = guard(store, deadline_s=0.02, failures=2)
+    fetch(guarded)
+    fetch(guarded)
+    assert guarded.state == "open"
+    fetch(guarded)
+    assert store.calls == 2
+    gate.set()
+
+
+def test_impatient_requests_do_not_open_the_circuit():
+    store = Store(blocking=True)
+    store.fault = lambda part: time.sleep(0.03)
+    guarded = guard(store, deadline_s=30.0, failures=1)
+    for _ in range(3):
+        _, degraded = fetch(guarded, FetchContext(time.monotonic() + 0.005))
+        assert degraded == ["store"]
+    time.sleep(0.1)
+    _, degraded = fetch(guarded)
+    assert degraded == []
+    assert guarded.state == "closed"
+
+
+def test_a_tier_that_hangs_is_found_out_by_impatient_requests_too():
+    store, gate = Store(blocking=True), threading.Event()
+    store.fault = hang_until(gate)
+    guarded = guard(store, deadline_s=0.05, failures=1)
+    fetch(guarded, FetchContext(time.monotonic() + 0.01))
+    assert guarded.state == "closed"
+    time.sleep(0.06)
+    _, degraded = fetch(guarded, FetchContext(time.monotonic() + 0.01))
+    assert guarded.state == "open"
+    assert store.calls == 1
+    assert degraded == ["store"]
+    gate.set()
+
+
+def test_a_timeout_of_the_tiers_own_counts_unless_the_request_was_short_of_time():
+    store = Store(blocking=True)
+
+    def time_out(_part):
+        raise TierTimeout("store", "no reply")
+
+    store.fault = time_out
+    guarded = guard(store, deadline_s=30.0, failures=1)
+    fetch(guarded, FetchContext(time.monotonic() + 10))
+    assert guarded.state == "closed"
+    fetch(guarded)
+    assert guarded.state == "open"
+
+
+def test_hanging_calls_do_not_pile_up():
+    store, gate = Store(blocking=True), threading.Event()
+    store.fault = hang_until(gate)
+    guarded = guard(store, deadline_s=0.01, failures=100, threads=2)
+    for _ in range(10):
+        fetch(guarded)
+    assert store.calls == 2
+    gate.set()
+    store.fault = lambda part: None
+    patient = guard(store)
+    assert fetch(patient)[1] == []
+
+
+def test_close_waits_for_calls_and_is_idempotent(store):
+    guarded = guard(store)
+    fetch(guarded)
+    guarded.close()
+    guarded.close()
+    assert store.closed.is_set()
+
+
+def test_a_call_that_hangs_closes_the_tier_when_it_returns():
+    store, gate = Store(blocking=True), threading.Event()
+    store.fault = hang_until(gate)
+    guarded = guard(store, deadline_s=0.01)
+    fetch(guarded)
+    guarded.close()
+    assert not store.closed.is_set()
+    gate.set()
+    assert store.closed.wait(30)
+
+
+def test_an_error_of_close_is_raised(store):
+    def refuse():
+        raise TierError("store", "can't close")
+
+    store.close = refuse
+    with pytest.raises(TierError, match="can't close"):
+        guard(store).close()
+
+
+# -- Metered ---------------------------------------------------------------------------------------
+
+
+def test_each_part_is_observed_once():
+    store, seen = Store(blocking=False), []
+    other = EmbeddingTable.make("users", 2)
+    metered = Metered(store, lambda *what: seen.append(what))
+    parts = [blank(), Part.make(other, np.arange(3))]
+    metered.fetch(parts, FetchContext())
+    assert [what[:4] for what in seen] == [
+        (TABLE, store.info, 4, 3),
+        (other, store.info, 3, 0),
+    ]
+    assert seen[0][4] == seen[1][4] > 0
+
+
+def test_tombstones_count_as_found():
+    store, seen = Store(blocking=False), []
+    store.delete(TABLE, np.array([5]), np.array([time.time_ns() // 10**6 << 20], np.uint64))
+    fetch(Metered(store, lambda *what: seen.append(what)))
+    assert seen[0][2:4] == (4, 4)
+
+
+def test_a_fetch_that_raises_is_not_observed():
+    store, seen = Store(blocking=False), []
+    store.fault = fail
+    with pytest.raises(TierError):
+        fetch(Metered(store, lambda *what: seen.append(what)))
+    assert seen == []
