@@ -31,8 +31,6 @@ Examples:
 """
 PORTS = {"http": 8000, "admin": 8002}
 START_S = 60.0
-# A quarter of the rows fits the cache, so that the demo shows rows from memory and from disk.
-CACHE_SHARE = 0.25
 
 
 @app.command(epilog=EXAMPLES)
@@ -44,6 +42,10 @@ def demo(
             "--port", min=1, max=65_535, help="Port for requests; default 8000 or a free one."
         ),
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", help="Another model of the demo's form; see examples/README.md."),
+    ] = None,
 ) -> None:
     """Serve the model that comes with hps, ask it over HTTP and check every answer.
 
@@ -53,15 +55,16 @@ def demo(
     from hps.cli.demo_data import FOLDER, load_demo
     from hps.cli.demo_run import ask
 
-    data = load_demo()
-    with tempfile.TemporaryDirectory(prefix="hps-demo-") as folder:
-        config = Path(folder) / "config.yaml"
-        config.write_text(json.dumps(_settings(FOLDER, Path(folder), port), indent=2))
+    folder = model or FOLDER
+    data = load_demo(folder)
+    with tempfile.TemporaryDirectory(prefix="hps-demo-") as scratch:
+        config = Path(scratch) / "config.yaml"
+        config.write_text(json.dumps(_settings(folder, Path(scratch), port), indent=2))
         say(f"Starting a server for model {data.model!r} …")
         with _server(config) as (process, ready):
             findings = ask(data, ready["http"], ready["admin"])
             _report(data, findings)
-            _try_next(data, findings, ready)
+            _try_next(data, findings, ready, folder)
             if not once:
                 say()
                 say("Serving until Ctrl-C.", style="bold")
@@ -83,10 +86,11 @@ def _settings(repository: Path, folder: Path, port: int | None) -> dict[str, Any
             )
         ports[name] = number if free else 0
     return {
-        "models": {"repository": str(repository)},
+        "models": {"repository": str(repository.absolute())},
         "tiers": {
             "rocksdb": {"path": str(folder / "rocksdb")},
-            "cpu_cache": {"share": CACHE_SHARE},
+            # Empty at first, so that the demo shows rows coming from disk and then from memory.
+            "cpu_cache": {"warm": False},
         },
         "server": {name: {"port": number} for name, number in ports.items()},
     }
@@ -122,7 +126,7 @@ def _server(config: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, str
             line = process.stdout.readline()
             if not line:
                 process.wait(START_S)
-                raise Unavailable(f"the demo's server did not start: {log.read_text().strip()}")
+                raise Unavailable(f"the demo's server did not start: {_cause(log.read_text())}")
             yield process, json.loads(line)["endpoints"]
         finally:
             process.terminate()
@@ -130,6 +134,16 @@ def _server(config: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, str
                 process.wait(START_S)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def _cause(log: str) -> str:
+    """The server's error line; a log without one is shown whole on stderr."""
+    lines = log.strip().splitlines() or ["it said nothing"]
+    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if told:
+        return told[-1]
+    sys.stderr.write(log)
+    return lines[-1]
 
 
 def _interrupt(_signal: int, _frame: Any) -> None:
@@ -158,20 +172,15 @@ def _report(data: DemoData, found: Findings) -> None:
         )
     print_table(columns, rows)
     say()
-    say("Where the rows came from", style="bold")
+    say("Where the rows came from (the cache was empty at first)", style="bold")
     tiers = list(dict.fromkeys(tier for counts in found.rounds for tier in counts))
     total = sum(found.rounds[0].values())
-    print_table(
-        ("tier", *(f"pass {i + 1}" for i in range(len(found.rounds))), "hit rate in the last"),
-        [
-            (
-                tier,
-                *(count(counts.get(tier, 0)) for counts in found.rounds),
-                share(found.rounds[-1].get(tier, 0), total),
-            )
-            for tier in tiers
-        ],
-    )
+    passes = [part for i in range(len(found.rounds)) for part in (f"pass {i + 1}", "hit rate")]
+    by_tier = []
+    for tier in tiers:
+        keys = [counts.get(tier, 0) for counts in found.rounds]
+        by_tier.append((tier, *(cell for n in keys for cell in (count(n), share(n, total)))))
+    print_table(("tier", *passes), by_tier)
     p50, p99 = _percentiles(found)
     say()
     say(f"Latency of one request over HTTP: p50 {p50:.2f} ms, p99 {p99:.2f} ms")
@@ -199,12 +208,17 @@ def _origins(found: Findings, data: DemoData, sample: int) -> str:
     return ", ".join(names)
 
 
-def _try_next(data: DemoData, found: Findings, ready: dict[str, str]) -> None:
+def _try_next(data: DemoData, found: Findings, ready: dict[str, str], folder: Path) -> None:
     body = json.dumps(found.sample, separators=(",", ":"))
     http, admin = ready["http"], ready["admin"]
     say()
     say("Try it yourself", style="bold")
     say(f"curl -s {http}/v2/models/{data.model}/infer -d '{body}'")
+    plain = json.dumps(
+        {t["name"]: t["data"] for t in found.sample["inputs"]}, separators=(",", ":")
+    )
+    at = "" if http.endswith(":8000") else f" --server {http}"
+    say(f"hps predict {data.model}{at} --explain --json '{plain}'")
     say()
     say("What to try next", style="bold")
     there = "" if admin.endswith(":8002") else f" --admin {admin}"
@@ -213,7 +227,10 @@ def _try_next(data: DemoData, found: Findings, ready: dict[str, str]) -> None:
         [
             (f"hps status{there}", "what the server has done so far"),
             (f"hps tables{there}", "its embedding tables"),
-            (f"hps lookup{there} {_first_row(data)} --explain", "a row, its tier and its age"),
+            (
+                f"hps lookup{there} {_first_row(data, folder)} --explain",
+                "a row, its tier and its age",
+            ),
             (f"{admin}/docs", "the admin interface"),
             (f"{admin}/metrics", "numbers for Prometheus"),
             ("hps model import --help", "bring your own tables"),
@@ -221,12 +238,11 @@ def _try_next(data: DemoData, found: Findings, ready: dict[str, str]) -> None:
     )
 
 
-def _first_row(data: DemoData) -> str:
+def _first_row(data: DemoData, folder: Path) -> str:
     """Model, table and key of the first feature's first key, as ``hps lookup`` takes them."""
-    from hps.cli.demo_data import FOLDER
     from hps.models.repository import Repository
 
     name, keys = next(iter(data.keys.items()))
-    feature = next(f for f in Repository(FOLDER).spec(data.model).features if f.name == name)
+    feature = next(f for f in Repository(folder).spec(data.model).features if f.name == name)
     key = (int(keys[0, 0]) + feature.key_offset) % 2**64
     return f"{data.model} {feature.table} {key}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from hps.cli.demo_data import DemoData
@@ -118,6 +119,8 @@ def json_request(tensors: dict[str, NDArray[Any]]) -> dict[str, Any]:
     inputs = []
     for name, array in tensors.items():
         datatype = "INT64" if array.dtype == np.int64 else "FP32"
-        shape = list(array.shape)
-        inputs.append({"name": name, "shape": shape, "datatype": datatype, "data": array.tolist()})
+        # Through orjson, which writes a float32 with as few digits as name it.
+        text = orjson.dumps(np.ascontiguousarray(array), option=orjson.OPT_SERIALIZE_NUMPY)
+        shape, data = list(array.shape), orjson.loads(text)
+        inputs.append({"name": name, "shape": shape, "datatype": datatype, "data": data})
     return {"inputs": inputs}

@@ -92,6 +92,7 @@ def print_table(
 
     cells = [list(row) for row in rows]
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    table.show_header = any(columns)
     for i, name in enumerate(columns):
         numeric = bool(cells) and all(isinstance(row[i], int | float | Number) for row in cells)
         table.add_column(name, justify="right" if numeric else "left", overflow="fold")

@@ -73,16 +73,18 @@ class Signature:
 
     @staticmethod
     def of_metadata(metadata: Mapping[str, Any]) -> Signature:
-        """From the protocol's model metadata: integer tensors without a suffix are features."""
+        """From the protocol's model metadata. Our servers name the features; of others, 64-bit
+        tensors are taken for features."""
+        sources = metadata.get("parameters", {}).get("source_outputs")
+        named = None if sources is None else {name.removesuffix(".source") for name in sources}
         features: list[str] = []
         dense: dict[str, Dense] = {}
         for tensor in metadata["inputs"]:
-            name = tensor["name"]
+            name, datatype = tensor["name"], tensor["datatype"]
             if name.endswith((".offsets", ".weights")):
                 continue
-            if tensor["datatype"] in ("INT64", "UINT64"):
+            if name in named if named is not None else datatype in ("INT64", "UINT64"):
                 features.append(name)
             else:
-                dtype = np.dtype(NUMPY_TYPES[tensor["datatype"]])
-                dense[name] = Dense(dtype, tuple(tensor["shape"]))
+                dense[name] = Dense(np.dtype(NUMPY_TYPES[datatype]), tuple(tensor["shape"]))
         return Signature(str(metadata["name"]), tuple(features), dense)

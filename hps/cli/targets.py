@@ -72,7 +72,11 @@ class ServerTarget:
         self._client = client
 
     def signature(self, model: str) -> Signature:
-        return Signature.of_metadata(self._client.metadata(model))
+        metadata = self._client.metadata(model)
+        if any(tensor["name"] == "NUMKEYS" for tensor in metadata["inputs"]):
+            # A model without a dense part describes itself in HPS's form; its features stand here.
+            metadata = self._client.metadata(f"{model}.lookup") | {"name": model}
+        return Signature.of_metadata(metadata)
 
     def predict(
         self,
@@ -157,4 +161,4 @@ def source_names(codes: NDArray[np.uint8]) -> list[str]:
     """Per key, the name of the tier that answered: rocksdb, cpu, …, default."""
     from hps.types import Source
 
-    return [Source(code).name.lower() for code in codes.tolist()]
+    return [Source(code).name.lower() for code in codes.reshape(-1).tolist()]

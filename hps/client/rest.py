@@ -159,7 +159,11 @@ class Client:
         wanted = None if outputs is None else [InferRequestedOutput(name) for name in outputs]
         try:
             result = self._connected().infer(
-                model, tensors, outputs=wanted, parameters=parameters, headers=self._headers
+                model,
+                tensors,
+                outputs=wanted,
+                parameters=parameters,
+                headers=dict(self._headers),  # tritonclient adds to the mapping it is given
             )
         except InferenceServerException as error:
             raise _error(error.status(), error.message()) from None

@@ -126,3 +126,17 @@ def test_signature_from_the_protocols_metadata() -> None:
     signature = Signature.of_metadata(metadata)
     assert signature.features == ("user",)
     assert signature.dense == {"depth": Dense(F4, (-1, 2))}
+
+
+def test_signature_of_our_own_server_knows_features_from_dense_integers() -> None:
+    metadata = {
+        "name": "ctr",
+        "inputs": [
+            {"name": "user", "datatype": "INT64", "shape": [-1, 1]},
+            {"name": "hour", "datatype": "INT64", "shape": [-1]},
+        ],
+        "parameters": {"source_outputs": ["user.source"]},
+    }
+    signature = Signature.of_metadata(metadata)
+    assert signature.features == ("user",)
+    assert signature.dense == {"hour": Dense(np.dtype(np.int64), (-1,))}

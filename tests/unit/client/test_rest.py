@@ -206,6 +206,16 @@ def test_answers_of_other_servers_are_told_apart(stub: Stub) -> None:
         assert client.ready() is False
 
 
+def test_a_json_request_after_a_binary_one_carries_no_header_of_it(stub: Stub) -> None:
+    url, seen = stub({"/v2/models/m/infer": (200, outputs(click=[1]))})
+    with Client(url) as client:
+        client.predict("m", {"f": [1]})
+        assert client.infer_json("m", {"inputs": []})["outputs"][0]["data"] == [1]
+    assert "Inference-Header-Content-Length" in seen[0]["headers"]
+    assert "Inference-Header-Content-Length" not in seen[1]["headers"]
+    assert seen[1]["json"] == {"inputs": []}
+
+
 def test_the_api_key_goes_with_every_call(stub: Stub) -> None:
     url, seen = stub({"/v2/models/m/infer": (200, outputs(click=[1])), "/v1/status": (200, b"{}")})
     with Client(url, admin_url=url, api_key="secret") as client:

@@ -1,0 +1,178 @@
+"""``hps demo``: every check passes, each can fail, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hps
+from hps.cli.demo_data import FOLDER, REQUESTS, load_demo
+from hps.errors import ConfigError
+
+COMMAND = [sys.executable, "-m", "hps.cli.main", "demo"]
+SAMPLES = 96
+
+
+@pytest.fixture(scope="module")
+def small_demo(small_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the demo's form whose scores were worked out in this process."""
+    folder = tmp_path_factory.mktemp("demo")
+    shutil.copytree(small_repository / "clicks", folder / "clicks")
+    random = np.random.default_rng(1)
+    keys = {
+        "user": random.integers(0, 100, (SAMPLES, 1)),
+        "item": random.integers(-50, 50, (SAMPLES, 1)),
+        "history": random.integers(-50, 50, (SAMPLES, 2)),
+    }
+    dense = random.normal(size=(SAMPLES, 3)).astype(np.float32)
+    settings = {
+        "models": {"repository": str(folder)},
+        "tiers": {"rocksdb": {"path": str(tmp_path_factory.mktemp("rocksdb"))}},
+    }
+    scores: dict[str, list[float]] = {"score": []}
+    with hps.open(settings) as node:
+        for i in range(0, SAMPLES, 32):
+            part = {name: value[i : i + 32] for name, value in keys.items()}
+            found = node.predict("clicks", part, {"dense": dense[i : i + 32]})
+            scores["score"] += found.outputs["score"].reshape(-1).tolist()
+    requests = {
+        "model": "clicks",
+        "features": {name: value.tolist() for name, value in keys.items()},
+        "dense": {"dense": dense.tolist()},
+        "scores": scores,
+    }
+    (folder / REQUESTS).write_text(json.dumps(requests))
+    return folder
+
+
+def changed(small_demo: Path, to: Path, change: Any) -> Path:
+    shutil.copytree(small_demo, to)
+    data = json.loads((to / REQUESTS).read_text())
+    change(data)
+    (to / REQUESTS).write_text(json.dumps(data))
+    return to
+
+
+def demo(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=180, check=False
+    )
+
+
+def scratch_folders() -> set[str]:
+    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("hps-demo-")}
+
+
+def test_once_checks_everything_and_leaves_nothing(small_demo: Path) -> None:
+    before = scratch_folders()
+    done = demo("--once", "--model", small_demo)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("OK   ") == 4
+    assert "FAIL" not in done.stdout
+    for word in ("p50", "p99", "rocksdb", "hit rate", "curl -s http", "hps lookup", "hps status"):
+        assert word in done.stdout
+    assert scratch_folders() <= before
+    # The second pass over the same keys is answered from memory.
+    cpu = next(line for line in done.stdout.splitlines() if line.startswith("cpu "))
+    assert float(re.findall(r"([\d.]+) %", cpu)[1]) > 90
+
+
+def test_a_wrong_score_fails_it(small_demo: Path, tmp_path: Path) -> None:
+    def change(data: dict[str, Any]) -> None:
+        data["scores"]["score"][77] += 3e-5
+
+    done = demo("--once", "--model", changed(small_demo, tmp_path / "m", change))
+    assert done.returncode == 1
+    assert "FAIL all 96 scores equal the trainer's" in done.stdout
+
+
+def test_a_key_without_a_row_fails_it(small_demo: Path, tmp_path: Path) -> None:
+    def change(data: dict[str, Any]) -> None:
+        data["features"]["item"][5] = [4711]
+
+    done = demo("--once", "--model", changed(small_demo, tmp_path / "m", change))
+    assert done.returncode == 1
+    assert "FAIL every key was found in a table" in done.stdout
+
+
+def test_a_server_that_does_not_start_is_told(small_demo: Path, tmp_path: Path) -> None:
+    model = changed(small_demo, tmp_path / "m", lambda _data: None)
+    (model / "clicks" / "1" / "dense.onnx").write_bytes(b"nonsense")
+    done = demo("--once", "--model", model)
+    assert done.returncode == 1
+    assert "error: the demo's server did not start" in done.stderr
+    assert "dense.onnx" in done.stderr
+
+
+def test_a_missing_model_is_told(tmp_path: Path) -> None:
+    done = demo("--once", "--model", tmp_path)
+    assert done.returncode == 2
+    assert f"lacks the demo's model ({tmp_path / REQUESTS})" in done.stderr
+    (tmp_path / REQUESTS).write_text("{")
+    with pytest.raises(ConfigError, match="is damaged"):
+        load_demo(tmp_path)
+
+
+def test_a_taken_port_is_told(small_demo: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = demo("--once", "--model", small_demo, "--port", str(port))
+    assert done.returncode == 2
+    assert f"port {port} is taken" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_serves_until_it_is_told_to_stop(number: signal.Signals, small_demo: Path) -> None:
+    before = scratch_folders()
+    with subprocess.Popen(
+        [*COMMAND, "--model", str(small_demo)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    ) as process:
+        assert process.stdout is not None
+        try:
+            shown = []
+            for line in process.stdout:
+                shown.append(line)
+                if "Serving until" in line:
+                    break
+            text = "".join(shown)
+            command = next(line for line in shown if line.startswith("curl -s"))
+            answer = json.loads(subprocess.check_output(["sh", "-c", command], text=True))
+            first = float(next(line for line in shown if line.split()[:1] == ["0"]).split()[1])
+            outputs = {out["name"]: out["data"] for out in answer["outputs"]}
+            assert float(np.ravel(outputs["score"])[0]) == pytest.approx(first, abs=1e-5)
+            process.send_signal(number)
+            assert process.wait(60) == 0, text
+        finally:
+            process.kill()
+        url = re.search(r"http://127.0.0.1:(\d+)", text)
+        assert url is not None
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", int(url[1])), 5)
+    assert scratch_folders() <= before
+
+
+def test_the_model_that_comes_with_hps() -> None:
+    data = load_demo()
+    assert data.samples >= 100
+    size = sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())
+    assert size <= 2_000_000
+    done = demo("--once")
+    assert done.returncode == 0, done.stdout + done.stderr
