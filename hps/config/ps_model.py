@@ -55,50 +55,53 @@ class PsModel:
         if not self.values.complete:
             return None
         files = self.values["sparse_files"]
-        if self.values["gpucacheper"] < 0:
-            message = f"expected a number from 0, found {self.values['gpucacheper']:g}"
-            self._wrong("gpucacheper", message)
+        self._check_values(files)
         if not files:
-            self._wrong("sparse_files", "is empty; expected one folder per table")
             return None
         names = self._per_table("embedding_table_names", len(files))
         names = names or [f"sparse_embedding{i}" for i in range(len(files))]
         dims = self._per_table("embedding_vecsize_per_table", len(files))
         most = self._per_table("maxnum_catfeature_query_per_table_per_sample", len(files))
-        defaults = self.values["default_value_for_each_table"]
-        if len(defaults) > len(files):
-            self._count("default_value_for_each_table", len(defaults), len(files))
-        defaults = [*defaults, *[0.0] * len(files)]
-        for i, file in enumerate(files):
-            if "://" in file:
-                self._wrong("sparse_files", f"[{i}] is {file}: {REMOTE_PATH}")
-        if len(names) != len(files) or len(dims) != len(files):
+        if len(dims) != len(files):
             return None
+        self.folders = {n: self._reader.folder / f for n, f in zip(names, files, strict=True)}
         data = {
             "name": self.name,
             "max_batch_size": int(self.values["max_batch_size"]),
-            "tables": [
-                {
-                    "name": name,
-                    "dim": int(dims[i]),
-                    "default": defaults[i],
-                    "key_dtype": self._key_dtype,
-                    "miss_policy": self._miss_policy(),
-                }
-                for i, name in enumerate(names)
-            ],
+            "tables": self._tables(names, dims),
             "features": [
-                {
-                    "name": name,
-                    "table": name,
-                    "pooling": "none",
-                    "max_hotness": int(most[i]) if most else None,
-                }
-                for i, name in enumerate(names)
+                {"name": name, "table": name, "pooling": "none", "max_hotness": bound}
+                for name, bound in zip(names, most or [None] * len(names), strict=True)
             ],
         }
-        self.folders = {n: self._reader.folder / f for n, f in zip(names, files, strict=True)}
         return self._checked(data)
+
+    def _check_values(self, files: list[str]) -> None:
+        if self.values["gpucacheper"] < 0:
+            message = f"expected a number from 0, found {self.values['gpucacheper']:g}"
+            self._wrong("gpucacheper", message)
+        if not files:
+            self._wrong("sparse_files", "is empty; expected one folder per table")
+        for i, file in enumerate(files):
+            if "://" in file:
+                self._wrong("sparse_files", f"[{i}] is {file}: {REMOTE_PATH}")
+        defaults = len(self.values["default_value_for_each_table"])
+        if defaults > len(files):
+            self._count("default_value_for_each_table", defaults, len(files))
+
+    def _tables(self, names: list[str], dims: list[Any]) -> list[dict[str, Any]]:
+        """The tables; those that ``default_value_for_each_table`` leaves out get 0.0."""
+        defaults = [*self.values["default_value_for_each_table"], *[0.0] * len(names)]
+        return [
+            {
+                "name": name,
+                "dim": int(dim),
+                "default": default,
+                "key_dtype": self._key_dtype,
+                "miss_policy": self._miss_policy(),
+            }
+            for name, dim, default in zip(names, dims, defaults, strict=False)
+        ]
 
     def _checked(self, data: dict[str, Any]) -> LegacyModel | None:
         try:
