@@ -17,6 +17,7 @@ from hps.lookup.workers import Workers
 from hps.meters import DenseMeter, LookupMeter, TierMeter
 from hps.metrics import Metrics
 from hps.models.loader import load_tables
+from hps.models.tables import TableFiles
 from hps.native import COMPILED
 from hps.node import Node, ServedModel, TierStatus
 from hps.opening import OpenedModel, open_versions
@@ -32,6 +33,9 @@ from hps.updates.writer import CacheWriter
 
 if TYPE_CHECKING:
     from hps.tiers.rocksdb import RocksDbTier
+
+# Warming by reading the store does 50,000 rows/s and more; after this long the rest comes by use.
+WARM_SECONDS = 20.0
 
 __all__ = ["Node", "ServedModel", "open", "open_node"]
 
@@ -160,25 +164,20 @@ class _Builder:
 
     def _warm(self, cache: CpuCache, store: RocksDbTier, writer: CacheWriter) -> None:
         """Fill the cache from the start of the files, as far as it reaches."""
+        until = time.monotonic() + WARM_SECONDS
         for model in self._opened:
             for name, table in model.tables.items():
                 files = model.version.tables[name]
                 rows = min(files.rows, cache.capacity(table))
                 if not rows:
                     continue
-                record = store.loaded(table)
                 keys = table.narrow(files.keys()[:rows])
                 with self._progress.task(f"warming {name}", rows) as step:
-                    if (
-                        record is not None
-                        and record.digest == files.digest
-                        and record.rows == files.rows
-                        and not store.streamed(table)
-                    ):
-                        version = record.version if store.layout == "native" else 0
+                    version = _version_of_files(store, table, files)
+                    if version is not None:
                         insert_rows(writer, table, keys, files.vectors()[:rows], version, step)
-                    else:  # other files, keys that stand twice, rows written since: ask the store
-                        promote_keys(writer, table, keys, step)
+                    else:
+                        promote_keys(writer, table, keys, step, until)
 
     def _serve(
         self,
@@ -235,6 +234,17 @@ def _known_rows(store: RocksDbTier, table: EmbeddingTable) -> int:
     """Rows of a table: what was loaded, or RocksDB's estimate when more were streamed in since."""
     record = store.loaded(table)
     return max(record.rows if record else 0, store.rows(table))
+
+
+def _version_of_files(store: RocksDbTier, table: EmbeddingTable, files: TableFiles) -> int | None:
+    """The version of the table's rows when the store holds exactly those of ``files``; None when only
+    the store knows: other files were loaded, a key stands twice, or rows were written since."""
+    record = store.loaded(table)
+    if record is None or (record.digest, record.rows) != (files.digest, files.rows):
+        return None
+    if store.streamed(table):
+        return None
+    return record.version if store.layout == "native" else 0
 
 
 def _promote_to(cache: CpuCache | None, writer: CacheWriter) -> Promote:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from hps.types import EmbeddingTable, KeyArray, VectorArray
 from hps.updates.writer import CacheWriter
+
+log = logging.getLogger(__name__)
 
 _CHUNK_ROWS = 16_384
 
@@ -33,16 +37,25 @@ def insert_rows(
 
 
 def promote_keys(
-    writer: CacheWriter, table: EmbeddingTable, keys: KeyArray, step: Callable[[int], None]
+    writer: CacheWriter,
+    table: EmbeddingTable,
+    keys: KeyArray,
+    step: Callable[[int], None],
+    until: float,
 ) -> None:
-    """Promote ``keys (n,)``, waiting for each chunk: slower, but right whatever was written since."""
-    for part in _backwards(len(keys), min(_CHUNK_ROWS, writer.queue_keys)):
-        chunk = np.array(keys[part], np.int64)
-        writer.promote(table, chunk)
+    """Promote ``keys (n,)``, the first ones first, while it is before ``until`` (``time.monotonic()``):
+    slower than ``insert_rows``, but right whatever was written since."""
+    chunk = min(_CHUNK_ROWS, writer.queue_keys)
+    for start in range(0, len(keys), chunk):
+        if time.monotonic() > until:
+            log.info("table %s: warmed with %d of %d rows in time", table.id, start, len(keys))
+            return
+        part = np.array(keys[start : start + chunk], np.int64)
+        writer.promote(table, part)
         writer.flush()
-        step(len(chunk))
+        step(len(part))
 
 
-def _backwards(n: int, chunk: int = _CHUNK_ROWS) -> Iterator[slice]:
-    for start in reversed(range(0, n, chunk)):
-        yield slice(start, min(start + chunk, n))
+def _backwards(n: int) -> Iterator[slice]:
+    for start in reversed(range(0, n, _CHUNK_ROWS)):
+        yield slice(start, min(start + _CHUNK_ROWS, n))
