@@ -1,49 +1,54 @@
-"""Repository -> RocksDB: each table's files are sorted by stored key and ingested once.
+"""Repository -> RocksDB: each table's files are sorted by stored key and ingested, once.
 
-The memory it takes is bounded, whatever the table's size: keys are sorted in ranges that fit
-``KEY_BUDGET`` rows, vectors are gathered from the mapped file block by block. Of a key that stands
-several times the last row wins.
+What happens to a table at a start:
+
+* its complete load record carries the digest of the files: reused as it is, rows streamed in since
+  included;
+* no record, or the incomplete one of a load that was killed: loaded;
+* another digest: the files under this version number were replaced. Loaded anew, unless rows were
+  streamed in since, which a new load would lose: that is an error. Without a manifest (HugeCTR
+  directories of a `ps.json`, which know no version numbers) the files are merged into what is there
+  instead, by the files' time against the rows' versions.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import numpy as np
 
-from hps.errors import ModelError
-from hps.models.manifest import checksum_file
+from hps.errors import ModelError, TierError
+from hps.models.manifest import checksum_file, compare_checksum
 from hps.models.repository import ModelVersion
+from hps.models.sorting import Chunk, Duplicates, ahead, block_rows, sorted_chunks
 from hps.models.tables import TableFiles
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier
-from hps.tiers.rocksdb_layout import CodeArray
-from hps.types import EmbeddingTable, IndexArray, Progress, VectorArray, make_version
+from hps.types import EmbeddingTable, Progress, make_version
 
-# Rows sorted at a time: 16 bytes each for code and position, as much again while sorting.
-KEY_BUDGET = 12_000_000
-_BLOCK_ROWS = 16_384
-_SCAN_ROWS = 1 << 20
-_SAMPLE = 1 << 16
+How = Literal["reused", "loaded", "merged"]
+# Below this a thread costs more than it saves.
+_THREAD_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What happened to one table: ``reused`` from an earlier start or loaded; ``rows`` in the store
-    after the load, ``duplicates`` dropped, ``seconds``."""
+    """What happened to one table. ``rows`` in the files without the ``duplicates``; ``seconds``."""
 
     table: str
-    reused: bool
+    how: How
     rows: int
     duplicates: int
     seconds: float
 
-
-@dataclass(slots=True)
-class _Count:
-    duplicates: int = 0
+    @property
+    def reused(self) -> bool:
+        return self.how == "reused"
 
 
 def load_tables(
@@ -54,16 +59,18 @@ def load_tables(
     *,
     rebuild: bool = False,
 ) -> list[LoadReport]:
-    """Make ``store`` hold every table of ``version``; returns one report per table.
+    """Make ``store`` hold every table of ``version``, see the module; one report per table.
 
-    A table whose complete load record carries the files' digest is reused as it is, rows streamed
-    in since included. An incomplete load is dropped and done again. When the digest differs the
-    table is loaded anew, but rows streamed in since must not vanish silently: that is a ModelError
-    unless ``rebuild``.
+    ``rebuild`` loads anew what could be reused, or would be refused because of rows streamed in.
+    Raises ModelError for files that do not match their manifest, TierError when writing fails.
+    Takes at most 512 MB beside what the store's settings allow, whatever a table's size.
     """
     chosen = list(tables.values() if isinstance(tables, Mapping) else tables)
     store.open_tables(chosen)
-    return [_load(version, t, store, progress, rebuild=rebuild) for t in chosen]
+    reports = [_load(version, t, store, progress, rebuild=rebuild) for t in chosen]
+    if any(not report.reused for report in reports):
+        store.flush()
+    return reports
 
 
 def _load(
@@ -76,111 +83,123 @@ def _load(
 ) -> LoadReport:
     began = time.monotonic()
     files = version.tables[table.name]
-    record = store.loaded(table)
-    if record is not None and not rebuild:
-        if (record.digest, record.dim, record.dtype) == (files.digest, table.dim, table.dtype.name):
-            return LoadReport(table.name, True, record.rows, 0, time.monotonic() - began)
-        if store.streamed(table):
-            raise ModelError(
-                f"table {table.id}: the files in {files.folder} are not the ones loaded into "
-                f"{store.path}, and rows were streamed into that table since, which a new load would "
-                "lose. Publish the files as a new version, or load with rebuild to drop those rows"
-            )
-    _verify(files, progress)
-    count = _Count()
-    with progress.task(f"loading {table.name}", files.rows) as step:
-        done = store.bulk_load(
-            table,
-            sorted_chunks(files, partial(store.codes, table), count),
-            LoadRecord(
-                files.digest, files.rows, _row_version(version), table.dim, table.dtype.name
-            ),
-            step,
+    how = _decide(files, table, store, rebuild=rebuild)
+    if how == "reused":
+        record = store.loaded(table)
+        assert record is not None
+        return LoadReport(table.name, how, record.rows, 0, time.monotonic() - began)
+    if store.read_only:
+        raise TierError(
+            store.info.name,
+            f"table {table.id} is not loaded into {store.path}, and read_only forbids it; load it once "
+            "without",
         )
-    return LoadReport(table.name, False, done.rows, count.duplicates, time.monotonic() - began)
+    record = LoadRecord(
+        files.digest, files.rows, _row_version(version, files), table.dim, table.dtype.name
+    )
+    duplicates = Duplicates()
+    with progress.task(f"loading {table.name}", files.rows) as step, _Verifier(files) as verifier:
+        if how == "merged":
+            rows = _merge(files, table, store, record, step)
+            verifier.check()
+            store.adopt(table, record, rows)
+        else:
+            rows = _bulk_load(files, table, store, record, duplicates, verifier, step)
+    return LoadReport(table.name, how, rows, duplicates.count, time.monotonic() - began)
 
 
-def _row_version(version: ModelVersion) -> int:
-    """The version of imported rows: the manifest's time; without one the oldest possible, so that
-    any streamed row wins."""
-    return make_version(version.manifest.created_unix_ms) if version.manifest else 1
+def _decide(files: TableFiles, table: EmbeddingTable, store: RocksDbTier, *, rebuild: bool) -> How:
+    record = store.loaded(table)
+    if rebuild:
+        return "loaded"
+    if record is None:
+        # Rows written to a table that was never loaded are not lost either.
+        return "merged" if store.streamed(table) and store.layout == "native" else "loaded"
+    if (record.digest, record.dim, record.dtype) == (files.digest, table.dim, table.dtype.name):
+        return "reused"
+    if not store.streamed(table):
+        return "loaded"
+    if files.entry is None and (record.dim, record.dtype) == (table.dim, table.dtype.name):
+        return "merged" if store.layout == "native" else "loaded"
+    raise ModelError(
+        f"table {table.id}: the files in {files.folder} are not the ones loaded into {store.path}, and "
+        "rows were streamed into that table since, which a new load would lose. Publish the files "
+        "as a new version; or, to give those rows up, remove the database: everything is loaded again"
+    )
 
 
-def _verify(files: TableFiles, progress: Progress) -> None:
-    """Compare the files with the manifest's checksums."""
-    if files.entry is None:
-        return
-    with progress.task(f"checking {files.name}", files.bytes, "bytes") as step:
-        for path, entry in (
-            (files.key_path, files.entry.key),
-            (files.vector_path, files.entry.emb_vector),
-        ):
-            found = checksum_file(path, step)
-            if found != entry.checksum:
-                raise ModelError(
-                    f"{path}: the contents do not match the manifest (expected {entry.checksum}, "
-                    f"found {found}); the file was damaged or replaced: import the version again"
-                )
+def _chunks(
+    files: TableFiles, table: EmbeddingTable, store: RocksDbTier, duplicates: Duplicates
+) -> Generator[Chunk, None, None]:
+    scratch = store.scratch / f"{time.monotonic_ns()}"
+    chunks = sorted_chunks(files, partial(store.codes, table), duplicates, scratch)
+    return ahead(chunks) if files.bytes >= _THREAD_BYTES else chunks
 
 
-def sorted_chunks(
+def _bulk_load(
     files: TableFiles,
-    to_codes: Callable[[np.ndarray], CodeArray],
-    count: _Count,
-) -> Iterator[tuple[CodeArray, VectorArray]]:
-    """Blocks of strictly ascending codes with their vectors (float32, valid until the next block)."""
-    if not files.rows:
-        return
-    vectors = files.vectors()
-    block = np.empty((_BLOCK_ROWS, files.dim), np.float32)
-    for code, at in _sorted_ranges(files, to_codes):
-        if len(code) > 1:
-            code, at = _last_of_each(code, at, count)
-        for start in range(0, len(code), _BLOCK_ROWS):
-            part = slice(start, start + _BLOCK_ROWS)
-            rows = block[: len(at[part])]
-            np.take(vectors, at[part], axis=0, out=rows, mode="clip")
-            yield code[part], rows
+    table: EmbeddingTable,
+    store: RocksDbTier,
+    record: LoadRecord,
+    duplicates: Duplicates,
+    verifier: _Verifier,
+    step: Callable[[int], None],
+) -> int:
+    with closing(_chunks(files, table, store, duplicates)) as chunks:
+        done = store.bulk_load(table, verifier.checked_at_end(chunks), record, step)
+    return done.rows
 
 
-def _sorted_ranges(
-    files: TableFiles, to_codes: Callable[[np.ndarray], CodeArray]
-) -> Iterator[tuple[CodeArray, IndexArray]]:
-    """Sorted codes with their row numbers, in ascending ranges of about KEY_BUDGET rows."""
-    keys = files.keys()
-    if files.rows <= KEY_BUDGET:
-        yield _sort(to_codes(np.ascontiguousarray(keys)), None)
-        return
-    passes = -(-files.rows // (KEY_BUDGET * 3 // 4))
-    step = max(1, files.rows // _SAMPLE)
-    sample = np.sort(to_codes(np.ascontiguousarray(keys[::step])))
-    bounds = np.unique(sample[np.arange(1, passes) * len(sample) // passes])
-    for lower, upper in zip([None, *bounds], [*bounds, None], strict=True):
-        found, at = [], []
-        for start in range(0, files.rows, _SCAN_ROWS):
-            code = to_codes(np.ascontiguousarray(keys[start : start + _SCAN_ROWS]))
-            mask = np.ones(len(code), bool) if lower is None else code >= lower
-            if upper is not None:
-                mask &= code < upper
-            found.append(code[mask])
-            at.append(np.flatnonzero(mask) + start)
-        yield _sort(np.concatenate(found), np.concatenate(at))
+def _merge(
+    files: TableFiles,
+    table: EmbeddingTable,
+    store: RocksDbTier,
+    record: LoadRecord,
+    step: Callable[[int], None],
+) -> int:
+    """Write the rows like updates, so that newer ones in the store stay."""
+    keys, vectors = files.keys(), files.vectors()
+    size = block_rows(files.dim)
+    for start in range(0, files.rows, size):
+        part = slice(start, start + size)
+        k = np.ascontiguousarray(keys[part])
+        versions = np.full(len(k), record.version, np.uint64)
+        store.insert(table, k, np.ascontiguousarray(vectors[part], table.dtype), versions)
+        step(len(k))
+    return files.rows
 
 
-def _sort(code: CodeArray, at: IndexArray | None) -> tuple[CodeArray, IndexArray]:
-    if len(code) < 2 or bool((code[1:] > code[:-1]).all()):
-        return code, np.arange(len(code)) if at is None else at
-    order = np.argsort(code)
-    return code[order], order if at is None else at[order]
+def _row_version(version: ModelVersion, files: TableFiles) -> int:
+    """The version of imported rows: the manifest's time, else the files'."""
+    if version.manifest is not None:
+        return make_version(version.manifest.created_unix_ms)
+    newest = max(files.key_path.stat().st_mtime_ns, files.vector_path.stat().st_mtime_ns)
+    return make_version(newest // 1_000_000)
 
 
-def _last_of_each(code: CodeArray, at: IndexArray, count: _Count) -> tuple[CodeArray, IndexArray]:
-    """Keep of equal codes the one that stands last in the files."""
-    first = np.empty(len(code), bool)
-    first[0] = True
-    np.not_equal(code[1:], code[:-1], out=first[1:])
-    starts = np.flatnonzero(first)
-    if len(starts) == len(code):
-        return code, at
-    count.duplicates += len(code) - len(starts)
-    return code[starts], np.maximum.reduceat(at, starts)
+class _Verifier:
+    """Compares a table's files with the manifest's checksums, beside the load."""
+
+    def __init__(self, files: TableFiles) -> None:
+        self._files = files
+
+    def __enter__(self) -> _Verifier:
+        self._pool = ThreadPoolExecutor(1, "hps-verify")
+        self._sums = [
+            (path, entry.checksum, self._pool.submit(checksum_file, path))
+            for path, entry in self._files.entries()
+        ]
+        return self
+
+    def check(self) -> None:
+        """Wait for the result; raises ModelError."""
+        for path, expected, future in self._sums:
+            compare_checksum(path, expected, future.result())
+
+    def checked_at_end(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+        """The chunks; a mismatch is raised before the store can take the load for complete."""
+        yield from chunks
+        self.check()
+
+    def __exit__(self, *_exc: object) -> None:
+        self._pool.shutdown(cancel_futures=True)

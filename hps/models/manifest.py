@@ -104,6 +104,14 @@ def checksum_file(path: Path, progress: Callable[[int], None] = lambda _n: None)
     return f"sha256:{digest.hexdigest()}"
 
 
+def compare_checksum(path: Path, expected: str, found: str) -> None:
+    if found != expected:
+        raise ModelError(
+            f"{path}: the contents do not match the manifest (expected {expected}, found {found}); "
+            "the file was damaged or replaced: import the version again"
+        )
+
+
 def digest_of(parts: Mapping[str, Any]) -> str:
     """A short, stable name of a JSON-able mapping."""
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str)

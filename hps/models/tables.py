@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.errors import ModelError
-from hps.models.manifest import Manifest, TableEntry, digest_of
+from hps.models.manifest import FileEntry, Manifest, TableEntry, digest_of
 from hps.types import KeyArray
 
 KEY_FILE = "key"
@@ -40,6 +40,12 @@ class TableFiles:
     @property
     def bytes(self) -> int:
         return self.rows * (KEY_BYTES + self.dim * VALUE_BYTES)
+
+    def entries(self) -> list[tuple[Path, FileEntry]]:
+        """The files with what the manifest says of them; empty without a manifest."""
+        if self.entry is None:
+            return []
+        return [(self.key_path, self.entry.key), (self.vector_path, self.entry.emb_vector)]
 
     def keys(self) -> KeyArray:
         """(rows,) int64, read-only, mapped from the file."""

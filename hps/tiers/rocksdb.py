@@ -32,7 +32,7 @@ from hps.tiers.rocksdb_layout import (
     Stored,
     WrongLength,
 )
-from hps.tiers.rocksdb_load import BulkLoad, LoadRecord
+from hps.tiers.rocksdb_load import BulkLoad, LoadRecord, ingest_folder
 from hps.tiers.rocksdb_open import NAME, OpenSettings
 from hps.types import (
     EmbeddingTable,
@@ -82,6 +82,11 @@ class RocksDbTier:
     @property
     def path(self) -> Path:
         return self._database.settings.path
+
+    @property
+    def scratch(self) -> Path:
+        """A folder beside the database for temporary files of a load; emptied at every start."""
+        return ingest_folder(self.path)
 
     @property
     def layout(self) -> Layout:

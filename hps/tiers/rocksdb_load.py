@@ -97,14 +97,18 @@ class Records:
 
 def clean_leftovers(path: Path) -> None:
     """Remove the SST files of a load that was killed."""
-    shutil.rmtree(path / _INGEST, ignore_errors=True)
+    shutil.rmtree(ingest_folder(path), ignore_errors=True)
+
+
+def ingest_folder(path: Path) -> Path:
+    return path / _INGEST
 
 
 class BulkLoad:
     """Writes one table's rows to SST files beside the database and ingests them all at once."""
 
     def __init__(self, path: Path, options: Options, codec: RowCodec, version: int) -> None:
-        self._folder = path / _INGEST
+        self._folder = ingest_folder(path)
         self._options = options
         self._codec = codec
         self._version = version
