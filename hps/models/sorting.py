@@ -1,0 +1,202 @@
+"""A table's files -> rows in the order of a store's keys, in bounded memory.
+
+``codes`` are uint64 that sort as the store's keys do (`RocksDbTier.codes`). Of a key that stands several
+times in the files the last row wins.
+
+Two ways. Where the codes fit ``SORT_ROWS`` and the vectors fit the operating system's cache, all codes are
+sorted and the vectors gathered from the mapped file. Else the rows are first spread over temporary
+files by ranges of codes, each of which fits ``BUCKET_BYTES``: everything is then read and written
+in sequence, and a table may be larger than memory.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, Full, Queue
+from threading import Event, Thread
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.models.tables import TableFiles
+from hps.types import IndexArray, KeyArray
+
+Codes = NDArray[np.uint64]
+Chunk = tuple[Codes, NDArray[np.float32]]
+T = TypeVar("T")
+
+# Sorting takes 32 bytes a row at its peak: 384 MB.
+SORT_ROWS = 12_000_000
+BUCKET_BYTES = 128 << 20
+_BLOCK_BYTES = 2 << 20
+_SAMPLE = 1 << 17
+
+
+@dataclass(slots=True)
+class Duplicates:
+    """Counts rows that were dropped because their key stands again later in the files."""
+
+    count: int = 0
+
+
+def sorted_chunks(
+    files: TableFiles,
+    to_codes: Callable[[KeyArray], Codes],
+    duplicates: Duplicates,
+    scratch: Path,
+) -> Generator[Chunk, None, None]:
+    """Blocks of codes (n,), strictly ascending within and over the blocks, with their vectors
+    (n, dim) float32. ``scratch`` is a folder that may be made for temporary files, and is removed."""
+    vector_bytes = files.rows * files.dim * 4
+    if files.rows <= SORT_ROWS and vector_bytes <= _cacheable_bytes():
+        return _gathered(files, to_codes, duplicates)
+    return _bucketed(files, to_codes, duplicates, scratch)
+
+
+def block_rows(dim: int) -> int:
+    """Rows per block: about 2 MB, which a processor's cache holds."""
+    return max(256, _BLOCK_BYTES // (dim * 4))
+
+
+def _gathered(
+    files: TableFiles, to_codes: Callable[[KeyArray], Codes], duplicates: Duplicates
+) -> Generator[Chunk, None, None]:
+    code, at = sort_last(to_codes(files.keys()), duplicates)
+    vectors, step = files.vectors(), block_rows(files.dim)
+    for start in range(0, len(code), step):
+        rows = np.empty((min(step, len(code) - start), files.dim), np.float32)
+        np.take(vectors, at[start : start + step], axis=0, out=rows, mode="clip")
+        yield code[start : start + step], rows
+
+
+def sort_last(code: Codes, duplicates: Duplicates) -> tuple[Codes, IndexArray]:
+    """Distinct ascending codes, and for each the last position at which it stands."""
+    if len(code) < 2 or bool((code[1:] > code[:-1]).all()):
+        return code, np.arange(len(code))
+    order = np.argsort(code)
+    code = code[order]
+    repeated = code[1:] == code[:-1]
+    if not repeated.any():
+        return code, order
+    starts = np.flatnonzero(np.concatenate([[True], ~repeated]))
+    duplicates.count += len(code) - len(starts)
+    return code[starts], np.maximum.reduceat(order, starts)
+
+
+def _bucketed(
+    files: TableFiles,
+    to_codes: Callable[[KeyArray], Codes],
+    duplicates: Duplicates,
+    scratch: Path,
+) -> Generator[Chunk, None, None]:
+    record = np.dtype([("code", "<u8"), ("row", "<f4", (files.dim,))])
+    buckets = max(1, -(-files.rows * record.itemsize // BUCKET_BYTES))
+    scratch.mkdir(parents=True, exist_ok=True)
+    try:
+        _spread(files, to_codes, duplicates, scratch, record, buckets)
+        for number in range(buckets):
+            path = scratch / f"{number}.rows"
+            if not path.exists():
+                continue
+            rows = np.fromfile(path, record)
+            path.unlink()
+            code, at = sort_last(np.ascontiguousarray(rows["code"]), duplicates)
+            step = block_rows(files.dim)
+            for start in range(0, len(code), step):
+                part = slice(start, start + step)
+                yield code[part], rows["row"][at[part]]
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _spread(
+    files: TableFiles,
+    to_codes: Callable[[KeyArray], Codes],
+    duplicates: Duplicates,
+    scratch: Path,
+    record: np.dtype[Any],
+    buckets: int,
+) -> None:
+    """Append every row to the file of its range of codes, in the files' order."""
+    keys, vectors = files.keys(), files.vectors()
+    sample = np.sort(to_codes(np.ascontiguousarray(keys[:: max(1, files.rows // _SAMPLE)])))
+    bounds = sample[np.arange(1, buckets) * len(sample) // buckets]
+    step = 8 * block_rows(files.dim)
+    for start in range(0, files.rows, step):
+        # Dropping duplicates here as well keeps a bucket of one key that stands a million times small.
+        code, at = sort_last(to_codes(keys[start : start + step]), duplicates)
+        block = np.empty(len(code), record)
+        block["code"] = code
+        block["row"] = vectors[start : start + step][at]
+        ends = [*np.searchsorted(code, bounds), len(code)]
+        begin = 0
+        for number, end in enumerate(ends):
+            if end > begin:
+                # Opened anew each time: a large table has more buckets than a process has handles.
+                with (scratch / f"{number}.rows").open("ab", buffering=0) as out:
+                    view = memoryview(block[begin:end].view(np.uint8).data)
+                    while len(view):
+                        view = view[out.write(view) :]
+            begin = end
+
+
+def _cacheable_bytes() -> int:
+    """Half of the memory: beyond that, reading rows in random order would go to the disk."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (OSError, ValueError):
+        return 1 << 30
+
+
+def ahead(items: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
+    """Iterate in a thread of its own, up to ``depth`` items ahead of the consumer."""
+    queue: Queue[tuple[T | None, BaseException | None]] = Queue(depth)
+    stop = Event()
+
+    def put(item: T | None, error: BaseException | None) -> bool:
+        while not stop.is_set():
+            try:
+                queue.put((item, error), timeout=0.1)
+            except Full:
+                continue
+            return True
+        return False
+
+    def produce() -> None:
+        iterator = iter(items)
+        try:
+            for item in iterator:
+                if not put(item, None):
+                    break
+            else:
+                put(None, None)
+        except BaseException as error:  # handed to the consumer
+            put(None, error)
+        finally:
+            close = getattr(iterator, "close", None)
+            if close is not None:
+                close()
+
+    thread = Thread(target=produce, name="hps-ahead", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = queue.get()
+            if error is not None:
+                raise error
+            if item is None:
+                return
+            yield item
+    finally:
+        stop.set()
+        while True:
+            try:
+                queue.get_nowait()
+            except Empty:
+                break
+        thread.join()
