@@ -112,7 +112,7 @@ class LookupEngine:
         """
         shares, keys = self._shares(request)
         job = _Job(request, shares)
-        if request.deadline is not None and time.monotonic() > request.deadline:
+        if _is_past(request.deadline):
             raise DeadlineExceeded("the request's deadline had passed when it came")
         if keys > INLINE_KEYS:
             return self._workers.submit(partial(self._run, job), request.deadline)
@@ -150,6 +150,9 @@ class LookupEngine:
         if waiting:
             asked = [part.missing for part in waiting]
             self._stores.fetch(waiting, job.context)
+            if job.context.degraded and _is_past(job.request.deadline):
+                # The store was skipped because this request had no time left: no row is at fault.
+                raise DeadlineExceeded("the deadline passed while the stores were asked")
             for part, positions in zip(waiting, asked, strict=True):
                 found = positions[part.source[positions] != 0]
                 if len(found):
@@ -233,6 +236,10 @@ class LookupEngine:
             out[...] = vectors
             vectors = out
         result.vectors[feature.name] = vectors
+
+
+def _is_past(deadline: float | None) -> bool:
+    return deadline is not None and time.monotonic() > deadline
 
 
 def _check_targets(

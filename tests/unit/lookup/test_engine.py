@@ -202,6 +202,17 @@ def test_deadlines(make_world):
         late.result(5)
 
 
+def test_time_that_runs_out_in_the_store_is_no_default(make_world):
+    world = make_world()
+    world.store.leave.clear()
+    guarded = Guarded(world.store, 5.0, 5, 1.0)
+    world.engine._stores = TierChain([guarded])
+    with pytest.raises(DeadlineExceeded, match="while the stores were asked"):
+        world.engine.lookup(request(user=[1], deadline=time.monotonic() + 0.05))
+    world.store.leave.set()
+    guarded.close()
+
+
 def test_an_event_loop_never_waits_for_the_store(make_world):
     world = make_world()
     world.store.seconds = 0.2
