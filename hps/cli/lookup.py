@@ -25,6 +25,8 @@ Examples:
 """
 KEYS_PER_CALL = 200
 SHOWN_VALUES = 8
+# Rows of files that tell no time have versions far in the past.
+DATED_SINCE_MS = 1_000_000_000_000
 
 
 @app.command(epilog=EXAMPLES, context_settings={"ignore_unknown_options": True})
@@ -154,4 +156,7 @@ def _age(row: dict[str, Any]) -> Number:
     """The time since the row was written, where its tier keeps versions."""
     if not row["found"]:
         return Number("-")
-    return Number("unknown") if row["age_s"] is None else age(row["age_s"])
+    from hps.types import version_unix_ms
+
+    dated = version_unix_ms(row["version"]) >= DATED_SINCE_MS
+    return age(row["age_s"]) if dated else Number("unknown")

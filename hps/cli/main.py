@@ -7,6 +7,7 @@ the commands need. Every module exposes ``app: typer.Typer``.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any, NamedTuple
 
 import typer
@@ -106,7 +107,18 @@ def hps(
 
 
 def main() -> None:
-    app()
+    try:
+        app()
+    except Exception as error:
+        import traceback
+
+        from hps.cli.output import complain
+
+        traceback.print_exc()
+        if not isinstance(error, HpsError):  # --debug lets those through
+            kind = type(error).__name__
+            complain(f"{kind}: a mistake in hps; please report it with the above and `hps version`")
+        sys.exit(exit_code(error) if isinstance(error, HpsError) else FAILED)
 
 
 if __name__ == "__main__":

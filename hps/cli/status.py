@@ -98,7 +98,10 @@ def _quantile(counts: dict[float, float], part: float) -> float | None:
 
 
 def _show(report: dict[str, Any]) -> None:
-    say(f"hps {report.get('version', '')}, up for {age(report.get('uptime_s', 0))}")
+    if "models" not in report:
+        _show_loading(report)
+        return
+    say(f"hps {report['version']}, {report.get('phase', '')}, up for {age(report['uptime_s'])}")
     say()
     print_table(
         ("model", "version", "answers", "tables", "features"),
@@ -110,7 +113,7 @@ def _show(report: dict[str, Any]) -> None:
                 count(len(model["tables"])),
                 count(len(model["features"])),
             )
-            for model in report.get("models", [])
+            for model in report["models"]
         ],
     )
     say()
@@ -149,6 +152,15 @@ def _show(report: dict[str, Any]) -> None:
         )
     for warning in report.get("warnings", []):
         warn(warning)
+
+
+def _show_loading(report: dict[str, Any]) -> None:
+    """A server that has no node yet."""
+    say(f"Not ready ({report.get('phase', 'unknown')}), up for {age(report.get('uptime_s', 0))}")
+    for task in report.get("loading", []):
+        done, total = task["done"], task["total"]
+        amount = f"{count(done)} of {count(total)} {task['unit']}"
+        say(f"{task['title']}: {amount}, {share(done, total)}")
 
 
 def _time(seconds: float | None) -> Number:

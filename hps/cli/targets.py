@@ -136,6 +136,7 @@ def open_target(
     from hps.client import Client
 
     with Client(server, api_key=api_key) as client:
+        client.connect()
         yield ServerTarget(client)
 
 

@@ -110,6 +110,10 @@ class Client:
             self._triton.close()
             self._triton = None
 
+    def connect(self) -> None:
+        """Load what requests need, so that the first one takes no longer than the others."""
+        self._connected()
+
     def predict(
         self,
         model: str,

@@ -1,0 +1,70 @@
+"""The numbers of ``hps status`` and ``hps tables``, from what a server tells."""
+
+from __future__ import annotations
+
+import pytest
+
+from hps.cli.status import _show, keys_by_tier, requests
+from hps.cli.tables import flatten
+from hps.client.rest import Sample
+
+
+def test_keys_are_summed_over_models_and_tables() -> None:
+    samples = [
+        Sample("hps_lookup_keys_total", {"model": "a", "table": "t", "tier": "cpu"}, 3),
+        Sample("hps_lookup_keys_total", {"model": "b", "table": "t", "tier": "cpu"}, 4),
+        Sample("hps_lookup_keys_total", {"model": "b", "table": "t", "tier": "default"}, 1),
+        Sample("other", {}, 9),
+    ]
+    assert keys_by_tier(samples) == {"cpu": 7, "default": 1}
+
+
+def histogram(counts: dict[str, float], **labels: str) -> list[Sample]:
+    name = "hps_request_duration_seconds_bucket"
+    return [Sample(name, labels | {"le": bound}, n) for bound, n in counts.items()]
+
+
+def test_quantiles_are_bucket_bounds_summed_over_codes() -> None:
+    labels = {"model": "m", "method": "infer"}
+    samples = histogram({"0.001": 40, "0.01": 98, "+Inf": 98}, code="200", **labels)
+    samples += histogram({"0.001": 0, "0.01": 1, "+Inf": 2}, code="400", **labels)
+    samples += histogram({"0.001": 0, "+Inf": 0}, code="200", model="idle", method="infer")
+    assert requests(samples) == [
+        {"model": "m", "method": "infer", "requests": 100, "p50_s": 0.01, "p99_s": 0.01}
+    ]
+    samples += histogram({"0.001": 0, "0.01": 0, "+Inf": 50}, code="504", **labels)
+    assert requests(samples)[0]["p99_s"] is None
+
+
+STATUS = {
+    "tiers": [{"name": "cpu", "kind": "cache"}, {"name": "rocksdb", "kind": "store"}],
+    "models": [
+        {
+            "name": "m",
+            "version": 3,
+            "tables": [
+                {
+                    "name": "t",
+                    "dim": 8,
+                    "dtype": "float16",
+                    "miss_policy": "wait",
+                    "rows": {"cpu": 10, "rocksdb": 40},
+                }
+            ],
+        }
+    ],
+}
+
+
+def test_a_table_counts_the_stores_rows_and_the_vectors_bytes() -> None:
+    (table,) = flatten(STATUS)
+    assert (table["rows"], table["cached_rows"], table["bytes"]) == (40, 10, 40 * 8 * 2)
+    assert (table["model"], table["version"], table["table"]) == ("m", 3, "t")
+
+
+def test_a_loading_server_tells_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    task = {"title": "loading rows", "done": 250, "total": 1000, "unit": "rows"}
+    _show({"phase": "starting", "uptime_s": 3.2, "loading": [task]})
+    shown = capsys.readouterr().out
+    assert "Not ready (starting), up for 3 s" in shown
+    assert "loading rows: 250 of 1,000 rows, 25.0 %" in shown
