@@ -185,20 +185,22 @@ class CacheTable:
     ) -> None:
         """Find room for the entries ``at``, which are not resident."""
         self._tick(len(at))
-        stamp = _COLDEST if vectors is None else self._clock
+        deletions = vectors is None
+        stamp = _COLDEST if deletions else self._clock
+        most_dropped = 1 if deletions else max(1, self._keys.shape[1] // 4)
         both = cache_buckets(keys[at], len(self._keys))
         while len(at):
-            slots, placed = self._choose(both)
+            slots, placed = self._choose(both, most_dropped)
             self.evictions += int(np.count_nonzero(self._slot_states[slots] == ROW))
             self._store(slots, keys, vectors, versions, at[placed], stamp)
             both, at = both[~placed], at[~placed]
 
-    def _choose(self, both: IndexArray) -> tuple[IndexArray, NDArray[np.bool_]]:
+    def _choose(self, both: IndexArray, most_dropped: int) -> tuple[IndexArray, NDArray[np.bool_]]:
         """For each row of ``both (n, 2)`` a slot in the emptier, else the staler of the two buckets.
 
-        Returns distinct slots and the mask (n,) of the rows they are for. A bucket takes no more in
-        one round than it has room for (when it is full: a quarter of it), lest rows be dropped
-        while the other bucket has room; at least one row is served.
+        Returns distinct slots and the mask (n,) of the rows they are for, at least one. The others are
+        to choose again: a bucket takes no more in one round than a quarter of its room, or, when it is
+        full, ``most_dropped``, lest it fill up and drop rows while the other bucket has room.
         """
         room = np.count_nonzero(self._states[both] == EMPTY, axis=2)
         oldest = self._bucket_stamps[both].min(axis=2)
@@ -208,11 +210,10 @@ class CacheTable:
         every = np.arange(len(both))
         bucket, room = both[every, second.view(np.int8)], room[every, second.view(np.int8)]
         rank = _rank_within_equals(bucket)
-        ways = self._keys.shape[1]
-        placed = rank < np.where(room, room, max(1, ways // 4))
+        placed = rank < np.where(room, (room + 3) // 4, most_dropped)
         by_age = np.argsort(self._bucket_stamps[bucket[placed]], axis=1, kind="stable")
         way = np.take_along_axis(by_age, rank[placed, None], axis=1)[:, 0]
-        return bucket[placed] * ways + way, placed
+        return bucket[placed] * self._keys.shape[1] + way, placed
 
     def _store(
         self,

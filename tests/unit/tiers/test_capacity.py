@@ -1,0 +1,88 @@
+import numpy as np
+import pytest
+
+from hps.errors import ConfigError
+from hps.tiers.capacity import plan_capacity, slot_bytes, whole
+from hps.tiers.cpu_cache import CpuCache
+from hps.types import EmbeddingTable
+
+SMALL = EmbeddingTable.make("small", 4)
+LARGE = EmbeddingTable.make("large", 32)
+HALF = EmbeddingTable.make("half", 32, dtype=np.float16)
+ROWS = {SMALL: 1_000, LARGE: 1_000_000, HALF: 500_000}
+
+
+def total_bytes(plan):
+    return sum(CpuCache({table: rows}).stats(table).bytes for table, rows in plan.items())
+
+
+@pytest.mark.parametrize("budget", [0, 1_000, 1 << 20, 64 << 20])
+def test_bytes_are_shared_out_by_size_and_never_exceeded(budget):
+    plan = plan_capacity(ROWS, capacity_bytes=budget)
+    assert plan.keys() == ROWS.keys()
+    spent = total_bytes(plan)
+    assert spent <= budget
+    if budget >= 1 << 20:
+        assert spent > 0.95 * budget
+        shares = [plan[table] / ROWS[table] for table in ROWS]
+        assert max(shares) < 1.1 * min(shares)
+
+
+def test_everything_fits_with_head_room_and_no_more():
+    plan = plan_capacity(ROWS, capacity_bytes=1 << 40)
+    assert plan == {table: whole(rows) for table, rows in ROWS.items()}
+
+
+def test_stated_rows_come_first():
+    plan = plan_capacity(ROWS, capacity_bytes=10 << 20, rows={LARGE: 50_000, SMALL: 0})
+    assert plan[LARGE] == 50_000
+    assert plan[SMALL] == 0
+    left = (10 << 20) - 50_000 * slot_bytes(LARGE)
+    assert 0.99 * left < plan[HALF] * slot_bytes(HALF) <= left
+    assert plan_capacity(ROWS, capacity_bytes=1_000, rows={LARGE: 50_000})[HALF] == 0
+
+
+def test_stated_rows_that_hold_the_table_get_head_room():
+    rows = {SMALL: 1_000, LARGE: 0, HALF: 0}
+    plan = plan_capacity(rows, capacity_bytes=0, rows={SMALL: 1_000, LARGE: 99, HALF: 0})
+    assert plan == {SMALL: whole(1_000), LARGE: 99, HALF: 0}
+
+
+def test_a_share_of_the_rows():
+    plan = plan_capacity(ROWS, capacity_bytes=0, share=0.1, rows={HALF: 7})
+    assert plan == {SMALL: 100, LARGE: 100_000, HALF: 7}
+    assert plan_capacity({SMALL: 3}, capacity_bytes=0, share=0.1) == {SMALL: 1}
+    assert plan_capacity({SMALL: 1_000}, capacity_bytes=0, share=1.0) == {SMALL: whole(1_000)}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"share": 0.0}, "share is 0"),
+        ({"share": 1.5}, r"share is 1\.5"),
+        ({"rows": {SMALL: -1}}, "cache_rows of table model/1/small is -1"),
+        ({"rows": {EmbeddingTable.make("other", 1): 1}}, "model/1/other"),
+    ],
+)
+def test_what_can_not_be_meant_is_refused(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        plan_capacity(ROWS, capacity_bytes=1 << 20, **wrong)
+
+
+@pytest.mark.parametrize("rows", [10, 1_000, 50_000])
+def test_a_cache_planned_whole_holds_the_whole_table(rows):
+    table = EmbeddingTable.make("items", 1)
+    cache = CpuCache({table: whole(rows)})
+    keys = np.random.default_rng(rows).permutation(rows)
+    for start in range(0, rows, 100):  # as promotions come
+        some = keys[start : start + 100]
+        cache.insert(
+            table, some, np.ones((len(some), 1), np.float32), np.ones(len(some), np.uint64)
+        )
+    assert cache.size(table) >= rows - rows // 20_000
+    assert cache.stats(table).evictions == rows - cache.size(table)
+
+
+def test_slot_bytes_are_what_a_cache_takes():
+    for table in ROWS:
+        assert CpuCache({table: 1600}).stats(table).bytes == 1600 * slot_bytes(table)
