@@ -75,7 +75,7 @@ class InferApp:
             begun = True
             body = await read_body(receive, headers, self._max_body, self._timeout_s)
             answer, reply = await self._answer(entry, headers, body, started)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             unread = receive if not begun or _is_unread(error) else None
             await self._failure(error, entry, headers, send, unread, started)
             return
@@ -139,7 +139,7 @@ class InferApp:
 
     async def _failure(
         self,
-        error: Exception,
+        error: BaseException,
         entry: Entry | None,
         headers: dict[bytes, bytes],
         send: Send,
@@ -175,7 +175,7 @@ class InferApp:
         await send({"type": "http.response.body", "body": body})
 
 
-def _is_unread(error: Exception) -> bool:
+def _is_unread(error: BaseException) -> bool:
     """Whether part of the body is still on its way, after reading it ended with ``error``."""
     return isinstance(error, TooSlow) or (isinstance(error, TooLarge) and error.unread)
 
@@ -184,8 +184,10 @@ def _is_unread(error: Exception) -> bool:
 _REFUSED = {401: "unauthenticated", 403: "forbidden", 413: "too_large", 503: "unavailable"}
 
 
-def describe(error: Exception, headers: dict[bytes, bytes]) -> tuple[int, bytes]:
+def describe(error: BaseException, headers: dict[bytes, bytes]) -> tuple[int, bytes]:
     """Status and body for an error; one that nobody raised on purpose is logged, not told."""
+    if isinstance(error, asyncio.CancelledError):  # the drain is over
+        error = Unavailable("the server has shut down before it could answer; ask another replica")
     if isinstance(error, HpsError):
         status = http_status(error)
         if status == 500:

@@ -1,0 +1,53 @@
+"""Every example of docs/rest.md works against a real server."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+TEXT = (Path(__file__).parents[2] / "docs/rest.md").read_text()
+BLOCKS = re.findall(r"^```(sh|python)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+CURLS = [
+    words
+    for kind, block in BLOCKS
+    if kind == "sh"
+    for line in block.replace("\ncurl", "\0curl").split("\0")
+    if (words := shlex.split(line))
+]
+
+
+@pytest.mark.parametrize("words", CURLS, ids=lambda words: words[1])
+def test_curl(small_server, words):
+    name, url, *rest = words
+    assert name == "curl"
+    host, _, path = url.partition("/")
+    ports = {"localhost:8000": small_server.address, "localhost:8002": small_server.admin}
+    connection = http.client.HTTPConnection(ports[host], timeout=20)
+    if rest:
+        assert rest[0] == "-d"
+        connection.request("POST", f"/{path}", rest[1])
+    else:
+        connection.request("GET", f"/{path}")
+    reply = connection.getresponse()
+    body = reply.read()
+    connection.close()
+    assert reply.status == 200, body
+
+
+@pytest.mark.parametrize("code", [block for kind, block in BLOCKS if kind == "python"])
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+def test_python(small_server, code):
+    names = {}
+    exec(code.replace("localhost:8000", small_server.address), names)
+    for each in ("client", "server"):
+        if each in names:
+            names[each].close()
+
+
+def test_there_are_examples_of_both_kinds():
+    assert len(CURLS) > 10
+    assert sum(kind == "python" for kind, _ in BLOCKS) == 2

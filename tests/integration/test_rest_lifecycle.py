@@ -1,0 +1,284 @@
+"""From start to end: told "loading" instead of refused, drained on SIGTERM, out with a clear error."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+import pytest
+
+from benchmarks.peers.process import free_ports
+from hps.build import open_node
+from hps.config import configuration_from
+from hps.errors import ConfigError, ModelError
+from hps.types import LookupResult
+from services.frontend import http_server
+from services.frontend.main import Frontend
+
+WORD = {"name": "word", "shape": [1, 1], "datatype": "INT64", "data": [5]}
+BODY = json.dumps({"inputs": [WORD]})
+PATH = "/v2/models/words.lookup/infer"
+
+
+def configuration(repository, folder, **server):
+    return configuration_from(
+        {
+            "models": {"repository": str(repository)},
+            "tiers": {"rocksdb": {"path": str(folder / "db")}},
+            "server": {"http": {"port": 0}, "admin": {"port": 0}, **server},
+        }
+    )
+
+
+class Running:
+    """A front end on a thread of this process."""
+
+    def __init__(self, frontend):
+        self.frontend = frontend
+        self.addresses = None
+        self.error = None
+        self.listening, self.ready = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self):
+        try:
+            self.frontend.run(lambda _: self.ready.set(), self._listening)
+        except BaseException as error:
+            self.error = error
+            self.listening.set()
+            self.ready.set()
+
+    def _listening(self, addresses):
+        self.addresses = addresses
+        self.listening.set()
+
+    def request(self, method, path, body=None, *, admin=False):
+        url = self.addresses.admin if admin else self.addresses.http
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
+        connection.request(method, path, body)
+        reply = connection.getresponse()
+        data = json.loads(reply.read())
+        connection.close()
+        return reply.status, data
+
+    def join(self):
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+@contextmanager
+def running(*arguments, **options):
+    server = Running(Frontend(*arguments, **options))
+    assert server.listening.wait(20)
+    try:
+        yield server
+    finally:
+        server.frontend.stop()
+        server.join()
+
+
+def test_alive_but_not_ready_while_loading(small_repository, tmp_path):
+    go = threading.Event()
+
+    def slowly(chosen, progress):
+        with progress.task("words", 10) as step:
+            step(4)
+            assert go.wait(20)
+        return open_node(chosen, progress)
+
+    with running(configuration(small_repository, tmp_path), open_node=slowly) as server:
+        assert server.request("GET", "/v2/health/live") == (200, {"live": True})
+        for path in ("/v2/health/ready", "/v2/models/words/ready"):
+            status, answer = server.request("GET", path)
+            assert status == 503
+            assert "loading" in answer["error"]
+        status, answer = server.request("POST", PATH, BODY)
+        assert status == 503
+        task = {"title": "words", "done": 4, "total": 10, "unit": "rows"}
+        assert server.request("GET", "/v1/status", admin=True)[1]["loading"] == [task]
+        go.set()
+        assert server.ready.wait(20)
+        assert server.request("GET", "/v2/health/ready", admin=True)[0] == 200
+        assert server.request("POST", PATH, BODY)[0] == 200
+        assert "loading" not in server.request("GET", "/v1/status", admin=True)[1]
+
+
+def test_a_stop_while_loading_cuts_loading_off(small_repository, tmp_path):
+    loading = threading.Event()
+
+    def forever(chosen, progress):
+        with progress.task("words", 10**9) as step:
+            while True:
+                step(1)
+                loading.set()
+                time.sleep(0.01)
+
+    with running(configuration(small_repository, tmp_path), open_node=forever) as server:
+        assert loading.wait(20)
+        start = time.monotonic()
+        server.frontend.stop()
+        server.join()
+        assert time.monotonic() - start < 5
+        assert server.error is None
+        assert not server.ready.is_set()
+
+
+def test_what_was_accepted_is_answered_and_the_node_is_closed(
+    small_repository, tmp_path, monkeypatch
+):
+    with running(configuration(small_repository, tmp_path)) as server:
+        assert server.ready.wait(20)
+        state = server.frontend.state
+        entry = state.entries["words.lookup"]
+        slow, begun = Future(), threading.Event()
+
+        def submit(*_):
+            begun.set()
+            return slow
+
+        monkeypatch.setattr(entry.endpoint, "submit", submit)
+        answers = []
+        waiting = threading.Thread(
+            target=lambda: answers.append(server.request("POST", PATH, BODY))
+        )
+        waiting.start()
+        assert begun.wait(20)
+        server.frontend.stop()
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:  # the data port takes no new connections
+            try:
+                server.request("GET", "/v2/health/live")
+                time.sleep(0.02)
+            except OSError:
+                break
+        status, answer = server.request("GET", "/v2/health/ready", admin=True)
+        assert status == 503
+        assert "shutting down" in answer["error"]
+        assert not answers
+        slow.set_result(LookupResult({}))
+        waiting.join(20)
+        assert answers[0][0] == 200
+        server.join()
+        assert server.error is None
+        with pytest.raises(Exception, match=r"shutting down|closed"):
+            state.node.lookup("words", {"word": [[12345]]})
+
+
+def test_a_request_that_outlasts_the_drain_does_not_keep_the_server(
+    small_repository, tmp_path, monkeypatch
+):
+    with running(configuration(small_repository, tmp_path, drain_s=1)) as server:
+        assert server.ready.wait(20)
+        begun = threading.Event()
+        entry = server.frontend.state.entries["words.lookup"]
+        monkeypatch.setattr(entry.endpoint, "submit", lambda *_: begun.set() or Future())
+
+        answers = []
+        waiting = threading.Thread(
+            target=lambda: answers.append(server.request("POST", PATH, BODY))
+        )
+        waiting.start()
+        assert begun.wait(20)
+        start = time.monotonic()
+        server.frontend.stop()
+        server.join()
+        waiting.join(20)
+        assert time.monotonic() - start < 6
+        assert answers[0][0] == 503
+        assert "shut down before it could answer" in answers[0][1]["error"]
+
+
+def test_a_repository_without_a_model_that_fits_ends_the_server(tmp_path):
+    empty = tmp_path / "models"
+    empty.mkdir()
+    server = Running(Frontend(configuration(empty, tmp_path)))
+    server.join()
+    assert isinstance(server.error, ConfigError | ModelError)
+
+
+def test_a_port_that_is_taken(small_repository, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for name in ("http", "admin"):
+            chosen = configuration(small_repository, tmp_path, **{name: {"port": port}})
+            server = Running(Frontend(chosen))
+            server.join()
+            assert isinstance(server.error, ConfigError)
+            assert f"server.{name}: cannot listen on 127.0.0.1:{port}" in str(server.error)
+
+
+def test_a_port_open_to_everybody_needs_a_stated_mode(small_repository, tmp_path):
+    with pytest.raises(ConfigError, match=r"auth\.mode must be stated"):
+        Frontend(configuration(small_repository, tmp_path, http={"host": "0.0.0.0", "port": 0}))
+
+
+def test_connections_that_do_not_go_on_are_closed(small_repository, tmp_path, monkeypatch):
+    """A head or a body that stops half way, a connection that says nothing; not an idle one."""
+    monkeypatch.setattr(http_server, "SWEEP_S", 0.3)
+    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(BODY)}\r\n\r\n".encode()
+    with running(configuration(small_repository, tmp_path)) as server:
+        assert server.ready.wait(20)
+        host, _, port = server.addresses.http.removeprefix("http://").rpartition(":")
+        stalled = []
+        for start in (b"", b"POST /v2", head):
+            connection = socket.create_connection((host, int(port)), 20)
+            connection.sendall(start)
+            stalled.append(connection)
+        with socket.create_connection((host, int(port)), 20) as idle:
+            idle.sendall(head + BODY.encode())
+            assert idle.recv(65536).startswith(b"HTTP/1.1 200")
+            for connection in stalled:
+                assert connection.recv(100) == b""
+                connection.close()
+            idle.sendall(head + BODY.encode())
+            while not (piece := idle.recv(65536)).startswith(b"HTTP/1.1 200"):
+                assert piece
+
+
+def serve(folder, **settings):
+    (folder / "config.yaml").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "hps.cli.main", "serve", "--output", "json"]
+    return subprocess.Popen(
+        [*command, "--config", str(folder / "config.yaml")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_process_with_exit_code_0(small_repository, tmp_path, number):
+    http_port, admin_port = free_ports(2)
+    server = {"http": {"port": http_port}, "admin": {"port": admin_port}}
+    models = {"repository": str(small_repository)}
+    with serve(tmp_path, models=models, server=server) as process:
+        assert json.loads(process.stdout.readline())["endpoints"]["http"].endswith(str(http_port))
+        os.kill(process.pid, number)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0, errors
+    assert " INFO hps.frontend stopped" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_port_that_is_taken_ends_the_process_with_exit_code_2(small_repository, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        server = {"http": {"port": port}, "admin": {"port": 0}}
+        with serve(
+            tmp_path, models={"repository": str(small_repository)}, server=server
+        ) as process:
+            _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert f"server.http: cannot listen on 127.0.0.1:{port}" in errors
+    assert "Traceback" not in errors
