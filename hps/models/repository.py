@@ -13,7 +13,7 @@ import numpy as np
 from hps.config.model_file import apply_override, load_model_spec
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.config.schema import ModelOverride
-from hps.errors import ConfigError, ModelError, NotFound
+from hps.errors import ModelError, NotFound
 from hps.models.manifest import FILE_NAME, Manifest, digest_of, read_manifest
 from hps.models.tables import TableFiles, open_table
 from hps.types import EmbeddingTable, MissPolicy
@@ -61,20 +61,11 @@ class ModelVersion:
             model=self.name,
             version=self.version,
             dtype=np.dtype(spec.dtype),
-            default=_default(self, spec),
+            default=spec.default,
             miss=MissPolicy(spec.miss_policy.kind, spec.miss_policy.min_hit_rate),
             tombstone_ttl_s=spec.tombstone_ttl_s,
             key_bits=32 if spec.key_dtype == "uint32" else 64,
         )
-
-
-def _default(version: ModelVersion, spec: TableSpec) -> float | list[float]:
-    if isinstance(spec.default, list) and len(spec.default) != spec.dim:
-        raise ConfigError(
-            f"model '{version.name}', table '{spec.name}': default has {len(spec.default)} values, "
-            f"expected one number or dim = {spec.dim} of them"
-        )
-    return spec.default
 
 
 class Repository:

@@ -1,0 +1,145 @@
+"""PyTorch checkpoints (``torch.save``, since version 1.6), without PyTorch.
+
+Such a file is a zip archive: ``<prefix>/data.pkl`` describes the tensors, ``<prefix>/data/<key>`` are their
+bytes, stored uncompressed, and mapped here.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from hps.errors import ModelError
+from hps.models.importers.arrays import ArrayFile, StoredArray, mapped
+from hps.models.importers.npz import data_offset, open_zip
+from hps.models.importers.torch_pickle import Tensor, read_pickle
+
+_MAX_PICKLE = 256 << 20
+_MEND = "save the state_dict alone: torch.save(model.state_dict(), path)"
+
+
+def open_torch(path: Path) -> ArrayFile:
+    """The tensors by their names; those of nested dicts joined by dots. Raises ModelError."""
+    with _open(path) as archive:
+        prefix = _prefix(path, archive)
+        little = _little_endian(archive, prefix)
+        tree = _read(path, archive, f"{prefix}data.pkl")
+        entries = {e.filename: e for e in archive.infolist()}
+    tensors = {name or path.stem: tensor for name, tensor in _tensors(tree, "")}
+    if not tensors:
+        raise ModelError(f"{path} holds no tensors; {_MEND}")
+    return ArrayFile(
+        path,
+        {
+            name: _array(path, name, tensor, entries, prefix, "<" if little else ">")
+            for name, tensor in tensors.items()
+        },
+    )
+
+
+def _open(path: Path) -> zipfile.ZipFile:
+    try:
+        with path.open("rb") as file:
+            head = file.read(16)
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing") from None
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}") from error
+    if head[:2] == b"\x80\x02" or head[:1] == b"\x80":
+        raise ModelError(
+            f"{path} is in PyTorch's legacy format (a bare pickle, before 1.6), which cannot be read "
+            "without executing it; load it in PyTorch and save it again with torch.save"
+        )
+    return open_zip(path, "a PyTorch checkpoint")
+
+
+def _prefix(path: Path, archive: zipfile.ZipFile) -> str:
+    found = [n for n in archive.namelist() if n == "data.pkl" or n.endswith("/data.pkl")]
+    if len(found) != 1:
+        raise ModelError(f"{path} is a zip archive without a data.pkl: not a PyTorch checkpoint")
+    prefix = found[0].removesuffix("data.pkl")
+    if f"{prefix}constants.pkl" in archive.namelist():
+        raise ModelError(f"{path} is a TorchScript archive, which holds code; {_MEND}")
+    return prefix
+
+
+def _little_endian(archive: zipfile.ZipFile, prefix: str) -> bool:
+    try:
+        return archive.read(f"{prefix}byteorder").strip() != b"big"
+    except KeyError:
+        return True
+
+
+def _read(path: Path, archive: zipfile.ZipFile, name: str) -> Any:
+    entry = archive.getinfo(name)
+    if entry.file_size > _MAX_PICKLE:
+        raise ModelError(f"{path}: its data.pkl has {entry.file_size} bytes: not a state_dict")
+    try:
+        return read_pickle(archive.read(name))
+    except pickle.UnpicklingError as error:
+        raise ModelError(
+            f"{path}: {error}. Only tensors, dicts, lists and numbers are read, nothing is executed; "
+            f"{_MEND}"
+        ) from error
+    except (zipfile.BadZipFile, OSError, EOFError) as error:
+        raise ModelError(f"{path}: its data.pkl is damaged: {error}") from error
+
+
+def _tensors(node: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Depth first, without recursion: a hostile file may nest deeper than Python's stack."""
+    stack = [(node, name)]
+    seen: set[int] = set()
+    while stack:
+        current, path = stack.pop()
+        if isinstance(current, Tensor):
+            yield path, current
+        elif isinstance(current, (Mapping, list, tuple)) and id(current) not in seen:
+            seen.add(id(current))
+            items = current.items() if isinstance(current, Mapping) else enumerate(current)
+            children = [(value, f"{path}.{key}" if path else str(key)) for key, value in items]
+            stack.extend(reversed(children))
+
+
+def _array(
+    path: Path,
+    name: str,
+    tensor: Tensor,
+    entries: Mapping[str, zipfile.ZipInfo],
+    prefix: str,
+    order: str,
+) -> StoredArray:
+    item = np.dtype(f"{order}{tensor.stored}")
+    if 0 in tensor.size or not tensor.size:
+        return StoredArray(
+            name, tensor.size, tensor.dtype, mapped(np.empty(tensor.size or 0, item))
+        )
+    entry = entries.get(f"{prefix}data/{tensor.storage.key}")
+    if entry is None:
+        raise ModelError(f"{path}: the bytes of '{name}' (data/{tensor.storage.key}) are missing")
+    if entry.compress_type != zipfile.ZIP_STORED:
+        raise ModelError(f"{path}: '{name}' is compressed, which torch.save never does; {_MEND}")
+    last = tensor.offset + sum(
+        (n - 1) * step for n, step in zip(tensor.size, tensor.stride, strict=True)
+    )
+    held = entry.file_size // item.itemsize
+    if last >= held or math.prod(tensor.size) > held:
+        raise ModelError(
+            f"{path}: '{name}' {list(tensor.size)} needs {math.prod(tensor.size)} elements up to number "
+            f"{last}, its storage has {held}: the file is damaged"
+        )
+
+    def blocks(rows: int) -> Iterator[NDArray[Any]]:
+        flat = np.memmap(path, item, "r", data_offset(path, entry), (held,))
+        strides = tuple(step * item.itemsize for step in tensor.stride)
+        view = as_strided(flat[tensor.offset :], tensor.size, strides, writeable=False)
+        return mapped(view)(rows)
+
+    return StoredArray(name, tensor.size, tensor.dtype, blocks)
