@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hps.errors import BadRequest, ConfigError
+from hps.native import COMPILED
 from hps.tiers import cache_table
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.cpu_cache import CacheStats, CpuCache
@@ -259,7 +260,8 @@ def test_an_error_while_storing_leaves_no_half_written_row(monkeypatch):
 
 
 def test_a_fetch_of_few_keys_is_cheap():
-    """26 keys of dim 16 take 2 µs; ten times that is a regression, whatever else the machine does."""
+    """26 keys of dim 16 take 2 µs compiled and 45 in NumPy; several times that is a regression,
+    whatever else the machine does."""
     table = EmbeddingTable.make("ads", 16)
     cache, keys = CpuCache({table: 1000}), np.arange(26)
     insert(cache, keys, table=table)
@@ -270,4 +272,4 @@ def test_a_fetch_of_few_keys_is_cheap():
         start = time.perf_counter()
         cache.fetch([part], ctx)
         best = min(best, time.perf_counter() - start)
-    assert best < 20e-6
+    assert best < (20e-6 if COMPILED else 200e-6)
