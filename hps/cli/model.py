@@ -1,0 +1,182 @@
+"""``hps model``: import, inspect and verify versions of the model repository."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hps.cli.model_import import DEFAULT_REPOSITORY, IMPORT_EXAMPLES, import_
+from hps.cli.output import Output, OutputFormat, count, print_json, print_table, say, size, warn
+from hps.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from hps.models.repository import ModelVersion
+
+app = typer.Typer(no_args_is_help=True, help="Import, inspect and verify models of a repository.")
+
+RepositoryOption = Annotated[
+    Path, typer.Option("--repository", "-r", metavar="DIR", help="The model repository.")
+]
+VersionOption = Annotated[
+    int | None, typer.Option("--version", "-v", min=1, help="Default: the highest there is.")
+]
+
+app.command("import", epilog=IMPORT_EXAMPLES)(import_)
+
+INSPECT_EXAMPLES = """\b
+Examples:
+  hps model inspect                    the models of ./models
+  hps model inspect ctr -r /srv/models
+  hps model inspect ctr --version 3 --output json
+"""
+
+
+@app.command(epilog=INSPECT_EXAMPLES)
+def inspect(
+    name: Annotated[str | None, typer.Argument(help="A model; without it, all are listed.")] = None,
+    repository: RepositoryOption = DEFAULT_REPOSITORY,
+    version: VersionOption = None,
+    output: Output = OutputFormat.table,
+) -> None:
+    """Show what a repository, or one version of a model, holds."""
+    from hps.models.repository import Repository
+
+    models = Repository(repository)
+    if name is None:
+        listed = [(n, models.versions(n), models.spec(n)) for n in models.names()]
+        if output is OutputFormat.json:
+            print_json([{"model": n, "versions": v, "tables": len(s.tables)} for n, v, s in listed])
+            return
+        rows = [
+            (n, ", ".join(map(str, v)) or "none", len(s.tables), "yes" if s.dense else "no")
+            for n, v, s in listed
+        ]
+        print_table(("model", "versions", "tables", "network"), rows)
+        return
+    opened = models.open(name, version)
+    if output is OutputFormat.json:
+        print_json(_described(opened))
+    else:
+        _show(opened)
+
+
+def _described(opened: ModelVersion) -> dict[str, Any]:
+    manifest = opened.manifest
+    return {
+        "model": opened.name,
+        "version": opened.version,
+        "folder": opened.folder,
+        "digest": opened.digest,
+        "spec": opened.spec.model_dump(mode="json"),
+        "tables": [
+            {"name": t.name, "rows": t.rows, "dim": t.dim, "bytes": t.bytes, "digest": t.digest}
+            for t in opened.tables.values()
+        ],
+        "dense": opened.dense,
+        "manifest": manifest.model_dump(mode="json") if manifest else None,
+        "warnings": opened.warnings,
+    }
+
+
+def _show(opened: ModelVersion) -> None:
+    manifest = opened.manifest
+    made = f", made {manifest.created:%Y-%m-%d %H:%M %Z}" if manifest else ""
+    say(f"{opened.name} version {opened.version}{made}, in {opened.folder}")
+    specs = {t.name: t for t in opened.spec.tables}
+    print_table(
+        ("table", "rows", "dim", "in tiers", "default", "size"),
+        [
+            (t.name, count(t.rows), t.dim, specs[t.name].dtype, _default(specs[t.name].default),
+             size(t.bytes))
+            for t in opened.tables.values()
+        ],
+    )  # fmt: skip
+    features = opened.spec.features
+    if features:
+        say()
+        print_table(
+            ("feature", "table", "key offset", "pooling", "hotness"),
+            [(f.name, f.table, f.key_offset, f.pooling, f.hotness or "any") for f in features],
+        )
+    if opened.spec.dense is not None:
+        say()
+        dense = opened.spec.dense
+        tensors = [("input", t) for t in dense.inputs] + [("output", t) for t in dense.outputs]
+        rows = [(kind, t.name, t.datatype, "x".join(map(str, t.shape))) for kind, t in tensors]
+        print_table(("network", "tensor", "type", "shape"), rows)
+    for key, value in (manifest.metadata if manifest else {}).items():
+        say(f"{key}: {value}")
+    for warning in opened.warnings:
+        warn(warning)
+
+
+def _default(value: float | list[float]) -> str:
+    return f"vector of {len(value)}" if isinstance(value, list) else f"{value:g}"
+
+
+VERIFY_EXAMPLES = """\b
+Examples:
+  hps model verify                     the newest version of every model of ./models
+  hps model verify ctr --version 3
+\b
+Exit code 1 when a check fails.
+"""
+
+
+@app.command(epilog=VERIFY_EXAMPLES)
+def verify(
+    name: Annotated[str | None, typer.Argument(help="A model; default: all of them.")] = None,
+    repository: RepositoryOption = DEFAULT_REPOSITORY,
+    version: VersionOption = None,
+    output: Output = OutputFormat.table,
+) -> None:
+    """Check a version thoroughly: layout, sizes, checksums, values, keys, and the network."""
+    from hps.models.repository import Repository
+
+    if name is None and version is not None:
+        raise ConfigError("--version needs a model's name")
+    models = Repository(repository)
+    names = [name] if name else models.names()
+    if not names:
+        raise ModelError(f"{repository} holds no model")
+    findings = [
+        {"model": each, "check": what, "result": level, "detail": text}
+        for each in names
+        for what, level, text in _check(models, each, version)
+    ]
+    if output is OutputFormat.json:
+        print_json(findings)
+    else:
+        print_table(
+            ("model", "check", "result", "detail"),
+            [tuple(finding.values()) for finding in findings],
+            styles={"OK": "green", "WARN": "yellow", "FAIL": "bold red"},
+        )
+    if any(finding["result"] == "FAIL" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _check(models: Any, name: str, version: int | None) -> list[tuple[str, str, str]]:
+    from contextlib import ExitStack
+
+    from hps.cli.progress import ConsoleProgress
+    from hps.config import Settings
+    from hps.models.check import check_version
+    from hps.opening import OpenedModel
+
+    try:
+        opened = models.open(name, version)
+    except (ModelError, ConfigError) as error:
+        return [("layout", "FAIL", str(error))]
+    found = [("layout", "OK", f"version {opened.version} in {opened.folder}")]
+    found += [(f.what, f.level, f.text) for f in check_version(opened, ConsoleProgress())]
+    if opened.dense is not None:
+        try:
+            with ExitStack() as resources:
+                OpenedModel(opened, Settings(), resources)
+            found.append(("network", "OK", "takes and gives what model.yaml says"))
+        except (ModelError, ConfigError) as error:
+            found.append(("network", "FAIL", str(error)))
+    return found

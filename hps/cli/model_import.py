@@ -1,0 +1,183 @@
+"""``hps model import``: other formats -> a version of the model repository."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hps.cli.output import Output, OutputFormat, print_json, say
+from hps.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hps.models.importers import ImportPlan, TableChoice
+
+DEFAULT_REPOSITORY = Path("models")
+
+IMPORT_EXAMPLES = """\b
+Examples:
+  hps model import ps.json                          every model of an HPS configuration
+  hps model import 0_sparse_2000.model --name ctr   HugeCTR folders: key, emb_vector
+  hps model import net.pt --name ctr --table users=user_emb.weight \\
+      --table items=item_emb.weight --dense ctr.onnx
+  hps model import net.pt --name ctr --table 'all=emb.*.weight'
+                                                    stacked, one feature with an offset per part
+  hps model import items.parquet --name ctr --table items=items.parquet --keys items=item_id
+  hps model import tables.npz --name ctr --table items=vectors --keys items=ids
+  hps model import emb.safetensors --name ctr --table all=fused.weight \\
+      --feature user=all+0 --feature item=all+100000:mean
+\b
+Row numbers become the keys unless --keys names them. The repository's model.yaml describes a second
+and later version too, unless --spec or --feature say otherwise.
+"""
+
+
+def import_(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="ps.json, HugeCTR folders, .npz, .parquet, .safetensors, or a PyTorch .pt/.pth file."
+        ),
+    ],
+    repository: Annotated[
+        Path, typer.Option("--to", "-r", metavar="DIR", help="The model repository to write to.")
+    ] = DEFAULT_REPOSITORY,
+    name: Annotated[
+        str | None, typer.Option("--name", "-n", help="The model's name in the repository.")
+    ] = None,
+    version: Annotated[
+        int | None, typer.Option("--version", "-v", min=1, help="Default: the next one.")
+    ] = None,
+    format_: Annotated[
+        str | None, typer.Option("--format", help="Of the source; default: told from its name.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Only this model of a ps.json.")
+    ] = None,
+    table: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--table",
+            "-t",
+            metavar="NAME=SOURCE[,...]",
+            help="A table and its array, file or folder; several are stacked. Repeatable.",
+        ),
+    ] = None,
+    keys: Annotated[
+        list[str] | None,
+        typer.Option("--keys", metavar="TABLE=SOURCE", help="Array or column of a table's keys."),
+    ] = None,
+    vectors: Annotated[
+        list[str] | None,
+        typer.Option("--vectors", metavar="TABLE=PATTERN", help="Parquet columns of the vectors."),
+    ] = None,
+    feature: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--feature",
+            "-f",
+            metavar="NAME=TABLE[+OFFSET][:POOLING]",
+            help="A feature of requests; the offset is added to its keys. Repeatable.",
+        ),
+    ] = None,
+    spec: Annotated[
+        Path | None,
+        typer.Option("--spec", metavar="FILE", help="A model.yaml that describes the model."),
+    ] = None,
+    dense: Annotated[
+        Path | None, typer.Option("--dense", metavar="FILE", help="The network, an .onnx file.")
+    ] = None,
+    metadata: Annotated[
+        list[str] | None,
+        typer.Option("--metadata", metavar="KEY=VALUE", help="Kept in the manifest. Repeatable."),
+    ] = None,
+    allow_nan: Annotated[
+        bool, typer.Option("--allow-nan", help="Import NaN and infinite values as they are.")
+    ] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Replace the version if it exists.")
+    ] = False,
+    replace_spec: Annotated[
+        bool, typer.Option("--replace-spec", help="Replace a model.yaml that says something else.")
+    ] = False,
+    output: Output = OutputFormat.table,
+) -> None:
+    """Write tables, and the network if there is one, as a version of the repository."""
+    from hps.cli import model_options as options
+    from hps.cli.progress import ConsoleProgress
+    from hps.config import load_model_spec
+    from hps.models.importers import import_model
+    from hps.models.importers.run import describe
+
+    chosen = options.choices(table, keys, vectors)
+    given = options.features(feature)
+    notes = options.pairs("--metadata", metadata, "KEY=VALUE")
+    if spec is not None and given:
+        raise ConfigError("--spec describes the features already; leave --feature out")
+    written = []
+    for plan in _plans(source, chosen, format_, model):
+        called = name or (plan.spec.name if plan.spec else None)
+        if called is None:
+            raise ConfigError("give the model a name: --name NAME")
+        if spec is not None:
+            described = options.renamed(load_model_spec(spec), called)
+        else:
+            exists = (repository / called / "model.yaml").is_file() and not given
+            generated = dense is not None and not exists
+            network = options.dense_spec(plan, given, dense) if generated and dense else None
+            described = describe(repository, called, plan, given, network)
+        options.check_wiring(described, dense)
+        folder = import_model(
+            repository,
+            called,
+            plan,
+            version=version,
+            spec=described,
+            dense=dense,
+            metadata=notes,
+            allow_nan=allow_nan,
+            replace=replace,
+            replace_spec=replace_spec,
+            progress=ConsoleProgress(),
+        )
+        written.append((called, int(folder.name), folder, plan))
+    if output is OutputFormat.json:
+        print_json([_imported(*entry) for entry in written])
+        return
+    for called, number, folder, plan in written:
+        for each in plan.tables:
+            say(f"{called}/{number} {each.name}: {each.rows:,} rows of dim {each.dim}")
+            for part, offset in each.parts:
+                say(f"  {part}: keys from {offset:,} (its feature has key_offset {offset})")
+        say(f"Written to {folder}. Serve it: hps serve --set models.repository={repository}")
+
+
+def _plans(
+    source: Path, chosen: Sequence[TableChoice], format_: str | None, model: str | None
+) -> list[ImportPlan]:
+    """One plan, or one per model of a ps.json."""
+    from hps.config import load_config
+    from hps.models.importers import plan_import
+    from hps.models.importers.hugectr import plan_legacy
+    from hps.models.importers.sources import detect
+
+    if not source.exists():
+        raise ConfigError(f"{source} is missing")
+    if (format_ or detect(source)) == "ps.json" and model is None and not chosen:
+        return [plan_legacy(source, legacy) for legacy in load_config(source).legacy]
+    return [plan_import(source, chosen, format=format_, model=model)]
+
+
+def _imported(name: str, version: int, folder: Path, plan: ImportPlan) -> dict[str, Any]:
+    return {
+        "model": name,
+        "version": version,
+        "folder": folder,
+        "tables": [
+            {"name": t.name, "rows": t.rows, "dim": t.dim, "offsets": dict(t.parts)}
+            for t in plan.tables
+        ],
+    }

@@ -1,0 +1,112 @@
+"""What `hps model import` is told about tables, keys and features, put together and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from hps.config import ModelSpec, Settings
+from hps.config.model_schema import Datatype, DenseSpec, FeatureSpec, TensorSpec
+from hps.errors import ConfigError, ModelError
+from hps.models.importers import ImportPlan, TableChoice
+
+
+def pairs(option: str, values: Sequence[str] | None, form: str) -> dict[str, str]:
+    """``["a=b"]`` -> ``{"a": "b"}``."""
+    found: dict[str, str] = {}
+    for text in values or ():
+        name, equals, value = text.partition("=")
+        if not (equals and name and value):
+            raise ConfigError(f"{option} {text}: expected {form}")
+        if name in found:
+            raise ConfigError(f"{option} names '{name}' twice")
+        found[name] = value
+    return found
+
+
+def choices(
+    tables: Sequence[str] | None, keys: Sequence[str] | None, vectors: Sequence[str] | None
+) -> list[TableChoice]:
+    """The tables of --table with their --keys and --vectors."""
+    chosen = [TableChoice.parse(text) for text in tables or ()]
+    named_keys = pairs("--keys", keys, "TABLE=ARRAY or TABLE=COLUMN")
+    named_vectors = pairs("--vectors", vectors, "TABLE=PATTERN")
+    for option, named in (("--keys", named_keys), ("--vectors", named_vectors)):
+        for name in named:
+            if name not in [c.name for c in chosen]:
+                known = ", ".join(c.name for c in chosen if c.name) or "none"
+                raise ConfigError(
+                    f"{option} names table '{name}', --table names {known}; add --table {name}=SOURCE"
+                )
+    return [
+        replace(c, keys=named_keys.get(c.name), vectors=named_vectors.get(c.name)) for c in chosen
+    ]
+
+
+def features(values: Sequence[str] | None) -> list[FeatureSpec]:
+    """``NAME=TABLE[+OFFSET][:POOLING]``."""
+    found = []
+    for name, text in pairs("--feature", values, "NAME=TABLE[+OFFSET][:POOLING]").items():
+        rest, _, pooling = text.partition(":")
+        table, _, offset = rest.partition("+")
+        if pooling not in ("", "sum", "mean", "none"):
+            raise ConfigError(f"--feature {name}: pooling is sum, mean or none, not '{pooling}'")
+        if offset and not offset.isdecimal():
+            raise ConfigError(f"--feature {name}: the offset must be a number, found '{offset}'")
+        found.append(
+            FeatureSpec(
+                name=name, table=table, key_offset=int(offset or 0), pooling=pooling or "sum"
+            )
+        )
+    return found
+
+
+def dense_spec(plan: ImportPlan, given: Sequence[FeatureSpec], path: Path) -> DenseSpec:
+    """A `dense:` section told from the network itself: inputs called like a feature take its pooled
+    vectors, the others come with the request."""
+    from hps.dense.onnx import OnnxModel
+
+    stacked = [part for table in plan.tables for part, _ in table.parts]
+    names = {f.name for f in given} or {*stacked, *(t.name for t in plan.tables)}
+    network = OnnxModel(path, "cpu")
+    try:
+        fed = {t.name for t in network.inputs}
+        if unfed := sorted(names - fed):
+            raise ModelError(
+                f"{path}: no input is called like feature '{unfed[0]}'; its inputs are "
+                f"{', '.join(sorted(fed))}. Name the features like them (--feature NAME=TABLE), or say in "
+                "a model.yaml which input takes which feature (--spec)"
+            )
+        return DenseSpec(
+            inputs=[
+                _tensor(t.name, t.datatype, t.shape) for t in network.inputs if t.name not in names
+            ],
+            outputs=[_tensor(t.name, t.datatype, t.shape) for t in network.outputs],
+        )
+    finally:
+        network.close()
+
+
+def _tensor(name: str, datatype: str, shape: Sequence[int]) -> TensorSpec:
+    known: Datatype = datatype  # type: ignore[assignment]
+    return TensorSpec(name=name, datatype=known, shape=list(shape))
+
+
+def check_wiring(spec: ModelSpec, dense: Path | None) -> None:
+    """Whether the network takes what the description feeds it, before anything is written."""
+    from hps.models.repository import ModelVersion
+    from hps.opening import OpenedModel
+
+    if spec.dense is not None and dense is None:
+        raise ModelError(
+            f"model '{spec.name}' has a dense part; give its network with --dense FILE.onnx"
+        )
+    version = ModelVersion(spec.name, 1, spec, Path(), {}, dense, None, "")
+    with ExitStack() as resources:
+        OpenedModel(version, Settings(), resources)
+
+
+def renamed(spec: ModelSpec, name: str) -> ModelSpec:
+    return spec if spec.name == name else spec.model_copy(update={"name": name})
