@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from hps.cli.output import size
-from hps.errors import HpsError
+from hps.errors import HpsError, Unauthenticated
 
 if TYPE_CHECKING:
     from hps.config import Configuration
@@ -123,13 +123,13 @@ def shared_memory(path: Path) -> Check:
     return Check("shared memory", "WARN", f"{path} has {size(total)} only", mend)
 
 
-def configured(configuration: Configuration) -> Iterator[Check]:
+def configured(configuration: Configuration, api_key: str | None = None) -> Iterator[Check]:
     """What the settings lead to: ports, models, disk."""
     settings = configuration.settings
     yield attempt("access", lambda: exposure(settings))
     for name in ("http", "admin"):
         listener = getattr(settings.server, name)
-        yield port(f"{name} port", listener.host, listener.port)
+        yield port(f"{name} port", listener.host, listener.port, api_key)
     table_bytes = 0
     for check, found in models(configuration):
         table_bytes += found
@@ -160,7 +160,7 @@ def exposure(settings: Settings) -> Check:
     return Check("access", "OK", found + (", loopback only" if mode == "off" else ""))
 
 
-def port(name: str, host: str, number: int) -> Check:
+def port(name: str, host: str, number: int, api_key: str | None = None) -> Check:
     """Free, or taken by an hps server (which is as it should be), or taken by something else."""
     if number == 0:
         return Check(name, "OK", "any free one")
@@ -172,24 +172,27 @@ def port(name: str, host: str, number: int) -> Check:
             return Check(name, "OK", f"{host}:{number} is free")
         except OSError as error:
             reason = error.strerror or str(error)
-    if is_ours(host, number):
-        return Check(name, "OK", f"{host}:{number} is served by hps")
+    try:
+        if is_ours(host, number, api_key):
+            return Check(name, "OK", f"{host}:{number} is served by hps")
+    except Unauthenticated:
+        found = f"{host}:{number} is taken by a server that wants an API key"
+        return Check(name, "WARN", found, "give --api-key, to see whether it is hps")
+    except HpsError:
+        pass
     setting = f"server.{name.split()[0]}.port"
     mend = f"stop what listens there, or set {setting}"
     return Check(name, "FAIL", f"{host}:{number} cannot be had: {reason}", mend)
 
 
-def is_ours(host: str, number: int) -> bool:
-    """Whether an hps server answers there."""
+def is_ours(host: str, number: int, api_key: str | None) -> bool:
+    """Whether an hps server answers there. Raises what ``Client`` raises."""
     from hps.client import Client
 
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     url = f"http://[{shown}]:{number}" if ":" in shown else f"http://{shown}:{number}"
-    try:
-        with Client(url, timeout_s=2) as client:
-            return client.is_hps()
-    except HpsError:
-        return False
+    with Client(url, api_key=api_key, timeout_s=2) as client:
+        return client.is_hps()
 
 
 def models(configuration: Configuration) -> Iterator[tuple[Check, int]]:

@@ -67,7 +67,7 @@ def run(
             for warning in loaded.warnings:
                 yield Check("configuration", "WARN", warning, "see docs/ps-json.md")
             yield Check("configuration", "OK", str(config or "defaults"))
-            yield from configured(loaded)
+            yield from configured(loaded, api_key)
     if server is not None:
         yield attempt("server", lambda: answering(server, api_key))
 

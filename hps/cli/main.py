@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from hps.errors import ConfigError, HpsError, ModelError
+from hps.errors import ConfigError, HpsError, ModelError, Unauthenticated
 
 OK, FAILED, USAGE = 0, 1, 2
 """Exit codes: done; a check or the work failed; the configuration or the command line is wrong."""
@@ -80,7 +80,8 @@ class LazyCommands(TyperGroup):
 
             if ctx.params.get("debug"):
                 raise
-            complain(str(error))
+            hint = "; the command takes it from --api-key or HPS_API_KEY"
+            complain(str(error) + (hint if isinstance(error, Unauthenticated) else ""))
             raise typer.Exit(exit_code(error)) from None
 
 

@@ -237,7 +237,8 @@ def test_files_of_every_format_give_the_same_scores(
         got = read_scores(out)
         assert set(got) == set(want)
         for output, value in want.items():
-            np.testing.assert_allclose(got[output], value, rtol=0, atol=1e-6)
+            scores = got[output].astype(np.float32)  # text carries the digits that name it
+            np.testing.assert_allclose(scores, value, rtol=1e-6, atol=1e-6)
     piped = hps_command("predict", "clicks", folder / "samples.csv", "--server", urls[0])
     rows = [json.loads(line) for line in piped.out.splitlines()]
     np.testing.assert_allclose([row["score"] for row in rows], want["score"], rtol=0, atol=1e-6)
@@ -512,6 +513,70 @@ def test_killed_while_serving_it_opens_the_same_database_again(
             assert process.wait(30) == -signal.SIGKILL
     np.testing.assert_array_equal(answers[0], answers[1])
     assert answers[0][:, 0].tolist() == keys.tolist()
+
+
+def test_a_server_that_asks_for_keys(
+    small_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = "0123456789abcdef-admin"
+    config = write_config(
+        tmp_path,
+        small_repository,
+        auth={"mode": "api_key", "keys": [{"name": "me", "role": "admin", "key": secret}]},
+    )
+    with serving(config) as (_process, ready):
+        assert ready["auth"] == "api_key"
+        http, admin = ready["endpoints"]["http"], ready["endpoints"]["admin"]
+        ask = ("predict", "words", "--input", "word=1", "--server", http)
+        refused = hps_command(*ask)
+        assert refused.code == 1
+        assert "HPS_API_KEY" in refused.err
+        assert hps_command(*ask, "--api-key", secret).code == 0
+        assert hps_command("status", "--admin", admin).code == 1
+        check = [
+            f"--set=server.{name}.port={url.rpartition(':')[2]}"
+            for name, url in ready["endpoints"].items()
+        ]
+        told = hps_command("doctor", "--config", config, *check, "-o", "json").json
+        assert {c["name"]: c["verdict"] for c in told}["http port"] == "WARN"
+        monkeypatch.setenv("HPS_API_KEY", secret)
+        assert hps_command("status", "--admin", admin).code == 0
+        assert hps_command("lookup", "words", "words", "1", "--admin", admin).code == 0
+        told = hps_command("doctor", "--config", config, *check, "-o", "json").json
+        assert {c["name"]: c["verdict"] for c in told}["http port"] == "OK"
+
+
+def test_hps_own_configuration_file_is_served(small_repository: Path, tmp_path: Path) -> None:
+    model = {
+        "model": "legacy",
+        "sparse_files": [str(small_repository / "words/1/tables/words")],
+        "embedding_table_names": ["t0"],
+        "embedding_vecsize_per_table": [8],
+        "maxnum_catfeature_query_per_table_per_sample": [4],
+        "default_value_for_each_table": [0.5],
+        "deployed_device_list": [0],
+        "max_batch_size": 64,
+        "gpucache": False,
+    }
+    path = tmp_path / "ps.json"
+    path.write_text(json.dumps({"supportlonglong": True, "models": [model]}))
+    settings = [
+        f"--set=tiers.rocksdb.path={tmp_path / 'rocksdb'}",
+        "--set=server.http.port=0",
+        "--set=server.admin.port=0",
+    ]
+    with subprocess.Popen(
+        [*COMMAND, "serve", "--config", str(path), *settings, "--output", "json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        http = json.loads(process.stdout.readline())["endpoints"]["http"]
+        done = hps_command("predict", "legacy", "-i", "t0=7,-1", "--server", http, "-o", "json")
+        process.terminate()
+        assert process.wait(30) == 0
+    assert [row[0] for row in done.json["outputs"]["t0"]] == [7, 0.5]
 
 
 def test_version() -> None:
