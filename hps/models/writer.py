@@ -12,6 +12,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,8 @@ from hps.models.tables import KEY_FILE, VECTOR_FILE
 from hps.types import as_keys
 
 _PREFIX = ".import-"
+# A description is written and renamed in far less; an older temporary one was left by a killed writer.
+_SPEC_SECONDS = 60.0
 Chunk = tuple[Any, Any]
 Source = Chunk | Iterable[Chunk]
 
@@ -60,6 +63,8 @@ def write_version(
     """
     model = Path(root) / spec.name
     _check_request(model, spec, version, tables, dense, replace=replace, replace_spec=replace_spec)
+    # Without a description a version is what a writer left that was killed at its last step.
+    described = (model / SPEC_FILE).is_file()
     model.mkdir(parents=True, exist_ok=True)
     clean_leftovers(model)
     with _hidden_folder(model, version) as folder:
@@ -80,7 +85,7 @@ def write_version(
         _sync(folder / FILE_NAME)
         _sync(folder)
         final = model / str(version)
-        _put_in_place(folder, final)
+        _put_in_place(folder, final, replace=replace or not described)
         write_spec(model, spec)
     return final
 
@@ -226,17 +231,26 @@ def clean_leftovers(model: Path) -> list[Path]:
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+            if folder.is_dir():
+                shutil.rmtree(folder, ignore_errors=True)
+            elif folder.stat().st_mtime > time.time() - _SPEC_SECONDS:
+                continue
+            else:
+                folder.unlink()
             removed.append(folder)
-        except BlockingIOError:
+        except (BlockingIOError, FileNotFoundError):
             pass
         finally:
             os.close(lock)
     return removed
 
 
-def _put_in_place(folder: Path, final: Path) -> None:
+def _put_in_place(folder: Path, final: Path, *, replace: bool) -> None:
     if final.exists():
+        if not replace:
+            raise ModelError(
+                f"{final} was written by somebody else meanwhile; take another version"
+            )
         old = final.with_name(f"{_PREFIX}replaced-{secrets.token_hex(4)}")
         final.rename(old)
         folder.rename(final)

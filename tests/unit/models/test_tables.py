@@ -1,0 +1,70 @@
+"""A table's two files against each other, the dim and the manifest: errors name both numbers."""
+
+import numpy as np
+import pytest
+
+from hps.errors import ModelError
+from hps.models.tables import open_table
+
+
+def write(folder, keys, vectors):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "key").write_bytes(np.asarray(keys, "<i8").tobytes())
+    (folder / "emb_vector").write_bytes(np.asarray(vectors, "<f4").tobytes())
+    return folder
+
+
+def test_reads_rows_in_the_files_order(tmp_path):
+    keys, vectors = [-5, 2**62, 0], np.arange(12).reshape(3, 4)
+    files = open_table(write(tmp_path / "t", keys, vectors), "t", 4, None)
+    assert (files.rows, files.dim, files.bytes) == (3, 4, 72)
+    assert files.keys().tolist() == keys
+    assert files.vectors().tolist() == vectors.tolist()
+    assert not files.vectors().flags.writeable
+
+
+@pytest.mark.parametrize(("n", "expected"), [(0, 0), (2, 2), (3, 3), (99, 3), (-1, 0)])
+def test_head(tmp_path, n, expected):
+    files = open_table(write(tmp_path / "t", [7, 8, 9], np.ones((3, 2))), "t", 2, None)
+    keys, vectors = files.head(n)
+    assert keys.tolist() == [7, 8, 9][:expected]
+    assert vectors.shape == (expected, 2)
+
+
+def test_an_empty_table_is_a_table(tmp_path):
+    files = open_table(write(tmp_path / "t", [], []), "t", 4, None)
+    assert files.rows == 0
+    assert files.keys().shape == (0,)
+    assert files.vectors().shape == (0, 4)
+    assert files.head(5)[1].shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda f: (f / "key").unlink(), r"table 't': .*t/key is missing"),
+        (lambda f: (f / "emb_vector").unlink(), r"emb_vector is missing"),
+        (lambda f: cut(f / "key", 1), r"t/key: 23 bytes is not a multiple of 8"),
+        (lambda f: cut(f / "key", 8), r"key holds 2 rows, emb_vector 3"),
+        (lambda f: cut(f / "emb_vector", 16), r"key holds 3 rows, emb_vector 2"),
+        (
+            lambda f: cut(f / "emb_vector", 5),
+            r"43 bytes; .*that is 2\.69 rows: the file is truncated",
+        ),
+        (lambda f: cut(f / "emb_vector", 12), r"would fit dim 3: is dim 4 wrong\?"),
+    ],
+)
+def test_damage_is_named_with_both_numbers(tmp_path, damage, said):
+    folder = write(tmp_path / "t", [1, 2, 3], np.ones((3, 4)))
+    damage(folder)
+    with pytest.raises(ModelError, match=said):
+        open_table(folder, "t", 4, None)
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(ModelError, match=r"table 't': .*/gone is missing"):
+        open_table(tmp_path / "gone", "t", 4, None)
+
+
+def cut(path, n):
+    path.write_bytes(path.read_bytes()[:-n])
