@@ -1,0 +1,4 @@
+"""A click-through model on real ad impressions: trained with JAX, served by hps.
+
+Reading order: data.py, network.py, training.py, export.py, train.py (the command).
+"""
