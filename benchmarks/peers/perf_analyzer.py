@@ -63,7 +63,7 @@ def perf_analyzer(
         output = done.stdout + done.stderr
         if done.returncode or "Failed" in output or not report.exists():
             raise RuntimeError(f"{' '.join(command)} exited with {done.returncode}:\n{output}")
-        row = next(csv.DictReader(report.open()))
+        row = next(csv.DictReader(report.read_text().splitlines()))
     return {name: float(value) for name, value in row.items() if value}
 
 
