@@ -51,7 +51,7 @@ class Endpoint(Protocol):
         """What each input may be, by name."""
         ...
 
-    def submit(self, call: InferCall, deadline: float, request_id: str) -> Future[Any]:
+    def submit(self, call: InferCall, deadline: float) -> Future[Any]:
         """Start answering; raises ``BadRequest`` or ``Unavailable`` at once, never waits."""
         ...
 
@@ -81,13 +81,13 @@ class LookupEndpoint:
         features = list(served.engine.features)
         self.raw_input = features[0] if len(features) == 1 else None
 
-    def submit(self, call: InferCall, deadline: float, request_id: str) -> Future[LookupResult]:
+    def submit(self, call: InferCall, deadline: float) -> Future[LookupResult]:
         """Start the lookup; see ``Endpoint.submit``."""
-        if call.top_k is not None:
+        if call.form.top_k is not None:
             raise BadRequest(f"parameter 'top_k' is for ranking models, '{self.name}' is a lookup")
         want_source = False
-        if call.outputs is not None:
-            for name, _ in call.outputs:
+        if call.form.outputs is not None:
+            for name, _ in call.form.outputs:
                 if name not in self._outputs:
                     raise _unexpected_output(name, self.name, self._outputs)
                 want_source = want_source or name.endswith(".source")
@@ -107,7 +107,7 @@ class LookupEndpoint:
                 )
             by_table = False
         return self._engine.submit(
-            LookupRequest(features, deadline, want_source, None, by_table, request_id)
+            LookupRequest(features, deadline, want_source, None, by_table, call.form.id)
         )
 
     def _table_keys(self, tensors: dict[str, Tensor]) -> dict[str, JaggedKeys]:
@@ -144,10 +144,10 @@ class LookupEndpoint:
         """Outputs that were asked for; one whose input was not sent is left out."""
         if KEYS in call.tensors and self._by_table:
             return _flat_outputs(call, result)
-        if call.outputs is None:
-            return [(name, call.binary, vectors) for name, vectors in result.vectors.items()]
+        if call.form.outputs is None:
+            return [(name, call.form.binary, vectors) for name, vectors in result.vectors.items()]
         found: list[Output] = []
-        for name, binary in call.outputs:
+        for name, binary in call.form.outputs:
             if name in result.vectors:
                 found.append((name, binary, result.vectors[name]))
             elif (feature := name.removesuffix(".source")) in result.sources:
@@ -166,7 +166,7 @@ def _one_row(name: str, shape: list[int]) -> None:
 def _flat_outputs(call: InferCall, result: LookupResult) -> list[Output]:
     """``OUTPUT0 (Σ keys * dim,)`` float32, table after table, and the source of every key."""
     found: list[Output] = []
-    for name, binary in call.outputs or [(OUTPUT0, call.binary)]:
+    for name, binary in call.form.outputs or [(OUTPUT0, call.form.binary)]:
         if name == OUTPUT0:
             found.append((name, binary, _joined([*result.vectors.values()], np.dtype(np.float32))))
         elif name == KEYS_SOURCE:
@@ -206,7 +206,7 @@ class RankingEndpoint:
         self._outputs = self._scores | self._sources | {TOP_K_INDEX}
         self.raw_input = self._required[0] if len(self._required) == 1 else None
 
-    def submit(self, call: InferCall, deadline: float, request_id: str) -> Future[PredictResult]:
+    def submit(self, call: InferCall, deadline: float) -> Future[PredictResult]:
         """Start the prediction; see ``Endpoint.submit``."""
         tensors = call.tensors
         for name in self._required:
@@ -223,12 +223,14 @@ class RankingEndpoint:
             dense[name] = tensor.flat.reshape(tensor.shape)
         features = self._inputs.gather(call)
         outputs, want_source = None, False
-        if call.outputs is not None:
-            names = [name for name, _ in call.outputs]
+        if call.form.outputs is not None:
+            names = [name for name, _ in call.form.outputs]
             outputs = tuple(name for name in names if name in self._scores) or None
-            want_source = self._check_outputs(names, call.top_k)
+            want_source = self._check_outputs(names, call.form.top_k)
         return self._pipeline.submit(
-            PredictRequest(features, dense, call.top_k, deadline, want_source, outputs, request_id)
+            PredictRequest(
+                features, dense, call.form.top_k, deadline, want_source, outputs, call.form.id
+            )
         )
 
     def _check_outputs(self, names: list[str], top_k: int | None) -> bool:
@@ -242,10 +244,10 @@ class RankingEndpoint:
 
     def outputs(self, call: InferCall, result: PredictResult) -> list[Output]:
         """The network's outputs in the model's order, or what was asked for in the request's."""
-        if call.outputs is None:
-            return [(name, call.binary, values) for name, values in result.outputs.items()]
+        if call.form.outputs is None:
+            return [(name, call.form.binary, values) for name, values in result.outputs.items()]
         found: list[Output] = []
-        for name, binary in call.outputs:
+        for name, binary in call.form.outputs:
             if name in result.outputs:
                 found.append((name, binary, result.outputs[name]))
             else:

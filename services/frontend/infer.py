@@ -30,18 +30,18 @@ from services.frontend.body import (
 )
 from services.frontend.errors import TooLarge, TooSlow, error_body, error_headers, http_status
 from services.frontend.logs import fields, log
-from services.frontend.request import parse, raw_call
-from services.frontend.response import Headers, encode
+from services.frontend.response import Headers
 from services.frontend.state import Entry, State
 
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+# ASGI extension: status, headers and body in one message. Headers must need no check.
+WHOLE = "hps.response.whole"
+
 _INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-_BINARY = (b"content-type", b"application/octet-stream")
-_JSON = (b"content-type", b"application/json")
 
 
 class InferApp:
@@ -53,7 +53,6 @@ class InferApp:
         self._guard = guard
         self._rest = rest
         self._max_body = settings.max_body_bytes
-        self._max_keys = settings.max_keys
         self._timeout_s = settings.request_timeout_ms / 1e3
         self._log_requests = settings.log_level == "debug"
 
@@ -83,6 +82,9 @@ class InferApp:
             _echo_request_id(headers, reply)
         if self._log_requests:
             _log_request(headers, entry, 200, started)
+        if WHOLE in scope.get("extensions", ()):
+            await send({"type": WHOLE, "status": 200, "headers": reply, "body": answer})
+            return
         await send({"type": "http.response.start", "status": 200, "headers": reply})
         await send({"type": "http.response.body", "body": answer})
 
@@ -93,33 +95,29 @@ class InferApp:
         endpoint = entry.endpoint
         size = _header_size(headers.get(b"inference-header-content-length"), len(body))
         if size == 0:
-            call = raw_call(body, entry.name, endpoint.rules, self._max_keys, endpoint.raw_input)
+            call = entry.parser.raw(body, endpoint.raw_input)
         else:
-            call = parse(body, size, entry.name, endpoint.rules, self._max_keys)
+            call = entry.parser.parse(body, size)
         parsed = perf_counter_ns()
-        deadline = time.monotonic() + (call.timeout_us * 1e-6 or self._timeout_s)
-        future = endpoint.submit(call, deadline, call.id)
+        form = call.form
+        deadline = time.monotonic() + (form.timeout_us * 1e-6 or self._timeout_s)
+        future = endpoint.submit(call, deadline)
         result = future.result() if future.done() else await outcome(future, deadline)
         inferred = perf_counter_ns()
-        answer, json_size = encode(
-            entry.name,
-            entry.version,
-            call.id,
+        answer, reply = entry.encoder.encode(
+            form.id,
             result.defaulted,
             result.degraded,
             endpoint.outputs(call, result),
+            form.heads,
         )
-        if json_size:
-            reply = [_BINARY, (b"inference-header-content-length", b"%d" % json_size)]
-        else:
-            reply = [_JSON]
         accept = headers.get(b"accept-encoding")
         if accept is not None and len(answer) >= COMPRESS_FROM_BYTES:
             coding = accepted_coding(accept)
             if coding is not None:
                 answer = await compress(answer, coding)
+                reply[-1] = (b"content-length", b"%d" % len(answer))
                 reply.append((b"content-encoding", coding.encode()))
-        reply.append((b"content-length", b"%d" % len(answer)))
         done = perf_counter_ns()
         entry.statistics.succeeded(call.batch, started, parsed, inferred, done)
         entry.observe_ok((done - started) * 1e-9)

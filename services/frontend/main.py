@@ -74,7 +74,7 @@ class Frontend:
         self._settings = settings.server
         self._open_node = open_node
         self._guard = guard(load_api_keys(settings.auth))
-        self.state = State()
+        self.state = State(settings.server.max_keys)
         self._progress = LoadProgress(self.state.loading, progress or NoProgress())
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = asyncio.Event()

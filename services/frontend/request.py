@@ -1,6 +1,10 @@
-"""Inference requests: from the bytes of a body to arrays, in one pass.
+"""Inference requests: from the bytes of a body to arrays.
 
-``parse`` trusts the request and takes whatever exception comes of it as the sign that something is
+A body is a JSON header and the raw tensors behind it. What the header says is a ``Form``; the requests
+of a client look alike, so the last forms are kept and a header that was seen before is not read
+again.
+
+The fast pass trusts the header and takes whatever exception comes of it as the sign that something is
 wrong; only then ``request_faults.explain`` looks at every field to say what. A wrong request is
 never answered: each check of the slow pass has its counterpart in the fast one.
 """
@@ -8,8 +12,8 @@ never answered: each check of the slow pass has its counterpart in the fast one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -23,6 +27,8 @@ from services.frontend.request_faults import explain
 _EMPTY: dict[str, Any] = {}
 # What a damaged request may raise on the fast path.
 _FAULTS = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
+# Forms that are kept per model; longer headers are not worth their memory.
+_FORMS_KEPT, _HEADER_KEPT = 256, 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,54 +48,114 @@ class Tensor:
     shape: list[int]
 
 
-@dataclass(slots=True)
-class InferCall:
-    """A parsed request. ``outputs`` pairs each requested name with whether it goes out as binary;
-    None means all of them, in the form ``binary`` says. ``timeout_us`` 0: the server's default.
-    ``batch`` is filled in by the endpoint: samples, for statistics."""
+class _Raw(NamedTuple):
+    """Where one binary input lies behind the header; ``aligned`` to its element's size there."""
 
-    tensors: dict[str, Tensor]
+    name: str
+    shape: list[int]
+    dtype: np.dtype[Any]
+    elements: int
+    offset: int
+    aligned: bool
+
+
+@dataclass(slots=True)
+class Form:
+    """What a JSON header says. ``given`` are the inputs with JSON data, ``raw`` those that follow in
+    ``raw_size`` bytes. ``outputs`` pairs each requested name with whether it goes out as binary; None
+    means all of them, in the form ``binary`` says. ``timeout_us`` 0: the server's default.
+
+    ``heads`` keeps response headers for ``response.encode``: answers to one form look alike too.
+    """
+
+    given: dict[str, Tensor] = field(default_factory=dict)
+    raw: list[_Raw] = field(default_factory=list)
+    raw_size: int = 0
     id: str = ""
     outputs: list[tuple[str, bool]] | None = None
     binary: bool = False
     timeout_us: int = 0
     top_k: int | None = None
+    heads: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class InferCall:
+    """A parsed request. ``batch`` is filled in by the endpoint: samples, for statistics."""
+
+    form: Form
+    tensors: dict[str, Tensor]
     batch: int = 1
 
 
-def parse(
-    body: bytes,
-    header_size: int | None,
-    model: str,
-    rules: Mapping[str, InputRule],
-    max_keys: int,
-) -> InferCall:
-    """The request in ``body``, whose first ``header_size`` bytes are JSON (None: all of them).
+class Parser:
+    """Reads the requests to one model. Runs on one thread."""
 
-    Raises ``BadRequest`` or ``TooLarge``. Arrays may share memory with ``body`` and be read-only.
-    """
-    try:
-        return _parse(body, header_size, rules, max_keys)
-    except _FAULTS as error:
-        raise explain(body, header_size, model, rules, error) from None
+    def __init__(self, model: str, rules: Mapping[str, InputRule], max_keys: int) -> None:
+        self._model = model
+        self._rules = rules
+        self._max_keys = max_keys
+        self._forms: dict[bytes, Form] = {}
+
+    def parse(self, body: bytes, header_size: int | None) -> InferCall:
+        """The request in ``body``, whose first ``header_size`` bytes are JSON (None: all of them).
+
+        Raises ``BadRequest`` or ``TooLarge``. Arrays may share memory with ``body`` and be read-only.
+        """
+        try:
+            if header_size is None:
+                return _call(self._read(body), b"")
+            text = body[:header_size]
+            form = self._forms.get(text)
+            if form is None:
+                form = self._read(text)
+                if not form.given and header_size <= _HEADER_KEPT:
+                    if len(self._forms) >= _FORMS_KEPT:
+                        self._forms.clear()
+                    self._forms[text] = form
+            # One copy aligns every tensor whose offset is a multiple of its element's size.
+            return _call(form, body[header_size:])
+        except _FAULTS as error:
+            raise explain(body, header_size, self._model, self._rules, error) from None
+
+    def _read(self, text: bytes) -> Form:
+        form = _form(orjson.loads(text), self._rules)
+        keys = sum(t.flat.size for n, t in form.given.items() if self._rules[n].is_keys)
+        keys += sum(raw.elements for raw in form.raw if self._rules[raw.name].is_keys)
+        if keys > self._max_keys:
+            raise _too_many(keys, self._max_keys)
+        return form
+
+    def raw(self, body: bytes, name: str | None) -> InferCall:
+        """A raw request (``Inference-Header-Content-Length: 0``): the body is input ``name``, one sample
+        of as many elements as there are; every output comes back as binary.
+
+        ``name`` is None for a model that takes more than one input.
+        """
+        if name is None:
+            raise BadRequest(
+                f"a raw request needs a model with exactly one input, '{self._model}' takes more; send "
+                "the JSON header and Inference-Header-Content-Length"
+            )
+        rule = self._rules[name]
+        dtype = next(iter(rule.dtypes.values()))  # the model's own type
+        if len(body) % dtype.itemsize:
+            raise BadRequest(
+                f"unexpected size for input '{name}' of model '{self._model}': {len(body)} bytes are "
+                f"not a multiple of {dtype.itemsize}"
+            )
+        count = len(body) // dtype.itemsize
+        if rule.is_keys and count > self._max_keys:
+            raise _too_many(count, self._max_keys)
+        return InferCall(Form(binary=True), {name: Tensor(np.frombuffer(body, dtype), [1, count])})
 
 
-def _parse(
-    body: bytes, header_size: int | None, rules: Mapping[str, InputRule], max_keys: int
-) -> InferCall:
-    if header_size is None:
-        header = orjson.loads(body)
-        raw = b""
-    else:
-        # One copy aligns every tensor whose offset is a multiple of its element's size.
-        header = orjson.loads(body[:header_size])
-        raw = body[header_size:]
-    offset, end, keys = 0, len(raw), 0
-    tensors: dict[str, Tensor] = {}
+def _form(header: dict[str, Any], rules: Mapping[str, InputRule]) -> Form:
+    form = Form()
+    offset = 0
     for item in header["inputs"]:
         name = item["name"]
-        rule = rules[name]
-        dtype = rule.dtypes[item["datatype"]]
+        dtype = rules[name].dtypes[item["datatype"]]
         shape = item["shape"]
         if type(shape) is not list:
             raise TypeError("shape")
@@ -98,45 +164,47 @@ def _parse(
             if type(dim) is not int or dim < 0:
                 raise ValueError("shape")
             count *= dim
+        if name in form.given or any(name == raw.name for raw in form.raw):
+            raise ValueError("duplicate")
         parameters = item.get("parameters")
         size = None if parameters is None else parameters.get("binary_data_size")
         if size is None:
-            flat = numbers(item["data"], dtype, count)
-        else:
-            if size != count * dtype.itemsize or offset + size > end or "data" in item:
-                raise ValueError("binary_data_size")
-            if offset % dtype.itemsize:
-                flat = np.frombuffer(raw[offset : offset + size], dtype, count)
-            else:
-                flat = np.frombuffer(raw, dtype, count, offset)
-            offset += size
-        if rule.is_keys:
-            keys += count
-        if name in tensors:
-            raise ValueError("duplicate")
-        tensors[name] = Tensor(flat, shape)
-    if offset != end:
-        raise ValueError("additional data")
-    if keys > max_keys:
-        raise _too_many(keys, max_keys)
-    return _with_options(InferCall(tensors), header)
+            form.given[name] = Tensor(numbers(item["data"], dtype, count), shape)
+            continue
+        if size != count * dtype.itemsize or "data" in item:
+            raise ValueError("binary_data_size")
+        form.raw.append(_Raw(name, shape, dtype, count, offset, offset % dtype.itemsize == 0))
+        offset += count * dtype.itemsize
+    form.raw_size = offset
+    return _with_options(form, header)
 
 
-def _with_options(call: InferCall, header: dict[str, Any]) -> InferCall:
+def _call(form: Form, raw: bytes) -> InferCall:
+    """The request of ``form`` with these bytes behind its header."""
+    if len(raw) != form.raw_size:
+        raise ValueError("size of the body")
+    tensors = dict(form.given)
+    for name, shape, dtype, count, offset, aligned in form.raw:
+        flat = np.frombuffer(raw, dtype, count, offset)
+        tensors[name] = Tensor(flat if aligned else flat.copy(), shape)
+    return InferCall(form, tensors)
+
+
+def _with_options(form: Form, header: dict[str, Any]) -> Form:
     """Fill in what stands beside the inputs: id, parameters, requested outputs."""
     if "id" in header:
-        call.id = header["id"]
-        if type(call.id) is not str:
+        form.id = header["id"]
+        if type(form.id) is not str:
             raise ValueError("id")
     parameters = header.get("parameters")
     if parameters is not None:
         for value in parameters.values():
             if type(value) not in (str, int, float, bool):
                 raise ValueError("parameters")
-        call.binary = parameters.get("binary_data_output", False)
-        call.timeout_us = timeout = parameters.get("timeout", 0)
-        call.top_k = top_k = parameters.get("top_k")
-        if type(call.binary) is not bool or type(timeout) is not int or not 0 <= timeout < 2**63:
+        form.binary = parameters.get("binary_data_output", False)
+        form.timeout_us = timeout = parameters.get("timeout", 0)
+        form.top_k = top_k = parameters.get("top_k")
+        if type(form.binary) is not bool or type(timeout) is not int or not 0 <= timeout < 2**63:
             raise ValueError("parameters")
         if top_k is not None and (type(top_k) is not int or top_k < 1):
             raise ValueError("top_k")
@@ -149,40 +217,14 @@ def _with_options(call: InferCall, header: dict[str, Any]) -> InferCall:
             parameters = item.get("parameters")
             if parameters is None:
                 parameters = _EMPTY
-            binary = parameters.get("binary_data", call.binary)
+            binary = parameters.get("binary_data", form.binary)
             if type(binary) is not bool or "classification" in parameters:
                 raise ValueError("outputs")
             outputs.append((item["name"], binary))
         if len(dict(outputs)) != len(outputs):
             raise ValueError("duplicate output")
-        call.outputs = outputs
-    return call
-
-
-def raw_call(
-    body: bytes, model: str, rules: Mapping[str, InputRule], max_keys: int, name: str | None
-) -> InferCall:
-    """A raw request (``Inference-Header-Content-Length: 0``): the body is input ``name``, one sample
-    of as many elements as there are; every output comes back as binary.
-
-    ``name`` is None for a model that takes more than one input.
-    """
-    if name is None:
-        raise BadRequest(
-            f"a raw request needs a model with exactly one input, '{model}' takes more; send the JSON "
-            "header and Inference-Header-Content-Length"
-        )
-    # The model's own type: the first one of its rule.
-    dtype = next(iter(rules[name].dtypes.values()))
-    if len(body) % dtype.itemsize:
-        raise BadRequest(
-            f"unexpected size for input '{name}' of model '{model}': {len(body)} bytes are not a "
-            f"multiple of {dtype.itemsize}"
-        )
-    count = len(body) // dtype.itemsize
-    if rules[name].is_keys and count > max_keys:
-        raise _too_many(count, max_keys)
-    return InferCall({name: Tensor(np.frombuffer(body, dtype), [1, count])}, binary=True)
+        form.outputs = outputs
+    return form
 
 
 def _too_many(keys: int, max_keys: int) -> TooLarge:

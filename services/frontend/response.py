@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,64 +13,99 @@ from services.frontend.datatypes import BINARY_ONLY, DATATYPE_OF
 from services.frontend.endpoints import Output
 
 _JSON = orjson.OPT_SERIALIZE_NUMPY
+_OCTETS = (b"content-type", b"application/octet-stream")
+_TEXT = (b"content-type", b"application/json")
+_HEADS_KEPT = 64
+
 Headers = list[tuple[bytes, bytes]]
 
 
-def encode(
-    model: str,
-    version: str,
-    request_id: str,
-    defaulted: int,
-    degraded: tuple[str, ...],
-    outputs: Iterable[Output],
-) -> tuple[bytes, int]:
-    """The body, and the length of its JSON header (0: all of it is JSON).
+class Encoder:
+    """Writes the answers of one model version."""
 
-    Numbers that are not finite become ``null`` in JSON, which knows no others, and are counted in
-    the response parameter ``hps_not_finite``; binary tensors carry them as they are.
-    """
-    described: list[dict[str, Any]] = []
-    chunks: list[Any] = [b""]
-    parameters: dict[str, Any] = {"hps_defaulted": defaulted, "hps_degraded": ",".join(degraded)}
-    for name, binary, array in outputs:
-        datatype = DATATYPE_OF[array.dtype.num]
-        if binary:
-            size = array.nbytes
-            described.append(
-                {
-                    "name": name,
-                    "datatype": datatype,
-                    "shape": array.shape,
-                    "parameters": {"binary_data_size": size},
-                }
-            )
-            if size:
-                chunks.append(array if array.flags.c_contiguous else np.ascontiguousarray(array))
-        else:
-            if datatype in BINARY_ONLY:
-                raise BadRequest(
-                    f"output '{name}' is {datatype}, which can only be sent in binary form: set its "
-                    "parameter 'binary_data', or 'binary_data_output' for all"
-                )
-            if array.dtype.kind == "f":
-                finite = np.count_nonzero(np.isfinite(array))
-                if finite != array.size:
-                    lost = parameters.get("hps_not_finite", 0)
-                    parameters["hps_not_finite"] = lost + array.size - int(finite)
-            described.append(
-                {
-                    "name": name,
-                    "datatype": datatype,
-                    "shape": array.shape,
-                    "data": np.ascontiguousarray(array).reshape(-1),
-                }
-            )
-    header: dict[str, Any] = {"model_name": model, "model_version": version}
-    if request_id:
-        header["id"] = request_id
-    header["parameters"] = parameters
-    header["outputs"] = described
-    chunks[0] = text = orjson.dumps(header, option=_JSON)
-    if len(chunks) == 1:
-        return text, 0
-    return b"".join(chunks), len(text)
+    def __init__(self, model: str, version: str) -> None:
+        self._head = {"model_name": model, "model_version": version}
+
+    def encode(
+        self,
+        request_id: str,
+        defaulted: int,
+        degraded: tuple[str, ...],
+        outputs: Sequence[Output],
+        heads: dict[Any, Any],
+    ) -> tuple[bytes, Headers]:
+        """The body and the HTTP headers, Content-Length last.
+
+        ``heads`` belongs to the requests of one form, whose outputs differ in shape alone: what was
+        written before them for the same shapes is used again, while all of them are binary.
+        """
+        key = (defaulted, degraded, *[array.shape for _, _, array in outputs])
+        kept = heads.get(key)
+        if kept is not None:
+            text, headers = kept
+            try:
+                chunks: list[Any] = [array for _, _, array in outputs]
+                body = b"".join([text, *chunks])
+            except TypeError:  # an array that is not contiguous
+                pass
+            else:
+                return body, headers.copy()
+        text, chunks = self._describe(request_id, defaulted, degraded, outputs)
+        headers = [_TEXT]
+        if chunks:
+            headers = [_OCTETS, (b"inference-header-content-length", b"%d" % len(text))]
+        body = b"".join([text, *chunks])
+        headers.append((b"content-length", b"%d" % len(body)))
+        if outputs and all(binary for _, binary, _ in outputs):
+            if len(heads) >= _HEADS_KEPT:
+                heads.clear()
+            heads[key] = text, headers.copy()
+        return body, headers
+
+    def _describe(
+        self,
+        request_id: str,
+        defaulted: int,
+        degraded: tuple[str, ...],
+        outputs: Sequence[Output],
+    ) -> tuple[bytes, list[Any]]:
+        """The JSON header, and the arrays that go behind it.
+
+        Numbers that are not finite become ``null`` in JSON, which knows no others, and are counted in
+        the response parameter ``hps_not_finite``; binary tensors carry them as they are.
+        """
+        parameters: dict[str, Any] = {
+            "hps_defaulted": defaulted,
+            "hps_degraded": ",".join(degraded),
+        }
+        described, chunks = [], []
+        for name, binary, array in outputs:
+            datatype = DATATYPE_OF[array.dtype.num]
+            tensor: dict[str, Any] = {"name": name, "datatype": datatype, "shape": array.shape}
+            if binary:
+                tensor["parameters"] = {"binary_data_size": array.nbytes}
+                if array.nbytes:
+                    chunks.append(np.ascontiguousarray(array))
+            else:
+                tensor["data"] = _data(name, datatype, array, parameters)
+            described.append(tensor)
+        header: dict[str, Any] = dict(self._head)
+        if request_id:
+            header["id"] = request_id
+        header["parameters"] = parameters
+        header["outputs"] = described
+        return orjson.dumps(header, option=_JSON), chunks
+
+
+def _data(name: str, datatype: str, array: Any, parameters: dict[str, Any]) -> Any:
+    """The elements for JSON, flat; numbers that will be lost are added to ``parameters``."""
+    if datatype in BINARY_ONLY:
+        raise BadRequest(
+            f"output '{name}' is {datatype}, which can only be sent in binary form: set its parameter "
+            "'binary_data', or 'binary_data_output' for all"
+        )
+    if array.dtype.kind == "f":
+        lost = array.size - int(np.count_nonzero(np.isfinite(array)))
+        if lost:
+            parameters["hps_not_finite"] = parameters.get("hps_not_finite", 0) + lost
+    return np.ascontiguousarray(array).reshape(-1)

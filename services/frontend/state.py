@@ -14,6 +14,8 @@ from hps.metrics import Metrics
 from hps.node import Node, ServedModel
 from services.frontend.endpoints import Endpoint, LookupEndpoint, RankingEndpoint
 from services.frontend.metadata import ModelInfo, lookup_info, ranking_info, tables_info
+from services.frontend.request import Parser
+from services.frontend.response import Encoder
 from services.frontend.statistics import Statistics
 
 Phase = Literal["starting", "ready", "empty", "stopping"]
@@ -28,10 +30,23 @@ _REASONS: dict[Phase, str] = {
 class Entry:
     """One name (``<m>`` or ``<m>.lookup``) with what answers it and what is counted of it."""
 
-    __slots__ = ("endpoint", "info", "name", "observe_ok", "statistics", "version")
+    __slots__ = (
+        "encoder",
+        "endpoint",
+        "info",
+        "name",
+        "observe_ok",
+        "parser",
+        "statistics",
+        "version",
+    )
 
-    def __init__(self, endpoint: Endpoint, info: ModelInfo, metrics: Metrics) -> None:
+    def __init__(
+        self, endpoint: Endpoint, info: ModelInfo, metrics: Metrics, max_keys: int
+    ) -> None:
         self.endpoint = endpoint
+        self.parser = Parser(endpoint.name, endpoint.rules, max_keys)
+        self.encoder = Encoder(endpoint.name, endpoint.version)
         self.info = info
         self.name = endpoint.name
         self.version = endpoint.version
@@ -44,10 +59,11 @@ class Entry:
 class State:
     """The server's phase, its node and the names it answers to.
 
-    ``routes`` finds an entry by the path of an inference request.
+    ``routes`` finds an entry by the path of an inference request. ``max_keys`` bounds one request.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_keys: int = 4_000_000) -> None:
+        self._max_keys = max_keys
         self.phase: Phase = "starting"
         self.node: Node | None = None
         self.metrics = Metrics()
@@ -60,7 +76,7 @@ class State:
         """Answer for the node's models from now on; never ready without one."""
         self.metrics = node.metrics
         for served in node.models.values():
-            for entry in _entries(served, node.metrics):
+            for entry in _entries(served, node.metrics, self._max_keys):
                 self.entries[entry.name] = entry
                 base = f"/v2/models/{entry.name}"
                 self.routes[f"{base}/infer"] = entry
@@ -109,10 +125,10 @@ class State:
         return status | {"uptime_s": uptime, "loading": [dict(task) for task in self.loading]}
 
 
-def _entries(served: ServedModel, metrics: Metrics) -> list[Entry]:
+def _entries(served: ServedModel, metrics: Metrics, max_keys: int) -> list[Entry]:
     lookup = f"{served.name}.lookup"
     if served.pipeline is not None:
-        first = Entry(RankingEndpoint(served), ranking_info(served), metrics)
+        first = Entry(RankingEndpoint(served), ranking_info(served), metrics, max_keys)
     else:
-        first = Entry(LookupEndpoint(served, served.name), tables_info(served), metrics)
-    return [first, Entry(LookupEndpoint(served, lookup), lookup_info(served), metrics)]
+        first = Entry(LookupEndpoint(served, served.name), tables_info(served), metrics, max_keys)
+    return [first, Entry(LookupEndpoint(served, lookup), lookup_info(served), metrics, max_keys)]

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from hps.errors import BadRequest
-from services.frontend.request import parse
 
 K = "INT64"
 
@@ -23,8 +22,8 @@ def infer(small, model, tensors, outputs=None, **parameters):
     header = {"inputs": inputs, "parameters": parameters}
     if outputs is not None:
         header["outputs"] = [{"name": name} for name in outputs]
-    call = parse(orjson.dumps(header), None, model, entry.endpoint.rules, 1 << 20)
-    result = entry.endpoint.submit(call, 1e12, "").result()
+    call = entry.parser.parse(orjson.dumps(header), None)
+    result = entry.endpoint.submit(call, 1e12).result()
     found = {name: array for name, _, array in entry.endpoint.outputs(call, result)}
     return found, call, result
 

@@ -12,10 +12,24 @@ from tritonclient.http import InferResult
 
 from hps.dense.base import DATATYPES as DTYPES
 from hps.errors import BadRequest
-from services.frontend.response import encode
+from services.frontend.response import Encoder
 
 shapes = hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=5)
 arrays = st.sampled_from(sorted(DTYPES)).flatmap(lambda n: hnp.arrays(DTYPES[n], shapes))
+
+
+def encode(request_id, outputs, defaulted=0, degraded=(), heads=None):
+    """The body and the length of its JSON header; written twice, because heads are kept."""
+    heads = {} if heads is None else heads
+    encoder = Encoder("m", "3")
+    body, headers = encoder.encode(request_id, defaulted, degraded, outputs, heads)
+    assert encoder.encode(request_id, defaulted, degraded, outputs, heads) == (body, headers)
+    named = dict(headers)
+    assert headers[-1] == (b"content-length", str(len(body)).encode())
+    size = int(named.get(b"inference-header-content-length", 0))
+    kind = b"application/octet-stream" if size else b"application/json"
+    assert named[b"content-type"] == kind
+    return body, size
 
 
 def read(body, size):
@@ -31,7 +45,7 @@ def test_what_is_sent_is_what_tritonclient_reads(outputs, request_id):
         (f"o{i}", binary or array.dtype == np.float16, array)
         for i, (binary, array) in enumerate(outputs)
     ]
-    body, size = encode("m", "3", request_id, 7, ("redis", "rocksdb"), sent)
+    body, size = encode(request_id, sent, 7, ("redis", "rocksdb"))
     result = read(body, size)
     head = result.get_response()
     assert (head["model_name"], head["model_version"]) == ("m", "3")
@@ -47,32 +61,57 @@ def test_what_is_sent_is_what_tritonclient_reads(outputs, request_id):
 
 
 def test_the_header_length_is_there_only_for_bytes():
-    body, size = encode("m", "1", "", 0, (), [("a", True, np.empty((0, 3), np.float32))])
+    body, size = encode("", [("a", True, np.empty((0, 3), np.float32))])
     assert size == 0
     assert orjson.loads(body)["outputs"][0]["parameters"] == {"binary_data_size": 0}
     assert read(body, size).as_numpy("a").shape == (0, 3)
-    body, size = encode("m", "1", "", 0, (), [("a", True, np.ones(1, np.float32))])
+    body, size = encode("", [("a", True, np.ones(1, np.float32))])
     assert len(body) == size + 4
 
 
 def test_numbers_that_are_not_finite_are_null_in_json_and_counted():
     values = np.array([1, np.nan, np.inf, -np.inf], np.float32)
-    body, _ = encode("m", "1", "", 0, (), [("a", False, values), ("b", False, values[:2])])
+    body, _ = encode("", [("a", False, values), ("b", False, values[:2])])
     head = orjson.loads(body)
     assert head["parameters"]["hps_not_finite"] == 4
     assert head["outputs"][0]["data"] == [1.0, None, None, None]
-    body, size = encode("m", "1", "", 0, (), [("a", True, values)])
+    body, size = encode("", [("a", True, values)])
     assert "hps_not_finite" not in orjson.loads(body[:size])["parameters"]
     assert body[size:] == values.tobytes()
 
 
 def test_half_precision_has_no_json():
     with pytest.raises(BadRequest, match="output 'a' is FP16, which can only be sent in binary"):
-        encode("m", "1", "", 0, (), [("a", False, np.ones(1, np.float16))])
+        encode("", [("a", False, np.ones(1, np.float16))])
 
 
 @pytest.mark.parametrize("binary", [True, False])
 def test_views_that_are_not_contiguous(binary):
     array = np.arange(12, dtype=np.int64).reshape(3, 4)[:, ::2]
-    body, size = encode("m", "1", "", 0, (), [("a", binary, array)])
+    body, size = encode("", [("a", binary, array)])
     assert read(body, size).as_numpy("a").tolist() == array.tolist()
+
+
+def test_kept_heads_are_told_apart_by_everything_they_say():
+    heads = {}
+    ones, twos = np.ones((1, 2), np.float32), np.ones((2, 1), np.float32)
+    for array, defaulted, degraded in (
+        (ones, 0, ()),
+        (twos, 0, ()),
+        (ones, 1, ()),
+        (ones, 0, ("cpu",)),
+        (ones, 0, ()),
+    ):
+        body, size = encode("", [("a", True, array)], defaulted, degraded, heads)
+        head = read(body, size).get_response()
+        assert head["outputs"][0]["shape"] == list(array.shape)
+        assert head["parameters"]["hps_defaulted"] == defaulted
+        assert head["parameters"]["hps_degraded"] == ",".join(degraded)
+    assert len(heads) == 4
+
+
+def test_a_bounded_number_of_heads_is_kept():
+    heads = {}
+    for n in range(500):
+        encode("", [("a", True, np.zeros(n, np.uint8))], heads=heads)
+    assert len(heads) <= 64
