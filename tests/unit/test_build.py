@@ -282,10 +282,12 @@ def test_warming_takes_the_last_row_of_a_key_that_stands_twice(tmp_path):
     vectors = rows(keys, 4)
     vectors[-1] = 77
     write_version(tmp_path / "models", spec, 1, {"users": (keys, vectors)})
+    # The cache reaches as far as the first of the two, not to the last, which counts.
+    serve = {"twice": {"tables": {"users": {"cache_rows": 512}}}}
     for _ in range(2):
-        with hps.open(settings(tmp_path)) as node:
-            found = node.lookup("twice", {"users": [3, 4]}, want_source=True)
-            assert found.sources["users"].tolist() == [Source.CPU, Source.CPU]
+        with hps.open(settings(tmp_path, models={"serve": serve})) as node:
+            assert cached(node, model="twice") > 400
+            found = node.lookup("twice", {"users": [3, 4]})
             np.testing.assert_array_equal(found.vectors["users"], [[77] * 4, rows([4], 4)[0]])
 
 

@@ -279,6 +279,23 @@ def test_out_is_written_in_place(make_world, user_keys):
         np.testing.assert_array_equal(array, expected.vectors[name])
 
 
+@pytest.mark.parametrize("weights", [None, [1, 2, 3, 4, 5, 6]])
+@pytest.mark.parametrize("batch", [3, 6])
+def test_out_of_pooled_features(make_world, batch, weights):
+    world = make_world()
+    world.put(world.cache, "user", range(5))
+    if weights is not None:
+        weights = np.array(weights, np.float32)
+    keys = {"user": JaggedKeys(np.arange(6), batch, weights=weights)}
+    expected = world.engine.lookup(LookupRequest(keys)).vectors["user"]
+    out = {"user": np.full((batch, 3), 77, np.float32)}
+    assert world.engine.lookup(LookupRequest(keys, out=out)).vectors["user"] is out["user"]
+    np.testing.assert_array_equal(out["user"], expected)
+    rows = np.vstack([world.row(world.tables["user"], range(5)), [[-1, -2, -3]]])
+    rows = rows if weights is None else rows * weights[:, None]
+    np.testing.assert_array_equal(expected, rows.reshape(batch, -1, 3).sum(axis=1))
+
+
 def test_two_thousand_tables(make_world):
     from hps.lookup.base import Feature
     from hps.types import EmbeddingTable
