@@ -181,6 +181,11 @@ def _report(data: DemoData, found: Findings) -> None:
         keys = [counts.get(tier, 0) for counts in found.rounds]
         by_tier.append((tier, *(cell for n in keys for cell in (count(n), share(n, total)))))
     print_table(("tier", *passes), by_tier)
+    from hps.cli.demo_run import CANDIDATES
+
+    say()
+    best = ", ".join(f"number {position} ({score:.4f})" for position, score in found.best)
+    say(f"Ranking {CANDIDATES} candidates for one context, best first: {best}")
     p50, p99 = _percentiles(found)
     say()
     say(f"Latency of one request over HTTP: p50 {p50:.2f} ms, p99 {p99:.2f} ms")
@@ -198,14 +203,14 @@ def _percentiles(found: Findings) -> tuple[float, float]:
 
 
 def _origins(found: Findings, data: DemoData, sample: int) -> str:
-    """``user rocksdb, ad cpu``: the tier of each feature's first key."""
+    """``cpu: user ad; rocksdb: title``: the features by the tier of their first key's row."""
     from hps.types import Source
 
-    names = []
+    features: dict[str, list[str]] = {}
     for name, keys in data.keys.items():
         code = found.sources[name][sample * keys.shape[1]]
-        names.append(f"{name} {Source(int(code)).name.lower()}")
-    return ", ".join(names)
+        features.setdefault(Source(int(code)).name.lower(), []).append(name)
+    return "; ".join(f"{tier}: {' '.join(names)}" for tier, names in features.items())
 
 
 def _try_next(data: DemoData, found: Findings, ready: dict[str, str], folder: Path) -> None:
@@ -214,9 +219,8 @@ def _try_next(data: DemoData, found: Findings, ready: dict[str, str], folder: Pa
     say()
     say("Try it yourself", style="bold")
     say(f"curl -s {http}/v2/models/{data.model}/infer -d '{body}'")
-    plain = json.dumps(
-        {t["name"]: t["data"] for t in found.sample["inputs"]}, separators=(",", ":")
-    )
+    values = {t["name"]: _plain(t["data"]) for t in found.sample["inputs"]}
+    plain = json.dumps(values, separators=(",", ":"))
     at = "" if http.endswith(":8000") else f" --server {http}"
     say(f"hps predict {data.model}{at} --explain --json '{plain}'")
     say()
@@ -236,6 +240,14 @@ def _try_next(data: DemoData, found: Findings, ready: dict[str, str], folder: Pa
             ("hps model import --help", "bring your own tables"),
         ],
     )
+
+
+def _plain(data: Any) -> Any:
+    """A single value without its lists; several stay as they are."""
+    value = data
+    while isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    return data if isinstance(value, list) else value
 
 
 def _first_row(data: DemoData, folder: Path) -> str:

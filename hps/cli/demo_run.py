@@ -19,6 +19,7 @@ BATCH = 64
 ROUNDS = 2
 TIMED_REQUESTS = 200
 SETTLE_S = 2.0
+CANDIDATES, TOP_K = 20, 3
 
 
 @dataclass(slots=True)
@@ -32,6 +33,8 @@ class Findings:
     difference: float = 0.0
     milliseconds: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     checks: dict[str, bool] = field(default_factory=dict)
+    best: list[tuple[int, float]] = field(default_factory=list)
+    """The ranking: candidates and their scores, best first."""
     sample: dict[str, Any] = field(default_factory=dict)
     """The JSON body of one request, to try by hand."""
 
@@ -56,6 +59,7 @@ def ask(data: DemoData, http: str, admin: str) -> Findings:
         reply = client.infer_json(data.model, found.sample)
         as_json = {out["name"]: np.array(out["data"], np.float32) for out in reply["outputs"]}
         known = found.rounds[0].get("default", 0)
+        ranked = _rank(client, data, found)
         found.checks = {
             f"all {data.samples} scores equal the trainer's to {TOLERANCE:g}": (
                 found.difference <= TOLERANCE
@@ -66,6 +70,7 @@ def ask(data: DemoData, http: str, admin: str) -> Findings:
                 for name in data.scores
             ),
             "an unknown key gets the default and is counted": _unknown_is_counted(client, data),
+            f"the best {TOP_K} of {CANDIDATES} candidates are the highest scores": ranked,
         }
     return found
 
@@ -104,6 +109,23 @@ def _time(client: Client, data: DemoData) -> NDArray[np.float64]:
         client.infer(data.model, tensors)
         took.append(1000 * (time.perf_counter() - start))
     return np.array(took)
+
+
+def _rank(client: Client, data: DemoData, found: Findings) -> bool:
+    """What a model calls context comes once, the rest ``CANDIDATES`` times; ``top_k`` picks."""
+    context = client.metadata(data.model).get("parameters", {}).get("context", [])
+    tensors = data.tensors(slice(0, CANDIDATES))
+    tensors |= {name: array[:1] for name, array in tensors.items() if name in context}
+    every = client.infer(data.model, tensors).outputs
+    best = client.infer(data.model, tensors, parameters={"top_k": TOP_K}).outputs
+    output = next(iter(data.scores))
+    positions, scores = best["top_k_index"].reshape(-1), best[output].reshape(-1)
+    found.best = [(int(p), float(s)) for p, s in zip(positions, scores, strict=True)]
+    highest = np.sort(every[output].reshape(-1))[::-1][:TOP_K]
+    of_these = every[output].reshape(-1)[positions]
+    return bool(
+        np.allclose(scores, highest, rtol=0, atol=1e-6) and np.array_equal(scores, of_these)
+    )
 
 
 def _unknown_is_counted(client: Client, data: DemoData) -> bool:

@@ -18,6 +18,8 @@ NUMPY_TYPES: dict[str, str] = {
     "INT64": "int64", "UINT16": "uint16", "UINT32": "uint32", "UINT64": "uint64",
     "FP16": "float16", "FP32": "float32", "FP64": "float64",
 }  # fmt: skip
+# Where a server tells no bound of its own.
+MAX_BATCH = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class Signature:
     model: str
     features: tuple[str, ...]
     dense: Mapping[str, Dense]
-    max_batch: int = 65_536
+    max_batch: int = MAX_BATCH
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -72,7 +74,7 @@ class Signature:
         return Signature(spec.name, tuple(names), dense, spec.max_batch_size)
 
     @staticmethod
-    def of_metadata(metadata: Mapping[str, Any]) -> Signature:
+    def of_metadata(metadata: Mapping[str, Any], max_batch: int = MAX_BATCH) -> Signature:
         """From the protocol's model metadata. Our servers name the features; of others, 64-bit
         tensors are taken for features."""
         sources = metadata.get("parameters", {}).get("source_outputs")
@@ -87,4 +89,4 @@ class Signature:
                 features.append(name)
             else:
                 dense[name] = Dense(np.dtype(NUMPY_TYPES[datatype]), tuple(tensor["shape"]))
-        return Signature(str(metadata["name"]), tuple(features), dense)
+        return Signature(str(metadata["name"]), tuple(features), dense, max_batch)

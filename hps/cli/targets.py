@@ -15,7 +15,7 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from hps.cli.signature import Signature
+from hps.cli.signature import MAX_BATCH, Signature
 from hps.errors import ConfigError
 from hps.types import JaggedKeys, LookupRequest, LookupResult, PredictRequest, PredictResult
 
@@ -76,7 +76,8 @@ class ServerTarget:
         if any(tensor["name"] == "NUMKEYS" for tensor in metadata["inputs"]):
             # A model without a dense part describes itself in HPS's form; its features stand here.
             metadata = self._client.metadata(f"{model}.lookup") | {"name": model}
-        return Signature.of_metadata(metadata)
+        config = self._client.config(model)
+        return Signature.of_metadata(metadata, config.get("max_batch_size") or MAX_BATCH)
 
     def predict(
         self,

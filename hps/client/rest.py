@@ -182,6 +182,10 @@ class Client:
         reply = self._json(self.url, "GET", f"/v2/models/{quote(model, safe='')}")
         return dict(reply)
 
+    def config(self, model: str) -> dict[str, Any]:
+        """A model's configuration in Triton's form, ``max_batch_size`` for one."""
+        return dict(self._json(self.url, "GET", f"/v2/models/{quote(model, safe='')}/config"))
+
     def is_hps(self) -> bool:
         """Whether the server at ``url`` is one of ours, by the name it gives itself."""
         return str(self._json(self.url, "GET", "/v2").get("name", "")).startswith("hps")

@@ -79,7 +79,7 @@ def test_once_checks_everything_and_leaves_nothing(small_demo: Path) -> None:
     before = scratch_folders()
     done = demo("--once", "--model", small_demo)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("OK   ") == 4
+    assert done.stdout.count("OK   ") == 5
     assert "FAIL" not in done.stdout
     for word in ("p50", "p99", "rocksdb", "hit rate", "curl -s http", "hps lookup", "hps status"):
         assert word in done.stdout
@@ -158,6 +158,10 @@ def test_it_serves_until_it_is_told_to_stop(number: signal.Signals, small_demo: 
             first = float(next(line for line in shown if line.split()[:1] == ["0"]).split()[1])
             outputs = {out["name"]: out["data"] for out in answer["outputs"]}
             assert float(np.ravel(outputs["score"])[0]) == pytest.approx(first, abs=1e-5)
+            ours = next(line for line in shown if line.startswith("hps predict"))
+            ours = ours.replace("hps", f"{sys.executable} -m hps.cli.main", 1).strip()
+            told = json.loads(subprocess.check_output(["sh", "-c", f"{ours} -o json"], text=True))
+            assert told["outputs"]["score"][0][0] == pytest.approx(first, abs=1e-5)
             process.send_signal(number)
             assert process.wait(60) == 0, text
         finally:
