@@ -13,7 +13,7 @@ def cache_buckets(keys: NDArray[np.int64], buckets: int) -> NDArray[np.int64]:
     """The two buckets each key may live in: (n, 2)."""
 
 class CacheProbe:
-    """Reads the arrays of a cache; see twin_cache.CacheProbe."""
+    """Works on the arrays of a cache; see twin_cache.CacheProbe."""
 
     def __init__(
         self,
@@ -38,3 +38,12 @@ class CacheProbe:
         source: NDArray[np.uint8],
     ) -> NDArray[np.int64] | None:
         """Answer keys[missing] in place; the positions still missing (m,), or None."""
+
+    def admit(
+        self,
+        keys: NDArray[np.int64],
+        versions: NDArray[np.uint64],
+        rows: NDArray[Any] | None,
+        stamp: int,
+    ) -> tuple[int, int]:
+        """Give each key, distinct and not resident, a slot; rows and tombstones that had to go."""

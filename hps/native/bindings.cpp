@@ -2,9 +2,11 @@
 // around every loop over keys that is long enough to be worth it.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 
 #include "hps/bucket_table.hpp"
@@ -63,7 +65,8 @@ using PerSlot = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <typename T>
 using PerBucket = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-using AnyRows = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Rows = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using ReadOnlyRows = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 nb::object py_cache_buckets(Keys keys, std::size_t buckets) {
   if (buckets == 0 || buckets >= UINT32_MAX)
@@ -80,12 +83,12 @@ nb::object py_cache_buckets(Keys keys, std::size_t buckets) {
   return nb::cast(own(std::move(both), 2 * n)).attr("reshape")(n, 2);
 }
 
-// The arrays of a cache, looked at once; a fetch then passes only the request's own arrays. Keeps
+// The arrays of a cache, looked at once; a call then passes only the request's own arrays. Keeps
 // references to the arrays, which must not be resized.
 class CacheProbe {
  public:
-  CacheProbe(PerBucket<const std::int64_t> keys, PerBucket<const std::uint8_t> states,
-             PerSlot<std::uint32_t> stamps, PerSlot<const std::uint64_t> versions, AnyRows rows,
+  CacheProbe(PerBucket<std::int64_t> keys, PerBucket<std::uint8_t> states,
+             PerSlot<std::uint32_t> stamps, PerSlot<std::uint64_t> versions, Rows rows,
              std::uint8_t code)
       : keys_(keys),
         states_(states),
@@ -100,7 +103,14 @@ class CacheProbe {
       throw std::invalid_argument("keys and states must have one shape (buckets, ways)");
     if (stamps.shape(0) != slots || versions.shape(0) != slots || rows.shape(0) != slots)
       throw std::invalid_argument("stamps, versions and rows must have one entry per slot");
-    table_ = {keys.data(), states.data(), keys.shape(0), keys.shape(1)};
+    table_ = {keys.data(),
+              states.data(),
+              stamps.data(),
+              versions.data(),
+              static_cast<std::uint8_t*>(rows.data()),
+              rows.shape(1) * rows.itemsize(),
+              keys.shape(0),
+              keys.shape(1)};
   }
 
   auto find(Keys keys) const {
@@ -111,41 +121,53 @@ class CacheProbe {
   }
 
   nb::object fetch(Keys keys, Keys missing, std::uint32_t clock, std::uint64_t oldest_tombstone,
-                   nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu> out,
-                   PerSlot<std::uint64_t> versions, PerSlot<std::uint8_t> source) const {
+                   Rows out, PerSlot<std::uint64_t> versions, PerSlot<std::uint8_t> source) const {
     const std::size_t n = keys.shape(0), m = missing.shape(0);
-    if (out.dtype() != rows_.dtype() || out.shape(1) != rows_.shape(1))
-      throw std::invalid_argument("out must have the rows' dtype and dim");
-    if (out.shape(0) != n || versions.shape(0) != n || source.shape(0) != n)
-      throw std::invalid_argument("out, versions and source must have one entry per key");
+    check_rows(out, n);
+    if (versions.shape(0) != n || source.shape(0) != n)
+      throw std::invalid_argument("versions and source must have one entry per key");
     for (std::size_t i = 0; i < m; ++i)
       if (static_cast<std::uint64_t>(missing.data()[i]) >= n)
         throw std::invalid_argument("missing must hold positions of keys");
 
-    const hps::CacheRows by_slot{stamps_.data(),
-                                 versions_.data(),
-                                 static_cast<const std::uint8_t*>(rows_.data()),
-                                 rows_.shape(1) * rows_.itemsize(),
-                                 clock,
-                                 oldest_tombstone};
     const hps::CacheAnswer answer{static_cast<std::uint8_t*>(out.data()), versions.data(),
                                   source.data(), code_};
     std::unique_ptr<std::int64_t[]> left(new std::int64_t[m]);
     std::size_t unanswered = 0;
     without_gil(m, [&] {
-      unanswered =
-          hps::cache_fetch(table_, by_slot, keys.data(), missing.data(), m, answer, left.get());
+      unanswered = hps::cache_fetch(table_, keys.data(), missing.data(), m, clock, oldest_tombstone,
+                                    answer, left.get());
     });
     if (unanswered == 0) return nb::none();
     return nb::cast(own(std::move(left), unanswered));
   }
 
+  auto admit(Keys keys, PerSlot<const std::uint64_t> versions, std::optional<ReadOnlyRows> rows,
+             std::uint32_t stamp) const {
+    const std::size_t n = keys.shape(0);
+    if (versions.shape(0) != n) throw std::invalid_argument("versions must have one entry per key");
+    if (rows) check_rows(*rows, n);
+    const std::uint8_t* from = rows ? static_cast<const std::uint8_t*>(rows->data()) : nullptr;
+    hps::Displaced displaced;
+    without_gil(n, [&] {
+      displaced = hps::cache_admit(table_, keys.data(), versions.data(), from, n, stamp);
+    });
+    return nb::make_tuple(displaced.rows, displaced.tombstones);
+  }
+
  private:
-  PerBucket<const std::int64_t> keys_;
-  PerBucket<const std::uint8_t> states_;
+  template <typename Array>
+  void check_rows(const Array& rows, std::size_t n) const {
+    if (rows.dtype() != rows_.dtype() || rows.shape(1) != rows_.shape(1))
+      throw std::invalid_argument("rows must have the cache's dtype and dim");
+    if (rows.shape(0) != n) throw std::invalid_argument("rows must have one entry per key");
+  }
+
+  PerBucket<std::int64_t> keys_;
+  PerBucket<std::uint8_t> states_;
   PerSlot<std::uint32_t> stamps_;
-  PerSlot<const std::uint64_t> versions_;
-  AnyRows rows_;
+  PerSlot<std::uint64_t> versions_;
+  Rows rows_;
   std::uint8_t code_;
   hps::BucketTable table_;
 };
@@ -160,13 +182,15 @@ NB_MODULE(_core, m) {
   m.def("dedup", &py_dedup, nb::arg("keys").noconvert());
   m.def("cache_buckets", &py_cache_buckets, nb::arg("keys").noconvert(), nb::arg("buckets"));
   nb::class_<CacheProbe>(m, "CacheProbe")
-      .def(nb::init<PerBucket<const std::int64_t>, PerBucket<const std::uint8_t>,
-                    PerSlot<std::uint32_t>, PerSlot<const std::uint64_t>, AnyRows, std::uint8_t>(),
+      .def(nb::init<PerBucket<std::int64_t>, PerBucket<std::uint8_t>, PerSlot<std::uint32_t>,
+                    PerSlot<std::uint64_t>, Rows, std::uint8_t>(),
            nb::arg("keys").noconvert(), nb::arg("states").noconvert(),
            nb::arg("stamps").noconvert(), nb::arg("versions").noconvert(),
            nb::arg("rows").noconvert(), nb::arg("code"))
       .def("find", &CacheProbe::find, nb::arg("keys").noconvert())
       .def("fetch", &CacheProbe::fetch, nb::arg("keys").noconvert(), nb::arg("missing").noconvert(),
            nb::arg("clock"), nb::arg("oldest_tombstone"), nb::arg("out").noconvert(),
-           nb::arg("versions").noconvert(), nb::arg("source").noconvert());
+           nb::arg("versions").noconvert(), nb::arg("source").noconvert())
+      .def("admit", &CacheProbe::admit, nb::arg("keys").noconvert(),
+           nb::arg("versions").noconvert(), nb::arg("rows").noconvert().none(), nb::arg("stamp"));
 }

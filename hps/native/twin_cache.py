@@ -1,4 +1,4 @@
-"""NumPy twins of the CPU cache's probe (include/hps/bucket_table.hpp), vectorised over the batch."""
+"""NumPy twins of the CPU cache's kernels (include/hps/bucket_table.hpp), vectorised over the batch."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ def cache_buckets(keys: KeyArray, buckets: int) -> IndexArray:
 
 
 class CacheProbe:
-    """Reads the arrays of a cache, which it keeps. Slot = bucket * ways + way.
+    """Works on the arrays of a cache, which it keeps. Slot = bucket * ways + way.
 
-    ``keys`` and ``states`` (buckets, ways); ``stamps (slots,) uint32``, ``versions (slots,) uint64``
-    and ``rows (slots, dim)``; ``code`` is the source code reported for a row.
+    ``keys`` and ``states`` (buckets, ways); ``stamps (slots,) uint32``, 0 in an empty slot; ``versions
+    (slots,) uint64`` and ``rows (slots, dim)``; ``code`` is the source code reported for a row.
+    Takes no lock. The compiled twin raises TypeError or ValueError for arrays that do not fit; this
+    one trusts them.
     """
 
     def __init__(
@@ -75,8 +77,7 @@ class CacheProbe:
         """Answer ``keys[missing]`` into ``out (n, dim)``, ``versions (n,)`` and ``source (n,)``; see
         `Part`. Returns the positions still missing, None when there are none.
 
-        Hits get the stamp ``clock``; tombstones older than ``oldest_tombstone`` count as not there. The
-        compiled twin raises TypeError or ValueError for arrays that do not fit; this one trusts them.
+        Hits get the stamp ``clock``; tombstones older than ``oldest_tombstone`` count as not there.
         """
         slots = self.find(keys[missing])
         state = self._states.reshape(-1)[slots]
@@ -89,3 +90,61 @@ class CacheProbe:
         out[missing[row]] = self._rows[slots[row]]
         source[missing[row]] = self._code
         return None if hit.all() else missing[~hit]
+
+    def admit(
+        self, keys: KeyArray, versions: VersionArray, rows: VectorArray | None, stamp: int
+    ) -> tuple[int, int]:
+        """Give each of ``keys``, distinct and not resident, a slot in the bucket with more room, else
+        in the one with the older stamp; there the slot with the oldest stamp. Without ``rows``:
+        tombstones. Returns how many rows and tombstones had to go.
+
+        The compiled twin serves the keys one after the other, this one in rounds: those of one batch
+        that crowd into a bucket may lie elsewhere.
+        """
+        both, left = cache_buckets(keys, len(self._keys)), np.arange(len(keys))
+        states, displaced = self._states.reshape(-1), np.zeros(3, np.int64)
+        while len(left):
+            slots, placed = self._choose(both)
+            at = left[placed]
+            displaced += np.bincount(states[slots], minlength=3)
+            self._keys.reshape(-1)[slots] = keys[at]
+            self._versions[slots] = versions[at]
+            self._stamps[slots] = stamp
+            if rows is not None:
+                self._rows[slots] = rows[at]
+            states[slots] = TOMBSTONE if rows is None else ROW
+            both, left = both[~placed], left[~placed]
+        return int(displaced[ROW]), int(displaced[TOMBSTONE])
+
+    def _choose(self, both: IndexArray) -> tuple[IndexArray, NDArray[np.bool_]]:
+        """For each row of ``both (n, 2)`` a slot, and the mask (n,) of the rows that got one.
+
+        A bucket takes no more keys in one round than a quarter of its room, or one when it is full,
+        lest it fill up and drop rows while the other bucket has room.
+        """
+        room = np.count_nonzero(self._states[both] == EMPTY, axis=2)
+        stamps = self._stamps.reshape(self._keys.shape)
+        oldest = stamps[both].min(axis=2)
+        second = (room[:, 1] > room[:, 0]) | (
+            (room[:, 1] == room[:, 0]) & (oldest[:, 1] < oldest[:, 0])
+        )
+        every = np.arange(len(both))
+        bucket, room = both[every, second.view(np.int8)], room[every, second.view(np.int8)]
+        rank = _rank_within_equals(bucket)
+        placed = rank < np.maximum((room + 3) // 4, 1)
+        by_age = np.argsort(stamps[bucket[placed]], axis=1, kind="stable")
+        way = np.take_along_axis(by_age, rank[placed, None], axis=1)[:, 0]
+        return bucket[placed] * self._keys.shape[1] + way, placed
+
+
+def _rank_within_equals(values: IndexArray) -> IndexArray:
+    """(n,) how many earlier entries have the same value: [5, 7, 5, 5] -> [0, 0, 1, 2]."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    first = np.empty(len(values), bool)
+    first[:1] = True
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    starts = np.flatnonzero(first)
+    rank = np.empty(len(values), np.int64)
+    rank[order] = np.arange(len(values)) - starts[np.cumsum(first) - 1]
+    return rank

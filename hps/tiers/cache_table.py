@@ -1,9 +1,9 @@
 """CacheTable: one table's rows in a CpuCache.
 
-A bucket is WAYS slots; a key lives in one of two buckets told by its hash. Two choices give hit rates
+A bucket has WAYS slots; a key lives in one of two buckets told by its hash. Two choices give hit rates
 within a fraction of a point of exact LRU, and let a cache 15 % larger than its table hold all of it,
 where one bucket per key would lose a tenth to crowding. Keys, states, stamps, versions and rows lie in
-arrays of their own: the probe (hps.native) reads keys and states only. No key value is reserved,
+arrays of their own: the probe (hps.native) looks for a key in keys and states only. No key value is reserved,
 since a slot's state says whether it is empty.
 
 *Recency.* A hit stamps its slot with the table's clock, which ticks once per 1/64 of the capacity
@@ -11,10 +11,11 @@ admitted; a key that needs room takes an empty slot of the emptier bucket, else 
 oldest stamp. A finer clock was measured to buy nothing.
 
 *Readers beside the writer.* One short lock per table. A reader holds it for one call of the probe (2 µs
-for 26 keys; at most READ_SLICE keys); the writer holds it only while it stores a slice of rows whose
-slots it has chosen before, undisturbed, because nobody else changes keys, states and versions. So a row
-is seen whole or not at all, always beside its own key and version. A sequence number with retries
-would spare readers the lock (50 ns) but not the interpreter's, and a slow writer could starve them.
+for 26 keys; at most READ_SLICE keys), the writer for storing one slice of rows (40 µs for WRITE_SLICE
+new rows; what it can prepare it prepares before, undisturbed, because nobody else changes keys, states
+and versions). So a row is seen whole or not at all, always beside its own key and version. A sequence
+number with retries would spare readers the lock (50 ns) but not the interpreter's, and a writer at
+work could starve them.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from dataclasses import dataclass
 from threading import Lock
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hps.native import CacheProbe, cache_buckets, dedup
+from hps.native import CacheProbe, dedup
 from hps.native.twin_cache import EMPTY, ROW, TOMBSTONE
 from hps.tiers.base import Part, newest_of_each
 from hps.types import EmbeddingTable, IndexArray, KeyArray, Source, VectorArray, VersionArray
@@ -63,9 +63,8 @@ class CacheTable:
         self._stamps = np.zeros(self.capacity, np.uint32)
         self._versions = np.zeros(self.capacity, np.uint64)
         self._rows = np.zeros((self.capacity, table.dim), table.dtype)
-        # The same memory by slot and by bucket.
+        # The same memory by slot.
         self._slot_keys, self._slot_states = self._keys.reshape(-1), self._states.reshape(-1)
-        self._bucket_stamps = self._stamps.reshape(shape)
         self._probe = CacheProbe(
             self._keys, self._states, self._stamps, self._versions, self._rows, int(Source.CPU)
         )
@@ -177,43 +176,23 @@ class CacheTable:
             self._admit(keys, vectors, versions, np.flatnonzero(~is_resident))
 
     def _admit(
-        self,
-        keys: KeyArray,
-        vectors: VectorArray | None,
-        versions: VersionArray,
-        at: IndexArray,
+        self, keys: KeyArray, vectors: VectorArray | None, versions: VersionArray, at: IndexArray
     ) -> None:
         """Find room for the entries ``at``, which are not resident."""
         self._tick(len(at))
-        deletions = vectors is None
-        stamp = _COLDEST if deletions else self._clock
-        most_dropped = 1 if deletions else max(1, self._keys.shape[1] // 4)
-        both = cache_buckets(keys[at], len(self._keys))
-        while len(at):
-            slots, placed = self._choose(both, most_dropped)
-            self.evictions += int(np.count_nonzero(self._slot_states[slots] == ROW))
-            self._store(slots, keys, vectors, versions, at[placed], stamp)
-            both, at = both[~placed], at[~placed]
-
-    def _choose(self, both: IndexArray, most_dropped: int) -> tuple[IndexArray, NDArray[np.bool_]]:
-        """For each row of ``both (n, 2)`` a slot in the emptier, else the staler of the two buckets.
-
-        Returns distinct slots and the mask (n,) of the rows they are for, at least one. The others are
-        to choose again: a bucket takes no more in one round than a quarter of its room, or, when it is
-        full, ``most_dropped``, lest it fill up and drop rows while the other bucket has room.
-        """
-        room = np.count_nonzero(self._states[both] == EMPTY, axis=2)
-        oldest = self._bucket_stamps[both].min(axis=2)
-        second = (room[:, 1] > room[:, 0]) | (
-            (room[:, 1] == room[:, 0]) & (oldest[:, 1] < oldest[:, 0])
-        )
-        every = np.arange(len(both))
-        bucket, room = both[every, second.view(np.int8)], room[every, second.view(np.int8)]
-        rank = _rank_within_equals(bucket)
-        placed = rank < np.where(room, (room + 3) // 4, most_dropped)
-        by_age = np.argsort(self._bucket_stamps[bucket[placed]], axis=1, kind="stable")
-        way = np.take_along_axis(by_age, rank[placed, None], axis=1)[:, 0]
-        return bucket[placed] * self._keys.shape[1] + way, placed
+        keys, versions = keys[at], versions[at]
+        if vectors is None:
+            stamp = _COLDEST
+            self.tombstones += len(at)
+        else:
+            stamp = self._clock
+            vectors = vectors[at]
+            self.rows += len(at)
+        with self._lock:
+            rows, tombstones = self._probe.admit(keys, versions, vectors, stamp)
+        self.rows -= rows
+        self.tombstones -= tombstones
+        self.evictions += rows
 
     def _store(
         self,
@@ -262,16 +241,3 @@ class CacheTable:
                 np.minimum(self._stamps, _COLDEST, out=self._stamps)
                 self._clock = _COLDEST
             self._clock += 1
-
-
-def _rank_within_equals(values: IndexArray) -> IndexArray:
-    """(n,) how many earlier entries have the same value: [5, 7, 5, 5] -> [0, 0, 1, 2]."""
-    order = np.argsort(values, kind="stable")
-    ordered = values[order]
-    first = np.empty(len(values), bool)
-    first[:1] = True
-    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
-    starts = np.flatnonzero(first)
-    rank = np.empty(len(values), np.int64)
-    rank[order] = np.arange(len(values)) - starts[np.cumsum(first) - 1]
-    return rank

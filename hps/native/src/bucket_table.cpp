@@ -5,7 +5,7 @@
 namespace hps {
 namespace {
 
-// How many keys ahead a key's first bucket is asked for: a bucket is two cache lines away in main
+// How many keys ahead a key's buckets are asked for: a bucket is two cache lines away in main
 // memory, and this many such waits overlap.
 constexpr std::size_t kAhead = 8;
 
@@ -24,23 +24,51 @@ inline void prefetch_bucket(const BucketTable& table, std::size_t bucket) {
   __builtin_prefetch(table.states + from);
 }
 
-// Calls visit(i, slot of the i-th key or -1) for i in [0, n); key_at(i) yields the key.
-template <typename KeyAt, typename Visit>
-inline void probe(const BucketTable& table, std::size_t n, KeyAt key_at, Visit visit) {
+inline void prefetch_ages(const BucketTable& table, TwoBuckets at) {
+  __builtin_prefetch(table.stamps + at.first * table.ways);
+  __builtin_prefetch(table.states + at.first * table.ways);
+  __builtin_prefetch(table.stamps + at.second * table.ways);
+  __builtin_prefetch(table.states + at.second * table.ways);
+}
+
+// Calls visit(i, buckets of the i-th key) for i in [0, n); key_at(i) yields the key, and
+// prefetch(buckets) is called kAhead keys before.
+template <typename KeyAt, typename Prefetch, typename Visit>
+inline void walk(const BucketTable& table, std::size_t n, KeyAt key_at, Prefetch prefetch,
+                 Visit visit) {
   TwoBuckets ahead[kAhead];
   const std::size_t warm = n < kAhead ? n : kAhead;
   for (std::size_t i = 0; i < warm; ++i) {
     ahead[i] = buckets_of(key_at(i), table.buckets);
-    prefetch_bucket(table, ahead[i].first);
+    prefetch(ahead[i]);
   }
   for (std::size_t i = 0; i < n; ++i) {
     const TwoBuckets at = ahead[i % kAhead];
     if (i + kAhead < n) {
       ahead[i % kAhead] = buckets_of(key_at(i + kAhead), table.buckets);
-      prefetch_bucket(table, ahead[i % kAhead].first);
+      prefetch(ahead[i % kAhead]);
     }
-    visit(i, find_slot(table, key_at(i), at));
+    visit(i, at);
   }
+}
+
+// A bucket as a place for a new key.
+struct Place {
+  std::size_t room, slot;  // empty slots; the slot with the oldest stamp
+  std::uint32_t oldest;
+};
+
+inline Place place_in(const BucketTable& table, std::size_t bucket) {
+  const std::size_t from = bucket * table.ways;
+  Place place{0, from, table.stamps[from]};
+  for (std::size_t slot = from; slot < from + table.ways; ++slot) {
+    place.room += table.states[slot] == kEmpty;
+    if (table.stamps[slot] < place.oldest) {
+      place.oldest = table.stamps[slot];
+      place.slot = slot;
+    }
+  }
+  return place;
 }
 
 }  // namespace
@@ -52,33 +80,62 @@ std::int64_t find_slot(const BucketTable& table, std::int64_t key, TwoBuckets at
 
 void cache_find(const BucketTable& table, const std::int64_t* keys, std::size_t n,
                 std::int64_t* slots) {
-  probe(
+  walk(
       table, n, [&](std::size_t i) { return keys[i]; },
-      [&](std::size_t i, std::int64_t slot) { slots[i] = slot; });
+      [&](TwoBuckets at) { prefetch_bucket(table, at.first); },
+      [&](std::size_t i, TwoBuckets at) { slots[i] = find_slot(table, keys[i], at); });
 }
 
-std::size_t cache_fetch(const BucketTable& table, const CacheRows& rows, const std::int64_t* keys,
-                        const std::int64_t* missing, std::size_t m, const CacheAnswer& answer,
+std::size_t cache_fetch(const BucketTable& table, const std::int64_t* keys,
+                        const std::int64_t* missing, std::size_t m, std::uint32_t clock,
+                        std::uint64_t oldest_tombstone, const CacheAnswer& answer,
                         std::int64_t* left) {
   std::size_t unanswered = 0;
-  probe(
+  walk(
       table, m, [&](std::size_t i) { return keys[missing[i]]; },
-      [&](std::size_t i, std::int64_t slot) {
+      [&](TwoBuckets at) { prefetch_bucket(table, at.first); },
+      [&](std::size_t i, TwoBuckets buckets) {
         const std::int64_t at = missing[i];
+        const std::int64_t slot = find_slot(table, keys[at], buckets);
         if (slot < 0 ||
-            (table.states[slot] == kTombstone && rows.versions[slot] < rows.oldest_tombstone)) {
+            (table.states[slot] == kTombstone && table.versions[slot] < oldest_tombstone)) {
           left[unanswered++] = at;
           return;
         }
         // Most hits find the stamp up to date; not writing keeps the line clean.
-        if (rows.stamps[slot] != rows.clock) rows.stamps[slot] = rows.clock;
-        answer.versions[at] = rows.versions[slot];
+        if (table.stamps[slot] != clock) table.stamps[slot] = clock;
+        answer.versions[at] = table.versions[slot];
         if (table.states[slot] == kTombstone) return;
-        std::memcpy(answer.out + static_cast<std::size_t>(at) * rows.row_bytes,
-                    rows.rows + static_cast<std::size_t>(slot) * rows.row_bytes, rows.row_bytes);
+        std::memcpy(answer.out + static_cast<std::size_t>(at) * table.row_bytes,
+                    table.rows + static_cast<std::size_t>(slot) * table.row_bytes, table.row_bytes);
         answer.source[at] = answer.code;
       });
   return unanswered;
+}
+
+Displaced cache_admit(const BucketTable& table, const std::int64_t* keys,
+                      const std::uint64_t* versions, const std::uint8_t* rows, std::size_t n,
+                      std::uint32_t stamp) {
+  Displaced displaced;
+  walk(
+      table, n, [&](std::size_t i) { return keys[i]; },
+      [&](TwoBuckets at) { prefetch_ages(table, at); },
+      [&](std::size_t i, TwoBuckets at) {
+        const Place first = place_in(table, at.first), second = place_in(table, at.second);
+        const bool take_second =
+            second.room > first.room || (second.room == first.room && second.oldest < first.oldest);
+        const std::size_t slot = take_second ? second.slot : first.slot;
+        displaced.rows += table.states[slot] == kRow;
+        displaced.tombstones += table.states[slot] == kTombstone;
+        table.keys[slot] = keys[i];
+        table.versions[slot] = versions[i];
+        table.stamps[slot] = stamp;
+        table.states[slot] = rows == nullptr ? kTombstone : kRow;
+        if (rows != nullptr)
+          std::memcpy(table.rows + slot * table.row_bytes, rows + i * table.row_bytes,
+                      table.row_bytes);
+      });
+  return displaced;
 }
 
 }  // namespace hps

@@ -17,7 +17,7 @@ class Slots:
 
     def __init__(self, held, buckets, ways, dim, dtype, seed):
         rng = np.random.default_rng(seed)
-        self.keys = rng.integers(-3, 4, (buckets, ways))  # left-over keys of emptied slots
+        self.keys = rng.integers(-3, 4, (buckets, ways))  # left over in emptied slots
         self.states = np.zeros((buckets, ways), np.uint8)
         for key in dict.fromkeys(held):
             first, second = twin.cache_buckets(np.array([key]), buckets)[0]
@@ -31,7 +31,8 @@ class Slots:
         slots = buckets * ways
         self.versions = rng.integers(0, 10, slots).astype(np.uint64)
         self.rows = rng.random((slots, dim)).astype(dtype)
-        self.stamps = rng.integers(0, 5, slots).astype(np.uint32)
+        self.stamps = rng.integers(1, 5, slots).astype(np.uint32)
+        self.stamps[self.states.reshape(-1) == EMPTY] = 0
 
     def probe(self, module, stamps):
         return module.CacheProbe(self.keys, self.states, stamps, self.versions, self.rows, 2)
@@ -104,6 +105,75 @@ def test_keys_of_one_partition_use_every_bucket():
             assert np.bincount(column, minlength=64).min() > 100
 
 
+ADMITTED = st.lists(KEY, max_size=40, unique=True)
+SHAPES = st.sampled_from([(1, 1), (1, 3), (3, 16), (40, 17)])
+
+
+def newcomers(slots, keys):
+    """Those of ``keys`` that are not resident, with versions and rows of their own."""
+    keys = np.array(keys, np.int64)
+    keys = keys[slots.probe(twin, slots.stamps).find(keys) < 0]
+    rows = (np.arange(len(keys))[:, None] + 100 + np.zeros((1, 3))).astype(slots.rows.dtype)
+    return keys, np.arange(len(keys)).astype(np.uint64) + np.uint64(50), rows
+
+
+def admit(module, slots, keys, versions, rows, stamp=9):
+    return slots.probe(module, slots.stamps).admit(keys, versions, rows, stamp)
+
+
+def arrays(slots):
+    return slots.keys, slots.states, slots.stamps, slots.versions, slots.rows
+
+
+@settings(deadline=None)
+@given(st.lists(KEY, max_size=60), ADMITTED, SHAPES, st.booleans(), st.integers(0, 2**32))
+def test_admission_one_by_one_equals_the_twin(held, asked, shape, deletions, seed):
+    """And a batch at once is the same, in the compiled one."""
+    by_twin, by_native, at_once = (Slots(held, *shape, 3, np.float32, seed) for _ in range(3))
+    keys, versions, rows = newcomers(by_twin, asked)
+    total = np.zeros(2, int)
+    for i in range(len(keys)):
+        one = keys[i : i + 1], versions[i : i + 1], None if deletions else rows[i : i + 1]
+        displaced = admit(native, by_native, *one)
+        assert displaced == admit(twin, by_twin, *one)
+        total += displaced
+    assert tuple(total) == admit(native, at_once, keys, versions, None if deletions else rows)
+    for mine, other, third in zip(arrays(by_native), arrays(by_twin), arrays(at_once), strict=True):
+        np.testing.assert_array_equal(mine, other)
+        np.testing.assert_array_equal(mine, third)
+
+
+@pytest.mark.parametrize("module", [native, twin])
+@settings(deadline=None)
+@given(held=st.lists(KEY, max_size=60), asked=ADMITTED, shape=SHAPES, seed=st.integers(0, 2**32))
+def test_admission_of_a_batch(module, held, asked, shape, seed):
+    slots, before = (Slots(held, *shape, 3, np.float32, seed) for _ in range(2))
+    keys, versions, rows = newcomers(slots, asked)
+    gone = sum(admit(module, slots, keys, versions, rows))
+    occupied = np.count_nonzero(before.states)
+    assert np.count_nonzero(slots.states) == occupied + len(keys) - gone
+    found = slots.probe(module, slots.stamps).find(keys)
+    at = found[found >= 0]
+    np.testing.assert_array_equal(slots.versions[at], versions[found >= 0])
+    np.testing.assert_array_equal(slots.rows[at], rows[found >= 0])
+    assert (slots.stamps[at] == 9).all()
+    assert (slots.states.reshape(-1)[at] == ROW).all()
+    others = np.setdiff1d(np.arange(len(slots.stamps)), at)
+    for mine, old in zip(arrays(slots), arrays(before), strict=True):
+        flat = mine.reshape(len(slots.stamps), -1), old.reshape(len(slots.stamps), -1)
+        np.testing.assert_array_equal(flat[0][others], flat[1][others])
+
+
+@pytest.mark.parametrize("module", [native, twin])
+def test_no_row_goes_while_a_bucket_has_room(module):
+    slots = Slots([], 64, 16, 3, np.float32, 1)
+    keys = np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 850)
+    for start in range(0, len(keys), 50):
+        some = keys[start : start + 50]
+        rows = np.zeros((50, 3), np.float32)
+        assert admit(module, slots, some, np.zeros(50, np.uint64), rows) == (0, 0)
+
+
 BAD = {
     "out of another dim": lambda a: a.update(out=np.zeros((3, 5), np.float32)),
     "out of another dtype": lambda a: a.update(out=np.zeros((3, 4), np.float64)),
@@ -116,6 +186,28 @@ BAD = {
     "negative position": lambda a: a.update(missing=np.array([-1])),
     "32-bit keys": lambda a: a.update(keys=np.zeros(3, np.int32)),
 }
+
+
+BAD_ADMISSIONS = {
+    "rows of another dim": {"rows": np.zeros((3, 5), np.float32)},
+    "rows of another dtype": {"rows": np.zeros((3, 4), np.float16)},
+    "too few rows": {"rows": np.zeros((2, 4), np.float32)},
+    "too few versions": {"versions": np.zeros(2, np.uint64)},
+    "signed versions": {"versions": np.zeros(3, np.int64)},
+    "32-bit keys": {"keys": np.zeros(3, np.int32)},
+}
+
+
+@pytest.mark.parametrize("wrong", BAD_ADMISSIONS.values(), ids=BAD_ADMISSIONS)
+def test_wrong_rows_are_not_admitted(wrong):
+    slots = Slots([], 2, 3, 4, np.float32, 1)
+    good = {
+        "keys": np.arange(3), "versions": np.zeros(3, np.uint64),
+        "rows": np.zeros((3, 4), np.float32), "stamp": 1,
+    }  # fmt: skip
+    with pytest.raises((TypeError, ValueError)):
+        slots.probe(native, slots.stamps).admit(**good | wrong)
+    assert not slots.states.any()
 
 
 @pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)

@@ -1,8 +1,9 @@
-// The probe of the CPU cache. A table is an array of buckets of `ways` slots; a key lives in one of
-// two buckets, both told by its hash. Keys, states, stamps, versions and rows lie in arrays of
-// their own, indexed by slot = bucket * ways + way, so that probing touches keys and states only.
+// The compiled half of the CPU cache. A table is an array of buckets of `ways` slots; a key lives
+// in one of two buckets, both told by its hash. Keys, states, stamps, versions and rows lie in
+// arrays of their own, indexed by slot = bucket * ways + way, so that probing touches keys and
+// states only.
 //
-// Nothing here locks or writes but stamps: the caller keeps writers away.
+// Nothing here locks: the caller keeps the writer and the readers apart (readers write stamps).
 // NumPy twins: hps/native/twin_cache.py.
 #pragma once
 
@@ -16,9 +17,13 @@ namespace hps {
 enum SlotState : std::uint8_t { kEmpty = 0, kRow = 1, kTombstone = 2 };
 
 struct BucketTable {
-  const std::int64_t* keys;    // [buckets * ways]
-  const std::uint8_t* states;  // SlotState
-  std::size_t buckets;         // 1 .. 2^32 - 1
+  std::int64_t* keys;       // [buckets * ways]
+  std::uint8_t* states;     // SlotState
+  std::uint32_t* stamps;    // when last used; 0 in an empty slot
+  std::uint64_t* versions;  // [buckets * ways]
+  std::uint8_t* rows;       // [buckets * ways][row_bytes]
+  std::size_t row_bytes;
+  std::size_t buckets;  // 1 .. 2^32 - 2
   std::size_t ways;
 };
 
@@ -42,16 +47,6 @@ std::int64_t find_slot(const BucketTable& table, std::int64_t key, TwoBuckets at
 void cache_find(const BucketTable& table, const std::int64_t* keys, std::size_t n,
                 std::int64_t* slots);
 
-// What a fetch reads beside the probed arrays, and the clock it stamps hits with.
-struct CacheRows {
-  std::uint32_t* stamps;
-  const std::uint64_t* versions;
-  const std::uint8_t* rows;
-  std::size_t row_bytes;
-  std::uint32_t clock;
-  std::uint64_t oldest_tombstone;  // an older one counts as not there
-};
-
 // Where a fetch writes, indexed by the key's position.
 struct CacheAnswer {
   std::uint8_t* out;
@@ -60,10 +55,24 @@ struct CacheAnswer {
   std::uint8_t code;
 };
 
-// Answers keys[missing[0..m)]; writes the positions it could not answer to left, in order, and
-// returns their number.
-std::size_t cache_fetch(const BucketTable& table, const CacheRows& rows, const std::int64_t* keys,
-                        const std::int64_t* missing, std::size_t m, const CacheAnswer& answer,
+// Answers keys[missing[0..m)], stamping hits with `clock`; tombstones older than `oldest_tombstone`
+// count as not there. Writes the positions it could not answer to left, in order, and returns their
+// number.
+std::size_t cache_fetch(const BucketTable& table, const std::int64_t* keys,
+                        const std::int64_t* missing, std::size_t m, std::uint32_t clock,
+                        std::uint64_t oldest_tombstone, const CacheAnswer& answer,
                         std::int64_t* left);
+
+// What made room for others.
+struct Displaced {
+  std::size_t rows = 0, tombstones = 0;
+};
+
+// Gives each of keys[0..n), which are not resident, a slot, one after the other: in the bucket with
+// more room, else the one with the older stamp; there the slot with the oldest stamp. rows is
+// [n][row_bytes], or null: tombstones.
+Displaced cache_admit(const BucketTable& table, const std::int64_t* keys,
+                      const std::uint64_t* versions, const std::uint8_t* rows, std::size_t n,
+                      std::uint32_t stamp);
 
 }  // namespace hps
