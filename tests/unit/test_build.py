@@ -278,17 +278,18 @@ def test_warming_never_brings_back_what_was_written_over(folder, layout):
 
 def test_warming_takes_the_last_row_of_a_key_that_stands_twice(tmp_path):
     spec = ModelSpec(name="twice", tables=[USERS])
-    keys = np.concatenate([np.arange(1000), [3]])
+    keys = np.concatenate([np.arange(1000), np.arange(100)])
     vectors = rows(keys, 4)
-    vectors[-1] = 77
+    vectors[1000:] = 77
     write_version(tmp_path / "models", spec, 1, {"users": (keys, vectors)})
-    # The cache reaches as far as the first of the two, not to the last, which counts.
+    # The cache reaches as far as the first of two rows, not to the last one, which counts.
     serve = {"twice": {"tables": {"users": {"cache_rows": 512}}}}
     for _ in range(2):
         with hps.open(settings(tmp_path, models={"serve": serve})) as node:
             assert cached(node, model="twice") > 400
-            found = node.lookup("twice", {"users": [3, 4]})
-            np.testing.assert_array_equal(found.vectors["users"], [[77] * 4, rows([4], 4)[0]])
+            found = node.lookup("twice", {"users": np.arange(200)})
+            np.testing.assert_array_equal(found.vectors["users"][:100], np.full((100, 4), 77))
+            np.testing.assert_array_equal(found.vectors["users"][100:], vectors[100:200])
 
 
 def test_default_then_promote_by_override(folder):
