@@ -20,7 +20,8 @@ def test_no_more_threads_than_allowed_and_none_without_need():
     workers, gate = Workers("few", 3), threading.Event()
     for _ in range(5):
         assert workers.submit(lambda: None).wait(10)
-        time.sleep(0.01)  # until the worker is idle again
+        while not workers._idle._value:  # until the worker waits for work again
+            time.sleep(0.001)
     few = [t for t in threading.enumerate() if t.name.startswith("hps-few-")]
     assert len(few) == 1
     assert few[0].daemon
