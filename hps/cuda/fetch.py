@@ -1,0 +1,186 @@
+"""One launch of fetch over all tables of a batch, and the buffers it needs."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.cuda import launch
+from hps.cuda.launch import FETCH_ARGS, PARTS, blocks_of, fetch_name, tile_of, unit_of
+from hps.cuda.loader import args_of, cupy, kernel
+from hps.cuda.readers import Readers
+from hps.cuda.table import GpuTable
+
+_COUNT_BYTES = 16
+# FETCH_PART, packed in one go: setting the fields one by one takes longer than the fetch.
+_PART = struct.Struct("<9Q8I")
+_PARTS_AT = 24
+_AT_ONCE = 4096
+"""Misses that come to the host together with their number; more take a second copy."""
+
+
+@dataclass(slots=True)
+class Ask:
+    """One table's share of a fetch. ``keys`` and ``positions`` (or None for all) on host or device; ``out``,
+    ``versions`` and ``source`` on the device; ``n`` keys are asked for."""
+
+    table: GpuTable
+    keys: Any
+    positions: Any
+    out: Any
+    versions: Any
+    source: Any
+    n: int
+    oldest_tombstone: int
+
+
+class Workspace:
+    """Staging buffers of one fetch at a time on the current device."""
+
+    def __init__(self) -> None:
+        self.args = args_of(FETCH_ARGS)
+        self._bytes = 0
+        self._grow(1 << 16)
+
+    def fetch(
+        self, readers: Readers, stream: Any, asks: Sequence[Ask], code: int
+    ) -> NDArray[np.uint32]:
+        """Run ``asks`` (1 … PARTS of them, none empty) on ``stream``. Returns, ascending, the misses as
+        positions in the batch: ask after ask, each key asked for counted. Waits for the stream."""
+        cp = cupy()
+        total = sum(ask.n for ask in asks)
+        self._reserve(asks, total)
+        upload = self._stage(asks, code)
+        self.args["misses"] = self._device.data.ptr + upload
+        self.args["miss_count"] = self._device.data.ptr + upload - _COUNT_BYTES
+        name, blocks = self._choose(asks)
+        copy = cp.cuda.runtime.memcpyAsync
+        copy(self._device.data.ptr, self._pinned.ptr, upload, 1, stream.ptr)
+        readers.run(stream, lambda: kernel(name).launch(blocks, self.args, stream.ptr))
+        start = upload - _COUNT_BYTES
+        some = _COUNT_BYTES + 4 * min(total, _AT_ONCE)
+        copy(self._pinned.ptr, self._device.data.ptr + start, some, 2, stream.ptr)
+        stream.synchronize()
+        misses = int(self._host[:4].view(np.uint32)[0])
+        if misses > _AT_ONCE:
+            copy(self._pinned.ptr, self._device.data.ptr + upload, 4 * misses, 2, stream.ptr)
+            stream.synchronize()
+            return np.sort(self._host[: 4 * misses].view(np.uint32))
+        return np.sort(self._host[_COUNT_BYTES : _COUNT_BYTES + 4 * misses].view(np.uint32))
+
+    def _stage(self, asks: Sequence[Ask], code: int) -> int:
+        """Fill in the arguments and the staging buffer; returns the bytes to upload: host keys, host
+        positions and a zero for the misses' count."""
+        at = base = blocks = 0
+        tile = self._tile(asks)
+        for index, ask in enumerate(asks):
+            keys, at = self._put(ask.keys, at)
+            positions, at = self._put(ask.positions, at)
+            _PART.pack_into(
+                self.args.data,
+                _PARTS_AT + index * _PART.size,
+                *ask.table.pointers,
+                keys,
+                positions,
+                ask.out.data.ptr,
+                ask.versions.data.ptr,
+                ask.source.data.ptr,
+                ask.oldest_tombstone,
+                *ask.table.sizes,
+                ask.n,
+                base,
+                blocks,
+                ask.table.now,
+                code,
+            )
+            base += ask.n
+            blocks += blocks_of(ask.n, *tile)
+        self.args["parts"] = len(asks)
+        self._host[at : at + _COUNT_BYTES] = 0
+        return at + _COUNT_BYTES
+
+    def _put(self, array: Any, at: int) -> tuple[int, int]:
+        """The device address of ``array``, which is copied to ``at`` in the staging buffer if it is on the
+        host, and where the next one goes."""
+        if array is None:
+            return 0, at
+        if not isinstance(array, np.ndarray):
+            return int(array.data.ptr), at
+        end = at + array.nbytes
+        self._host[at:end].view(array.dtype)[:] = array
+        end = -(-end // 16) * 16
+        return int(self._device.data.ptr) + at, end
+
+    @staticmethod
+    def _tile(asks: Sequence[Ask]) -> tuple[int, int]:
+        return tile_of(max(ask.table.table.row_bytes for ask in asks))
+
+    def _choose(self, asks: Sequence[Ask]) -> tuple[str, int]:
+        unit = min(unit_of(ask.table.table.row_bytes, [ask.out.data.ptr]) for ask in asks)
+        tile = self._tile(asks)
+        keep = all(ask.table.keep for ask in asks)
+        blocks = sum(blocks_of(ask.n, *tile) for ask in asks)
+        return fetch_name(tile, unit, launch.TIER, stamp=True, keep=keep), blocks
+
+    def _reserve(self, asks: Sequence[Ask], total: int) -> None:
+        needed = _COUNT_BYTES + 4 * max(total, _AT_ONCE)
+        for ask in asks:
+            for array in (ask.keys, ask.positions):
+                if isinstance(array, np.ndarray):
+                    needed += array.nbytes + 16
+        if needed > self._bytes:
+            self._grow(1 << (needed - 1).bit_length())
+
+    def _grow(self, size: int) -> None:
+        cp = cupy()
+        self._bytes = size
+        self._device = cp.empty(size, np.uint8)
+        self._pinned = cp.cuda.alloc_pinned_memory(size)
+        self._host = np.frombuffer(self._pinned, np.uint8, size)
+
+
+class Direct:
+    """Fetches from one table without host work: device keys in, rows or row numbers out, misses left on
+    the device. For callers that keep everything there, and for measuring the kernel alone."""
+
+    def __init__(self, readers: Readers) -> None:
+        self._readers = readers
+
+    def fetch(
+        self,
+        table: GpuTable,
+        keys: Any,
+        out: Any,
+        misses: Any,
+        *,
+        form: int = launch.ROWS,
+        tile: tuple[int, int] | None = None,
+        stamp: bool = True,
+        keep: bool | None = None,
+    ) -> None:
+        """``keys (n,)``, n > 0; ``out (n, dim)`` or, for ``launch.NUMBERS``, ``(n,) uint32``. ``misses
+        (4 + n,) uint32``: [0] must be zero and counts them, from [4] on stand their positions, in no
+        order."""
+        tile = tile or tile_of(table.table.row_bytes)
+        args = args_of(FETCH_ARGS)
+        args["misses"], args["miss_count"] = misses.data.ptr + 16, misses.data.ptr
+        args["parts"] = 1
+        part = args["part"][0]
+        part["lines"], part["rows"], part["row_versions"] = table.pointers
+        part["keys"], part["out"], part["n"] = keys.data.ptr, out.data.ptr, len(keys)
+        part["buckets"], part["stride"], part["row_bytes"] = table.sizes
+        part["now"] = table.now
+        unit = 16 if form == launch.NUMBERS else unit_of(table.table.row_bytes, [out.data.ptr])
+        keep = table.keep if keep is None else keep
+        run = kernel(fetch_name(tile, unit, form, stamp=stamp, keep=keep))
+        stream = cupy().cuda.get_current_stream()
+        blocks = blocks_of(len(keys), *tile)
+        self._readers.run(stream, lambda: run.launch(blocks, args, stream.ptr))
+
+
+__all__ = ["PARTS", "Ask", "Direct", "Workspace"]

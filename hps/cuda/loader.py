@@ -1,0 +1,112 @@
+"""Compiles the .cu files beside this module, kernel by kernel, when they are first asked for.
+
+CuPy keeps compiled code on disk under a key that leaves out included headers, so a digest of all
+sources goes into the options: a changed header is never answered with yesterday's code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.errors import Unsupported
+
+FOLDER = Path(__file__).resolve().parent
+FILES = {
+    "fetch_kernel": "fetch.cu",
+    "dedup_kernel": "write.cu",
+    "choose_kernel": "write.cu",
+    "fill_kernel": "write.cu",
+    "publish_kernel": "write.cu",
+    "evict_kernel": "write.cu",
+    "clear_kernel": "scan.cu",
+    "export_kernel": "scan.cu",
+    "gather_kernel": "scan.cu",
+}
+"""Kernel -> the file that holds it."""
+
+BLOCK = 256
+
+
+@cache
+def cupy() -> Any:
+    """The module `cupy`, with a device to use. Raises Unsupported naming what is missing."""
+    try:
+        import cupy as module
+    except ImportError as error:
+        raise Unsupported(
+            "the GPU cache needs CuPy: pip install 'hps-server[gpu]', or configure the CPU cache"
+        ) from error
+    try:
+        count = module.cuda.runtime.getDeviceCount()
+    except module.cuda.runtime.CUDARuntimeError as error:
+        raise Unsupported(f"the GPU cache needs a CUDA device: {error}") from error
+    if not count:
+        raise Unsupported("the GPU cache needs a CUDA device; none is visible")
+    return module
+
+
+def lacking() -> str | None:
+    """Why the GPU cache can't be used in this process, or None when it can."""
+    try:
+        cupy()
+    except Unsupported as error:
+        return str(error)
+    return None
+
+
+@cache
+def digest() -> str:
+    """Of all CUDA sources, sixteen hexadecimal digits."""
+    total = hashlib.sha256()
+    for file in sorted(FOLDER.glob("*.cu*")):
+        total.update(f"{file.name}\0".encode())
+        total.update(hashlib.sha256(file.read_bytes()).digest())
+    return total.hexdigest()[:16]
+
+
+def options() -> list[str]:
+    """What NVRTC is given, but for the architecture."""
+    return ["-std=c++17", f"-I{FOLDER}", f"-DHPS_SOURCES=0x{digest()}"]
+
+
+class Kernel:
+    """A compiled kernel that takes one struct by value."""
+
+    def __init__(self, pointer: int, owner: Any) -> None:
+        self._pointer, self._owner = pointer, owner
+        self._launch = cupy().cuda.driver.launchKernel
+
+    def launch(self, blocks: int, args: NDArray[Any], stream: int) -> None:
+        """Start ``blocks`` blocks of `BLOCK` threads with ``args``, a 0-d structured array, on ``stream`` (a
+        CUDA stream's pointer). ``args`` is read before this returns."""
+        pointers = (ctypes.c_void_p * 1)(args.ctypes.data)
+        self._launch(
+            self._pointer, blocks, 1, 1, BLOCK, 1, 1, 0, stream, ctypes.addressof(pointers), 0
+        )
+
+
+def kernel(expression: str) -> Kernel:
+    """The kernel named, ``fetch_kernel<8, 1, 16, 0, true, true>`` say, for the current device."""
+    return _kernel(cupy().cuda.runtime.getDevice(), expression)
+
+
+@cache
+def _kernel(_device: int, expression: str) -> Kernel:
+    code = (FOLDER / FILES[expression.partition("<")[0]]).read_text()
+    module = cupy().RawModule(
+        code=code, options=tuple(options()), name_expressions=(expression,), backend="nvrtc"
+    )
+    function = module.get_function(expression)
+    return Kernel(function.kernel.ptr, (module, function))
+
+
+def args_of(dtype: np.dtype[Any]) -> NDArray[Any]:
+    """An argument struct, all zero."""
+    return np.zeros((), dtype)

@@ -1,0 +1,43 @@
+"""Who reads the tables at this moment: what a writer waits for before it takes its next step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from hps.cuda.loader import cupy
+
+
+class Readers:
+    """Remembers, per CUDA stream, the end of the last reading kernel launched on it.
+
+    `run` may be called from many threads; `settle` by the one writer.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ends: dict[int, Any] = {}
+
+    def run(self, stream: Any, launch: Callable[[], None]) -> None:
+        """Call ``launch``, which starts reading kernels on ``stream``, and note when they end."""
+        with self._lock:
+            launch()
+            end = self._ends.get(stream.ptr)
+            if end is None:
+                end = self._ends[stream.ptr] = cupy().cuda.Event(disable_timing=True)
+            end.record(stream)
+
+    def settle(self, stream: Any, done: Any) -> None:
+        """Make what follows on the writer's ``stream`` wait until every reader has ended that might have
+        seen the tables as they were before the work so far on ``stream``.
+
+        The host waits (without spinning) for that work, by the event ``done``: readers launched from
+        then on see its result, so only those launched before need to be waited for, by the device.
+        """
+        done.record(stream)
+        done.synchronize()
+        with self._lock:
+            ends = list(self._ends.values())
+            for end in ends:
+                stream.wait_event(end)

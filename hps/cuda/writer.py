@@ -1,0 +1,111 @@
+"""The steps of insert, update, delete and evict, and what lies between them (README.md, *Readers*)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.cuda.launch import WRITE_ARGS, WRITE_TILE, blocks_of, unit_of
+from hps.cuda.layout import MAX_SPARE, NO_ROW
+from hps.cuda.loader import args_of, cupy, kernel
+from hps.cuda.readers import Readers
+from hps.cuda.table import GpuTable
+
+
+class Writer:
+    """Changes tables on the current device, on a stream of its own. One thread at a time."""
+
+    def __init__(self, readers: Readers) -> None:
+        cp = cupy()
+        self.stream = cp.cuda.Stream(non_blocking=True)
+        self._readers = readers
+        self._done = cp.cuda.Event(block=True, disable_timing=True)
+        self._plan = cp.empty(MAX_SPARE, np.uint32)
+        self._position = cp.empty(MAX_SPARE, np.uint32)
+        self._scratch = cp.empty(2 * MAX_SPARE, np.uint32)
+        self._counters = cp.zeros(4, np.uint64)
+        self._counted = np.zeros(4, np.uint64)
+
+    def write(
+        self,
+        table: GpuTable,
+        keys: Any,
+        vectors: Any,
+        versions: Any,
+        oldest_tombstone: int,
+        *,
+        update: bool = False,
+    ) -> None:
+        """Insert or update ``keys (n,)`` with ``vectors (n, dim)``; delete them where it is None. Device
+        arrays, C-contiguous. Every fetch launched after the return sees the result."""
+        for start in range(0, len(keys), table.shape.spare):
+            some = slice(start, start + table.shape.spare)
+            rows = None if vectors is None else vectors[some]
+            args = self._args(table, keys[some], rows, versions[some])
+            args["oldest_tombstone"], args["update"] = oldest_tombstone, update
+            for _step in self._steps(table, args):
+                self._readers.settle(self.stream, self._done)
+
+    def evict(self, table: GpuTable, keys: Any) -> None:
+        """Drop ``keys (n,)``, a device array."""
+        args = self._args(table, keys, None, None)
+        self._launch("evict_kernel", args, WRITE_TILE)
+        self.finish()
+
+    def clear(self, table: GpuTable) -> None:
+        table.clear(self.stream)
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait for what was launched."""
+        self._done.record(self.stream)
+        self._done.synchronize()
+
+    def _steps(self, table: GpuTable, args: NDArray[Any]) -> Iterator[None]:
+        """Launch step by step; after each `yield` the readers of the state before must have ended.
+
+        The first is for the spare rows, which the write before this one let go.
+        """
+        n, unit = int(args["n"]), self._unit(args)
+        size = 1 << (2 * n - 1).bit_length()
+        args["scratch_mask"] = size - 1
+        with self.stream:
+            self._scratch[:size].fill(NO_ROW)
+            self._counters.fill(0)
+        self._launch("dedup_kernel", args)
+        yield
+        self._launch(f"choose_kernel<{unit}>", args, WRITE_TILE)
+        self._counters.get(stream=self.stream, out=self._counted, blocking=False)
+        yield
+        admitted, evicted, _replaced, dropped = self._counted.tolist()
+        table.account(admitted, evicted, dropped)
+        if admitted:
+            self._launch(f"fill_kernel<{unit}>", args, WRITE_TILE)
+            yield
+            self._launch("publish_kernel", args)
+            self.finish()
+
+    def _launch(self, name: str, args: NDArray[Any], threads_a_key: int = 1) -> None:
+        kernel(name).launch(blocks_of(int(args["n"]), threads_a_key), args, self.stream.ptr)
+
+    def _args(self, table: GpuTable, keys: Any, vectors: Any, versions: Any) -> NDArray[Any]:
+        args = args_of(WRITE_ARGS)
+        args["lines"], args["rows"], args["row_versions"] = table.pointers
+        args["buckets"], args["stride"], args["row_bytes"] = table.sizes
+        args["spare"], args["now"] = table.spare.data.ptr, table.now
+        args["keys"], args["n"] = keys.data.ptr, len(keys)
+        if versions is not None:
+            args["versions"] = versions.data.ptr
+        if vectors is not None:
+            args["vectors"] = vectors.data.ptr
+        args["plan"], args["position"] = self._plan.data.ptr, self._position.data.ptr
+        args["scratch"], args["counters"] = self._scratch.data.ptr, self._counters.data.ptr
+        args["tombstone"] = vectors is None
+        return args
+
+    @staticmethod
+    def _unit(args: NDArray[Any]) -> int:
+        return unit_of(int(args["row_bytes"]), [int(args["vectors"])])

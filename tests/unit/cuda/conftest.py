@@ -1,0 +1,66 @@
+"""NVRTC through ctypes: compiles CUDA C++ on a machine without a GPU and without CuPy."""
+
+import ctypes
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+from hps.cuda import loader
+
+
+def library() -> Path | None:
+    """The NVRTC library of the `nvidia-cuda-nvrtc` wheels, or None."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(p) for p in spec.submodule_search_locations or []] if spec else []
+    found = [p for folder in folders for p in folder.glob("*/lib/libnvrtc.so.*")]
+    return found[0] if found else None
+
+
+class Nvrtc:
+    def __init__(self, path: Path) -> None:
+        self._nvrtc = ctypes.CDLL(str(path))
+        self._nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
+
+    def compile(self, file: Path, options: list[str], expressions: list[str]) -> bytes:
+        """The machine code of ``file`` with the kernels named; RuntimeError with NVRTC's log."""
+        call, program = self._nvrtc, ctypes.c_void_p()
+        source, name = file.read_bytes(), file.name.encode()
+        self._check(call.nvrtcCreateProgram(ctypes.byref(program), source, name, 0, None, None))
+        for expression in expressions:
+            self._check(call.nvrtcAddNameExpression(program, expression.encode()))
+        flags = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
+        failed = call.nvrtcCompileProgram(program, len(options), flags)
+        size = ctypes.c_size_t()
+        if failed:
+            self._check(call.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
+            log = ctypes.create_string_buffer(size.value)
+            self._check(call.nvrtcGetProgramLog(program, log))
+            raise RuntimeError(log.value.decode())
+        self._check(call.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+        code = ctypes.create_string_buffer(size.value)
+        self._check(call.nvrtcGetCUBIN(program, code))
+        self._check(call.nvrtcDestroyProgram(ctypes.byref(program)))
+        return code.raw
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise RuntimeError(self._nvrtc.nvrtcGetErrorString(status).decode())
+
+
+def promised() -> bool:
+    """Whether the development lock has NVRTC; only then may its absence fail a build."""
+    lock = loader.FOLDER.parents[1] / "requirements" / "dev.txt"
+    return "nvidia-cuda-nvrtc" in lock.read_text()
+
+
+@pytest.fixture(scope="session")
+def nvrtc() -> Nvrtc:
+    path = library()
+    if path is None:
+        message = "NVRTC is not installed: pip install nvidia-cuda-nvrtc-cu12"
+        if os.environ.get("CI") and promised():
+            pytest.fail(message)
+        pytest.skip(message)
+    return Nvrtc(path)

@@ -1,0 +1,58 @@
+"""Every kernel compiles with NVRTC; no GPU is needed for that."""
+
+import importlib.metadata
+
+import pytest
+
+from hps.cuda import launch, loader
+
+EXPRESSIONS = {
+    "fetch.cu": [
+        launch.fetch_name(tile, unit, form, stamp=stamp, keep=keep)
+        for tile, unit in [((4, 1), 16), ((8, 1), 16), ((4, 2), 16), ((8, 1), 4), ((4, 1), 2)]
+        for form in (launch.ROWS, launch.TIER, launch.NUMBERS)
+        for stamp, keep in [(True, True), (False, False)]
+    ],
+    "write.cu": [
+        *("dedup_kernel", "publish_kernel", "evict_kernel"),
+        *(f"{name}<{unit}>" for name in ("choose_kernel", "fill_kernel") for unit in (16, 4, 2)),
+    ],
+    "scan.cu": [
+        *("clear_kernel", "export_kernel"),
+        *(f"gather_kernel<{threads}, {unit}>" for threads in (2, 4, 8) for unit in (16, 4, 2)),
+    ],
+}
+
+
+@pytest.mark.parametrize("file", EXPRESSIONS)
+def test_kernels_compile(nvrtc, file):
+    code = nvrtc.compile(
+        loader.FOLDER / file, [*loader.options(), "-arch=sm_90"], EXPRESSIONS[file]
+    )
+    for expression in EXPRESSIONS[file]:
+        assert expression.partition("<")[0].encode() in code
+
+
+def test_a_mistake_is_reported(nvrtc, tmp_path):
+    (tmp_path / "wrong.cu").write_text("__global__ void wrong() { return 1; }")
+    with pytest.raises(RuntimeError, match="wrong"):
+        nvrtc.compile(tmp_path / "wrong.cu", ["-arch=sm_90"], ["wrong"])
+
+
+def test_all_kernels_are_listed():
+    assert sorted(loader.FILES) == sorted(
+        {name.partition("<")[0] for names in EXPRESSIONS.values() for name in names}
+    )
+    for name, file in loader.FILES.items():
+        assert f"{name}(const __grid_constant__" in (loader.FOLDER / file).read_text()
+
+
+def test_the_sources_are_in_the_options():
+    assert f"-DHPS_SOURCES=0x{loader.digest()}" in loader.options()
+    assert len(loader.digest()) == 16
+
+
+def test_the_sources_are_part_of_the_package():
+    installed = importlib.metadata.distribution("hps-server")
+    assert installed is not None
+    assert {file.name for file in loader.FOLDER.glob("*.cu")} == set(loader.FILES.values())

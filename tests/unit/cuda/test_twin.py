@@ -1,0 +1,174 @@
+"""Placement and eviction, on the NumPy twin of the device's table."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hps.cuda.layout import EMPTY, ROW_MASK, TOMBSTONE, Shape, shape_of
+from hps.cuda.twin import TwinTable
+from hps.tiers.base import newest_of_each
+from hps.types import EmbeddingTable
+
+DIM = 4
+SMALL = Shape(buckets=8, spare=1024, stride=32)
+
+
+def rows_of(keys):
+    return np.repeat(keys[:, None].astype(np.float32), DIM, axis=1)
+
+
+def versions_of(keys, version=1):
+    return np.full(len(keys), version, np.uint64)
+
+
+def put(twin, keys, version=1, **how):
+    keys = np.asarray(keys, np.int64)
+    twin.write(keys, rows_of(keys), versions_of(keys, version), **how)
+
+
+def check(twin):
+    """What always holds: every row has one owner, every key stands once and in a bucket of its own."""
+    owned = np.concatenate([twin.words.reshape(-1) & np.uint32(ROW_MASK), twin.spare])
+    assert np.array_equal(np.sort(owned), np.arange(twin.shape.rows))
+    held = twin.keys[twin.words < EMPTY]
+    assert len(np.unique(held)) == len(held)
+    for key in held.tolist():
+        assert twin.find(key) is not None
+        assert not twin.words[twin.find(key)] & EMPTY
+
+
+def test_an_empty_table_holds_no_key():
+    twin = TwinTable(SMALL, DIM)
+    _, words, _ = twin.fetch(np.array([0, 1, -1, 2**63 - 1, -(2**63)]))
+    assert (words == EMPTY).all()
+    assert len(twin.resident()) == 0
+
+
+def test_rows_come_back():
+    twin = TwinTable(SMALL, DIM)
+    keys = np.array([0, 1, -1, 2**62, -(2**63), 2**63 - 1])
+    put(twin, keys, 7)
+    vectors, words, versions = twin.fetch(keys)
+    np.testing.assert_array_equal(vectors, rows_of(keys))
+    assert (words < TOMBSTONE).all()
+    assert (versions == 7).all()
+    check(twin)
+
+
+def test_a_table_filled_to_three_quarters_holds_nearly_all():
+    shape = shape_of(EmbeddingTable.make("t", DIM), 8000)
+    twin = TwinTable(shape, 1)
+    keys = np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 6000)
+    for some in np.array_split(keys, 12):
+        twin.write(some, some[:, None].astype(np.float32), versions_of(some))
+    assert twin.evicted < 0.003 * len(keys)
+    assert len(twin.resident()) == len(keys) - twin.evicted
+    some = twin.resident()[::6].tolist()
+    second = [twin.find(key)[0] != twin._both(key)[0] for key in some]
+    assert np.mean(second) < 0.1  # each costs fetch a second line
+
+
+def test_the_stalest_rows_make_room():
+    twin = TwinTable(SMALL, DIM)
+    put(twin, np.arange(200))
+    used = twin.resident()[::4]
+    twin.now = 10
+    twin.fetch(used)
+    put(twin, np.arange(1000, 1020))
+    assert np.isin(used, twin.resident()).all()
+    assert np.isin(np.arange(1000, 1020), twin.resident()).all()
+    check(twin)
+
+
+def test_a_flood_leaves_the_table_full():
+    twin = TwinTable(SMALL, DIM)
+    put(twin, np.arange(1000))
+    assert len(twin.resident()) == SMALL.capacity
+    check(twin)
+
+
+def test_an_update_takes_a_spare_row_and_leaves_its_own():
+    twin = TwinTable(SMALL, DIM)
+    put(twin, [5], 1)
+    before = int(twin.words[twin.find(5)])
+    put(twin, [5], 2, update=True)
+    after = int(twin.words[twin.find(5)])
+    assert after != before
+    assert before in twin.spare
+    assert twin.fetch(np.array([5]))[2].tolist() == [2]
+    check(twin)
+
+
+@pytest.mark.parametrize("update", [False, True])
+def test_an_older_version_changes_nothing(update):
+    twin = TwinTable(SMALL, DIM)
+    put(twin, [5], 3)
+    before = twin.words.copy()
+    put(twin, [5], 2, update=update)
+    np.testing.assert_array_equal(twin.words, before)
+
+
+def test_an_evicted_key_returns_to_its_slot():
+    twin = TwinTable(SMALL, DIM)
+    put(twin, np.arange(40))
+    place = twin.find(7)
+    twin.evict(np.array([7, 8]))
+    assert twin.fetch(np.array([7]))[1].tolist() == [EMPTY]
+    put(twin, [7])
+    assert twin.find(7) == place
+    check(twin)
+
+
+def test_a_new_tombstone_is_the_first_to_go():
+    twin = TwinTable(SMALL, DIM)
+    put(twin, np.arange(500))
+    twin.write(np.array([9999]), None, np.array([5], np.uint64))
+    place = twin.find(9999)
+    assert twin.words[place] & TOMBSTONE
+    assert (twin.now - int(twin.stamps[place])) % 64 == 63
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["insert", "update", "delete", "evict"]),
+        st.lists(st.integers(-20, 20), min_size=1, max_size=12),
+        st.integers(1, 6),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=60)
+@given(OPERATIONS)
+def test_it_agrees_with_a_dictionary(operations):
+    """No more keys than there is room for, so nothing is dropped."""
+    twin, held = TwinTable(SMALL, DIM), {}
+    for verb, listed, version in operations:
+        keys = np.array(listed, np.int64)
+        versions = (np.arange(len(keys)) % 2 + version).astype(np.uint64)
+        if verb == "evict":
+            twin.evict(np.unique(keys))
+            for key in listed:
+                held.pop(key, None)
+            continue
+        for key, ver in zip(listed, versions.tolist(), strict=True):
+            if (key in held or verb != "update") and held.get(key, (0, 0))[0] <= ver:
+                held[key] = (ver, None if verb == "delete" else key + 100 * ver)
+        keep = newest_of_each(keys, versions)
+        if keep is not None:
+            keys, versions = keys[keep], versions[keep]
+        vectors = np.repeat((keys + 100 * versions.astype(np.int64))[:, None], DIM, axis=1)
+        rows = None if verb == "delete" else vectors.astype(np.float32)
+        twin.write(keys, rows, versions, update=verb == "update")
+        check(twin)
+    asked = np.arange(-20, 21)
+    vectors, words, versions = twin.fetch(asked)
+    for i, key in enumerate(asked.tolist()):
+        if key not in held:
+            assert words[i] == EMPTY
+        else:
+            assert versions[i] == held[key][0]
+            assert bool(words[i] & TOMBSTONE) == (held[key][1] is None)
+            if held[key][1] is not None:
+                assert (vectors[i] == held[key][1]).all()
