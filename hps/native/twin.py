@@ -12,7 +12,13 @@ def _rotate_right(x: NDArray[np.uint64], r: int) -> NDArray[np.uint64]:
     return (x >> np.uint64(r)) | (x << np.uint64(64 - r))
 
 
+def _check(keys: KeyArray) -> None:
+    if keys.dtype != np.int64 or keys.ndim != 1 or not keys.flags.c_contiguous:
+        raise TypeError(f"keys must be contiguous int64 (n,), got {keys.dtype} {keys.shape}")
+
+
 def partition_hash(keys: KeyArray) -> NDArray[np.uint64]:
+    _check(keys)
     x = keys.view(np.uint64).copy()
     x ^= _rotate_right(x, 25) ^ _rotate_right(x, 50)
     x *= np.uint64(0xA24BAED4963EE407)
@@ -22,6 +28,7 @@ def partition_hash(keys: KeyArray) -> NDArray[np.uint64]:
 
 
 def dedup(keys: KeyArray) -> tuple[KeyArray, IndexArray]:
+    _check(keys)
     unique, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
     order = np.argsort(first, kind="stable")
     rank = np.empty(len(order), np.int64)
