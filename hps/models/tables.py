@@ -115,10 +115,10 @@ def _row_mismatch(vector: Path, rows: int, dim: int, found: int) -> str:
     text = f"{vector}: {found} bytes; {rows} keys of dim {dim} in float32 need {rows * dim * VALUE_BYTES}. "
     if found % (dim * VALUE_BYTES) == 0:
         text += f"key holds {rows} rows, emb_vector {found // (dim * VALUE_BYTES)}"
-    elif rows and found % (rows * VALUE_BYTES) == 0:
-        text += f"the bytes would fit dim {found // (rows * VALUE_BYTES)}: is dim {dim} wrong?"
     else:
-        text += f"that is {found / (dim * VALUE_BYTES):.2f} rows: the file is truncated"
+        text += f"emb_vector holds {found / (dim * VALUE_BYTES):.2f} rows: truncated?"
+    if found and rows and found % (rows * VALUE_BYTES) == 0:
+        text += f"; the bytes would fit dim {found // (rows * VALUE_BYTES)}: is dim {dim} wrong?"
     return text
 
 

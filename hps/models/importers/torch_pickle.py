@@ -12,8 +12,7 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 _MAX_TENSOR_DIMS = 64
 # Storage classes of PyTorch -> (dtype, NumPy type of the stored bytes); bfloat16 as its bits.
@@ -65,18 +64,18 @@ class Refused(pickle.UnpicklingError):
     """The pickle names something that is not part of a tensor's description."""
 
 
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """The bytes ``data/<key>`` of the archive, ``count`` elements of ``dtype``."""
+# Tuples, because a pickle can change the attributes of most other objects after they were checked (BUILD
+# calls __setstate__, which frozen dataclasses have).
+class Storage(NamedTuple):
+    """The bytes ``data/<key>`` of the archive, ``elements`` of ``dtype``."""
 
     key: str
     dtype: str
     stored: str
-    count: int
+    elements: int
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(NamedTuple):
     """A view of a storage; offset and strides in elements of ``dtype``."""
 
     storage: Storage
@@ -87,14 +86,12 @@ class Tensor:
     stride: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _StorageType:
+class _StorageType(NamedTuple):
     dtype: str
     stored: str
 
 
-@dataclass(frozen=True, slots=True)
-class _DType:
+class _DType(NamedTuple):
     name: str
 
 
@@ -186,7 +183,7 @@ def read_pickle(data: bytes) -> Any:
     """The checkpoint's object with every tensor as a `Tensor`; raises pickle.UnpicklingError."""
     try:
         return _Unpickler(io.BytesIO(data)).load()
-    except pickle.UnpicklingError:
+    except Refused:
         raise
     except Exception as error:  # a damaged pickle can raise nearly anything
         raise pickle.UnpicklingError(f"the pickle is damaged: {error!r}") from error

@@ -49,7 +49,7 @@ def test_an_empty_table_is_a_table(tmp_path):
         (lambda f: cut(f / "emb_vector", 16), r"key holds 3 rows, emb_vector 2"),
         (
             lambda f: cut(f / "emb_vector", 5),
-            r"43 bytes; .*that is 2\.69 rows: the file is truncated",
+            r"43 bytes; .*2\.69 rows: truncated\?",
         ),
         (lambda f: cut(f / "emb_vector", 12), r"would fit dim 3: is dim 4 wrong\?"),
     ],
