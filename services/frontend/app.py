@@ -14,7 +14,7 @@ from services.frontend.admin import admin_routes, metrics_route
 from services.frontend.auth import Guard
 from services.frontend.body import Receive
 from services.frontend.http_api import install_errors
-from services.frontend.infer import App, InferApp, Scope, Send
+from services.frontend.infer import App, InferApp, Scope, Send, request_id
 from services.frontend.openapi import document
 from services.frontend.protocol import health_routes, model_routes, repository_routes
 from services.frontend.state import State
@@ -63,12 +63,20 @@ def _api(title: str, state: State, settings: ServerSettings, guard: Guard) -> Fa
 
 
 class Contained:
-    """``app``, whose unexpected errors end here: Starlette has them answered and logged in our shape
-    (``install_errors``) and then raises them again, for the server to log a second time."""
+    """``app`` with the request's id repeated in its answers, and an end to unexpected errors: Starlette
+    has them answered and logged in our shape (``install_errors``) and then raises them again, for the
+    server to log a second time."""
 
     def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        known_as = request_id(dict(scope.get("headers", ())))
+
+        async def send_with_id(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", known_as.encode())]
+            await send(message)
+
         with contextlib.suppress(Exception):
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, send_with_id if known_as else send)

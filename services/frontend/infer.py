@@ -73,6 +73,7 @@ class InferApp:
             self._guard.check(headers, "read")
             begun = True
             body = await read_body(receive, headers, self._max_body, self._timeout_s)
+            started = perf_counter_ns()  # what the client took to send is not ours
             answer, reply = await self._answer(entry, headers, body, started)
         except (Exception, asyncio.CancelledError) as error:
             unread = receive if not begun or _is_unread(error) else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
 import threading
@@ -79,6 +80,7 @@ class Frontend:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = asyncio.Event()
         self._servers: list[HttpServer] = []
+        self._owns_process = False
 
     def run(
         self,
@@ -110,7 +112,8 @@ class Frontend:
         on_listening: Callable[[Addresses], None] | None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        if threading.current_thread() is threading.main_thread():
+        self._owns_process = threading.current_thread() is threading.main_thread()
+        if self._owns_process:
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._loop.add_signal_handler(number, self._stop)
         self._listen()
@@ -187,6 +190,10 @@ class Frontend:
             log.warning("configuration %s", fields(warning=warning))
         for entry in self.state.entries.values():
             log.info("serving %s", fields(model=entry.name, version=entry.version))
+        if self._owns_process:
+            # What is loaded lives as long as the process; the collector need not walk it again.
+            gc.collect()
+            gc.freeze()
         if not self.state.ready:
             log.error("not ready %s", fields(reason=self.state.reason))
 

@@ -111,16 +111,19 @@ def repository_routes(state: State, guard: Guard) -> APIRouter:
         )
 
     async def unsupported(request: Request) -> Response:
-        """Not offered: models are served as the repository holds them when the server starts."""
         hint = ""
         if "/repository/" in request.url.path:
             hint = "; models are served as the repository holds them when the server starts"
         raise Unsupported(f"{request.method} {request.url.path} is not offered{hint}")
 
+    async def change(request: Request, model: str) -> Response:
+        """Not offered: models are served as the repository holds them when the server starts."""
+        return await unsupported(request)
+
     for verb in ("load", "unload"):
         router.add_api_route(
             f"/v2/repository/models/{{model}}/{verb}",
-            unsupported,
+            change,
             methods=["POST"],
             status_code=501,
             responses={501: answers("Error", [501])[501]},

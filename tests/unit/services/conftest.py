@@ -8,12 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import numpy as np
 import orjson
 import pytest
 
-from hps.config.model_schema import ModelSpec
-from hps.config.schema import ServerSettings
+from hps.config.auth import load_api_keys
+from hps.config.model_schema import FeatureSpec, ModelSpec
+from hps.config.schema import ApiKey, AuthSettings, ServerSettings
 from hps.dense.base import TensorInfo
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.engine import LookupEngine
@@ -26,7 +28,8 @@ from hps.tiers.chain import TierChain
 from hps.tiers.memory import MemoryTier
 from hps.types import EmbeddingTable, Source, make_version
 from hps.updates.writer import CacheWriter
-from services.frontend.auth import OpenGuard
+from services.frontend.app import admin_app, data_app
+from services.frontend.auth import OpenGuard, guard
 from services.frontend.infer import InferApp
 from services.frontend.state import State
 
@@ -125,10 +128,7 @@ def _served(spec: ModelSpec, caches: Any, stores: Any, workers: Workers) -> Serv
         )
         for t in spec.tables
     }
-    named = spec.features or [
-        type(spec).model_fields["features"].annotation.__args__[0](name=t.name, table=t.name)
-        for t in spec.tables
-    ]
+    named = spec.features or [FeatureSpec(name=t.name, table=t.name) for t in spec.tables]
     features = {
         f.name: Feature(f.name, tables[f.table], f.key_offset, f.pooling, f.hotness, f.context)
         for f in named
@@ -255,3 +255,50 @@ def ask() -> Any:
         return asyncio.run(call_app(app, method, path, chunks, headers))
 
     return ask
+
+
+@pytest.fixture
+def admin(small: Small) -> Any:
+    """The admin port's application."""
+    return admin_app(small.state, small.settings, OpenGuard())
+
+
+@pytest.fixture
+def data(small: Small) -> Any:
+    """The data port's application."""
+    return data_app(small.state, small.settings, OpenGuard())
+
+
+@pytest.fixture
+def key_guard() -> Any:
+    """Wants API keys: sixteen times r, w or a for the roles read, write and admin."""
+    keys = [ApiKey(name=role, role=role, key=role[0] * 16) for role in ("read", "write", "admin")]
+    return guard(load_api_keys(AuthSettings(mode="api_key", keys=keys)))
+
+
+@pytest.fixture
+def call() -> Any:
+    """``call(app, method, path, **options)``: one request through httpx."""
+
+    def call(app: Any, method: str, path: str, **options: Any) -> httpx.Response:
+        async def once() -> httpx.Response:
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+                return await client.request(method, path, **options)
+
+        return asyncio.run(once())
+
+    return call
+
+
+@pytest.fixture
+def error() -> Any:
+    """The text of a failed answer, which must have the one shape there is."""
+
+    def error(reply: httpx.Response) -> str:
+        assert reply.headers["content-type"] == "application/json"
+        found = reply.json()
+        assert list(found) == ["error"]
+        return str(found["error"])
+
+    return error

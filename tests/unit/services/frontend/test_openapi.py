@@ -1,0 +1,95 @@
+"""The OpenAPI documents, and answers held against them."""
+
+from __future__ import annotations
+
+import re
+
+import jsonschema_rs
+import orjson
+import pytest
+
+from hps.config.schema import ServerSettings
+from services.frontend.app import admin_app, data_app
+from services.frontend.auth import OpenGuard
+
+LEFT = {"name": "left", "shape": [1, 2], "datatype": "INT64", "data": [1, 99]}
+
+
+def openapi(call, app):
+    return call(app, "GET", "/openapi.json").json()
+
+
+def test_the_document_describes_inference_and_one_shape_of_error(admin, data, call):
+    for app in (admin, data):
+        document = openapi(call, app)
+        assert {"/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer"} <= set(
+            document["paths"]
+        )
+        for path, operations in document["paths"].items():
+            for operation in operations.values():
+                named = {p["name"] for p in operation.get("parameters", []) if p["in"] == "path"}
+                assert named == set(re.findall(r"{(\w+)}", path))
+                assert "422" not in operation["responses"]
+                for status, response in operation["responses"].items():
+                    if int(status) >= 400:
+                        (schema,) = (c["schema"] for c in response["content"].values())
+                        assert schema == {"$ref": "#/components/schemas/Error"}
+        for reference in set(
+            re.findall(r"#/components/schemas/(\w+)", orjson.dumps(document).decode())
+        ):
+            assert reference in document["components"]["schemas"]
+    assert "/v1/status" in openapi(call, admin)["paths"]
+    assert "/v1/status" not in openapi(call, data)["paths"]
+
+
+def validator(document, schema):
+    whole = {"components": document["components"], "$ref": f"#/components/schemas/{schema}"}
+    return jsonschema_rs.validator_for(whole)
+
+
+@pytest.mark.parametrize(
+    ("path", "schema"),
+    [
+        ("/v2", "ServerMetadata"),
+        ("/v2/models", "ModelNames"),
+        ("/v2/models/ctr", "ModelMetadata"),
+        ("/v2/models/words/config", "ModelConfig"),
+        ("/v2/models/stats", "Statistics"),
+        ("/v2/models/ctr/ready", "ModelReady"),
+        ("/v1/status", "Status"),
+        ("/v1/models", "Models"),
+        ("/v1/tables", "Tables"),
+        ("/v1/tables/ctr/items/rows?keys=1,99", "Rows"),
+    ],
+)
+def test_answers_are_as_the_document_says(admin, path, schema, call):
+    validator(openapi(call, admin), schema).validate(call(admin, "GET", path).json())
+
+
+def test_inference_is_as_the_document_says(admin, call):
+    document = openapi(call, admin)
+    request = {
+        "id": "x",
+        "inputs": [LEFT],
+        "outputs": [{"name": "left"}],
+        "parameters": {"timeout": 0},
+    }
+    validator(document, "InferRequest").validate(request)
+    reply = call(admin, "POST", "/v2/models/words/infer", json=request)
+    validator(document, "InferResponse").validate(reply.json())
+
+
+def test_documentation_can_be_left_out(small, call):
+    settings = ServerSettings(docs=False)
+    for make in (data_app, admin_app):
+        app = make(small.state, settings, OpenGuard())
+        for path in ("/docs", "/openapi.json", "/redoc"):
+            assert call(app, "GET", path).status_code == 404
+
+
+def test_keys_are_in_the_document_when_they_are_wanted(small, admin, key_guard, call):
+    assert "securitySchemes" not in openapi(call, admin)["components"]
+    document = openapi(call, admin_app(small.state, small.settings, key_guard))
+    assert set(document["components"]["securitySchemes"]) == {"ApiKey", "Bearer"}
+    assert "401" in document["paths"]["/v2/models"]["get"]["responses"]
+    assert "security" not in document["paths"]["/metrics"]["get"]
