@@ -1,7 +1,7 @@
 """Fixtures that several suites share."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from hps.tiers.base import Tier, TierInfo
+from hps.cuda.loader import cupy, lacking
+from hps.tiers.base import FetchContext, Part, Tier, TierInfo
 from hps.tiers.chain import TierChain
+from hps.tiers.checks import check_part
 from hps.tiers.cpu_cache import CpuCache
+from hps.tiers.gpu_cache import GpuCache
 from hps.tiers.memory import MemoryTier
 from hps.tiers.rocksdb import RocksDbTier
 from hps.tiers.wrappers import Guarded, Metered
@@ -35,6 +38,14 @@ def shared_data() -> Path:
     if os.environ.get("CI"):
         pytest.fail(message)
     pytest.skip(message)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped where there is no CUDA device; `make test-gpu` fails there."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and (reason := lacking()):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 # -- every tier ------------------------------------------------------------------------------------
@@ -91,6 +102,32 @@ def rocksdb(path: Path, tables: TableSet, layout: Any = "native") -> RocksDbTier
     return tier
 
 
+class OnHost:
+    """A GPU cache that answers parts on the host."""
+
+    def __init__(self, cache: GpuCache) -> None:
+        self.cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
+    def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
+        for part in parts:
+            check_part(part)
+        there = [
+            Part(p.table, p.keys, *map(cupy().asarray, (p.out, p.versions, p.source)), p.missing)
+            for p in parts
+        ]
+        self.cache.fetch(there, ctx)
+        for here, part in zip(parts, there, strict=True):
+            here.out[:], here.versions[:] = part.out.get(), part.versions.get()
+            here.source[:], here.missing = part.source.get(), part.missing
+
+
+def gpu_cache(_path: Path, tables: TableSet) -> Any:
+    return OnHost(GpuCache(dict.fromkeys(tables, 2 * ROWS)))
+
+
 CPU, ROCKS = frozenset({Source.CPU}), frozenset({Source.ROCKSDB})
 TIERS = {
     "memory": TierCase(lambda _path, _tables: memory()),
@@ -101,11 +138,21 @@ TIERS = {
     "guarded": TierCase(lambda _path, _tables: guarded(memory(blocking=True))),
     "cpu_cache": TierCase(cpu_cache, CPU),
     "cpu_cache_float16": TierCase(cpu_cache, CPU, np.float16),
+    "gpu_cache": TierCase(gpu_cache, frozenset({Source.GPU})),
+    "gpu_cache_float16": TierCase(gpu_cache, frozenset({Source.GPU}), np.float16),
     "rocksdb": TierCase(rocksdb, ROCKS),
     "rocksdb_float16": TierCase(rocksdb, ROCKS, np.float16),
     "rocksdb_hps": TierCase(lambda p, t: rocksdb(p, t, "hps"), ROCKS, versioned=False),
 }
-VERSIONED = [name for name, case in TIERS.items() if case.versioned]
+
+
+def named(names: Iterable[str]) -> list[Any]:
+    """Parameters for fixtures; those that need a CUDA device are marked."""
+    return [pytest.param(n, marks=[pytest.mark.gpu] if n.startswith("gpu") else []) for n in names]
+
+
+EVERY = named(TIERS)
+VERSIONED = named(name for name, case in TIERS.items() if case.versioned)
 
 OpenTier = Callable[[Path], TierUnderTest]
 
@@ -119,7 +166,7 @@ def open_case(name: str, path: Path) -> TierUnderTest:
     return TierUnderTest(case, case.make(path, tables), tables)
 
 
-@pytest.fixture(params=TIERS)
+@pytest.fixture(params=EVERY)
 def under_test(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierUnderTest]:
     """Every tier, one after the other."""
     opened = open_case(request.param, tmp_path)
@@ -135,7 +182,7 @@ def versioned(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierUn
     opened.tier.close()
 
 
-@pytest.fixture(params=TIERS)
+@pytest.fixture(params=EVERY)
 def open_tier(request: pytest.FixtureRequest) -> OpenTier:
     """Makes one kind of tier again and again, each time in the given empty folder."""
     return lambda path: open_case(request.param, path)

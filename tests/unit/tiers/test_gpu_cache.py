@@ -1,0 +1,345 @@
+"""The GPU cache on a device: against its twin, at its limits, with readers beside the writer."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from hps.cuda import launch, layout
+from hps.cuda.layout import BUCKET, EMPTY, NO_ROW, ROW_MASK, TOMBSTONE
+from hps.cuda.loader import cupy
+from hps.cuda.twin import TwinTable
+from hps.errors import BadRequest, ConfigError, TierTimeout
+from hps.tiers.base import FetchContext, Part
+from hps.tiers.gpu_cache import GpuCache
+from hps.types import EmbeddingTable, Source, make_version
+
+pytestmark = pytest.mark.gpu
+NOW = make_version(time.time_ns() // 1_000_000)
+
+
+def rows_of(table, keys, salt=0):
+    """(n, dim) rows told apart by key and salt, exact in float16."""
+    return ((keys[:, None] * 7 + np.arange(table.dim) + salt) % 2039).astype(table.dtype)
+
+
+def versions_of(keys, sequence=0):
+    return np.full(len(keys), NOW + sequence, np.uint64)
+
+
+def part_of(table, keys, fill=-1):
+    cp = cupy()
+    n = len(keys)
+    return Part(
+        table,
+        keys,
+        cp.full((n, table.dim), fill, table.dtype),
+        cp.zeros(n, np.uint64),
+        cp.zeros(n, np.uint8),
+        np.arange(n),
+    )
+
+
+def fetch(cache, table, keys):
+    part = part_of(table, keys)
+    cache.fetch([part], FetchContext())
+    return part
+
+
+def lines_of(held):
+    return held.lines.get().view(BUCKET)
+
+
+def stamps_of(lines):
+    shifts = np.arange(layout.WAYS, dtype=np.uint64) * np.uint64(layout.STAMP_BITS)
+    return ((lines["stamps"][:, None] >> shifts) & np.uint64(63)).astype(np.uint8)
+
+
+def check(held):
+    """Every row has one owner; every key stands once, in a bucket of its own; nothing stays claimed."""
+    lines = lines_of(held)
+    owned = np.concatenate([(lines["words"] & np.uint32(ROW_MASK)).reshape(-1), held.spare.get()])
+    np.testing.assert_array_equal(np.sort(owned), np.arange(held.shape.rows))
+    assert not (lines["words"] >= layout.CLAIMED).any()
+    at = np.nonzero(lines["words"] < EMPTY)
+    keys = lines["keys"][at]
+    assert len(np.unique(keys)) == len(keys)
+    both = layout.buckets_of(np.ascontiguousarray(keys), held.shape.buckets)
+    assert (both == at[0][:, None]).any(axis=1).all()
+
+
+def test_one_key_at_a_time_it_is_its_twin():
+    table = EmbeddingTable.make("t", 4)
+    cache = GpuCache({table: 80})
+    held = cache.held(table)
+    twin = TwinTable(held.shape, 4)
+    rng = np.random.default_rng(5)
+    for step in range(1500):
+        keys = rng.integers(-70, 70, 1)
+        versions = versions_of(keys, rng.integers(0, 4) + step // 100)
+        verb = rng.choice(["insert", "insert", "insert", "update", "delete", "evict", "fetch"])
+        if verb == "evict":
+            twin.evict(keys)
+            cache.evict(table, keys)
+        elif verb == "fetch":
+            part = fetch(cache, table, keys)
+            vectors, words, seen = twin.fetch(keys)
+            assert len(part.missing) == (words[0] == EMPTY)
+            if words[0] < TOMBSTONE:
+                np.testing.assert_array_equal(part.out.get(), vectors)
+            np.testing.assert_array_equal(part.versions.get(), seen)
+        elif verb == "delete":
+            twin.write(keys, None, versions)
+            cache.delete(table, keys, versions)
+        else:
+            rows = rows_of(table, keys, step)
+            twin.write(keys, rows, versions, update=verb == "update")
+            getattr(cache, verb)(table, keys, rows, versions)
+        twin.now = held.now
+        if step % 100 == 99:
+            lines = lines_of(held)
+            np.testing.assert_array_equal(lines["keys"], twin.keys)
+            np.testing.assert_array_equal(lines["words"], twin.words)
+            np.testing.assert_array_equal(stamps_of(lines), twin.stamps)
+            np.testing.assert_array_equal(held.spare.get(), twin.spare)
+    assert twin.evicted > 50
+    check(held)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("dim", [1, 3, 4, 8, 32, 64, 100, 128])
+@pytest.mark.parametrize("keys_on_device", [False, True])
+def test_rows_of_every_shape(dim, dtype, keys_on_device):
+    table = EmbeddingTable.make("t", dim, dtype=dtype)
+    cache = GpuCache({table: 20_000})
+    rng = np.random.default_rng(dim)
+    keys = np.unique(rng.integers(-(2**63), 2**63 - 1, 9000))
+    held, absent = keys[::2].copy(), keys[1::2]
+    cache.insert(table, held, rows_of(table, held), versions_of(held))
+    assert cache.size(table) == len(held)
+    part = part_of(table, cupy().asarray(keys) if keys_on_device else keys)
+    cache.fetch([part], FetchContext())
+    np.testing.assert_array_equal(part.missing, np.flatnonzero(np.isin(keys, absent)))
+    out = part.out.get()
+    np.testing.assert_array_equal(out[::2], rows_of(table, held))
+    assert (out[1::2] == -1).all()
+    assert (part.source.get()[::2] == Source.GPU).all()
+    assert (part.versions.get()[::2] == NOW).all()
+    check(cache.held(table))
+
+
+def test_duplicates_in_a_large_batch():
+    """The highest version of a key counts, on equal versions the last."""
+    table = EmbeddingTable.make("t", 8)
+    cache = GpuCache({table: 400_000})
+    rng = np.random.default_rng(2)
+    for verb in ("insert", "update"):
+        keys = rng.integers(0, 30_000, 200_000)
+        sequence = rng.integers(0, 5, len(keys)) + (10 if verb == "update" else 0)
+        versions = (NOW + sequence).astype(np.uint64)
+        rows = rows_of(table, keys, np.arange(len(keys))[:, None])
+        getattr(cache, verb)(table, keys, rows, versions)
+        order = np.lexsort((np.arange(len(keys)), versions, keys))
+        last = order[np.append(np.flatnonzero(np.diff(keys[order])), len(keys) - 1)]
+        part = fetch(cache, table, keys[last])
+        assert len(part.missing) == 0
+        np.testing.assert_array_equal(part.out.get(), rows[last])
+        np.testing.assert_array_equal(part.versions.get(), versions[last])
+        check(cache.held(table))
+
+
+def test_a_flood_fills_the_table_and_keeps_it_whole():
+    table = EmbeddingTable.make("t", 16)
+    cache = GpuCache({table: 50_000})
+    keys = np.random.default_rng(3).permutation(400_000)
+    cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
+    held = cache.held(table)
+    check(held)
+    assert cache.size(table) > 0.98 * cache.capacity(table)
+    assert held.evicted + held.dropped >= len(keys) - cache.capacity(table)
+    part = fetch(cache, table, keys)
+    found = np.setdiff1d(np.arange(len(keys)), part.missing)
+    assert len(found) == cache.size(table)
+    np.testing.assert_array_equal(part.out.get()[found], rows_of(table, keys[found]))
+
+
+def test_what_is_used_stays():
+    table = EmbeddingTable.make("t", 4)
+    cache = GpuCache({table: 10_000})
+    hot = np.arange(3000)
+    cache.insert(table, hot, rows_of(table, hot), versions_of(hot))
+    for start in range(10_000, 60_000, 1000):
+        fetch(cache, table, hot)
+        keys = np.arange(start, start + 1000)
+        cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
+    assert len(fetch(cache, table, hot).missing) == 0
+
+
+def test_many_tables_in_more_than_one_launch():
+    tables = [EmbeddingTable.make(f"t{i}", 1 + i % 9) for i in range(70)]
+    cache = GpuCache(dict.fromkeys(tables, 500))
+    parts = []
+    for i, table in enumerate(tables):
+        keys = np.arange(i % 7, 40 + i)
+        held = keys[:: 1 + i % 3].copy()
+        cache.insert(table, held, rows_of(table, held), versions_of(held))
+        part = part_of(table, keys)
+        part.missing = part.missing[i % 2 :: 1 + i % 2].copy()
+        parts.append((part, part.missing, np.isin(keys, held)))
+    cache.fetch([part for part, _, _ in parts], FetchContext())
+    for part, asked, is_held in parts:
+        np.testing.assert_array_equal(part.missing, asked[~is_held[asked]])
+        found = asked[is_held[asked]]
+        np.testing.assert_array_equal(part.out.get()[found], rows_of(part.table, part.keys[found]))
+        others = np.setdiff1d(np.arange(len(part.keys)), found)
+        assert (part.out.get()[others] == -1).all()
+
+
+def test_contains_row_numbers_and_export():
+    table = EmbeddingTable.make("t", 8)
+    cache = GpuCache({table: 5000})
+    keys = np.arange(-1000, 1000)
+    cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
+    cache.delete(table, keys[:100].copy(), versions_of(keys[:100], 1))
+    asked = np.arange(-1500, 1500)
+    there = np.isin(asked, keys[100:])
+    np.testing.assert_array_equal(cache.contains(table, asked).get(), there)
+    numbers = cache.row_numbers(table, cupy().asarray(asked)).get()
+    assert (numbers[~there] == NO_ROW).all()
+    assert len(np.unique(numbers[there])) == there.sum()
+    exported, vectors, versions, ages = (array.get() for array in cache.export(table))
+    np.testing.assert_array_equal(np.sort(exported), keys[100:])
+    np.testing.assert_array_equal(vectors, rows_of(table, exported))
+    assert (versions == NOW).all()
+    assert (ages < 64).all()
+    cache.clear(table)
+    assert cache.size(table) == 0
+    assert len(fetch(cache, table, keys).missing) == len(keys)
+    cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
+    assert len(fetch(cache, table, keys).missing) == 0
+    check(cache.held(table))
+
+
+def test_export_can_leave_out_what_is_old():
+    table = EmbeddingTable.make("t", 4)
+    cache = GpuCache({table: 1600})
+    old, new = np.arange(300), np.arange(1000, 1300)
+    cache.insert(table, old, rows_of(table, old), versions_of(old))
+    filler = np.arange(5000, 5300)
+    cache.insert(table, filler, rows_of(table, filler), versions_of(filler))
+    cache.insert(table, new, rows_of(table, new), versions_of(new))
+    exported = cache.export(table, max_age=1)[0].get()
+    assert np.isin(new, exported).all()
+    assert not np.isin(old, exported).any()
+
+
+def test_a_cache_larger_than_the_device_is_refused_with_what_would_fit():
+    table = EmbeddingTable.make("t", 1024)
+    with pytest.raises(ConfigError, match=r"needs [\d,]+ bytes .* at most [\d,]+ rows fit"):
+        GpuCache({table: 200_000_000})
+
+
+def test_another_dtype_is_refused():
+    with pytest.raises(ConfigError, match="float32 and float16"):
+        GpuCache({EmbeddingTable.make("t", 4, dtype=np.float64): 100})
+
+
+@pytest.mark.parametrize("name", ["out", "versions", "source"])
+def test_answers_on_the_host_are_refused(name):
+    table = EmbeddingTable.make("t", 4)
+    cache = GpuCache({table: 100})
+    part = part_of(table, np.arange(3))
+    setattr(part, name, getattr(part, name).get())
+    with pytest.raises(BadRequest, match=f"{name} must be on device"):
+        cache.fetch([part], FetchContext())
+
+
+def test_a_fetch_waits_for_a_workspace_no_longer_than_its_deadline():
+    table = EmbeddingTable.make("t", 4)
+    cache = GpuCache({table: 100}, workspaces=0)
+    with pytest.raises(TierTimeout):
+        cache.fetch([part_of(table, np.arange(3))], FetchContext(time.monotonic() + 0.05))
+
+
+# -- readers beside the writer ---------------------------------------------------------------------
+
+KEYS, CAPACITY, BATCH, DIM = 120_000, 60_000, 400_000, 32
+
+
+def marked_rows(xp, keys, sequence):
+    """(n, DIM) uint32 rows that carry their key, their sequence and a checksum of both everywhere else."""
+    rows = xp.empty((len(keys), DIM), np.uint32)
+    rows[:, 0], rows[:, 1] = keys, sequence
+    check = (keys.astype(np.uint32) * np.uint32(2654435761)) ^ (rows[:, 1] * np.uint32(40503))
+    rows[:, 2:] = check[:, None] + xp.arange(2, DIM, dtype=np.uint32)
+    return rows
+
+
+def read(cache, table, stop, wrong, found, seed):
+    """Fetch again and again on a stream of this thread; count rows that are not of one piece."""
+    cp = cupy()
+    rng = np.random.default_rng(seed)
+    with cp.cuda.Stream(non_blocking=True) as stream:
+        keys = cp.asarray(rng.integers(0, KEYS, BATCH))
+        out = cp.empty((BATCH, DIM), np.float32)
+        misses = cp.empty(4 + BATCH, np.uint32)
+        total, bad = cp.zeros((), np.int64), cp.zeros((), np.int64)
+        while not stop.is_set():
+            out.view(np.uint32).fill(0xFFFFFFFF)
+            misses[:4] = 0
+            cache.direct.fetch(cache.held(table), keys, out, misses, form=launch.ROWS)
+            rows = out.view(np.uint32)
+            untouched = (rows == np.uint32(0xFFFFFFFF)).all(axis=1)
+            right = (rows == marked_rows(cp, keys, rows[:, 1])).all(axis=1)
+            bad += (~untouched & ~right).sum()
+            bad += abs(untouched.sum() - misses[0].astype(np.int64))
+            total += (~untouched).sum()
+            stream.synchronize()
+        wrong.append(int(bad))
+        found.append(int(total))
+
+
+def write(cache, table, until):
+    """Inserts that drop rows, updates, deletions, evictions of random keys."""
+    cp = cupy()
+    rng = np.random.default_rng(9)
+    sequence = 0
+    with cp.cuda.Stream(non_blocking=True):
+        while time.monotonic() < until:
+            sequence += 1
+            keys = cp.asarray(rng.integers(0, KEYS, 6000))
+            versions = cp.full(len(keys), NOW + sequence, np.uint64)
+            rows = marked_rows(cp, keys, sequence).view(np.float32)
+            cache.insert(table, keys, rows, versions)
+            cache.update(table, keys[::-1].copy(), rows[::-1].copy(), versions)
+            cache.delete(table, keys[:300].copy(), versions[:300])
+            cache.evict(table, keys[300:600].copy())
+    return sequence
+
+
+def race(cache, table, seconds):
+    stop, wrong, found = threading.Event(), [], []
+    readers = [
+        threading.Thread(target=read, args=(cache, table, stop, wrong, found, seed))
+        for seed in range(3)
+    ]
+    for reader in readers:
+        reader.start()
+    rounds = write(cache, table, time.monotonic() + seconds)
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert len(wrong) == len(readers)
+    return rounds, sum(wrong), sum(found)
+
+
+def test_readers_beside_the_writer_see_whole_rows_of_their_keys():
+    table = EmbeddingTable.make("t", DIM)
+    cache = GpuCache({table: CAPACITY})
+    rounds, wrong, found = race(cache, table, 8.0)
+    assert wrong == 0
+    assert rounds > 100
+    assert found > 10 * KEYS
+    assert cache.held(table).evicted > CAPACITY
+    check(cache.held(table))
