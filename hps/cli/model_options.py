@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from hps.config import ModelSpec, Settings
 from hps.config.model_schema import Datatype, DenseSpec, FeatureSpec, TensorSpec
@@ -103,9 +105,29 @@ def check_wiring(spec: ModelSpec, dense: Path | None) -> None:
         raise ModelError(
             f"model '{spec.name}' has a dense part; give its network with --dense FILE.onnx"
         )
+    if dense is not None:
+        _check_alone(dense)
     version = ModelVersion(spec.name, 1, spec, Path(), {}, dense, None, "")
     with ExitStack() as resources:
         OpenedModel(version, Settings(), resources)
+
+
+def _check_alone(dense: Path) -> None:
+    """A version keeps one file; exporters may put the weights into another one beside it."""
+    from hps.dense.onnx import OnnxModel
+
+    with TemporaryDirectory() as folder:
+        copy = Path(shutil.copy(dense, folder))
+        try:
+            OnnxModel(copy, "cpu").close()
+        except ModelError as error:
+            if "external data" not in str(error).lower():
+                raise ModelError(str(error).replace(str(copy), str(dense))) from None
+            raise ModelError(
+                f"{dense} keeps its weights in another file, but a version holds one: export with "
+                "torch.onnx.export(..., external_data=False), or rewrite it with "
+                "onnx.save_model(onnx.load(path), path)"
+            ) from None
 
 
 def renamed(spec: ModelSpec, name: str) -> ModelSpec:

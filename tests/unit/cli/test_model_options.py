@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from hps.cli.model_options import check_wiring
+from hps.config import ModelSpec
+from hps.errors import ModelError
+
+SPEC = ModelSpec.model_validate(
+    {
+        "name": "m",
+        "tables": [{"name": "t", "dim": 300}],
+        "dense": {"outputs": [{"name": "score", "shape": [-1, 1]}]},
+    }
+)
+
+
+def network() -> onnx.ModelProto:
+    def tensor(name: str, width: int) -> onnx.ValueInfoProto:
+        return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", width])
+
+    weights = numpy_helper.from_array(np.ones((300, 1), np.float32), "weights")
+    node = helper.make_node("MatMul", ["t", "weights"], ["score"])
+    graph = helper.make_graph([node], "g", [tensor("t", 300)], [tensor("score", 1)], [weights])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def test_weights_in_a_file_beside_the_network_are_refused(tmp_path):
+    """What torch.onnx.export writes unless told otherwise: the version would lack its weights."""
+    path = tmp_path / "dense.onnx"
+    onnx.save_model(network(), path, save_as_external_data=True, location="dense.onnx.data")
+    assert (tmp_path / "dense.onnx.data").exists()
+    with pytest.raises(ModelError, match=r"dense\.onnx keeps its weights.*external_data=False"):
+        check_wiring(SPEC, path)
+    onnx.save_model(onnx.load(path), path)  # the mend
+    check_wiring(SPEC, path)
+
+
+def test_a_damaged_network_is_named_by_its_own_path(tmp_path):
+    path = tmp_path / "dense.onnx"
+    path.write_bytes(b"no network")
+    with pytest.raises(ModelError) as error:
+        check_wiring(SPEC, path)
+    assert str(path) in str(error.value)
