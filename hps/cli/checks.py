@@ -218,14 +218,15 @@ def models(configuration: Configuration) -> Iterator[tuple[Check, int]]:
         found = f"no model in {settings.repository}"
         yield Check("models", "FAIL", found, "import one: hps model import --help"), 0
     for name, open_it in opened.items():
-        yield _model(name, open_it)
+        yield _model(name, open_it, settings.repository)
 
 
-def _model(name: str, open_it: Callable[[], ModelVersion]) -> tuple[Check, int]:
+def _model(name: str, open_it: Callable[[], ModelVersion], repository: Path) -> tuple[Check, int]:
     try:
         version = open_it()
     except HpsError as error:
-        return failed(f"model {name}", error, f"hps model verify {name}"), 0
+        mend = f"hps model verify {name} --repository {repository}"
+        return failed(f"model {name}", error, mend), 0
     dims = {table.name: table.dim for table in version.spec.tables}
     rows = sum(files.rows for files in version.tables.values())
     table_bytes = sum(files.rows * (8 + 4 * dims[t]) for t, files in version.tables.items())

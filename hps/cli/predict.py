@@ -24,6 +24,7 @@ from hps.cli.targets import (
 from hps.errors import ConfigError
 
 if TYPE_CHECKING:
+    from hps.cli.request import Features
     from hps.types import PredictResult
 
 app = typer.Typer(add_completion=False)
@@ -170,23 +171,28 @@ def _one(
         "milliseconds": round(milliseconds, 3),
     }
     if explain:
-        found = target.lookup(model, features)
-        takes = target.network_inputs(model)
-        report["features"] = {
-            name: {
-                "network_input": takes.get(name, name),
-                "keys": keys.keys,
-                "offsets": keys.offsets,
-                "sources": source_names(found.sources[name]),
-                "vectors": found.vectors[name],
-            }
-            for name, keys in features.items()
-        }
+        report["features"] = _account(target, model, features)
         report["dense"] = dense
     if output is OutputFormat.json:
         print_json(report)
     else:
         _show(report)
+
+
+def _account(target: Target, model: str, features: Features) -> dict[str, Any]:
+    """Per feature: its keys, where each row came from, and the vectors that the network takes."""
+    found = target.lookup(model, features)
+    takes = target.network_inputs(model)
+    return {
+        name: {
+            "network_input": takes.get(name, name),
+            "keys": keys.keys,
+            "offsets": keys.offsets,
+            "sources": source_names(found.sources[name]),
+            "vectors": found.vectors[name],
+        }
+        for name, keys in features.items()
+    }
 
 
 def _show(report: dict[str, Any]) -> None:

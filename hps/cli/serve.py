@@ -16,8 +16,6 @@ from hps.cli.targets import SetOption
 
 if TYPE_CHECKING:
     from hps.config import Configuration
-    from hps.node import Node
-    from hps.types import Progress
 
 app = typer.Typer(add_completion=False)
 
@@ -57,25 +55,17 @@ def serve(
     from services.frontend.main import Addresses, Frontend
 
     logs.setup(configuration.settings.server.log_level)
-    node: Node | None = None
-
-    def opening(chosen: Configuration, progress: Progress) -> Node:
-        nonlocal node
-        from hps.build import open_node
-
-        node = open_node(chosen, progress)
-        return node
+    frontend = Frontend(configuration, ConsoleProgress())
 
     def ready(addresses: Addresses) -> None:
-        assert node is not None
         endpoints = {"http": addresses.http, "admin": addresses.admin}
-        report = summary(configuration, node.status(), endpoints)
+        report = summary(configuration, frontend.state.status(), endpoints)
         report["seconds"] = round(time.monotonic() - started, 3)
         # A closed standard output is no reason to stop serving.
         with suppress(OSError):
             print_json(report) if output is OutputFormat.json else show(report)
 
-    Frontend(configuration, ConsoleProgress(), opening).run(ready)
+    frontend.run(ready)
 
 
 def check_early(configuration: Configuration) -> None:

@@ -22,7 +22,7 @@ from hps.cli.output import (
 from hps.cli.targets import ADMIN, AdminOption, ApiKeyOption
 
 if TYPE_CHECKING:
-    from hps.client.rest import Sample
+    from hps.client.wire import Sample
 
 app = typer.Typer(add_completion=False)
 
@@ -117,24 +117,7 @@ def _show(report: dict[str, Any]) -> None:
         ],
     )
     say()
-    answered = report["keys_by_tier"]
-    total = sum(answered.values())
-    tiers = {tier["name"]: tier for tier in report.get("tiers", [])}
-    names = [*tiers, *(name for name in answered if name not in tiers)]
-    print_table(
-        ("tier", "kind", "circuit", "keys answered", "share"),
-        [
-            (
-                name,
-                tiers.get(name, {}).get("kind", ""),
-                tiers.get(name, {}).get("circuit", ""),
-                count(answered.get(name, 0)),
-                share(answered.get(name, 0), total),
-            )
-            for name in names
-        ],
-        styles={"open": "red", "half-open": "yellow"},
-    )
+    _show_tiers(report)
     if report["requests"]:
         say()
         print_table(
@@ -152,6 +135,20 @@ def _show(report: dict[str, Any]) -> None:
         )
     for warning in report.get("warnings", []):
         warn(warning)
+
+
+def _show_tiers(report: dict[str, Any]) -> None:
+    answered = report["keys_by_tier"]
+    total = sum(answered.values())
+    tiers = {tier["name"]: tier for tier in report.get("tiers", [])}
+    names = [*tiers, *(name for name in answered if name not in tiers)]
+    rows = []
+    for name in names:
+        tier, keys = tiers.get(name, {}), answered.get(name, 0)
+        facts = tier.get("kind", ""), tier.get("circuit", "")
+        rows.append((name, *facts, count(keys), share(keys, total)))
+    columns = ("tier", "kind", "circuit", "keys answered", "share")
+    print_table(columns, rows, styles={"open": "red", "half-open": "yellow"})
 
 
 def _show_loading(report: dict[str, Any]) -> None:

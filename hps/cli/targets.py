@@ -86,7 +86,13 @@ class ServerTarget:
         dense: Mapping[str, NDArray[Any]],
         top_k: int | None = None,
     ) -> PredictResult:
-        return self._client.predict(model, features, dense, top_k=top_k)
+        from hps.client.wire import tensors_of
+
+        # ``dense`` has the model's types already, so there is nothing to ask the server first.
+        tensors = tensors_of(features) | dict(dense)
+        parameters = {"top_k": top_k} if top_k else None
+        answer = self._client.infer(model, tensors, parameters=parameters)
+        return PredictResult(answer.outputs, defaulted=answer.defaulted, degraded=answer.degraded)
 
     def lookup(self, model: str, features: Mapping[str, JaggedKeys]) -> LookupResult:
         return self._client.lookup(model, features, want_source=True)

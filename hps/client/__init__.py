@@ -6,6 +6,7 @@ with Client("http://127.0.0.1:8000") as client:
     scores = client.predict("ctr", {"user": [17], "ad": [4, 8]}, {"depth": [[2.0]]}).outputs
 """
 
-from hps.client.rest import Answer, Client
+from hps.client.rest import Client
+from hps.client.wire import Answer
 
 __all__ = ["Answer", "Client"]

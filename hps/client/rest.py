@@ -4,71 +4,18 @@ from __future__ import annotations
 
 import http.client
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hps.errors import (
-    BadRequest,
-    ConfigError,
-    DeadlineExceeded,
-    Forbidden,
-    HpsError,
-    NotFound,
-    Unauthenticated,
-    Unavailable,
-    Unsupported,
-)
-from hps.types import JaggedKeys, LookupResult, PredictResult, as_keys
-
-Keys = JaggedKeys | ArrayLike
-"""Keys of one feature: ``(batch,)`` or ``(batch, hotness)`` integers, or jagged."""
-
-_ERRORS: dict[int, type[HpsError]] = {
-    400: BadRequest,
-    401: Unauthenticated,
-    403: Forbidden,
-    404: NotFound,
-    405: Unsupported,
-    413: BadRequest,
-    501: Unsupported,
-    503: Unavailable,
-    504: DeadlineExceeded,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a model answered: named arrays, in the server's order, and the response's parameters."""
-
-    outputs: dict[str, NDArray[Any]]
-    parameters: dict[str, Any] = field(default_factory=dict)
-    model_version: str = ""
-
-    @property
-    def defaulted(self) -> int:
-        """How many keys were unknown and answered with the table's default."""
-        return int(self.parameters.get("hps_defaulted", 0))
-
-    @property
-    def degraded(self) -> tuple[str, ...]:
-        """Tiers that were skipped as broken or late."""
-        named = str(self.parameters.get("hps_degraded") or "")
-        return tuple(part.strip() for part in named.split(",") if part.strip())
-
-
-class Sample(NamedTuple):
-    """One number of the server's metrics."""
-
-    name: str
-    labels: dict[str, str]
-    value: float
+from hps.client.errors import Unreachable, replied, said, unreachable
+from hps.client.wire import Answer, Keys, Sample, parse_sample, tensors_of
+from hps.errors import ConfigError, HpsError, NotFound, Unavailable
+from hps.types import LookupResult, PredictResult
 
 
 class Client:
@@ -92,6 +39,7 @@ class Client:
         self.timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._triton: Any = None
+        self._types: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> Client:
         return self
@@ -123,7 +71,7 @@ class Client:
         top_k: int | None = None,
     ) -> PredictResult:
         """Score a batch: keys per feature and the named dense tensors in, named outputs out."""
-        inputs = _wire(features)
+        inputs = tensors_of(features)
         datatypes = self._datatypes(model) if dense else {}
         for name, value in (dense or {}).items():
             inputs[name] = np.ascontiguousarray(value, datatypes.get(name))
@@ -136,7 +84,7 @@ class Client:
         """Pooled vectors per feature; ``want_source`` adds the tier's code of every key."""
         names = list(features)
         wanted = names + [f"{name}.source" for name in names if want_source]
-        answer = self.infer(f"{model}.lookup", _wire(features), outputs=wanted)
+        answer = self.infer(f"{model}.lookup", tensors_of(features), outputs=wanted)
         return LookupResult(
             {name: answer.outputs[name] for name in names},
             {name: answer.outputs[f"{name}.source"] for name in names if want_source},
@@ -170,9 +118,9 @@ class Client:
                 headers=dict(self._headers),  # tritonclient adds to the mapping it is given
             )
         except InferenceServerException as error:
-            raise _error(error.status(), error.message()) from None
+            raise replied(error.status(), error.message()) from None
         except (OSError, http.client.HTTPException) as error:
-            raise self._unreachable(self.url, error) from None
+            raise unreachable(self.url, error, self.timeout_s) from None
         reply = result.get_response()
         arrays = {out["name"]: result.as_numpy(out["name"]) for out in reply.get("outputs", [])}
         return Answer(arrays, reply.get("parameters") or {}, reply.get("model_version", ""))
@@ -224,13 +172,16 @@ class Client:
     def metrics(self) -> list[Sample]:
         """The server's metrics: name, labels, value."""
         text = self._fetch(self.admin_url, "GET", "/metrics").decode()
-        return [sample for line in text.splitlines() if (sample := _sample(line)) is not None]
+        return [sample for line in text.splitlines() if (sample := parse_sample(line)) is not None]
 
     def _datatypes(self, model: str) -> dict[str, Any]:
+        """NumPy's type of every input, asked for once: dense values are sent in the model's types."""
         from tritonclient.utils import triton_to_np_dtype
 
-        tensors = self.metadata(model)["inputs"]
-        return {t["name"]: triton_to_np_dtype(t["datatype"]) for t in tensors}
+        if model not in self._types:
+            tensors = self.metadata(model)["inputs"]
+            self._types[model] = {t["name"]: triton_to_np_dtype(t["datatype"]) for t in tensors}
+        return self._types[model]
 
     def _connected(self) -> Any:
         from tritonclient.http import InferenceServerClient
@@ -264,28 +215,12 @@ class Client:
             reply = connection.getresponse()
             text = reply.read()
         except (OSError, http.client.HTTPException) as error:
-            raise self._unreachable(base, error) from None
+            raise unreachable(base, error, self.timeout_s) from None
         finally:
             connection.close()
         if reply.status != 200:
-            raise _error(str(reply.status), _said(text) or f"{base}{path} answered {reply.status}")
+            raise replied(str(reply.status), said(text) or f"{base}{path} answered {reply.status}")
         return text
-
-    def _unreachable(self, base: str, error: Exception) -> Unreachable:
-        if isinstance(error, ConnectionRefusedError):
-            return Unreachable(
-                f"nothing listens at {base}; start a server (hps serve --config FILE) or give the "
-                "address that it printed when it started"
-            )
-        if isinstance(error, TimeoutError):
-            return Unreachable(
-                f"{base} did not answer within {self.timeout_s:g} s; is it overloaded or stopped?"
-            )
-        return Unreachable(f"{base} cannot be reached: {error}")
-
-
-class Unreachable(Unavailable):
-    """Nobody answered at the address."""
 
 
 def _checked(url: str) -> str:
@@ -293,48 +228,3 @@ def _checked(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(f"server address {url!r} must look like http://host:port")
     return url.rstrip("/")
-
-
-def _error(status: str | None, message: str | None) -> HpsError:
-    kind = _ERRORS.get(int(status), HpsError) if status and status.isdigit() else HpsError
-    return kind(message or f"the server answered {status}")
-
-
-def _said(text: bytes) -> str:
-    """The message of an error reply, or nothing when it has another form."""
-    try:
-        return str(json.loads(text)["error"])
-    except (ValueError, KeyError, TypeError):
-        return ""
-
-
-def _sample(line: str) -> Sample | None:
-    """One line of the Prometheus text format."""
-    found = re.fullmatch(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)", line)
-    if found is None:
-        return None
-    labels = dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', found[2] or ""))
-    return Sample(found[1], labels, float(found[3]))
-
-
-def _wire(features: Mapping[str, Keys]) -> dict[str, NDArray[Any]]:
-    """Features as tensors: ``f [batch, hotness]``; jagged: ``f [n]``, ``f.offsets``, ``f.weights``."""
-    tensors: dict[str, NDArray[Any]] = {}
-    for name, keys in features.items():
-        if not isinstance(keys, JaggedKeys):
-            try:
-                keys = JaggedKeys.dense(np.asarray(keys))
-            except (TypeError, ValueError) as error:
-                raise BadRequest(f"feature {name!r}: {error}") from None
-        tensors |= _tensors(name, keys)
-    return tensors
-
-
-def _tensors(name: str, keys: JaggedKeys) -> dict[str, NDArray[Any]]:
-    if keys.offsets is None:
-        tensors = {name: as_keys(keys.keys).reshape(keys.batch, -1 if keys.batch else 0)}
-    else:
-        tensors = {name: as_keys(keys.keys), f"{name}.offsets": np.asarray(keys.offsets, np.int64)}
-    if keys.weights is not None:
-        tensors[f"{name}.weights"] = np.asarray(keys.weights, np.float32)
-    return tensors

@@ -6,7 +6,7 @@ import pytest
 
 from hps.cli.status import _show, keys_by_tier, requests
 from hps.cli.tables import flatten
-from hps.client.rest import Sample
+from hps.client.wire import Sample
 
 
 def test_keys_are_summed_over_models_and_tables() -> None:

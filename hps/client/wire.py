@@ -1,0 +1,77 @@
+"""What travels: features as tensors, answers, metrics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from hps.errors import BadRequest
+from hps.types import JaggedKeys, as_keys
+
+Keys = JaggedKeys | ArrayLike
+"""Keys of one feature: ``(batch,)`` or ``(batch, hotness)`` integers, or jagged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a model answered: named arrays, in the server's order, and the response's parameters."""
+
+    outputs: dict[str, NDArray[Any]]
+    parameters: dict[str, Any] = field(default_factory=dict)
+    model_version: str = ""
+
+    @property
+    def defaulted(self) -> int:
+        """How many keys were unknown and answered with the table's default."""
+        return int(self.parameters.get("hps_defaulted", 0))
+
+    @property
+    def degraded(self) -> tuple[str, ...]:
+        """Tiers that were skipped as broken or late."""
+        named = str(self.parameters.get("hps_degraded") or "")
+        return tuple(part.strip() for part in named.split(",") if part.strip())
+
+
+class Sample(NamedTuple):
+    """One number of the server's metrics."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+def parse_sample(line: str) -> Sample | None:
+    """One line of the Prometheus text format."""
+    found = re.fullmatch(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)", line)
+    if found is None:
+        return None
+    labels = dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', found[2] or ""))
+    return Sample(found[1], labels, float(found[3]))
+
+
+def tensors_of(features: Mapping[str, Keys]) -> dict[str, NDArray[Any]]:
+    """Features as tensors: ``f [batch, hotness]``; jagged: ``f [n]``, ``f.offsets``, ``f.weights``."""
+    tensors: dict[str, NDArray[Any]] = {}
+    for name, keys in features.items():
+        if not isinstance(keys, JaggedKeys):
+            try:
+                keys = JaggedKeys.dense(np.asarray(keys))
+            except (TypeError, ValueError) as error:
+                raise BadRequest(f"feature {name!r}: {error}") from None
+        tensors |= _feature(name, keys)
+    return tensors
+
+
+def _feature(name: str, keys: JaggedKeys) -> dict[str, NDArray[Any]]:
+    if keys.offsets is None:
+        tensors = {name: as_keys(keys.keys).reshape(keys.batch, -1 if keys.batch else 0)}
+    else:
+        tensors = {name: as_keys(keys.keys), f"{name}.offsets": np.asarray(keys.offsets, np.int64)}
+    if keys.weights is not None:
+        tensors[f"{name}.weights"] = np.asarray(keys.weights, np.float32)
+    return tensors
