@@ -16,8 +16,8 @@ from pathlib import Path
 import jax
 
 from examples.ctr.baseline import hashed_regression_auc
-from examples.ctr.data import Samples, Split, read_csv, split
-from examples.ctr.export import publish, write_requests
+from examples.ctr.data import read_csv, split
+from examples.ctr.export import MODEL, publish, write_requests
 from examples.ctr.training import DEFAULTS, Trained, auc, train
 from hps.errors import HpsError
 
@@ -25,6 +25,11 @@ from hps.errors import HpsError
 def main(arguments: list[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     started = time.monotonic()
+    if given.out is not None and not given.replace:
+        folder = given.out / MODEL / str(given.version)
+        if folder.exists():
+            print(f"{folder} exists; give another --version, or --replace it", file=sys.stderr)
+            return 1
     try:
         samples = read_csv(given.data)
     except (OSError, ValueError) as error:
@@ -36,14 +41,17 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"hashed logistic regression: test AUC {hashed_regression_auc(samples, parts):.4f}")
     options = replace(DEFAULTS, seed=given.seed, epochs=given.epochs)
     trained = train(samples, parts, options, print)
-    test_auc = _test_auc(trained, samples, parts)
+    test = samples.take(parts.test)
+    test_auc = auc(test.clicked, trained.score(test)["logit"])
     print(f"test AUC {test_auc:.4f} (epoch {trained.epoch}, {time.monotonic() - started:.0f} s)")
-    if given.out is None:
-        return 0
+    return 0 if given.out is None else _publish(trained, test_auc, given)
+
+
+def _publish(trained: Trained, test_auc: float, given: argparse.Namespace) -> int:
     metadata = {
         "trainer": "examples/ctr",
         "data": "KDD Cup 2012 track 2, sample of OpenML 1220",
-        "seed": options.seed,
+        "seed": trained.options.seed,
         "epoch": trained.epoch,
         "valid_auc": round(trained.valid_auc, 6),
         "test_auc": round(test_auc, 6),
@@ -57,11 +65,6 @@ def main(arguments: list[str] | None = None) -> int:
     requests = write_requests(trained, given.out)
     print(f"published {folder}; requests to try it with: {requests}")
     return 0
-
-
-def _test_auc(trained: Trained, samples: Samples, parts: Split) -> float:
-    test = samples.take(parts.test)
-    return auc(test.clicked, trained.score(test)["logit"])
 
 
 def _parser() -> argparse.ArgumentParser:
