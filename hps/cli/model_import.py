@@ -118,10 +118,8 @@ def import_(
     if spec is not None and given:
         raise ConfigError("--spec describes the features already; leave --feature out")
     written = []
-    for plan in _plans(source, chosen, format_, model):
-        called = name or (plan.spec.name if plan.spec else None)
-        if called is None:
-            raise ConfigError("give the model a name: --name NAME")
+    for plan in _plans(source, chosen, format_, model, name):
+        called = name or (plan.spec.name if plan.spec else plan.source.stem)
         if spec is not None:
             described = options.renamed(load_model_spec(spec), called)
         else:
@@ -156,7 +154,11 @@ def import_(
 
 
 def _plans(
-    source: Path, chosen: Sequence[TableChoice], format_: str | None, model: str | None
+    source: Path,
+    chosen: Sequence[TableChoice],
+    format_: str | None,
+    model: str | None,
+    name: str | None,
 ) -> list[ImportPlan]:
     """One plan, or one per model of a ps.json."""
     from hps.config import load_config
@@ -166,7 +168,10 @@ def _plans(
 
     if not source.exists():
         raise ConfigError(f"{source} is missing")
-    if (format_ or detect(source)) == "ps.json" and model is None and not chosen:
+    kind = format_ or detect(source)
+    if kind != "ps.json" and name is None:
+        raise ConfigError("give the model a name: --name NAME")
+    if kind == "ps.json" and model is None and name is None and not chosen:
         return [plan_legacy(source, legacy) for legacy in load_config(source).legacy]
     return [plan_import(source, chosen, format=format_, model=model)]
 

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from tempfile import TemporaryDirectory
 
 from hps.config import ModelSpec, Settings
 from hps.config.model_schema import Datatype, DenseSpec, FeatureSpec, TensorSpec
+from hps.config.problems import validate
 from hps.errors import ConfigError, ModelError
 from hps.models.importers import ImportPlan, TableChoice
 
@@ -57,12 +59,18 @@ def features(values: Sequence[str] | None) -> list[FeatureSpec]:
             raise ConfigError(f"--feature {name}: pooling is sum, mean or none, not '{pooling}'")
         if offset and not offset.isdecimal():
             raise ConfigError(f"--feature {name}: the offset must be a number, found '{offset}'")
-        found.append(
-            FeatureSpec(
-                name=name, table=table, key_offset=int(offset or 0), pooling=pooling or "sum"
-            )
-        )
+        data = {
+            "name": name,
+            "table": table,
+            "key_offset": int(offset or 0),
+            "pooling": pooling or "sum",
+        }
+        found.append(_feature(data))
     return found
+
+
+def _feature(data: dict[str, Any]) -> FeatureSpec:
+    return validate(FeatureSpec, data, lambda _key: f"--feature {data['name']}")
 
 
 def dense_spec(plan: ImportPlan, given: Sequence[FeatureSpec], path: Path) -> DenseSpec:
@@ -131,4 +139,7 @@ def _check_alone(dense: Path) -> None:
 
 
 def renamed(spec: ModelSpec, name: str) -> ModelSpec:
-    return spec if spec.name == name else spec.model_copy(update={"name": name})
+    """``spec`` under the name it is imported as."""
+    if spec.name == name:
+        return spec
+    return validate(ModelSpec, spec.model_dump() | {"name": name}, lambda _key: "--name")

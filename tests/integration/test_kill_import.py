@@ -76,6 +76,7 @@ def test_import(tmp_path: Path) -> None:
     process = started(IMPORT, root, 1)
     process.communicate()
     work = time.monotonic() - began
+    interrupted = 0
     for version, moment in enumerate(moments(work), 2):
         said = kill_after(started(IMPORT, root, version), moment)
         repository = Repository(root)
@@ -91,11 +92,13 @@ def test_import(tmp_path: Path) -> None:
             assert (opened.tables["t"].keys() == keys).all()
             assert (opened.tables["t"].vectors() == rows).all()
         else:
+            interrupted += 1
             process = started(IMPORT, root, version)
             assert process.communicate()[0] == "done\n"
         names = [p.name for p in (root / "m").iterdir() if p.name.startswith(".")]
         assert present or not names, "a rerun removes what the killed one left"
     assert Repository(root).versions("m") == list(range(1, ROUNDS + 2))
+    assert interrupted, "no kill came before the end: the test shows nothing"
 
 
 def test_first_import(tmp_path: Path) -> None:

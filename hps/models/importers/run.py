@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from hps.config.model_file import load_model_spec
-from hps.config.model_schema import DenseSpec, FeatureSpec, ModelSpec, TableSpec
+from hps.config.model_schema import DenseSpec, FeatureSpec, ModelSpec
+from hps.config.problems import validate
 from hps.errors import ModelError
 from hps.models.importers.plan import Chunk, ImportPlan, ImportTable, table_name
 from hps.models.repository import SPEC_FILE, Repository
@@ -71,30 +72,16 @@ def describe(
     path = root / name / SPEC_FILE
     if path.is_file() and not features and dense is None:
         return load_model_spec(path)
-    if plan.spec is not None:
-        changes: dict[str, Any] = {"name": name}
-        if features:
-            changes["features"] = list(features)
-        if dense is not None:
-            changes["dense"] = dense
-        return ModelSpec.model_validate(plan.spec.model_dump() | _dumped(changes))
-    return ModelSpec(
-        name=name,
-        tables=[TableSpec(name=t.name, dim=t.dim) for t in plan.tables],
-        features=list(features) or _stacked_features(plan),
-        dense=dense,
-    )
-
-
-def _dumped(changes: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: [v.model_dump() for v in value]
-        if isinstance(value, list)
-        else value.model_dump()
-        if isinstance(value, DenseSpec)
-        else value
-        for key, value in changes.items()
-    }
+    if plan.spec is None:
+        tables = [{"name": t.name, "dim": t.dim} for t in plan.tables]
+        data: dict[str, Any] = {"name": name, "tables": tables}
+    else:
+        data = plan.spec.model_dump() | {"name": name}
+    if used := list(features) or _stacked_features(plan):
+        data["features"] = [f.model_dump() for f in used]
+    if dense is not None:
+        data["dense"] = dense.model_dump()
+    return validate(ModelSpec, data, lambda _key: f"model '{name}' from {plan.source}")
 
 
 def _stacked_features(plan: ImportPlan) -> list[FeatureSpec]:

@@ -1,0 +1,294 @@
+"""hps model: import, inspect, verify; what they print, write and exit with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from hps.cli.main import app
+from hps.cli.model_options import choices, features
+from hps.errors import ConfigError
+from hps.models.importers import TableChoice
+from hps.models.repository import Repository
+
+ROWS = np.random.default_rng(0).random((10, 4), np.float32)
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["model", *map(str, arguments)])
+
+
+def printed(result: Result) -> Any:
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    return tmp_path / "models"
+
+
+@pytest.fixture
+def npz(tmp_path: Path) -> Path:
+    arrays = {"u.weight": ROWS, "i.weight": ROWS[:3], "ids": np.arange(10) * 2}
+    np.savez(tmp_path / "t.npz", **arrays)
+    return tmp_path / "t.npz"
+
+
+def network(path: Path, **inputs: int) -> Path:
+    """An .onnx file whose ``score`` is a sum over its inputs, each (batch, width)."""
+    from onnx import TensorProto, helper
+
+    def tensor(name: str, width: int) -> Any:
+        return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", width])
+
+    axes = helper.make_tensor("axes", TensorProto.INT64, [1], [1])
+    graph = helper.make_graph(
+        [
+            helper.make_node("Concat", list(inputs), ["all"], axis=1),
+            helper.make_node("ReduceSum", ["all", "axes"], ["score"], keepdims=1),
+        ],
+        "net",
+        [tensor(name, width) for name, width in inputs.items()],
+        [tensor("score", 1)],
+        [axes],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+class TestImport:
+    def test_chosen_tables(self, npz, models):
+        result = run(
+            "import", npz, "--to", models, "--name", "ctr", "--table", "users=u.weight",
+            "--table", "items=i.weight", "--keys", "users=ids", "--metadata", "auc=0.7",
+        )  # fmt: skip
+        assert result.exit_code == 0, result.stderr
+        assert "ctr/1 users: 10 rows of dim 4" in result.stdout
+        assert f"hps serve --set models.repository={models}" in result.stdout
+        opened = Repository(models).open("ctr")
+        assert opened.tables["users"].keys().tolist() == list(range(0, 20, 2))
+        assert opened.tables["items"].keys().tolist() == [0, 1, 2]
+        assert opened.manifest.metadata["auc"] == "0.7"
+
+    def test_features_with_offsets(self, npz, models):
+        run("import", npz, "-r", models, "-n", "ctr", "-t", "all=u.weight,i.weight",
+            "-f", "user=all", "-f", "item=all+10:mean")  # fmt: skip
+        found = [(f.name, f.key_offset, f.pooling) for f in Repository(models).spec("ctr").features]
+        assert found == [("user", 0, "sum"), ("item", 10, "mean")]
+
+    def test_stacked_tables_tell_the_offsets(self, npz, models):
+        done = printed(
+            run("import", npz, "-r", models, "-n", "ctr", "-t", "all=[ui].weight", "-o", "json")
+        )
+        assert done[0]["tables"] == [
+            {"name": "all", "rows": 13, "dim": 4, "offsets": {"u.weight": 0, "i.weight": 10}}
+        ]
+        assert [f.key_offset for f in Repository(models).spec("ctr").features] == [0, 10]
+
+    def test_a_network_is_described_from_itself(self, tmp_path, npz, models):
+        dense = network(tmp_path / "net.onnx", users=4, price=2)
+        result = run(
+            "import", npz, "-r", models, "-n", "ctr", "-t", "users=u.weight", "--dense", dense
+        )
+        assert result.exit_code == 0, result.stderr
+        spec = Repository(models).open("ctr").spec
+        assert [t.name for t in spec.dense.inputs] == ["price"]
+        assert [t.name for t in spec.dense.outputs] == ["score"]
+        assert printed(run("verify", "-r", models, "-o", "json"))[-1] == {
+            "model": "ctr",
+            "check": "network",
+            "result": "OK",
+            "detail": "takes and gives what model.yaml says",
+        }
+
+    def test_a_network_that_does_not_fit_writes_nothing(self, tmp_path, npz, models):
+        for inputs, said in (
+            ({"users": 5, "price": 2}, r"has shape [-1, 4] in model.yaml, [-1, 5] in the network"),
+            ({"price": 2}, "no input is called like feature 'users'; its inputs are price"),
+        ):
+            dense = network(tmp_path / "net.onnx", **inputs)
+            result = run(
+                "import", npz, "-r", models, "-n", "c", "-t", "users=u.weight", "--dense", dense
+            )
+            assert result.exit_code == 2
+            assert said in result.stderr
+            assert not models.exists()
+
+    def test_a_given_description(self, tmp_path, npz, models):
+        (tmp_path / "m.yaml").write_text(
+            "name: any\ntables: [{name: users, dim: 4, default: 0.5, dtype: float16}]\n"
+        )
+        words = ("import", npz, "-r", models, "-n", "ctr", "-t", "users=u.weight")
+        assert run(*words, "--spec", tmp_path / "m.yaml").exit_code == 0
+        assert Repository(models).spec("ctr").tables[0].dtype == "float16"
+        result = run(*words, "--spec", tmp_path / "m.yaml", "-f", "x=users")
+        assert (result.exit_code, "leave --feature out" in result.stderr) == (2, True)
+
+    def test_versions_follow_each_other(self, npz, models):
+        words = ("import", npz, "-r", models, "-n", "ctr", "-t", "u.weight")
+        assert [printed(run(*words, "-o", "json"))[0]["version"] for _ in range(3)] == [1, 2, 3]
+        result = run(*words, "--version", 2)
+        assert result.exit_code == 2
+        assert "exists; take another version number, or replace it (--replace)" in result.stderr
+        assert run(*words, "--version", 2, "--replace").exit_code == 0
+        result = run(*words, "-f", "other=u")
+        assert "--replace-spec" in result.stderr
+        assert run(*words, "-f", "other=u", "--replace-spec").exit_code == 0
+
+    def test_every_model_of_a_ps_json(self, tmp_path, models):
+        entries = []
+        for name in ("wdl", "din"):
+            folder = tmp_path / f"{name}.model"
+            folder.mkdir()
+            np.arange(10, dtype="<i8").tofile(folder / "key")
+            ROWS.tofile(folder / "emb_vector")
+            entries.append(
+                {"model": name, "sparse_files": [str(folder)], "embedding_vecsize_per_table": [4],
+                 "embedding_table_names": ["t"], "deployed_device_list": [0],
+                 "maxnum_catfeature_query_per_table_per_sample": [1],
+                 "default_value_for_each_table": [0.0]}
+            )  # fmt: skip
+        (tmp_path / "ps.json").write_text(json.dumps({"models": entries}))
+        done = printed(run("import", tmp_path / "ps.json", "-r", models, "-o", "json"))
+        assert [d["model"] for d in done] == ["wdl", "din"]
+        assert Repository(models).names() == ["din", "wdl"]
+        only = run("import", tmp_path / "ps.json", "-r", models, "--model", "din", "-n", "other")
+        assert only.exit_code == 0
+        assert Repository(models).open("other").tables["t"].rows == 10
+        both = run("import", tmp_path / "ps.json", "-r", models, "--name", "one")
+        assert both.exit_code == 2
+        assert "--model" in both.stderr
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            (("gone.npz", "-n", "c"), "gone.npz is missing"),
+            (("t.npz",), "give the model a name: --name NAME"),
+            (("t.npz", "-n", "c"), "as in --table NAME=ARRAY; it holds u.weight [10, 4] float32"),
+            (("t.npz", "-n", "c", "-t", "u=x"), "no array 'x' for table 'u'"),
+            (("t.npz", "-n", "c", "-t", "u=u.weight", "--keys", "v=ids"), "--keys names table 'v'"),
+            (("t.npz", "-n", "c", "-t", "u=u.weight", "--keys", "ids"), "expected TABLE=ARRAY"),
+            (("t.npz", "-n", "c", "-t", "u=u.weight", "-f", "x=v"), "'v'"),
+            (("t.npz", "-n", "a/b", "-t", "u=u.weight"), "name"),
+            (("t.npz", "-n", "c", "-t", "u=u.weight", "--metadata", "x"), "expected KEY=VALUE"),
+            (("t.npz", "-n", "c", "--format", "zip"), "no format 'zip'; expected one of ps.json"),
+        ],
+    )
+    def test_mistakes_are_one_clear_line(self, npz, models, monkeypatch, words, said):
+        monkeypatch.chdir(npz.parent)
+        result = run("import", *words, "-r", models)
+        assert result.exit_code == 2
+        assert said in result.stderr
+        assert result.stderr.startswith("error: ")
+        assert result.stderr.count("\n") == 1
+        assert not models.exists()
+
+
+class TestInspect:
+    @pytest.fixture
+    def imported(self, tmp_path, npz, models):
+        dense = network(tmp_path / "net.onnx", users=4, price=2)
+        run("import", npz, "-r", models, "-n", "ctr", "-t", "users=u.weight", "--dense", dense)
+        run("import", npz, "-r", models, "-n", "words", "-t", "w=u.weight")
+        run("import", npz, "-r", models, "-n", "words", "-t", "w=u.weight")
+        return models
+
+    def test_the_repository(self, imported):
+        result = run("inspect", "-r", imported)
+        assert [line.split() for line in result.stdout.splitlines()] == [
+            ["model", "versions", "tables", "network"],
+            ["ctr", "1", "1", "yes"],
+            ["words", "1,", "2", "1", "no"],
+        ]
+        assert printed(run("inspect", "-r", imported, "-o", "json")) == [
+            {"model": "ctr", "versions": [1], "tables": 1},
+            {"model": "words", "versions": [1, 2], "tables": 1},
+        ]
+
+    def test_a_version(self, imported):
+        text = run("inspect", "ctr", "-r", imported).stdout
+        for part in ("ctr version 1, made 20", "users", "160", "score", "price", "format: npz"):
+            assert part in text or part == "160"
+        told = printed(run("inspect", "words", "-r", imported, "--version", 1, "-o", "json"))
+        assert (told["version"], told["tables"][0]["rows"]) == (1, 10)
+        assert told["manifest"]["tables"]["w"]["rows"] == 10
+
+    def test_what_is_not_there(self, imported):
+        assert run("inspect", "wrds", "-r", imported).exit_code == 1
+        assert run("inspect", "words", "-r", imported, "--version", 9).exit_code == 1
+        assert run("inspect", "-r", imported / "none").exit_code == 2
+
+
+class TestVerify:
+    @pytest.fixture
+    def folder(self, npz, models):
+        run(
+            "import", npz, "-r", models, "-n", "ctr", "-t", "users=u.weight", "-t", "items=i.weight"
+        )
+        return models / "ctr/1/tables"
+
+    def test_all_is_well(self, models, folder):
+        result = run("verify", "-r", models)
+        assert result.exit_code == 0
+        assert "FAIL" not in result.stdout
+        assert "WARN" not in result.stdout
+
+    def test_a_flipped_bit(self, models, folder):
+        data = bytearray((folder / "users/emb_vector").read_bytes())
+        data[40] ^= 1
+        (folder / "users/emb_vector").write_bytes(data)
+        result = run("verify", "ctr", "-r", models, "-o", "json")
+        assert result.exit_code == 1
+        failed = [f for f in json.loads(result.stdout) if f["result"] == "FAIL"]
+        assert [f["check"] for f in failed] == ["table users: checksums"]
+        assert "do not match the manifest" in failed[0]["detail"]
+
+    def test_a_truncated_file(self, models, folder):
+        (folder / "users/key").write_bytes(b"1234")
+        result = run("verify", "ctr", "-r", models)
+        assert result.exit_code == 1
+        assert "4 bytes is not a multiple of 8" in result.stdout
+
+    def test_values_and_keys_that_will_surprise(self, models, folder):
+        (folder.parent / "manifest.json").unlink()
+        np.array([1, 2, 1], "<i8").tofile(folder / "items/key")
+        rows = np.ones((3, 4), "<f4")
+        rows[1, 2] = np.nan
+        rows.tofile(folder / "items/emb_vector")
+        result = run("verify", "ctr", "-r", models, "-o", "json")
+        assert result.exit_code == 0
+        warned = {
+            f["check"]: f["detail"] for f in json.loads(result.stdout) if f["result"] == "WARN"
+        }
+        assert "row 1 (key 2)" in warned["table items: values"]
+        assert "1 rows repeat the key of a later row" in warned["table items: keys"]
+        assert "no manifest" in warned["table items: checksums"]
+
+    def test_usage(self, models):
+        models.mkdir()
+        assert "needs a model's name" in run("verify", "--version", 3, "-r", models).stderr
+        assert "holds no model" in run("verify", "-r", models).stderr
+
+
+@pytest.mark.parametrize("command", ["import", "inspect", "verify"])
+def test_help_shows_examples(command):
+    assert f"hps model {command} " in run(command, "--help").stdout
+
+
+def test_options_are_put_together():
+    assert choices(["u=a", "b"], ["u=ids"], ["u=e*"]) == [
+        TableChoice("u", ("a",), "ids", "e*"),
+        TableChoice("", ("b",)),
+    ]
+    (found,) = features(["user=all+18446744073709551615:none"])
+    assert (found.key_offset, found.pooling) == (2**64 - 1, "none")
+    for text in ("user", "user=all+x", "user=all:max", "=all", "user="):
+        with pytest.raises(ConfigError, match="--feature"):
+            features([text])
