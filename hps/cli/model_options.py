@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from hps.config import ModelSpec, Settings
 from hps.config.model_schema import Datatype, DenseSpec, FeatureSpec, TensorSpec
