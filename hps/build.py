@@ -13,7 +13,6 @@ from hps import metrics as m
 from hps.config import Configuration, Settings, configuration_from, load_config
 from hps.config.schema import ModelOverride, TableOverride
 from hps.lookup.engine import LookupEngine, Promote
-from hps.lookup.workers import Workers
 from hps.meters import DenseMeter, LookupMeter, TierMeter
 from hps.metrics import Metrics
 from hps.models.loader import load_tables
@@ -30,6 +29,7 @@ from hps.tiers.wrappers import Guarded, Metered
 from hps.types import EmbeddingTable, KeyArray, NoProgress, Progress
 from hps.updates.warm import insert_rows, promote_keys
 from hps.updates.writer import CacheWriter
+from hps.workers import Workers
 
 if TYPE_CHECKING:
     from hps.tiers.rocksdb import RocksDbTier
@@ -87,12 +87,7 @@ class _Builder:
 
     def node(self, warnings: tuple[str, ...]) -> Node:
         tiers = self._settings.tiers
-        store = self._open_store()
-        guard = tiers.guard
-        guarded = Guarded(
-            store, guard.deadline_ms / 1e3, guard.failures_to_open, guard.retry_after_s
-        )
-        self._resources.callback(guarded.close)
+        store, guarded = self._open_store()
         status = [TierStatus(store, store.rows, state=lambda: guarded.state)]
         cache = self._make_cache(store) if tiers.cpu_cache.enabled else None
         if cache is not None:
@@ -121,9 +116,12 @@ class _Builder:
         self._publish(node)
         return node
 
-    def _open_store(self) -> RocksDbTier:
+    def _open_store(self) -> tuple[RocksDbTier, Guarded]:
+        """The store with every table loaded, and the guard around it, which alone closes it: never
+        under a fetch that hangs."""
         from hps.tiers.rocksdb import RocksDbTier
 
+        guard = self._settings.tiers.guard
         chosen = self._settings.tiers.rocksdb
         store = RocksDbTier(
             chosen.path,
@@ -133,11 +131,14 @@ class _Builder:
             threads=chosen.threads,
             read_only=chosen.read_only,
         )
-        self._resources.callback(store.close)
+        guarded = Guarded(
+            store, guard.deadline_ms / 1e3, guard.failures_to_open, guard.retry_after_s
+        )
+        self._resources.callback(guarded.close)
         store.open_tables(self._tables)
         for model in self._opened if chosen.load else []:
             load_tables(model.version, model.tables, store, self._progress)
-        return store
+        return store, guarded
 
     def _make_cache(self, store: RocksDbTier) -> CpuCache:
         """The CPU cache, its memory shared out over the tables; overrides by table come first."""

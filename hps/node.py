@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from hps.config.model_schema import ModelSpec
 from hps.errors import BadRequest, NotFound
 from hps.lookup.base import Lookup
-from hps.lookup.workers import Workers
 from hps.metrics import Metrics
 from hps.pipeline import InferencePipeline
 from hps.tiers.base import Tier
@@ -32,6 +31,7 @@ from hps.types import (
     as_keys,
 )
 from hps.updates.writer import CacheWriter
+from hps.workers import Workers
 
 Features = Mapping[str, Any]
 """Keys by feature: ``JaggedKeys``, or integers ``(batch,)`` or ``(batch, hotness)`` as an array, a list

@@ -20,9 +20,9 @@ from hps.dense.base import DATATYPES, DenseModel
 from hps.errors import BadRequest, DeadlineExceeded, DenseModelError
 from hps.lookup.base import Lookup
 from hps.lookup.checks import unknown
-from hps.lookup.workers import Done, Workers
 from hps.types import LookupRequest, LookupResult, PredictRequest, PredictResult
 from hps.wiring import check_wiring
+from hps.workers import Done, Workers
 
 TOP_K_INDEX = "top_k_index"
 

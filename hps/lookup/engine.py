@@ -19,7 +19,6 @@ from hps.errors import BadRequest, DeadlineExceeded
 from hps.lookup.base import Feature, LookupModel, LookupObserver, Unobserved
 from hps.lookup.checks import check_keys, check_out, check_out_names, check_sizes, unknown
 from hps.lookup.pooling import pool
-from hps.lookup.workers import Done, Workers
 from hps.native import dedup
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.types import (
@@ -31,6 +30,7 @@ from hps.types import (
     LookupResult,
     VectorArray,
 )
+from hps.workers import Done, Workers
 
 # A request with more keys than this is worth a thread hop even when memory holds them all: it would
 # hold up an event loop for milliseconds.

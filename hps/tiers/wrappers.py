@@ -3,22 +3,27 @@ the answer."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hps.errors import TierError, TierTimeout
+from hps.errors import TierError, TierTimeout, Unavailable
 from hps.tiers.base import FetchContext, Part, Tier, TierInfo
 from hps.tiers.breaker import CircuitBreaker, State
 from hps.tiers.checks import check_part
-from hps.tiers.workers import Call, Workers
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
+from hps.workers import Workers
 
 Observe = Callable[[EmbeddingTable, TierInfo, int, int, float], None]
 """``observe(table, info, asked, found, seconds)``. ``found`` counts the keys that need not be asked for
 further down: rows and tombstones. Parts are fetched together: ``seconds`` is what the whole call took."""
+
+# Calls that wait for a thread of a guarded tier. More can only come once every thread hangs, and before
+# the circuit opens.
+_QUEUED = 1_024
 
 
 class _Wrapper:
@@ -97,8 +102,8 @@ class Guarded(_Wrapper):
         super().__init__(inner)
         self._deadline_s = deadline_s
         self._breaker = CircuitBreaker(failures_to_open, retry_after_s)
-        self._workers = Workers(inner.info.name, threads)
-        self._late: deque[tuple[Call, int]] = deque()
+        self._workers = Workers(threads, _QUEUED, name=inner.info.name)
+        self._late: deque[tuple[_Call, int]] = deque()
 
     @property
     def state(self) -> State:
@@ -137,10 +142,8 @@ class Guarded(_Wrapper):
 
     def close(self) -> None:
         """Close the tier once no call is in it any more. Waits ``deadline_s`` for that; a call that
-        hangs for longer closes the tier when it returns."""
-        last = self._workers.close(self.inner.close)
-        if last.wait(self._deadline_s) and last.error is not None:
-            raise last.error
+        hangs for longer closes the tier when it returns. Idempotent."""
+        self._workers.close(self._deadline_s, self.inner.close)
 
     def _call(
         self, answer: Sequence[Part], private: FetchContext, permit: int, *, own: bool
@@ -149,14 +152,19 @@ class Guarded(_Wrapper):
             self.inner.fetch(answer, private)
             return
         assert private.deadline is not None
-        call = self._workers.submit(lambda: self.inner.fetch(answer, private))
-        if not call.wait(private.deadline - time.monotonic()):
-            call.give_up()
-            if not own:
+        call = _Call(self.inner, answer, private)
+        try:
+            future = self._workers.submit(call.run)
+        except Unavailable as error:  # closed, or every thread hangs
+            raise TierError(self.info.name, str(error)) from None
+        try:
+            raised = future.exception(private.deadline - time.monotonic())
+        except TimeoutError:
+            if not future.cancel() and not own:
                 self._late.append((call, permit))
-            raise TierTimeout(self.info.name, f"no answer within {self._deadline_s:g} s")
-        if call.error is not None:
-            raise call.error
+            raise TierTimeout(self.info.name, f"no answer within {self._deadline_s:g} s") from None
+        if raised is not None:
+            raise raised
 
     def _judge_late_calls(self) -> None:
         """Calls that impatient requests gave up count as failures once they exceed ``deadline_s``."""
@@ -168,14 +176,36 @@ class Guarded(_Wrapper):
                 call, permit = self._late.popleft()
             except IndexError:  # another thread is judging too
                 return
-            if call.running and call.started < longest:
+            if call.ended:
+                continue
+            if call.started < longest:
                 self._breaker.failed(permit)
-            elif call.running:
+            else:
                 self._late.append((call, permit))
 
     def _skip(self, ctx: FetchContext) -> None:
         if self.info.name not in ctx.degraded:
             ctx.degraded.append(self.info.name)
+
+
+class _Call:
+    """One fetch on a thread of its own, which whoever asked for it may have given up."""
+
+    __slots__ = ("_ctx", "_parts", "_tier", "ended", "started")
+
+    def __init__(self, tier: Tier, parts: Sequence[Part], ctx: FetchContext) -> None:
+        self._tier = tier
+        self._parts = parts
+        self._ctx = ctx
+        self.started = math.inf
+        self.ended = False
+
+    def run(self) -> None:
+        self.started = time.monotonic()
+        try:
+            self._tier.fetch(self._parts, self._ctx)
+        finally:
+            self.ended = True
 
 
 def _private(part: Part) -> Part:

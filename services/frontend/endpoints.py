@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from hps.dense.base import DATATYPES
 from hps.errors import BadRequest
-from hps.lookup.workers import Done
 from hps.node import ServedModel
 from hps.pipeline import TOP_K_INDEX
 from hps.types import JaggedKeys, LookupRequest, LookupResult, PredictRequest, PredictResult
+from hps.workers import Done
 from services.frontend.datatypes import INTEGERS
 from services.frontend.features import FeatureInputs
 from services.frontend.request import InferCall, InputRule, Tensor

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from hps.config import Configuration, LegacyModel, Settings
 from hps.config.model_schema import DenseSpec, FeatureSpec, ModelSpec, TableSpec, TensorSpec
 from hps.errors import BadRequest, ConfigError, HpsError, ModelError, NotFound, TierError
 from hps.models.writer import write_version
+from hps.tiers.rocksdb import RocksDbTier
 from hps.types import JaggedKeys, Source, version_now
 
 USERS, ITEMS = (
@@ -137,6 +139,35 @@ def test_nothing_is_left_behind(folder):
     node.close()
     node.close()
     assert not {t for t in threading.enumerate() if t.is_alive()} - before
+
+
+def test_a_hanging_fetch_keeps_the_store_open_until_it_returns(folder, monkeypatch):
+    """Closing RocksDB under a call that is in it would end the process."""
+    gate, asked, fetch = threading.Event(), threading.Event(), RocksDbTier.fetch
+    closed_at = []
+
+    def hang(tier, parts, ctx):
+        asked.set()
+        gate.wait(30)
+        fetch(tier, parts, ctx)  # raises when the store was closed meanwhile
+
+    close = RocksDbTier.close
+    monkeypatch.setattr(RocksDbTier, "fetch", hang)
+    monkeypatch.setattr(
+        RocksDbTier, "close", lambda tier: (closed_at.append(gate.is_set()), close(tier))
+    )
+    tiers = {"cpu_cache": {"enabled": False}, "guard": {"deadline_ms": 50}}
+    node = hps.open(settings(folder, tiers=tiers))
+    assert node.lookup("clicks", {"user": [3]}).degraded == ("rocksdb",)
+    assert asked.is_set()
+    node.close()
+    assert closed_at == []
+    gate.set()
+    for _ in range(1000):
+        if closed_at:
+            break
+        time.sleep(0.01)
+    assert closed_at == [True]
 
 
 def test_the_highest_version_or_the_one_that_is_set(folder):

@@ -14,12 +14,12 @@ from hps.dense.base import TensorInfo
 from hps.errors import BadRequest, DeadlineExceeded, DenseModelError, ModelError, Unavailable
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.engine import LookupEngine
-from hps.lookup.workers import Workers
 from hps.pipeline import InferencePipeline, top_k
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.memory import MemoryTier
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, PredictRequest, Source
+from hps.workers import Workers
 
 USERS = EmbeddingTable.make("users", 2, default=-1.0)
 ITEMS = EmbeddingTable.make("items", 3, default=-1.0)

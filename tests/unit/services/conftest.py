@@ -19,7 +19,6 @@ from hps.config.schema import ApiKey, AuthSettings, ServerSettings
 from hps.dense.base import TensorInfo
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.engine import LookupEngine
-from hps.lookup.workers import Workers
 from hps.metrics import Metrics
 from hps.node import Node, ServedModel, TierStatus
 from hps.pipeline import InferencePipeline
@@ -28,6 +27,7 @@ from hps.tiers.chain import TierChain
 from hps.tiers.memory import MemoryTier
 from hps.types import EmbeddingTable, Source, make_version
 from hps.updates.writer import CacheWriter
+from hps.workers import Workers
 from services.frontend.app import admin_app, data_app
 from services.frontend.auth import OpenGuard, guard
 from services.frontend.infer import InferApp

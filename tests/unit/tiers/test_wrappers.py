@@ -309,6 +309,22 @@ def test_a_call_that_hangs_closes_the_tier_when_it_returns():
     assert store.closed.wait(30)
 
 
+def test_close_takes_the_time_the_tiers_own_close_takes(store):
+    store.close = lambda: (time.sleep(0.2), store.closed.set())
+    guarded = guard(store, deadline_s=0.05)
+    fetch(guarded)
+    guarded.close()
+    assert store.closed.is_set()
+
+
+def test_after_close_the_tier_is_skipped():
+    guarded = guard(Store(blocking=True))
+    guarded.close()
+    part, degraded = fetch(guarded)
+    assert_untouched(part)
+    assert degraded == ["store"]
+
+
 def test_an_error_of_close_is_raised(store):
     def refuse():
         raise TierError("store", "can't close")

@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
 import pytest
 
 from hps.errors import DeadlineExceeded, Unavailable
-from hps.lookup.workers import Done, Workers
+from hps.workers import Done, Workers
 
 
 @pytest.fixture
@@ -104,3 +104,77 @@ def test_done_is_a_future_for_everyone():
     assert asyncio.run(awaited()) == "y"
     with pytest.raises(AttributeError):
         _ = done.nonsense
+
+
+# -- threads ---------------------------------------------------------------------------------------
+
+
+def named(name):
+    return [t for t in threading.enumerate() if t.name.startswith(f"hps-{name}-")]
+
+
+def test_no_more_threads_than_allowed_and_none_without_need():
+    workers, gate = Workers(3, 100, name="few"), threading.Event()
+    assert not named("few")
+    for _ in range(5):
+        workers.submit(lambda: None).result(10)
+        while not workers._idle._value:  # until the thread waits for work again
+            time.sleep(0.001)
+    assert len(named("few")) == 1
+    assert named("few")[0].daemon
+    calls = [workers.submit(lambda: gate.wait(10)) for _ in range(20)]
+    assert len(named("few")) == 3
+    gate.set()
+    assert all(call.result(10) for call in calls)
+    workers.close()
+    assert not named("few")
+
+
+def test_the_queue_is_bounded_beside_many_callers():
+    workers, gate = Workers(1, 5, name="bound"), threading.Event()
+    accepted, refused = [], []
+
+    def call():
+        try:
+            accepted.append(workers.submit(lambda: gate.wait(10)))
+        except Unavailable:
+            refused.append(1)
+
+    accepted.append(workers.submit(lambda: gate.wait(10)))
+    while workers.waiting:
+        time.sleep(0.001)
+    callers = [threading.Thread(target=call) for _ in range(20)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    gate.set()
+    assert (len(accepted), len(refused)) == (6, 15)
+    workers.close()
+
+
+def test_close_runs_the_last_work_once_and_after_all_others():
+    workers, gate, order = Workers(2, 9, name="test"), threading.Event(), []
+    ended = threading.Event()
+
+    def slow():
+        gate.wait(10)
+        order.append("slow")
+
+    def last():
+        order.append("last")
+        ended.set()
+
+    workers.submit(slow)
+    workers.close(0.01, last)
+    assert order == []
+    workers.close(0.01, lambda: order.append("never"))
+    gate.set()
+    assert ended.wait(10)
+    assert order == ["slow", "last"]
+
+
+def test_close_without_any_thread_runs_the_last_work_in_place():
+    order = []
+    Workers(2, 9, name="test").close(None, lambda: order.append(threading.current_thread()))
+    assert order == [threading.current_thread()]

@@ -1,13 +1,16 @@
-"""Threads for work that may wait: bounded, refusing instead of blocking, and futures already done."""
+"""Threads for work that may wait or hang: bounded, refusing instead of blocking, and futures already done.
+
+Not a ThreadPoolExecutor: its queue has no bound, and Python joins its threads at exit, so one hung
+disk or network call would keep the process from ending. These are daemons.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from hps.errors import DeadlineExceeded, Unavailable
@@ -60,22 +63,24 @@ class Done(Future[T], Generic[T]):
 
 
 class Workers:
-    """``threads`` daemon threads behind a queue of at most ``queued`` waiting jobs.
+    """At most ``threads`` daemon threads, started when they are first needed, behind a queue of at
+    most ``queued`` waiting jobs. ``setting`` is the name of that bound in the configuration.
 
-    ``submit`` never waits. ``setting`` is the name of the bound in the configuration, for messages.
+    Any thread may call it; ``submit`` never waits.
     """
 
-    def __init__(self, threads: int, queued: int, *, name: str, setting: str) -> None:
-        self._queue: queue.Queue[_Job[Any] | None] = queue.Queue(queued)
+    def __init__(self, threads: int, queued: int, *, name: str, setting: str = "") -> None:
         self._limit = queued
+        self._most_threads = threads
+        self._name = name
         self._setting = setting
+        self._queue: SimpleQueue[_Job[Any] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._idle = threading.Semaphore(0)
+        self._running = 0
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"hps-{name}-{i}", daemon=True)
-            for i in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._last: Callable[[], None] | None = None
 
     @property
     def waiting(self) -> int:
@@ -84,33 +89,66 @@ class Workers:
 
     def submit(self, work: Callable[[], T], deadline: float | None = None) -> Future[T]:
         """Run ``work`` on a thread. ``deadline`` (``time.monotonic()``): the future fails with
-        ``DeadlineExceeded`` when no thread was free before it. A cancelled future is not run."""
-        if self._closed:
-            raise Unavailable("the server is shutting down; ask another replica")
+        ``DeadlineExceeded`` when no thread was free before it. A cancelled future is not run.
+
+        Raises ``Unavailable`` when the queue is full or the workers are closed.
+        """
         future: Future[T] = Future()
-        try:
-            self._queue.put_nowait(_Job(future, work, deadline))
-        except queue.Full:
-            raise Unavailable(
-                f"overloaded: Exceeds maximum queue size ({self._limit} requests wait already, "
-                f"{self._setting}); retry later"
-            ) from None
+        with self._lock:
+            if self._closed:
+                raise Unavailable("the server is shutting down; ask another replica")
+            may_start = len(self._threads) < self._most_threads
+            if may_start and not self._idle.acquire(blocking=False):
+                self._start()
+            elif self._queue.qsize() >= self._limit:
+                where = f", {self._setting}" if self._setting else ""
+                raise Unavailable(
+                    f"overloaded: Exceeds maximum queue size ({self._limit} requests wait "
+                    f"already{where}); retry later"
+                )
+            self._queue.put(_Job(future, work, deadline))
         return future
 
-    def close(self) -> None:
-        """Finish what was accepted, then end the threads. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        for _ in self._threads:
-            self._queue.put(None)
+    def close(
+        self, timeout_s: float | None = None, last: Callable[[], None] = lambda: None
+    ) -> None:
+        """Finish what was accepted, end the threads, then run ``last``. Idempotent.
+
+        Waits at most ``timeout_s`` for the threads; when one hangs for longer, the last thread to
+        end runs ``last``, which must not run beside a job.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for _ in self._threads:
+                self._queue.put(None)
+        until = None if timeout_s is None else time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join()
+            thread.join(None if until is None else max(0.0, until - time.monotonic()))
+        with self._lock:
+            if self._running:
+                self._last = last
+                return
+        last()
+
+    def _start(self) -> None:
+        name = f"hps-{self._name}-{len(self._threads)}"
+        thread = threading.Thread(target=self._run, name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+        self._running += 1
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
             job.run()
             del job  # a result must not live until the next job comes
+            self._idle.release()
+        with self._lock:
+            self._running -= 1
+            last = None if self._running else self._last
+        if last is not None:
+            last()
 
 
 class _Job(Generic[T]):
@@ -134,7 +172,6 @@ class _Job(Generic[T]):
                 )
             result = self._work()
         except BaseException as error:  # whatever it was, the caller must hear of it
-            with contextlib.suppress(Exception):
-                self._future.set_exception(error)
+            self._future.set_exception(error)
         else:
             self._future.set_result(result)
