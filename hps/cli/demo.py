@@ -120,7 +120,8 @@ def _server(config: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, str
         ) as process,
     ):
         # A demo that is told to end takes its server along.
-        signal.signal(signal.SIGTERM, _interrupt)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _interrupt)
         try:
             assert process.stdout is not None
             line = process.stdout.readline()

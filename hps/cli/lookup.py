@@ -34,7 +34,7 @@ def lookup(
     model: Annotated[str, typer.Argument(help="The model.")],
     table: Annotated[str, typer.Argument(help="One of its tables; hps tables lists them.")],
     keys: Annotated[
-        list[str], typer.Argument(help="Keys of the table, from -2^63 to 2^64-1.", metavar="KEYS…")
+        list[str], typer.Argument(help="Keys of the table, from -2^63 to 2^64-1.", metavar="KEY")
     ],
     explain: Annotated[
         bool, typer.Option("--explain", help="Add the tier each row came from and its age.")

@@ -224,7 +224,9 @@ class Client:
 
 
 def _checked(url: str) -> str:
-    parts = urlsplit(url)
+    """``url`` without a closing slash; ``host:port`` alone means http."""
+    full = url if "://" in url else f"http://{url}"
+    parts = urlsplit(full)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(f"server address {url!r} must look like http://host:port")
-    return url.rstrip("/")
+    return full.rstrip("/")

@@ -135,7 +135,7 @@ def test_a_taken_port_is_told(small_demo: Path) -> None:
     assert f"port {port} is taken" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_it_serves_until_it_is_told_to_stop(number: signal.Signals, small_demo: Path) -> None:
     before = scratch_folders()
     with subprocess.Popen(

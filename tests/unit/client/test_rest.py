@@ -236,10 +236,15 @@ def test_metrics_are_parsed(stub: Stub) -> None:
     ]
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://"])
+@pytest.mark.parametrize("url", ["ftp://x", "http://", ""])
 def test_a_wrong_address_is_told_at_once(url: str) -> None:
     with pytest.raises(ConfigError, match="must look like http://host:port"):
         Client(url)
+
+
+def test_an_address_may_come_without_its_scheme() -> None:
+    assert Client("localhost:8000").url == "http://localhost:8000"
+    assert Client("https://host/base/").url == "https://host/base"
 
 
 def test_keys_that_are_no_integers_name_their_feature() -> None:
