@@ -17,13 +17,14 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from hps.errors import ConfigError
-from services.frontend.errors import error_body
+from services.frontend.errors import error_body, error_headers
 from services.frontend.infer import WHOLE, App
 
 # An idle keep-alive connection is closed after this time; a connection on which a request has begun
 # but does not go on, after one to two sweeps.
 KEEP_ALIVE_S = 75
 SWEEP_S = 10.0
+MAX_HEAD_BYTES = 64 << 10
 _BACKLOG = 2048
 
 
@@ -58,13 +59,23 @@ _EXTENSIONS: dict[str, Any] = {WHOLE: {}}
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 with our error shape for what is no HTTP at all. ``heard`` counts arrivals."""
+    """uvicorn's HTTP/1.1 with a bound on the size of a head, and our error shape for what is no HTTP.
+
+    ``heard`` counts arrivals, for the sweeper.
+    """
 
     heard = 0
+    _head = 0
 
     def data_received(self, data: bytes) -> None:
         self.heard += 1
         super().data_received(data)
+        if self.cycle is None or self.cycle.scope is not self.scope:  # the head is not complete
+            self._head += len(data)
+            if self._head > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self._refuse(431, f"the request's head has more than {MAX_HEAD_BYTES} bytes")
+        elif self._head:
+            self._head = 0
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
@@ -73,16 +84,17 @@ class Protocol(HttpToolsProtocol):
             self.cycle.scope["extensions"] = _EXTENSIONS
 
     def send_400_response(self, msg: str) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            # The head was answered already or is being answered; nothing can be added to that.
-            self.transport.close()
-            return
-        body = error_body(msg)
-        head = (
-            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
-            b"content-length: %d\r\n\r\n" % len(body)
-        )
-        self.transport.write(head + body)
+        self._refuse(400, msg)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer what the parser could not read, unless an answer is on its way already; hang up."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or not cycle.response_started:
+            body = error_body(message)
+            lines = [STATUS_LINE[status]]
+            for name, value in [*error_headers(status, body), (b"connection", b"close")]:
+                lines += (name, b": ", value, b"\r\n")
+            self.transport.write(b"".join([*lines, b"\r\n", body]))
         self.transport.close()
 
 

@@ -182,6 +182,31 @@ def test_a_chunked_body_is_taken(small_server):
     assert json.loads(answer)["outputs"][0]["shape"] == [9000, 8]
 
 
+def test_a_head_without_end_is_refused(small_server):
+    host, _, port = small_server.address.rpartition(":")
+
+    def flood(piece):
+        with socket.create_connection((host, int(port)), 20) as connection:
+            connection.sendall(b"GET /v2 HTTP/1.1\r\nHost: x\r\nz: ")
+            for _ in range(10_000):
+                connection.sendall(piece)
+
+    for piece in (b"x: " + b"y" * 2000 + b"\r\n", b"y" * 2000):
+        with pytest.raises(OSError, match=r"reset|Broken pipe"):
+            flood(piece)
+    status, answer = exchange(small_server.address, b"GET /v2 HTTP/1.1\r\nz: " + b"y" * 100_000)
+    assert status == 431
+    assert "head has more than" in json.loads(answer)["error"]
+
+
+def test_a_chunked_body_that_is_no_chunked_body(small_server):
+    head = framed(WORDS, b"", {"Transfer-Encoding": "chunked", "Content-Length": ""})
+    head = head.replace(b"Content-Length: \r\n", b"")
+    status, answer = exchange(small_server.address, head + b"no size\r\n")
+    assert status == 400
+    assert json.loads(answer)["error"]
+
+
 def test_what_is_no_http_gets_an_answer_too(small_server):
     status, answer = exchange(small_server.address, b"nonsense\r\n\r\n")
     assert status == 400
