@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 T = TypeVar("T")
 
 
@@ -45,6 +48,16 @@ def alternate(sides: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, li
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
     """Ours / theirs round by round: what disturbs a whole round cancels out."""
     return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
+
+
+def zipf_keys(
+    random: np.random.Generator, rows: int, shape: tuple[int, ...], s: float = 0.85
+) -> NDArray[np.int64]:
+    """Keys ``0 … rows - 1``, the k-th most frequent with a probability ∝ ``k ** -s``; which key is the
+    how-manieth is drawn too, so that frequent keys do not lie side by side."""
+    cumulated = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -s)
+    ranks = np.searchsorted(cumulated, random.random(shape) * cumulated[-1], side="right")
+    return random.permutation(rows)[np.minimum(ranks, rows - 1)]
 
 
 def machine() -> dict[str, Any]:

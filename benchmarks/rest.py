@@ -1,11 +1,11 @@
 """What one REST lookup costs the server, in CPU time, against three peers.
 
 The same lookup (one table of 200,000 rows × 16 float32, all rows in memory; 26 or 1,024 keys a
-request, drawn evenly) is asked of
+request, Zipf-distributed with s = 0.85 over rows in random order) is asked of
 
 * hps: ``hps serve`` with its defaults (metrics, limits and statistics on), binary tensors;
 * echo, the floor: a bare raw-ASGI app on uvicorn (uvloop, httptools) that reads a body and answers with
-  as many bytes as hps does;
+  its bytes, repeated to the size of hps's answer;
 * fastapi: the lookup written with FastAPI and pydantic models, JSON, ``table[row_numbers]``;
 * triton: a real Triton 2.51 whose Python-backend model does ``table[row_numbers]``, binary tensors,
   dynamic batching on (`make bench-peers` sets it up).
@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from benchmarks.common import Bar, Benchmark, Options, Report, main
 from benchmarks.load import Load, drive, exchange, http_request
-from benchmarks.measure import Spread, alternate, ratio, versions
+from benchmarks.measure import Spread, alternate, ratio, versions, zipf_keys
 from benchmarks.peers.environments import PeerMissing
 from benchmarks.peers.hps_server import start_hps, write_lookup_model
 from benchmarks.peers.process import Server, cores, free_ports, serving
@@ -172,7 +172,7 @@ def run(options: Options) -> Report:
     report = Report()
     with servers(table, report) as running:
         for n in SIZES:
-            keys = random.integers(0, ROWS, (DISTINCT, n))
+            keys = zipf_keys(random, ROWS, (DISTINCT, n))
             asked = sides(running, n, keys, report.figures["answer_bytes"][str(n)])
             for name, side in asked.items():
                 check_answers(name, side, table, keys)

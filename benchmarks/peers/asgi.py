@@ -1,7 +1,8 @@
-"""Python servers to compare with, on uvicorn with uvloop and httptools.
+"""Python servers to compare with, on uvicorn with uvloop and httptools, its other settings as they are
+(but no access log).
 
 ``python -m benchmarks.peers.asgi echo PORT SIZE…``: bare raw ASGI, the floor: it reads the body and
-answers ``POST /SIZE`` with that many bytes and the headers of a binary answer.
+answers ``POST /SIZE`` with that many bytes of it and the headers of a binary answer.
 ``python -m benchmarks.peers.asgi fastapi PORT TABLE.npy``: the lookup as one writes it in FastAPI,
 with pydantic models for request and response.
 """
@@ -22,8 +23,8 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 def echo(sizes: list[int]) -> Any:
-    """A raw ASGI app; everything that can be made in advance is."""
-    answers = {}
+    """A raw ASGI app; answers with the request's own bytes, repeated up to the size its path names."""
+    starts = {}
     for size in sizes:
         headers = [
             (b"content-type", b"application/octet-stream"),
@@ -31,18 +32,18 @@ def echo(sizes: list[int]) -> Any:
             (b"content-length", str(size).encode()),
         ]
         start = {"type": "http.response.start", "status": 200, "headers": headers}
-        answers[f"/{size}"] = start, {"type": "http.response.body", "body": bytes(size)}
+        starts[f"/{size}"] = size, start
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        if scope["method"] == "POST":
+        message = await receive()
+        body = message["body"]
+        while message.get("more_body"):
             message = await receive()
-            body = message["body"]
-            while message.get("more_body"):
-                message = await receive()
-                body += message["body"]
-        start, answer = answers[scope["path"]]
+            body += message["body"]
+        size, start = starts[scope["path"]]
+        answer = (body * (size // len(body) + 1))[:size] if size else b""
         await send(start)
-        await send(answer)
+        await send({"type": "http.response.body", "body": answer})
 
     return app
 
@@ -104,8 +105,6 @@ def main(kind: str, port: int, rest: list[str]) -> None:
         lifespan="off",
         access_log=False,
         log_level="warning",
-        server_header=False,
-        date_header=False,
     )
 
 

@@ -1,11 +1,12 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from benchmarks import common
 from benchmarks.common import Bar, Benchmark, Options, Report, main
-from benchmarks.measure import Spread, alternate, ratio
+from benchmarks.measure import Spread, alternate, ratio, zipf_keys
 
 LOW = Bar("low", "cheap enough", at_most=2.0)
 HIGH = Bar("high", "fast enough", at_least=1.0)
@@ -128,3 +129,14 @@ def test_ratios_are_taken_round_by_round():
     # The second round was disturbed for both sides; the ratio does not see it.
     assert ratio([10.0, 40.0, 12.0], [5.0, 20.0, 6.0]) == Spread(2.0, 2.0, 2.0)
     assert f"{Spread.of([1.0, 5.0, 3.0]):.0f}" == "3 (1…5)"
+
+
+def test_zipf_keys_are_as_frequent_as_they_should_be():
+    keys = zipf_keys(np.random.default_rng(3), 1000, (200, 1000))
+    assert keys.min() >= 0
+    assert keys.max() < 1000
+    share = np.sort(np.bincount(keys.reshape(-1), minlength=1000))[::-1] / keys.size
+    wanted = np.arange(1, 1001) ** -0.85
+    wanted /= wanted.sum()
+    np.testing.assert_allclose(share[:10], wanted[:10], rtol=0.1)
+    np.testing.assert_allclose(share[:100].sum(), wanted[:100].sum(), rtol=0.02)
