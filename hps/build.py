@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -144,15 +143,13 @@ class _Builder:
         """The CPU cache, its memory shared out over the tables; overrides by table come first."""
         chosen = self._settings.tiers.cpu_cache
         table_rows = {table: _known_rows(store, table) for table in self._tables}
-        stated = {}
-        for table, rows in table_rows.items():
-            override = self._override(table)
-            if override.cache_rows is not None:
-                stated[table] = override.cache_rows
-            elif override.cache_share is not None:
-                stated[table] = math.ceil(override.cache_share * rows)
+        overrides = {table: self._override(table) for table in self._tables}
         plan = plan_capacity(
-            table_rows, capacity_bytes=chosen.capacity_bytes, share=chosen.share, rows=stated
+            table_rows,
+            capacity_bytes=chosen.capacity_bytes,
+            share=chosen.share,
+            rows={t: o.cache_rows for t, o in overrides.items() if o.cache_rows is not None},
+            shares={t: o.cache_share for t, o in overrides.items() if o.cache_share is not None},
         )
         cache = CpuCache(plan)
         self._resources.callback(cache.close)

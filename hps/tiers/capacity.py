@@ -16,6 +16,9 @@ SPARE_ROWS = 16
 """A whole table of n rows finds room in n * HEAD_ROOM + SPARE_ROWS slots, but for a few rows in a
 million. Without head room the buckets, filled at random, would turn away 2 % of the rows."""
 
+EMPTY_TABLE_ROWS = 1024
+"""What an empty table is planned as: rows may be written to it later, and must find a cache then."""
+
 Rows = dict[EmbeddingTable, int]
 
 
@@ -30,16 +33,21 @@ def plan_capacity(
     capacity_bytes: int,
     share: float | None = None,
     rows: Mapping[EmbeddingTable, int] | None = None,
+    shares: Mapping[EmbeddingTable, float] | None = None,
 ) -> Rows:
     """The capacity of each table's cache in rows; 0 keeps a table out.
 
-    ``table_rows`` are the rows each table has. ``rows`` states the capacity of some tables; they come
+    ``table_rows`` are the rows each table has; an empty one counts as ``EMPTY_TABLE_ROWS``. ``rows``
+    states the capacity of some tables, ``shares`` that of others as a share of their rows; they come
     first. ``share`` gives every other table that share of its rows, whatever it costs. Without it, what
-    ``rows`` leaves of ``capacity_bytes`` is shared out by the tables' sizes. A table that may keep all of
+    those leave of ``capacity_bytes`` is shared out by the tables' sizes. A table that may keep all of
     its rows gets the head room it needs for that; shares never exceed it. Raises ConfigError for
     what can't be meant.
     """
+    table_rows = {table: count or EMPTY_TABLE_ROWS for table, count in table_rows.items()}
     stated = dict(rows or {})
+    for table, part in (shares or {}).items():
+        stated.setdefault(table, math.ceil(part * table_rows.get(table, 0)))
     for table, count in stated.items():
         if count < 0:
             raise ConfigError(f"cache_rows of table {table.id} is {count}; 0 keeps it out")

@@ -275,6 +275,20 @@ def test_the_cache_is_warm_from_the_start_of_the_files(folder):
         assert cached(node, "items") == 0  # kept out of the cache
 
 
+def test_rows_streamed_into_an_empty_table_are_cached(tmp_path):
+    write(tmp_path, keys=0)
+    with hps.open(settings(tmp_path)) as node:
+        table, key = node.model("clicks").tables["users"], np.array([7])
+        row, version = rows([7], 4), np.array([version_now()], np.uint64)
+        node.tiers[1].tier.insert(table, key, row, version)
+        first = node.lookup("clicks", {"user": [7]}, want_source=True)
+        node.writer.flush()
+        second = node.lookup("clicks", {"user": [7]}, want_source=True)
+    assert first.sources["user"].tolist() == [Source.ROCKSDB]
+    assert second.sources["user"].tolist() == [Source.CPU]
+    np.testing.assert_array_equal(second.vectors["user"], row)
+
+
 def test_without_a_cache(folder):
     tiers = {"cpu_cache": {"enabled": False}, "rocksdb": {"path": str(folder / "db")}}
     with hps.open(settings(folder, tiers=tiers)) as node:

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from hps.errors import ConfigError
-from hps.tiers.capacity import plan_capacity, slot_bytes, whole
+from hps.tiers.capacity import EMPTY_TABLE_ROWS, plan_capacity, slot_bytes, whole
 from hps.tiers.cpu_cache import CpuCache
 from hps.types import EmbeddingTable
 
@@ -43,9 +43,23 @@ def test_stated_rows_come_first():
 
 
 def test_stated_rows_that_hold_the_table_get_head_room():
-    rows = {SMALL: 1_000, LARGE: 0, HALF: 0}
+    rows = {SMALL: 1_000, LARGE: 5_000, HALF: 0}
     plan = plan_capacity(rows, capacity_bytes=0, rows={SMALL: 1_000, LARGE: 99, HALF: 0})
     assert plan == {SMALL: whole(1_000), LARGE: 99, HALF: 0}
+
+
+def test_an_empty_table_gets_room_for_rows_to_come():
+    empty = {SMALL: 0}
+    planned = whole(EMPTY_TABLE_ROWS)
+    assert plan_capacity(empty, capacity_bytes=1 << 20) == {SMALL: planned}
+    assert plan_capacity(empty, capacity_bytes=0, share=0.5) == {SMALL: EMPTY_TABLE_ROWS // 2}
+    assert plan_capacity(empty, capacity_bytes=0, shares={SMALL: 1.0}) == {SMALL: planned}
+    assert plan_capacity(empty, capacity_bytes=1 << 20, rows={SMALL: 0}) == {SMALL: 0}
+
+
+def test_the_share_of_one_table_gives_way_to_its_stated_rows():
+    plan = plan_capacity(ROWS, capacity_bytes=0, shares={SMALL: 0.1, LARGE: 0.1}, rows={LARGE: 5})
+    assert plan == {SMALL: 100, LARGE: 5, HALF: 0}
 
 
 def test_a_share_of_the_rows():
