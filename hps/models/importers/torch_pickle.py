@@ -145,10 +145,6 @@ def _parameter(data: Any, *_rest: Any) -> Any:
     return data
 
 
-def _ordered(*args: Any) -> OrderedDict[Any, Any]:
-    return OrderedDict(*args)
-
-
 _ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_tensor"): _tensor,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
@@ -156,7 +152,6 @@ _ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
     ("torch", "Size"): lambda sizes=(): _integers(sizes),
-    ("collections", "OrderedDict"): _ordered,
 }
 
 
