@@ -13,6 +13,7 @@ What happens to a table at a start:
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,7 @@ from hps.models.tables import TableFiles
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier
 from hps.types import EmbeddingTable, Progress, make_version
 
+log = logging.getLogger(__name__)
 How = Literal["reused", "loaded", "merged"]
 # Below this a thread costs more than it saves.
 _THREAD_BYTES = 16 << 20
@@ -68,9 +70,24 @@ def load_tables(
     chosen = list(tables.values() if isinstance(tables, Mapping) else tables)
     store.open_tables(chosen)
     reports = [_load(version, t, store, progress, rebuild=rebuild) for t in chosen]
+    for table, report in zip(chosen, reports, strict=True):
+        _log(table, report)
     if any(not report.reused for report in reports):
         store.flush()
     return reports
+
+
+def _log(table: EmbeddingTable, report: LoadReport) -> None:
+    if report.reused:
+        log.debug("table %s: reused, %d rows", table.id, report.rows)
+        return
+    log.info("table %s: %s, %d rows in %.1f s", table.id, report.how, report.rows, report.seconds)
+    if report.duplicates:
+        log.warning(
+            "table %s: %d rows repeat the key of a later row and are not served",
+            table.id,
+            report.duplicates,
+        )
 
 
 def _load(
@@ -98,13 +115,14 @@ def _load(
         files.digest, files.rows, _row_version(version, files), table.dim, table.dtype.name
     )
     duplicates = Duplicates()
-    with progress.task(f"loading {table.name}", files.rows) as step, _Verifier(files) as verifier:
+    with _Verifier(files) as verifier:
         if how == "merged":
-            rows = _merge(files, table, store, record, step)
+            with progress.task(f"merging {table.name}", files.rows) as step:
+                rows = _merge(files, table, store, record, step)
             verifier.check()
             store.adopt(table, record, rows)
         else:
-            rows = _bulk_load(files, table, store, record, duplicates, verifier, step)
+            rows = _bulk_load(files, table, store, record, duplicates, verifier, progress)
     return LoadReport(table.name, how, rows, duplicates.count, time.monotonic() - began)
 
 
@@ -129,10 +147,15 @@ def _decide(files: TableFiles, table: EmbeddingTable, store: RocksDbTier, *, reb
 
 
 def _chunks(
-    files: TableFiles, table: EmbeddingTable, store: RocksDbTier, duplicates: Duplicates
+    files: TableFiles,
+    table: EmbeddingTable,
+    store: RocksDbTier,
+    duplicates: Duplicates,
+    progress: Progress,
 ) -> Generator[Chunk, None, None]:
     scratch = store.scratch / f"{time.monotonic_ns()}"
-    chunks = sorted_chunks(files, partial(store.codes, table), duplicates, scratch)
+    spreading = partial(progress.task, f"sorting {files.name}", files.rows)
+    chunks = sorted_chunks(files, partial(store.codes, table), duplicates, scratch, spreading)
     return ahead(chunks) if files.bytes >= _THREAD_BYTES else chunks
 
 
@@ -143,9 +166,12 @@ def _bulk_load(
     record: LoadRecord,
     duplicates: Duplicates,
     verifier: _Verifier,
-    step: Callable[[int], None],
+    progress: Progress,
 ) -> int:
-    with closing(_chunks(files, table, store, duplicates)) as chunks:
+    with (
+        progress.task(f"loading {table.name}", files.rows) as step,
+        closing(_chunks(files, table, store, duplicates, progress)) as chunks,
+    ):
         done = store.bulk_load(table, verifier.checked_at_end(chunks), record, step)
     return done.rows
 

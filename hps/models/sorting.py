@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Full, Queue
@@ -24,10 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.models.tables import TableFiles
-from hps.types import IndexArray, KeyArray
+from hps.types import IndexArray, KeyArray, NoProgress
 
 Codes = NDArray[np.uint64]
 Chunk = tuple[Codes, NDArray[np.float32]]
+Task = Callable[[], AbstractContextManager[Callable[[int], None]]]
 T = TypeVar("T")
 
 # Sorting takes 32 bytes a row at its peak: 384 MB.
@@ -49,13 +51,15 @@ def sorted_chunks(
     to_codes: Callable[[KeyArray], Codes],
     duplicates: Duplicates,
     scratch: Path,
+    spreading: Task = lambda: NoProgress().task("", 0),
 ) -> Generator[Chunk, None, None]:
     """Blocks of codes (n,), strictly ascending within and over the blocks, with their vectors
-    (n, dim) float32. ``scratch`` is a folder that may be made for temporary files, and is removed."""
+    (n, dim) float32. ``scratch`` is a folder that may be made for temporary files, and is removed;
+    ``spreading`` opens the task that is told the rows written there."""
     vector_bytes = files.rows * files.dim * 4
     if files.rows <= SORT_ROWS and vector_bytes <= _cacheable_bytes():
         return _gathered(files, to_codes, duplicates)
-    return _bucketed(files, to_codes, duplicates, scratch)
+    return _bucketed(files, to_codes, duplicates, scratch, spreading)
 
 
 def block_rows(dim: int) -> int:
@@ -93,12 +97,14 @@ def _bucketed(
     to_codes: Callable[[KeyArray], Codes],
     duplicates: Duplicates,
     scratch: Path,
+    spreading: Task,
 ) -> Generator[Chunk, None, None]:
     record = np.dtype([("code", "<u8"), ("row", "<f4", (files.dim,))])
     buckets = max(1, -(-files.rows * record.itemsize // BUCKET_BYTES))
     scratch.mkdir(parents=True, exist_ok=True)
     try:
-        _spread(files, to_codes, duplicates, scratch, record, buckets)
+        with spreading() as written:
+            _spread(files, to_codes, duplicates, scratch, record, buckets, written)
         for number in range(buckets):
             path = scratch / f"{number}.rows"
             if not path.exists():
@@ -121,6 +127,7 @@ def _spread(
     scratch: Path,
     record: np.dtype[Any],
     buckets: int,
+    progress: Callable[[int], None],
 ) -> None:
     """Append every row to the file of its range of codes, in the files' order."""
     keys, vectors = files.keys(), files.vectors()
@@ -143,6 +150,7 @@ def _spread(
                     while len(view):
                         view = view[out.write(view) :]
             begin = end
+        progress(min(step, files.rows - start))
 
 
 def _cacheable_bytes() -> int:

@@ -90,12 +90,14 @@ def test_half_precision_and_narrow_keys(tmp_path, make_version, load):
     assert (report.rows, report.duplicates) == (2, 1)
 
 
-def test_of_a_key_that_stands_twice_the_last_row_wins(make_version, load):
+def test_of_a_key_that_stands_twice_the_last_row_wins(make_version, load, caplog):
     keys = np.array([1, 2, 1, 3, 1])
     make_version(spec=USERS, tables={"users": (keys, np.arange(20).reshape(5, 4))})
     store, tables, (report,) = load()
     assert (report.rows, report.duplicates) == (3, 2)
     assert fetch(store, tables["users"], [1, 2, 3]).out[:, 0].tolist() == [16, 4, 12]
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert warning.startswith("table ctr/1/users: 2 rows repeat the key of a later row")
 
 
 class TestReuse:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -85,7 +86,13 @@ def test_buckets_stay_small(tmp_path, monkeypatch):
     sizes = []
     plain = np.fromfile
     monkeypatch.setattr(np, "fromfile", lambda *a: sizes.append(len(r := plain(*a))) or r)
-    list(sorted_chunks(files, codes, Duplicates(), tmp_path / "scratch"))
+    spread = []
+    list(
+        sorted_chunks(
+            files, codes, Duplicates(), tmp_path / "scratch", lambda: nullcontext(spread.append)
+        )
+    )
+    assert sum(spread) == 60_000
     assert len(sizes) > 10
     assert max(sizes) < 3000
 
