@@ -79,10 +79,10 @@ def urls(small_server: Hps) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def serving(config: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+def serving(config: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """``hps serve`` and the JSON line that it printed when it was ready."""
     with subprocess.Popen(
-        [*COMMAND, "serve", "--config", str(config), "--output", "json"],
+        [*COMMAND, "serve", "--config", str(config), "--output", "json", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -567,17 +567,9 @@ def test_hps_own_configuration_file_is_served(small_repository: Path, tmp_path: 
         "--set=server.http.port=0",
         "--set=server.admin.port=0",
     ]
-    with subprocess.Popen(
-        [*COMMAND, "serve", "--config", str(path), *settings, "--output", "json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        http = json.loads(process.stdout.readline())["endpoints"]["http"]
+    with serving(path, *settings) as (_process, ready):
+        http = ready["endpoints"]["http"]
         done = hps_command("predict", "legacy", "-i", "t0=7,-1", "--server", http, "-o", "json")
-        process.terminate()
-        assert process.wait(30) == 0
     assert [row[0] for row in done.json["outputs"]["t0"]] == [7, 0.5]
 
 
