@@ -27,13 +27,9 @@ def section(title: str) -> str:
 
 def commands() -> list[str]:
     in_guide = re.findall(r"`(hps model import \S[^`]*)`", section("Import"))
-    joined = IMPORT_EXAMPLES.replace("\\\n", " ")
+    joined = re.sub(r"\\\n\s*", "", IMPORT_EXAMPLES)
     in_help = [
-        line.split("   ")[0] for line in re.findall(r"^  (hps model import .*)$", joined, re.M)
-    ]
-    in_help = [
-        re.sub(r"\s+", " ", line)
-        for line in re.findall(r"^  (hps .*?)(?: {3,}\S.* .*)?$", joined, re.M)
+        line.strip() for line in re.findall(r"^  (hps model .*?)(?: {3,}.*)?$", joined, re.M)
     ]
     return sorted({*in_guide, *in_help})
 
