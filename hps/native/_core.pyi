@@ -39,6 +39,9 @@ class CacheProbe:
     ) -> NDArray[np.int64] | None:
         """Answer keys[missing] in place; the positions still missing (m,), or None."""
 
+    def gather(self, keys: NDArray[np.int64], clock: int, out: NDArray[Any]) -> bool:
+        """The row of every key into out (n, dim); False when one has none."""
+
     def admit(
         self,
         keys: NDArray[np.int64],

@@ -142,6 +142,17 @@ class CacheProbe {
     return nb::cast(own(std::move(left), unanswered));
   }
 
+  bool gather(Keys keys, std::uint32_t clock, Rows out) const {
+    const std::size_t n = keys.shape(0);
+    check_rows(out, n);
+    bool all = false;
+    without_gil(n, [&] {
+      all =
+          hps::cache_gather(table_, keys.data(), n, clock, static_cast<std::uint8_t*>(out.data()));
+    });
+    return all;
+  }
+
   auto admit(Keys keys, PerSlot<const std::uint64_t> versions, std::optional<ReadOnlyRows> rows,
              std::uint32_t stamp) const {
     const std::size_t n = keys.shape(0);
@@ -191,6 +202,8 @@ NB_MODULE(_core, m) {
       .def("fetch", &CacheProbe::fetch, nb::arg("keys").noconvert(), nb::arg("missing").noconvert(),
            nb::arg("clock"), nb::arg("oldest_tombstone"), nb::arg("out").noconvert(),
            nb::arg("versions").noconvert(), nb::arg("source").noconvert())
+      .def("gather", &CacheProbe::gather, nb::arg("keys").noconvert(), nb::arg("clock"),
+           nb::arg("out").noconvert())
       .def("admit", &CacheProbe::admit, nb::arg("keys").noconvert(),
            nb::arg("versions").noconvert(), nb::arg("rows").noconvert().none(), nb::arg("stamp"));
 }

@@ -91,6 +91,16 @@ class CacheProbe:
         source[missing[row]] = self._code
         return None if hit.all() else missing[~hit]
 
+    def gather(self, keys: KeyArray, clock: int, out: VectorArray) -> bool:
+        """Write the row of each of ``keys (n,)``, which may repeat, to ``out (n, dim)`` and stamp it with
+        ``clock``. False when one has no row; what is in ``out`` has no meaning then."""
+        slots = self.find(keys)
+        if (slots < 0).any() or (self._states.reshape(-1)[slots] != ROW).any():
+            return False
+        self._stamps[slots] = clock
+        out[...] = self._rows[slots]
+        return True
+
     def admit(
         self, keys: KeyArray, versions: VersionArray, rows: VectorArray | None, stamp: int
     ) -> tuple[int, int]:

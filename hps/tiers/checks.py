@@ -59,6 +59,13 @@ def check_rows(
     _check(table, "vectors", vectors, (len(keys), table.dim), table.dtype)
 
 
+def check_gather(table: EmbeddingTable, keys: KeyArray, out: VectorArray) -> None:
+    """Check ``keys`` and that ``out (n, dim)`` of the table's dtype can be filled."""
+    check_keys(table, keys)
+    _check(table, "out", out, (len(keys), table.dim), table.dtype)
+    _check_writable(table, "out", out)
+
+
 def check_part(part: Part) -> None:
     """Check every array of ``part``, and that those to be filled are writable."""
     table, n = part.table, len(part.keys)
@@ -73,7 +80,9 @@ def check_part(part: Part) -> None:
         ("source", part.source),
     )
     for name, array in filled:
-        if not array.flags.writeable:
-            raise BadRequest(
-                f"table {table.id}: {name} is read-only; pass an array that can be filled"
-            )
+        _check_writable(table, name, array)
+
+
+def _check_writable(table: EmbeddingTable, name: str, array: NDArray[Any]) -> None:
+    if not array.flags.writeable:
+        raise BadRequest(f"table {table.id}: {name} is read-only; pass an array that can be filled")

@@ -10,7 +10,8 @@ from hps.native import COMPILED
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.cache_table import CacheStats, CacheTable
 from hps.tiers.capacity import plan_capacity, slot_bytes
-from hps.tiers.checks import check_keys, check_part, check_rows
+from hps.tiers.checks import check_gather, check_keys, check_part, check_rows
+from hps.tiers.fused import Ask
 from hps.types import (
     EmbeddingTable,
     KeyArray,
@@ -76,11 +77,28 @@ class CpuCache:
                 continue
             if not COMPILED:
                 check_part(part)
+            oldest_tombstone = self._oldest_tombstone(held) if held.tombstones else 0
             try:
-                held.fetch(part, self._oldest_tombstone(held))
+                held.fetch(part, oldest_tombstone)
             except (TypeError, ValueError):
                 check_part(part)  # the compiled probe refused the arrays; this says why in words
                 raise
+
+    def gather(self, asks: Sequence[Ask]) -> bool:
+        """See `FusedLookup.gather`."""
+        for table, keys, out in asks:
+            held = self._tables.get(table)
+            if held is None:
+                return False
+            if not COMPILED:
+                check_gather(table, keys, out)
+            try:
+                if not held.gather(keys, out):
+                    return False
+            except (TypeError, ValueError):
+                check_gather(table, keys, out)  # says in words what the compiled probe refused
+                raise
+        return True
 
     def insert(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray

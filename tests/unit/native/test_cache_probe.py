@@ -74,6 +74,78 @@ def test_fetch_and_find_equal_their_twins(held, asked, shape, row, seed):
         np.testing.assert_array_equal(mine, other)
 
 
+def gathered(module, slots, keys):
+    """Whether every key had a row, and all a gather writes then."""
+    out, stamps = (
+        np.full((len(keys), slots.rows.shape[1]), 7, slots.rows.dtype),
+        slots.stamps.copy(),
+    )
+    found = slots.probe(module, stamps).gather(keys, 6, out)
+    return (found, out, stamps) if found else (found,)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(KEY, max_size=60),
+    st.lists(KEY, max_size=3),
+    st.booleans(),
+    st.sampled_from([(1, 1), (1, 3), (3, 16), (40, 17)]),
+    st.sampled_from([(1, np.float16), (3, np.float32), (16, np.float32), (100, np.float32)]),
+    st.integers(0, 2**32),
+)
+def test_gather_equals_its_twin_and_fetch(held, asked, only_rows, shape, row, seed):
+    slots = Slots(held, *shape, *row, seed)
+    keys = np.array(held + held[::2], np.int64)  # keys may repeat
+    if only_rows:
+        at = slots.probe(twin, slots.stamps).find(keys)
+        keys = keys[(at >= 0) & (slots.states.reshape(-1)[at] == ROW)]
+    else:
+        keys = np.concatenate([keys, np.array(asked, np.int64)])
+    mine, other = gathered(native, slots, keys), gathered(twin, slots, keys)
+    assert mine[0] is other[0]
+    assert mine[0] or not only_rows
+    for left, right in zip(mine[1:], other[1:], strict=True):
+        np.testing.assert_array_equal(left, right)
+    out, _, source, stamps, _ = fetched(native, slots, keys, np.arange(len(keys)))
+    assert mine[0] == (source == 2).all()
+    if mine[0]:
+        np.testing.assert_array_equal(mine[1], out)
+        np.testing.assert_array_equal(mine[2], stamps)
+
+
+@pytest.mark.parametrize("n", [0, 1, 31, 32, 33, 128, 129, 5000])
+def test_gather_of_every_length(n):
+    slots = Slots(range(3000), 300, 16, 3, np.float32, 1)
+    slots.states[slots.states == TOMBSTONE] = ROW
+    there = np.array([k for k in range(3000) if k in slots.keys[slots.states == ROW]])
+    keys = np.resize(there, n)
+    found, *rest = gathered(native, slots, keys)
+    assert found
+    for mine, other in zip(rest, gathered(twin, slots, keys)[1:], strict=True):
+        np.testing.assert_array_equal(mine, other)
+    for at in {0, n // 2, n - 1} if n else ():
+        lacking = keys.copy()
+        lacking[at] = -7777
+        assert not gathered(native, slots, lacking)[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "out"),
+    [
+        (np.zeros(2, np.int32), np.zeros((2, 3), np.float32)),
+        (np.zeros(4, np.int64)[::2], np.zeros((2, 3), np.float32)),
+        (np.zeros(2, np.int64), np.zeros((2, 3), np.float64)),
+        (np.zeros(2, np.int64), np.zeros((3, 3), np.float32)),
+        (np.zeros(2, np.int64), np.zeros((2, 4), np.float32)),
+        (np.zeros(2, np.int64), np.zeros((2, 6), np.float32)[:, ::2]),
+    ],
+)
+def test_gather_refuses_what_does_not_fit(keys, out):
+    slots = Slots([1], 1, 3, 3, np.float32, 1)
+    with pytest.raises((TypeError, ValueError)):
+        slots.probe(native, slots.stamps).gather(keys, 6, out)
+
+
 def test_above_the_gil_release_threshold():
     held = np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 10_000)
     slots = Slots(held[:3_000].tolist(), 300, 16, 4, np.float32, 1)

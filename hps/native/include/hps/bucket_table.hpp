@@ -63,6 +63,11 @@ std::size_t cache_fetch(const BucketTable& table, const std::int64_t* keys,
                         std::uint64_t oldest_tombstone, const CacheAnswer& answer,
                         std::int64_t* left);
 
+// Copies the row of every key, in order, to out, [n][row_bytes], and stamps it with `clock`; false
+// when a key has none (out is then partly written).
+bool cache_gather(const BucketTable& table, const std::int64_t* keys, std::size_t n,
+                  std::uint32_t clock, std::uint8_t* out);
+
 // What made room for others.
 struct Displaced {
   std::size_t rows = 0, tombstones = 0;
