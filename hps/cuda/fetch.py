@@ -11,7 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.cuda import launch
-from hps.cuda.launch import FETCH_ARGS, PARTS, blocks_of, fetch_name, tile_of, unit_of
+from hps.cuda.launch import (
+    FETCH_ARGS,
+    PARTS,
+    blocks_of,
+    fetch_name,
+    moves_of,
+    tile_of,
+    unit_of,
+)
 from hps.cuda.loader import args_of, cupy, kernel
 from hps.cuda.readers import Readers
 from hps.cuda.table import GpuTable
@@ -99,7 +107,7 @@ class Workspace:
                 code,
             )
             base += ask.n
-            blocks += blocks_of(ask.n, *tile)
+            blocks += blocks_of(ask.n, tile)
         self.args["parts"] = len(asks)
         self._host[at : at + _COUNT_BYTES] = 0
         return at + _COUNT_BYTES
@@ -117,15 +125,17 @@ class Workspace:
         return int(self._device.data.ptr) + at, end
 
     @staticmethod
-    def _tile(asks: Sequence[Ask]) -> tuple[int, int]:
+    def _tile(asks: Sequence[Ask]) -> int:
         return tile_of(max(ask.table.table.row_bytes for ask in asks))
 
     def _choose(self, asks: Sequence[Ask]) -> tuple[str, int]:
         unit = min(unit_of(ask.table.table.row_bytes, [ask.out.data.ptr]) for ask in asks)
         tile = self._tile(asks)
+        sizes = {ask.table.table.row_bytes for ask in asks}
+        moves = moves_of(max(sizes), tile, unit) if len(sizes) == 1 else 0
         keep = all(ask.table.keep for ask in asks)
-        blocks = sum(blocks_of(ask.n, *tile) for ask in asks)
-        return fetch_name(tile, unit, launch.TIER, stamp=True, keep=keep), blocks
+        blocks = sum(blocks_of(ask.n, tile) for ask in asks)
+        return fetch_name(tile, unit, moves, launch.TIER, stamp=True, keep=keep), blocks
 
     def _reserve(self, asks: Sequence[Ask], total: int) -> None:
         needed = _COUNT_BYTES + 4 * max(total, _AT_ONCE)
@@ -159,9 +169,10 @@ class Direct:
         misses: Any,
         *,
         form: int = launch.ROWS,
-        tile: tuple[int, int] | None = None,
+        tile: int | None = None,
         stamp: bool = True,
         keep: bool | None = None,
+        defines: tuple[str, ...] = (),
     ) -> None:
         """``keys (n,)``, n > 0; ``out (n, dim)`` or, for ``launch.NUMBERS``, ``(n,) uint32``. ``misses
         (4 + n,) uint32``: [0] must be zero and counts them, from [4] on stand their positions, in no
@@ -176,10 +187,11 @@ class Direct:
         part["buckets"], part["stride"], part["row_bytes"] = table.sizes
         part["now"] = table.now
         unit = 16 if form == launch.NUMBERS else unit_of(table.table.row_bytes, [out.data.ptr])
+        moves = 0 if form == launch.NUMBERS else moves_of(table.table.row_bytes, tile, unit)
         keep = table.keep if keep is None else keep
-        run = kernel(fetch_name(tile, unit, form, stamp=stamp, keep=keep))
+        run = kernel(fetch_name(tile, unit, moves, form, stamp=stamp, keep=keep), defines)
         stream = cupy().cuda.get_current_stream()
-        blocks = blocks_of(len(keys), *tile)
+        blocks = blocks_of(len(keys), tile)
         self._readers.run(stream, lambda: run.launch(blocks, args, stream.ptr))
 
 

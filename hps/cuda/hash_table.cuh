@@ -104,10 +104,11 @@ struct Line {
 
   // The word of `slot` (>= 0, the same for all threads of the tile).
   __device__ __forceinline__ u32 word(int slot, const Tile<T>& tile) const {
-    const ulonglong2 last = piece[PIECES - 1];
-    const u64 pair = slot & 2 ? last.y : last.x;
+    const int at = 5 + (slot >> 2);
+    const ulonglong2 held = T == 2 && at == 5 ? piece[PIECES - 2] : piece[PIECES - 1];
+    const u64 pair = slot & 2 ? held.y : held.x;
     const u32 word = slot & 1 ? (u32)(pair >> 32) : (u32)pair;
-    return tile.from(word, (5 + (slot >> 2)) & (T - 1));
+    return tile.from(word, at & (T - 1));
   }
 
   // The stamps; only in the tile's last thread.

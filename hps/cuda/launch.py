@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from hps.cuda.layout import SECTOR
 from hps.cuda.loader import BLOCK
 
 PARTS = 32
@@ -61,18 +62,24 @@ def unit_of(row_bytes: int, pointers: Iterable[int] = ()) -> int:
     return next(unit for unit in (16, 4, 2) if all(size % unit == 0 for size in sizes))
 
 
-def tile_of(row_bytes: int) -> tuple[int, int]:
-    """Threads per key and keys per tile, as measured to be fastest; see README.md."""
-    if row_bytes <= 32:
-        return 4, 1
-    return (4, 2) if row_bytes == 256 else (8, 1)
+def tile_of(row_bytes: int) -> int:
+    """Threads per key, as measured to be fastest; see README.md."""
+    return 4 if row_bytes <= 256 else 8
 
 
-def fetch_name(tile: tuple[int, int], unit: int, form: int, *, stamp: bool, keep: bool) -> str:
+def moves_of(row_bytes: int, tile: int, unit: int) -> int:
+    """How many moves of ``unit`` bytes each thread of a tile makes for a row; 0 when not all make the same,
+    or too many for registers."""
+    moves, rest = divmod(row_bytes, tile * unit)
+    fits = rest == 0 and moves in (1, 2, 4) and unit == 16 and row_bytes % SECTOR == 0
+    return moves if fits else 0
+
+
+def fetch_name(tile: int, unit: int, moves: int, form: int, *, stamp: bool, keep: bool) -> str:
     flags = ", ".join("true" if flag else "false" for flag in (stamp, keep))
-    return f"fetch_kernel<{tile[0]}, {tile[1]}, {unit}, {form}, {flags}>"
+    return f"fetch_kernel<{tile}, {unit}, {moves}, {form}, {flags}>"
 
 
-def blocks_of(n: int, threads_a_key: int = 1, keys_a_tile: int = 1) -> int:
+def blocks_of(n: int, threads_a_key: int = 1) -> int:
     """Blocks for ``n`` keys."""
-    return -(-n // (BLOCK // threads_a_key * keys_a_tile))
+    return -(-n // (BLOCK // threads_a_key))

@@ -92,16 +92,18 @@ class Kernel:
         )
 
 
-def kernel(expression: str) -> Kernel:
-    """The kernel named, ``fetch_kernel<8, 1, 16, 0, true, true>`` say, for the current device."""
-    return _kernel(cupy().cuda.runtime.getDevice(), expression)
+def kernel(expression: str, defines: tuple[str, ...] = ()) -> Kernel:
+    """The kernel named, ``fetch_kernel<8, 1, 16, 0, true, true>`` say, for the current device; ``defines``
+    (``NAME=VALUE``) make special builds for tests."""
+    return _kernel(cupy().cuda.runtime.getDevice(), expression, defines)
 
 
 @cache
-def _kernel(_device: int, expression: str) -> Kernel:
+def _kernel(_device: int, expression: str, defines: tuple[str, ...]) -> Kernel:
     code = (FOLDER / FILES[expression.partition("<")[0]]).read_text()
+    flags = (*options(), *(f"-D{define}" for define in defines))
     module = cupy().RawModule(
-        code=code, options=tuple(options()), name_expressions=(expression,), backend="nvrtc"
+        code=code, options=flags, name_expressions=(expression,), backend="nvrtc"
     )
     function = module.get_function(expression)
     return Kernel(function.kernel.ptr, (module, function))

@@ -14,8 +14,8 @@ from hps.cuda.loader import args_of, cupy, kernel
 from hps.errors import ConfigError
 from hps.types import EmbeddingTable
 
-KEEP_LINES_BELOW = 48 << 20
-"""Lines of this size or less are asked to stay in the second-level cache."""
+KEEP_LINES_BELOW, KEEP_ROWS_FROM = 64 << 20, 128
+"""Lines of this size in all are asked to stay in the second-level cache if rows are this large."""
 OLDEST = layout.AGES - 1
 
 
@@ -38,7 +38,7 @@ class GpuTable:
         self.spare = cp.arange(shape.capacity, shape.rows, dtype=np.uint32)
         self.pointers = (self.lines.data.ptr, self.rows.data.ptr, self.versions.data.ptr)
         self.sizes = (shape.buckets, shape.stride, table.row_bytes)
-        self.keep = self.lines.nbytes <= KEEP_LINES_BELOW
+        self.keep = self.lines.nbytes <= KEEP_LINES_BELOW and shape.stride >= KEEP_ROWS_FROM
         self.now = 0
         self._admitted = 0
         self.evicted = 0

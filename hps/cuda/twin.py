@@ -37,8 +37,8 @@ class TwinTable:
         self.versions = np.zeros(shape.rows, np.uint64)
         self.spare = np.arange(shape.capacity, shape.rows, dtype=np.uint32)
         self.now = 0
-        self.dropped = 0
         self.evicted = 0
+        self._admitted = 0
 
     def find(self, key: int) -> tuple[int, int] | None:
         """The bucket and slot that carry ``key``, be it as a row, a tombstone or as what was there last."""
@@ -79,13 +79,17 @@ class TwinTable:
         update: bool = False,
     ) -> None:
         """Insert or update unique ``keys``; deletions where ``vectors`` is None. At most `spare` keys."""
+        admitted = []
         for i, key in enumerate(keys.tolist()):
             row = None if vectors is None else vectors[i]
             place = self.find(key)
             if place is not None and not self.words[place] & EMPTY:
                 self._replace(i, place, row, int(versions[i]), oldest_tombstone, update)
             elif not update:
-                self._admit(place, key, row, versions[i])
+                admitted.append(self._admit(place, key, row, versions[i]))
+        self._tick(len(admitted))
+        for place in admitted:
+            self.stamps[place] = self.now if vectors is not None else (self.now + 1) % AGES
 
     def evict(self, keys: KeyArray) -> None:
         for key in keys.tolist():
@@ -127,13 +131,20 @@ class TwinTable:
 
     def _admit(
         self, stale: tuple[int, int] | None, key: int, row: VectorArray | None, version: Any
-    ) -> None:
+    ) -> tuple[int, int]:
         place = stale or self._choose(*self._both(key))
         word = int(self.words[place])
         self.evicted += word < TOMBSTONE
         self.keys[place] = key
         self._fill(place, word & ROW_MASK, row, version)
-        self.stamps[place] = self.now if row is not None else (self.now + 1) % AGES
+        self.stamps[place] = self.now
+        return place
+
+    def _tick(self, admitted: int) -> None:
+        ticks, self._admitted = divmod(
+            self._admitted + admitted, self.shape.capacity // layout.TICKS_A_TURN
+        )
+        self.now = (self.now + ticks) % AGES
 
     def _fill(
         self, place: tuple[int, int], number: int, row: VectorArray | None, version: Any

@@ -82,6 +82,7 @@ class Writer:
         yield
         admitted, evicted, _replaced, dropped = self._counted.tolist()
         table.account(admitted, evicted, dropped)
+        args["now"] = table.now
         if admitted:
             self._launch(f"fill_kernel<{unit}>", args, WRITE_TILE)
             yield

@@ -8,8 +8,15 @@ from hps.cuda import launch, loader
 
 EXPRESSIONS = {
     "fetch.cu": [
-        launch.fetch_name(tile, unit, form, stamp=stamp, keep=keep)
-        for tile, unit in [((4, 1), 16), ((8, 1), 16), ((4, 2), 16), ((8, 1), 4), ((4, 1), 2)]
+        launch.fetch_name(tile, unit, moves, form, stamp=stamp, keep=keep)
+        for tile, unit, moves in [
+            (4, 16, 0),
+            (8, 16, 0),
+            (8, 16, 1),
+            (8, 16, 4),
+            (8, 4, 0),
+            (4, 2, 0),
+        ]
         for form in (launch.ROWS, launch.TIER, launch.NUMBERS)
         for stamp, keep in [(True, True), (False, False)]
     ],

@@ -115,7 +115,22 @@ def test_copies_use_the_widest_unit_that_divides(row_bytes, pointers, unit):
 
 
 def test_blocks_cover_all_keys():
-    for tile in ((4, 1), (8, 1), (4, 2)):
+    for tile in (1, 2, 4, 8):
         for n in (1, 63, 64, 65, 1000):
-            keys_a_block = loader.BLOCK // tile[0] * tile[1]
-            assert launch.blocks_of(n, *tile) == -(-n // keys_a_block)
+            blocks = launch.blocks_of(n, tile)
+            assert (blocks - 1) * loader.BLOCK < n * tile <= blocks * loader.BLOCK
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "tile", "unit", "moves"),
+    [
+        (128, 8, 16, 1),
+        (512, 8, 16, 4),
+        (256, 4, 16, 4),
+        (48, 4, 16, 0),
+        (128, 8, 4, 0),
+        (32, 4, 16, 0),
+    ],
+)
+def test_threads_move_alike_or_in_a_loop(row_bytes, tile, unit, moves):
+    assert launch.moves_of(row_bytes, tile, unit) == moves

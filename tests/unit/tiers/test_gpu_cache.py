@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from hps.cuda import launch, layout
+from hps.cuda import layout
 from hps.cuda.layout import BUCKET, EMPTY, NO_ROW, ROW_MASK, TOMBSTONE
 from hps.cuda.loader import cupy
 from hps.cuda.twin import TwinTable
@@ -96,7 +96,7 @@ def test_one_key_at_a_time_it_is_its_twin():
             rows = rows_of(table, keys, step)
             twin.write(keys, rows, versions, update=verb == "update")
             getattr(cache, verb)(table, keys, rows, versions)
-        twin.now = held.now
+        assert twin.now == held.now
         if step % 100 == 99:
             lines = lines_of(held)
             np.testing.assert_array_equal(lines["keys"], twin.keys)
@@ -136,6 +136,7 @@ def test_duplicates_in_a_large_batch():
     rng = np.random.default_rng(2)
     for verb in ("insert", "update"):
         keys = rng.integers(0, 30_000, 200_000)
+        keys[:30_000] = np.arange(30_000)
         sequence = rng.integers(0, 5, len(keys)) + (10 if verb == "update" else 0)
         versions = (NOW + sequence).astype(np.uint64)
         rows = rows_of(table, keys, np.arange(len(keys))[:, None])
@@ -173,7 +174,8 @@ def test_what_is_used_stays():
         fetch(cache, table, hot)
         keys = np.arange(start, start + 1000)
         cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
-    assert len(fetch(cache, table, hot).missing) == 0
+    # Of 1,000 buckets, one or two are crowded with hot keys.
+    assert len(fetch(cache, table, hot).missing) < 0.005 * len(hot)
 
 
 def test_many_tables_in_more_than_one_launch():
@@ -276,7 +278,7 @@ def marked_rows(xp, keys, sequence):
     return rows
 
 
-def read(cache, table, stop, wrong, found, seed):
+def read(cache, table, started, stop, wrong, found, seed, defines):
     """Fetch again and again on a stream of this thread; count rows that are not of one piece."""
     cp = cupy()
     rng = np.random.default_rng(seed)
@@ -288,7 +290,7 @@ def read(cache, table, stop, wrong, found, seed):
         while not stop.is_set():
             out.view(np.uint32).fill(0xFFFFFFFF)
             misses[:4] = 0
-            cache.direct.fetch(cache.held(table), keys, out, misses, form=launch.ROWS)
+            cache.direct.fetch(cache.held(table), keys, out, misses, defines=defines)
             rows = out.view(np.uint32)
             untouched = (rows == np.uint32(0xFFFFFFFF)).all(axis=1)
             right = (rows == marked_rows(cp, keys, rows[:, 1])).all(axis=1)
@@ -296,6 +298,7 @@ def read(cache, table, stop, wrong, found, seed):
             bad += abs(untouched.sum() - misses[0].astype(np.int64))
             total += (~untouched).sum()
             stream.synchronize()
+            started.release()
         wrong.append(int(bad))
         found.append(int(total))
 
@@ -318,14 +321,20 @@ def write(cache, table, until):
     return sequence
 
 
-def race(cache, table, seconds):
+def race(cache, table, seconds, defines=()):
+    """What three readers saw: rounds of the writer, wrong rows, rows found."""
+    started = threading.Semaphore(0)
     stop, wrong, found = threading.Event(), [], []
     readers = [
-        threading.Thread(target=read, args=(cache, table, stop, wrong, found, seed))
+        threading.Thread(
+            target=read, args=(cache, table, started, stop, wrong, found, seed, defines)
+        )
         for seed in range(3)
     ]
     for reader in readers:
         reader.start()
+    for _ in range(3 * len(readers)):  # compiled and under way
+        assert started.acquire(timeout=60)
     rounds = write(cache, table, time.monotonic() + seconds)
     stop.set()
     for reader in readers:
@@ -334,12 +343,29 @@ def race(cache, table, seconds):
     return rounds, sum(wrong), sum(found)
 
 
-def test_readers_beside_the_writer_see_whole_rows_of_their_keys():
+SLOW = ("HPS_SLOW_READS=100000",)
+
+
+@pytest.mark.parametrize("defines", [(), SLOW], ids=["as shipped", "slow reads"])
+def test_readers_beside_the_writer_see_whole_rows_of_their_keys(defines):
     table = EmbeddingTable.make("t", DIM)
     cache = GpuCache({table: CAPACITY})
-    rounds, wrong, found = race(cache, table, 8.0)
+    rounds, wrong, found = race(cache, table, 6.0, defines)
     assert wrong == 0
     assert rounds > 100
     assert found > 10 * KEYS
     assert cache.held(table).evicted > CAPACITY
     check(cache.held(table))
+
+
+def test_a_writer_that_does_not_wait_is_found_out(monkeypatch):
+    """The test above can fail: without the waiting, slow readers see rows that aren't theirs."""
+
+    def only_its_own_work(_readers, stream, done):
+        done.record(stream)
+        done.synchronize()
+
+    monkeypatch.setattr("hps.cuda.readers.Readers.settle", only_its_own_work)
+    table = EmbeddingTable.make("t", DIM)
+    _, wrong, _ = race(GpuCache({table: CAPACITY}), table, 4.0, SLOW)
+    assert wrong > 0
