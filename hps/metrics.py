@@ -80,7 +80,12 @@ METRICS: tuple[MetricSpec, ...] = (
         ("tier", "model", "table", "result"),
         "Unique keys a tier was asked for; result=found or missed. Their ratio is the hit rate.",
     ),
-    MetricSpec(TIER_SECONDS, "histogram", ("tier",), "Time one tier took for one table's keys."),
+    MetricSpec(
+        TIER_SECONDS,
+        "histogram",
+        ("tier",),
+        "Time of one fetch from one tier, for all tables of a batch.",
+    ),
     MetricSpec(TABLE_ROWS, "gauge", ("tier", "model", "table"), "Rows a tier holds of a table."),
     MetricSpec(
         PROMOTIONS,
@@ -101,18 +106,28 @@ METRICS: tuple[MetricSpec, ...] = (
 _BY_NAME = {spec.name: spec for spec in METRICS}
 
 
+# One lock for all counters: it is held for a fraction of a microsecond, and never while waiting.
+_counting = threading.Lock()
+
+
 class Counter:
     """A number that grows. Thread-safe."""
 
-    __slots__ = ("_lock", "value")
+    __slots__ = ("value",)
 
     def __init__(self) -> None:
         self.value = 0
-        self._lock = threading.Lock()
 
     def add(self, amount: int = 1) -> None:
-        with self._lock:
+        with _counting:
             self.value += amount
+
+
+def add_all(amounts: Iterable[tuple[Counter, int]]) -> None:
+    """Add to many counters at half the price of one by one."""
+    with _counting:
+        for counter, amount in amounts:
+            counter.value += amount
 
 
 class Histogram:

@@ -76,20 +76,24 @@ class Lookup(Protocol):
 class LookupObserver(Protocol):
     """Who counts what lookups did; calls come from any thread and must be cheap."""
 
-    def answered(self, table: EmbeddingTable, sources: bytes) -> None:
-        """``sources``: one ``Source`` code per key (not per unique key)."""
-        ...
-
-    def finished(self, seconds: float, degraded: tuple[str, ...]) -> None:
-        """A lookup that took ``seconds`` and skipped the tiers ``degraded``."""
+    def finished(
+        self,
+        answers: list[tuple[EmbeddingTable, bytes]],
+        seconds: float,
+        degraded: tuple[str, ...],
+    ) -> None:
+        """A lookup that took ``seconds`` and skipped the tiers ``degraded``. ``answers``: each table
+        with one ``Source`` code per key (not per unique key)."""
         ...
 
 
 class Unobserved:
     """Counts nothing."""
 
-    def answered(self, table: EmbeddingTable, sources: bytes) -> None:
-        pass
-
-    def finished(self, seconds: float, degraded: tuple[str, ...]) -> None:
+    def finished(
+        self,
+        answers: list[tuple[EmbeddingTable, bytes]],
+        seconds: float,
+        degraded: tuple[str, ...],
+    ) -> None:
         pass

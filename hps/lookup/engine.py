@@ -28,6 +28,7 @@ from hps.types import (
     KeyArray,
     LookupRequest,
     LookupResult,
+    Source,
     VectorArray,
 )
 from hps.workers import Done, Workers
@@ -36,6 +37,7 @@ from hps.workers import Done, Workers
 # hold up an event loop for milliseconds.
 INLINE_KEYS = 16_384
 _PLANS_KEPT = 256
+_DEFAULT = int(Source.DEFAULT)
 
 Promote = Callable[[EmbeddingTable, KeyArray], None]
 # The features of one request that share a table.
@@ -157,8 +159,8 @@ class LookupEngine:
                 found = positions[part.source[positions] != 0]
                 if len(found):
                     self._promote(part.table, part.keys[found])
-        result = self._answer(job)
-        self._observer.finished(time.perf_counter() - job.started, result.degraded)
+        result, sources = self._answer(job)
+        self._observer.finished(sources, time.perf_counter() - job.started, result.degraded)
         return result
 
     # -- request -> parts --------------------------------------------------------------------------
@@ -201,41 +203,48 @@ class LookupEngine:
 
     # -- parts -> answer ---------------------------------------------------------------------------
 
-    def _answer(self, job: _Job) -> LookupResult:
-        """Defaults where no tier had a row, then every key's row, then pooling."""
+    def _answer(self, job: _Job) -> tuple[LookupResult, list[tuple[EmbeddingTable, bytes]]]:
+        """Defaults where no tier had a row, then every key's row, then pooling.
+
+        Also returns each table's source codes, one per key.
+        """
+        request = job.request
         result = LookupResult({}, degraded=tuple(dict.fromkeys(job.context.degraded)))
+        sources = []
         for share in job.shares:
             part, inverse = share.part, share.inverse
-            vectors, source = part.out, part.source
-            codes = source.tobytes()
-            if 0 in codes:
-                vectors[source == 0] = part.table.default
+            vectors, codes = part.out, part.source.tobytes()
+            has_defaults = _DEFAULT in codes
+            if has_defaults:
+                vectors[part.source == _DEFAULT] = part.table.default
             if inverse is not None:
                 vectors = vectors.take(inverse, axis=0)
-                codes = source.take(inverse).tobytes()
-            result.defaulted += codes.count(0)
-            self._observer.answered(part.table, codes)
+                codes = part.source.take(inverse).tobytes()
+            if has_defaults:
+                result.defaulted += codes.count(_DEFAULT)
+            sources.append((part.table, codes))
             start = 0
             for feature, keys in zip(share.features, share.keys, strict=True):
                 stop = start + len(keys.keys)
                 rows = vectors if len(share.features) == 1 else vectors[start:stop]
-                self._put(result, job.request, feature, pool(rows, keys, feature.pooling))
-                if job.request.want_source:
+                pooled = pool(rows, keys, feature.pooling)
+                if request.out:
+                    pooled = _put(request.out.get(feature.name), pooled)
+                result.vectors[feature.name] = pooled
+                if request.want_source:
                     _report(result, feature.name, share, slice(start, stop))
                 start = stop
-        if list(result.vectors) != list(job.request.features):
-            result.vectors = {name: result.vectors[name] for name in job.request.features}
-        return result
+        if list(result.vectors) != list(request.features):
+            result.vectors = {name: result.vectors[name] for name in request.features}
+        return result, sources
 
-    @staticmethod
-    def _put(
-        result: LookupResult, request: LookupRequest, feature: Feature, vectors: VectorArray
-    ) -> None:
-        out = request.out.get(feature.name) if request.out else None
-        if out is not None and out is not vectors:
-            out[...] = vectors
-            vectors = out
-        result.vectors[feature.name] = vectors
+
+def _put(out: VectorArray | None, vectors: VectorArray) -> VectorArray:
+    """``vectors`` in the caller's array, if there is one."""
+    if out is None or out is vectors:
+        return vectors
+    out[...] = vectors
+    return out
 
 
 def _is_past(deadline: float | None) -> bool:

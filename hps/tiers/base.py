@@ -35,6 +35,11 @@ from hps.types import (
     VersionArray,
 )
 
+# At hand, because a request makes a part per table.
+_UINT64, _UINT8 = np.dtype(np.uint64), np.dtype(np.uint8)
+_POSITIONS = np.arange(4096)
+_POSITIONS.flags.writeable = False
+
 
 @dataclass(frozen=True, slots=True)
 class TierInfo:
@@ -59,7 +64,8 @@ class Part:
     """One table's share of a batch on its way down the tiers.
 
     keys (n,) int64, unique; out (n, dim) of the table's dtype; versions (n,) uint64; source (n,)
-    uint8, 0 = not found yet; missing (m,) int64, ascending positions that are still to be asked for.
+    uint8, 0 = not found yet; missing (m,) int64, ascending positions that are still to be asked for;
+    it is replaced, never written to.
     """
 
     table: EmbeddingTable
@@ -77,9 +83,9 @@ class Part:
             table,
             keys,
             np.empty((n, table.dim), table.dtype) if out is None else out,
-            np.zeros(n, np.uint64),
-            np.zeros(n, np.uint8),
-            np.arange(n, dtype=np.int64),
+            np.zeros(n, _UINT64),
+            np.zeros(n, _UINT8),
+            _POSITIONS[:n] if n <= len(_POSITIONS) else np.arange(n),
         )
 
 

@@ -17,9 +17,9 @@ from hps.tiers.checks import check_part
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 from hps.workers import Workers
 
-Observe = Callable[[EmbeddingTable, TierInfo, int, int, float], None]
-"""``observe(table, info, asked, found, seconds)``. ``found`` counts the keys that need not be asked for
-further down: rows and tombstones. Parts are fetched together: ``seconds`` is what the whole call took."""
+Observe = Callable[[list[tuple[EmbeddingTable, int, int]], float], None]
+"""``observe([(table, asked, found), ...], seconds)``: one entry per part of a fetch that took ``seconds``.
+``found`` counts the keys that need not be asked for further down: rows and tombstones."""
 
 # Calls that wait for a thread of a guarded tier. More can only come once every thread hangs, and before
 # the circuit opens.
@@ -57,7 +57,7 @@ class _Wrapper:
 
 
 class Metered(_Wrapper):
-    """Calls ``observe`` once per part after each fetch that did not raise. As safe beside other
+    """Calls ``observe`` once after each fetch that did not raise. As safe beside other
     threads as ``inner`` and ``observe`` are."""
 
     def __init__(self, inner: Tier, observe: Observe) -> None:
@@ -69,9 +69,8 @@ class Metered(_Wrapper):
         start = time.perf_counter()
         self.inner.fetch(parts, ctx)
         seconds = time.perf_counter() - start
-        info = self.inner.info
-        for part, n in zip(parts, asked, strict=True):
-            self._observe(part.table, info, n, n - len(part.missing), seconds)
+        counts = [(p.table, n, n - len(p.missing)) for p, n in zip(parts, asked, strict=True)]
+        self._observe(counts, seconds)
 
 
 class Guarded(_Wrapper):

@@ -123,9 +123,7 @@ def test_lookup_meter():
     metrics = Metrics()
     meter = LookupMeter(metrics, "clicks")
     every = [source for source in Source for _ in range(source + 1)]
-    meter.answered(TABLE, bytes(every))
-    meter.answered(TABLE, b"")
-    meter.finished(0.1, ("rocksdb",))
+    meter.finished([(TABLE, bytes(every)), (TABLE, b"")], 0.1, ("rocksdb",))
     for source in Source:
         labels = {"model": "clicks", "table": "t", "tier": source.name.lower()}
         assert of(metrics, m.LOOKUP_KEYS, **labels) == source + 1
@@ -136,8 +134,8 @@ def test_lookup_meter():
 def test_tier_and_dense_meter():
     metrics = Metrics()
     meter = TierMeter(metrics, "cpu")
-    meter(TABLE, None, 5, 3, 0.1)
-    meter(TABLE, None, 4, 4, 0.1)
+    meter([(TABLE, 5, 3), (TABLE, 0, 0)], 0.1)
+    meter([(TABLE, 4, 4)], 0.1)
     labels = {"tier": "cpu", "model": "clicks", "table": "t"}
     assert of(metrics, m.TIER_KEYS, **labels, result="found") == 7
     assert of(metrics, m.TIER_KEYS, **labels, result="missed") == 2

@@ -80,11 +80,9 @@ class _Recorder:
     def __init__(self, world):
         self._world = world
 
-    def answered(self, table, sources):
-        self._world.answered.append((table.name, list(sources)))
-
-    def finished(self, seconds, degraded):
+    def finished(self, answers, seconds, degraded):
         assert seconds >= 0
+        self._world.answered += [(table.name, list(sources)) for table, sources in answers]
         self._world.finished.append(degraded)
 
 
