@@ -14,6 +14,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from hps.types import as_keys
 _PREFIX = ".import-"
 # A description is written and renamed in far less; an older temporary one was left by a killed writer.
 _SPEC_SECONDS = 60.0
+_SYNCS = 8
 Chunk = tuple[Any, Any]
 Source = Chunk | Iterable[Chunk]
 
@@ -81,6 +83,7 @@ def write_version(
             metadata=dict(metadata or {}),
             watermark=dict(watermark or {}),
         )
+        _sync_all(folder)
         write_manifest(folder / FILE_NAME, manifest)
         _sync(folder / FILE_NAME)
         _sync(folder)
@@ -200,8 +203,7 @@ class _Summed:
             view = view[self._file.write(view) :]
 
     def __exit__(self, *_exc: object) -> None:
-        with self._file:
-            os.fsync(self._file.fileno())
+        self._file.close()
 
     def entry(self) -> FileEntry:
         return FileEntry(bytes=self._bytes, checksum=f"sha256:{self._digest.hexdigest()}")
@@ -270,6 +272,12 @@ def write_spec(model: Path, spec: ModelSpec) -> None:
     _sync(temporary)
     temporary.rename(path)
     _sync(model)
+
+
+def _sync_all(folder: Path) -> None:
+    """Bring every file to the disk; several at a time, as they share the file system's commits."""
+    with ThreadPoolExecutor(_SYNCS, "hps-sync") as pool:
+        list(pool.map(_sync, list(folder.rglob("*"))))
 
 
 def _sync(path: Path) -> None:

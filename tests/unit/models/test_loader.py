@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -245,6 +246,37 @@ class TestTrouble:
         make_version(2, spec=USERS)
         with pytest.raises(TierError, match=r"holds no table ctr/2/users"):
             load(read_only=True)
+
+
+@pytest.mark.slow
+def test_two_thousand_tables(tmp_path, make_version, load):
+    """RocksDB rewrites a file at each new table and waits for the disk at each flush; done table by
+    table this took four minutes, and half a minute at each stop."""
+    names = [f"t{i}" for i in range(2000)]
+    spec = ModelSpec.model_validate(
+        {"name": "ctr", "tables": [{"name": n, "dim": 4} for n in names]}
+    )
+    keys = np.arange(50)
+    make_version(
+        spec=spec,
+        tables={n: (keys, np.full((50, 4), i, np.float32)) for i, n in enumerate(names)},
+    )
+    began = time.monotonic()
+    store, tables, reports = load()
+    assert {r.how for r in reports} == {"loaded"}
+    store.close()
+    assert time.monotonic() - began < 120
+    began = time.monotonic()
+    store, tables, reports = load()
+    assert {r.how for r in reports} == {"reused"}
+    parts = [Part.make(tables[n], keys) for n in names]
+    store.fetch(parts, FetchContext())
+    assert [float(p.out[-1, -1]) for p in parts] == list(range(2000))
+    for name in names:
+        now = np.array([version_now()], np.uint64)
+        store.insert(tables[name], keys[:1], np.ones((1, 4), np.float32), now)
+    store.close()
+    assert time.monotonic() - began < 60
 
 
 MEASURE = """

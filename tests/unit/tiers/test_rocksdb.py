@@ -7,7 +7,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -163,27 +162,6 @@ class TestRestart:
             assert len(fetch(tier, each, KEYS).missing) == len(KEYS)
         assert fetch(tier, first[0], KEYS).out.tolist() == VECTORS.tolist()
         tier.close()
-
-    @pytest.mark.slow
-    def test_two_thousand_tables(self, tmp_path):
-        tables = [table(f"t{i}") for i in range(2000)]
-        began = time.monotonic()
-        tier = RocksDbTier(tmp_path)
-        tier.open_tables(tables)
-        for i, each in enumerate(tables):
-            code = tier.codes(each, np.array([i], np.int64))
-            tier.bulk_load(each, [(code, np.full((1, DIM), i, np.float32))], LoadRecord("d", 1))
-        tier.flush()
-        tier.close()
-        assert time.monotonic() - began < 240
-        began = time.monotonic()
-        tier = RocksDbTier(tmp_path)
-        tier.open_tables(tables)
-        parts = [Part.make(t, np.array([i])) for i, t in enumerate(tables)]
-        tier.fetch(parts, FetchContext())
-        assert [p.out[0, 0] for p in parts] == list(range(2000))
-        tier.close()
-        assert time.monotonic() - began < 60
 
 
 class TestBulkLoad:
