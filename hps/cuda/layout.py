@@ -45,7 +45,7 @@ TICKS_A_TURN = 16
 SECTOR = 32
 """Rows start at multiples of this many bytes, so that no two share a sector of the first-level cache."""
 MIN_BUCKETS = 8
-MAX_SPARE, MIN_SPARE = 1 << 18, 1 << 10
+MAX_SPARE, MIN_SPARE = 1 << 20, 1 << 10
 MAX_ROWS = (ROW_MASK - MAX_SPARE) // WAYS * WAYS
 
 BUCKET = np.dtype(

@@ -12,7 +12,7 @@ from hps.cuda.loader import cupy
 class Readers:
     """Remembers, per CUDA stream, the end of the last reading kernel launched on it.
 
-    `run` may be called from many threads; `settle` by the one writer.
+    `run` may be called from many threads; `hold_back` by the one writer.
     """
 
     def __init__(self) -> None:
@@ -28,16 +28,13 @@ class Readers:
                 end = self._ends[stream.ptr] = cupy().cuda.Event(disable_timing=True)
             end.record(stream)
 
-    def settle(self, stream: Any, done: Any) -> None:
+    def hold_back(self, stream: Any) -> None:
         """Make what follows on the writer's ``stream`` wait until every reader has ended that might have
-        seen the tables as they were before the work so far on ``stream``.
+        seen the tables as they were before the writer's last step.
 
-        The host waits (without spinning) for that work, by the event ``done``: readers launched from
-        then on see its result, so only those launched before need to be waited for, by the device.
+        That step must be complete, and the host must know it: readers launched from then on see its
+        result, so only those launched before need to be waited for, and the device does that.
         """
-        done.record(stream)
-        done.synchronize()
         with self._lock:
-            ends = list(self._ends.values())
-            for end in ends:
+            for end in self._ends.values():
                 stream.wait_event(end)

@@ -17,7 +17,7 @@ struct WriteArgs {
   u32* plan;
   u32* position;
   u32* scratch;
-  u64* counters;  // admitted, evicted, replaced, dropped
+  u64* counters;  // admitted, evicted, dropped, unused
   u64 oldest_tombstone;
   u32 buckets;
   u32 stride;
@@ -112,61 +112,62 @@ __device__ __forceinline__ int choose(char* const both[2], const u64 stamps[2], 
   return q;
 }
 
-// Resident keys get their new row (or tombstone) at once: filled in a spare row, then shown by one
-// exchange of the slot's word. For the others a slot is claimed, which ends the life of the row in
-// it. A tile of 8 threads per key.
+// Gives a resident key its new row (or tombstone): filled in a spare row, then shown by one
+// exchange of the slot's word. False when the key was dropped for another one a moment ago: look
+// again.
 template <int UNIT>
-__global__ void __launch_bounds__(BLOCK) choose_kernel(const __grid_constant__ WriteArgs a) {
-  const Tile<TILE> tile;
-  const u32 i = (blockIdx.x * BLOCK + threadIdx.x) / TILE;
-  if (i >= a.n) return;
-  if (a.scratch[a.position[i]] != i) {
-    if (tile.rank == 0) a.plan[i] = NOTHING;
-    return;
+__device__ __forceinline__ bool replace(const WriteArgs& a, u32 i, char* line, int slot, u32 word,
+                                        const Tile<TILE>& tile) {
+  const u32 row = word & ROW_MASK, fresh = a.spare[i];
+  const u64 held = __ldcg(&a.row_versions[row]), version = a.versions[i];
+  const bool forgotten = word & TOMBSTONE && held < a.oldest_tombstone;
+  if (a.update ? forgotten || version < held : !forgotten && version < held) return true;
+  fill_row<UNIT>(a, fresh, i, tile);
+  __threadfence();
+  __syncwarp(tile.mask);
+  u32 seen = 0;
+  if (tile.rank == 0)
+    seen = atomicCAS(word_at(line, slot), word, fresh | (a.tombstone ? TOMBSTONE : 0));
+  if (tile.from(seen, 0) != word) return false;
+  if (tile.rank == 0) {
+    a.spare[i] = row;
+    if (!a.update && !a.tombstone) set_stamp(line, slot, a.now);
   }
-  const u64 key = a.keys[i], version = a.versions[i], hash = mix(key);
+  return true;
+}
+
+// Finds key i's place. Resident keys are done with then; for another one a slot is claimed, which
+// ends the life of the row in it, and returned. counted: admitted, evicted, dropped.
+template <int UNIT>
+__device__ __forceinline__ u32 place(const WriteArgs& a, u32 i, u32* counted,
+                                     const Tile<TILE>& tile) {
+  const u64 key = a.keys[i], hash = mix(key);
   const u32 first = first_bucket(hash, a.buckets);
   const u32 bucket[2] = {first, second_bucket(hash, a.buckets, first)};
   char* const both[2] = {line_at(a.lines, bucket[0]), line_at(a.lines, bucket[1])};
-  u32 plan = NOTHING;
   for (;;) {
     Line<TILE> line[2];
     line[0].load(both[0], tile);
-    line[1].load(both[1], tile);
+    if (!a.update) line[1].load(both[1], tile);
     int second = 0, slot = line[0].find(key, tile);
     if (slot < 0) {
       second = 1;
+      if (a.update) line[1].load(both[1], tile);
       slot = line[1].find(key, tile);
     }
     u32 word = slot < 0 ? CLAIMED : second ? line[1].word(slot, tile) : line[0].word(slot, tile);
     if (!(word & EMPTY)) {
-      const u32 row = word & ROW_MASK;
-      const u64 held = __ldcg(&a.row_versions[row]);
-      const bool forgotten = word & TOMBSTONE && held < a.oldest_tombstone;
-      if (a.update ? forgotten || version < held : !forgotten && version < held) break;
-      const u32 fresh = a.spare[i];
-      fill_row<UNIT>(a, fresh, i, tile);
-      __threadfence();
-      __syncwarp(tile.mask);
-      u32 seen = 0;
-      if (tile.rank == 0)
-        seen = atomicCAS(word_at(both[second], slot), word, fresh | (a.tombstone ? TOMBSTONE : 0));
-      if (tile.from(seen, 0) != word) continue;  // dropped for another key a moment ago
-      if (tile.rank == 0) {
-        a.spare[i] = row;
-        if (!a.update && !a.tombstone) set_stamp(both[second], slot, a.now);
-        atomicAdd(&a.counters[2], 1ULL);
-      }
-      break;
+      if (replace<UNIT>(a, i, both[second], slot, word, tile)) return NOTHING;
+      continue;
     }
-    if (a.update) break;
-    if ((word & CLAIMED) == CLAIMED) {
+    if (a.update) return NOTHING;
+    if ((word & CLAIMED) == CLAIMED) {  // else: the key's own slot of old
       const u64 stamps[2] = {tile.from(line[0].stamps(), TILE - 1),
                              tile.from(line[1].stamps(), TILE - 1)};
       const int q = choose(both, stamps, a.now, tile, word);
       if (q < 0) {
-        if (tile.rank == 0) atomicAdd(&a.counters[3], 1ULL);
-        break;
+        if (tile.rank == 0) atomicAdd(&counted[2], 1u);
+        return NOTHING;
       }
       second = q >= WAYS;
       slot = q - second * WAYS;
@@ -175,13 +176,29 @@ __global__ void __launch_bounds__(BLOCK) choose_kernel(const __grid_constant__ W
     if (tile.rank == 0) seen = atomicCAS(word_at(both[second], slot), word, CLAIMED | word);
     if (tile.from(seen, 0) != word) continue;
     if (tile.rank == 0) {
-      atomicAdd(&a.counters[0], 1ULL);
-      if (!(word & CLAIMED)) atomicAdd(&a.counters[1], 1ULL);
+      atomicAdd(&counted[0], 1u);
+      if (!(word & CLAIMED)) atomicAdd(&counted[1], 1u);
     }
-    plan = bucket[second] * WAYS + slot;
-    break;
+    return bucket[second] * WAYS + slot;
   }
-  if (tile.rank == 0) a.plan[i] = plan;
+}
+
+// plan gets the slot claimed for each key, or NOTHING. A tile of 8 threads per key.
+template <int UNIT>
+__global__ void __launch_bounds__(BLOCK) choose_kernel(const __grid_constant__ WriteArgs a) {
+  __shared__ u32 counted[3];
+  if (threadIdx.x < 3) counted[threadIdx.x] = 0;
+  __syncthreads();
+  const Tile<TILE> tile;
+  const u32 i = (blockIdx.x * BLOCK + threadIdx.x) / TILE;
+  if (i < a.n) {
+    u32 plan = NOTHING;
+    if (a.scratch[a.position[i]] == i) plan = place<UNIT>(a, i, counted, tile);
+    if (tile.rank == 0) a.plan[i] = plan;
+  }
+  __syncthreads();
+  if (threadIdx.x < 3 && counted[threadIdx.x])
+    atomicAdd(&a.counters[threadIdx.x], (u64)counted[threadIdx.x]);
 }
 
 // Keys and rows into the claimed slots. No reader that saw the slots' former rows runs any more.

@@ -1,8 +1,7 @@
-"""The steps of insert, update, delete and evict, and what lies between them (README.md, *Readers*)."""
+"""The steps of insert, update, delete and evict, and what lies between them; README.md says why."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,8 @@ class Writer:
         self._position = cp.empty(MAX_SPARE, np.uint32)
         self._scratch = cp.empty(2 * MAX_SPARE, np.uint32)
         self._counters = cp.zeros(4, np.uint64)
-        self._counted = np.zeros(4, np.uint64)
+        pinned = cp.cuda.alloc_pinned_memory(32)
+        self._counted = np.frombuffer(pinned, np.uint64, 4)
 
     def write(
         self,
@@ -46,8 +46,7 @@ class Writer:
             rows = None if vectors is None else vectors[some]
             args = self._args(table, keys[some], rows, versions[some])
             args["oldest_tombstone"], args["update"] = oldest_tombstone, update
-            for _step in self._steps(table, args):
-                self._readers.settle(self.stream, self._done)
+            self._write_some(table, args)
 
     def evict(self, table: GpuTable, keys: Any) -> None:
         """Drop ``keys (n,)``, a device array."""
@@ -60,15 +59,12 @@ class Writer:
         self.finish()
 
     def finish(self) -> None:
-        """Wait for what was launched."""
+        """Wait, without spinning, for what was launched."""
         self._done.record(self.stream)
         self._done.synchronize()
 
-    def _steps(self, table: GpuTable, args: NDArray[Any]) -> Iterator[None]:
-        """Launch step by step; after each `yield` the readers of the state before must have ended.
-
-        The first is for the spare rows, which the write before this one let go.
-        """
+    def _write_some(self, table: GpuTable, args: NDArray[Any]) -> None:
+        """As many keys as there are spare rows, step by step. Everything launched before is complete."""
         n, unit = int(args["n"]), self._unit(args)
         size = 1 << (2 * n - 1).bit_length()
         args["scratch_mask"] = size - 1
@@ -76,16 +72,18 @@ class Writer:
             self._scratch[:size].fill(NO_ROW)
             self._counters.fill(0)
         self._launch("dedup_kernel", args)
-        yield
+        self._readers.hold_back(self.stream)  # the spare rows were shown until the last write
         self._launch(f"choose_kernel<{unit}>", args, WRITE_TILE)
         self._counters.get(stream=self.stream, out=self._counted, blocking=False)
-        yield
-        admitted, evicted, _replaced, dropped = self._counted.tolist()
+        self.finish()
+        admitted, evicted, dropped, _ = self._counted.tolist()
         table.account(admitted, evicted, dropped)
         args["now"] = table.now
         if admitted:
+            self._readers.hold_back(self.stream)  # the rows in the claimed slots were shown
             self._launch(f"fill_kernel<{unit}>", args, WRITE_TILE)
-            yield
+            self.finish()
+            self._readers.hold_back(self.stream)  # the slots' former keys were there
             self._launch("publish_kernel", args)
             self.finish()
 

@@ -19,6 +19,7 @@ from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.types import EmbeddingTable, KeyArray, Source, oldest_tombstone
 
 _INFO = TierInfo("gpu", Source.GPU, memory="cuda", cache=True)
+_INT64, _UINT64, _UINT8 = np.dtype(np.int64), np.dtype(np.uint64), np.dtype(np.uint8)
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
 
 
@@ -87,13 +88,14 @@ class GpuCache:
     # -- reading ----------------------------------------------------------------------------------
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
-        asked = []
+        asked, now = [], self._clock()
         for part in parts:
             table = self._tables.get(part.table)
             if table is not None:
-                self._check_part(part)
+                if not self._fits(part):
+                    self._check_part(part)
                 if len(part.missing):
-                    asked.append((part, self._ask(part, table)))
+                    asked.append((part, self._ask(part, table, now)))
         if not asked:
             return
         with self._device:
@@ -109,11 +111,10 @@ class GpuCache:
             finally:
                 self._workspaces.put(space)
 
-    def _ask(self, part: Part, table: GpuTable) -> Ask:
+    def _ask(self, part: Part, table: GpuTable, now: float) -> Ask:
         n = len(part.missing)
-        everything = n == len(part.keys)
-        positions = None if everything else part.missing
-        oldest = oldest_tombstone(part.table, self._clock())
+        positions = None if n == len(part.keys) else part.missing
+        oldest = oldest_tombstone(part.table, now)
         return Ask(table, part.keys, positions, part.out, part.versions, part.source, n, oldest)
 
     def _workspace(self, ctx: FetchContext) -> Workspace:
@@ -171,9 +172,9 @@ class GpuCache:
         """
         n = arrays["keys"].size if hasattr(arrays["keys"], "size") else 0
         wanted = {
-            "keys": ((n,), np.dtype(np.int64)),
+            "keys": ((n,), _INT64),
             "vectors": ((n, table.dim), table.dtype),
-            "versions": ((n,), np.dtype(np.uint64)),
+            "versions": ((n,), _UINT64),
         }
         with self._device:
             for name, array in arrays.items():
@@ -196,7 +197,7 @@ class GpuCache:
         """``(n,) uint32`` on the device: the number of each key's row, `NO_ROW` where there is none. A number
         is good until the next write of the table. Runs on the current stream."""
         cp = self._cupy
-        keys = self._checked(table, "keys", keys, (keys.size,), np.dtype(np.int64))
+        keys = self._checked(table, "keys", keys, (keys.size,), _INT64)
         held = self._tables.get(table)
         with self._device:
             out = cp.full(len(keys), 2**32 - 1, np.uint32)
@@ -237,18 +238,40 @@ class GpuCache:
 
     # -- checks -----------------------------------------------------------------------------------
 
+    def _fits(self, part: Part) -> bool:
+        """Whether ``part`` is as most are, keys on the host, and in order; `_check_part` looks closer."""
+        keys: Any = part.keys
+        missing: Any = part.missing
+        out: Any = part.out
+        versions: Any = part.versions
+        source: Any = part.source
+        there, shape = self._cupy.ndarray, keys.shape
+        return (
+            type(out) is type(versions) is type(source) is there
+            and type(keys) is type(missing) is np.ndarray
+            and keys.dtype == missing.dtype == _INT64
+            and versions.dtype == _UINT64
+            and source.dtype == _UINT8
+            and out.dtype == part.table.dtype
+            and versions.shape == source.shape == shape
+            and out.shape == (*shape, part.table.dim)
+            and missing.ndim == 1
+            and all(array.flags.c_contiguous for array in (keys, missing, out, versions, source))
+            and out.device.id == versions.device.id == source.device.id == self._device.id
+        )
+
     def _check_part(self, part: Part) -> None:
         table, n = part.table, len(part.keys)
         checked: dict[str, tuple[Any, tuple[int, ...], Any]] = {
-            "keys": (part.keys, (n,), np.dtype(np.int64)),
-            "missing": (part.missing, (part.missing.size,), np.dtype(np.int64)),
+            "keys": (part.keys, (n,), _INT64),
+            "missing": (part.missing, (part.missing.size,), _INT64),
         }
         for name, (array, shape, dtype) in checked.items():
             self._checked(table, name, array, shape, dtype)
         filled = {
             "out": ((n, table.dim), table.dtype),
-            "versions": ((n,), np.dtype(np.uint64)),
-            "source": ((n,), np.dtype(np.uint8)),
+            "versions": ((n,), _UINT64),
+            "source": ((n,), _UINT8),
         }
         for name, (shape, dtype) in filled.items():
             array = getattr(part, name)

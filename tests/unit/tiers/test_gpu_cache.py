@@ -361,11 +361,7 @@ def test_readers_beside_the_writer_see_whole_rows_of_their_keys(defines):
 def test_a_writer_that_does_not_wait_is_found_out(monkeypatch):
     """The test above can fail: without the waiting, slow readers see rows that aren't theirs."""
 
-    def only_its_own_work(_readers, stream, done):
-        done.record(stream)
-        done.synchronize()
-
-    monkeypatch.setattr("hps.cuda.readers.Readers.settle", only_its_own_work)
+    monkeypatch.setattr("hps.cuda.readers.Readers.hold_back", lambda *_: None)
     table = EmbeddingTable.make("t", DIM)
     _, wrong, _ = race(GpuCache({table: CAPACITY}), table, 4.0, SLOW)
     assert wrong > 0
