@@ -12,42 +12,21 @@ callers do no harm, but they wait for each other.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from rocksdict import WriteBatch
 
-from hps.errors import TierError
-from hps.tiers.base import FetchContext, Part, TierInfo, newest_of_each
+from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.checks import check_keys, check_part, check_rows
-from hps.tiers.rocksdb_database import Database, Family
-from hps.tiers.rocksdb_layout import (
-    CodeArray,
-    Layout,
-    Stored,
-    WrongLength,
-)
+from hps.tiers.rocksdb_database import Database
+from hps.tiers.rocksdb_layout import CodeArray, Layout
 from hps.tiers.rocksdb_load import BulkLoad, LoadRecord, ingest_folder
 from hps.tiers.rocksdb_open import NAME, OpenSettings
-from hps.types import (
-    EmbeddingTable,
-    KeyArray,
-    Source,
-    VectorArray,
-    VersionArray,
-    oldest_tombstone,
-)
+from hps.tiers.rocksdb_rows import VersionedRows
+from hps.types import EmbeddingTable, KeyArray, Source, VectorArray, VersionArray
 
 __all__ = ["LoadRecord", "RocksDbTier"]
-
-# rocksdict holds the interpreter lock while it writes (1.4 µs a row): more rows per batch would
-# keep request threads waiting.
-_WRITE_SLICE = 256
 
 
 class RocksDbTier:
@@ -55,7 +34,7 @@ class RocksDbTier:
 
     ``layout="hps"`` reads and writes HPS's own layout: no versions, no tombstones, last write wins.
     ``block_cache_bytes`` are shared by all tables; ``block_size`` is a data block's bytes; ``threads``
-    run flushes and compactions; ``clock`` gives Unix seconds and drives the forgetting of tombstones.
+    run compactions; ``clock`` gives Unix seconds and drives the forgetting of tombstones.
     """
 
     def __init__(
@@ -71,8 +50,8 @@ class RocksDbTier:
     ) -> None:
         settings = OpenSettings(Path(path), block_cache_bytes, block_size, threads, read_only)
         self._layout: Layout = layout
-        self._clock = clock
         self._database = Database(settings, layout)
+        self._rows = VersionedRows(self._database, clock)
         self._info = TierInfo(NAME, Source.ROCKSDB, blocking=True, volatile=False)
 
     @property
@@ -187,14 +166,14 @@ class RocksDbTier:
         family = self._database.family(part.table)
         code = family.codec.codes(part.keys[part.missing])
         order = np.argsort(code)
-        stored = self._read(family, code[order])
+        stored = self._rows.read(family, code[order])
         at = order[stored.at]
         found = part.missing[at]
         part.out[found] = stored.vectors
         part.versions[found] = stored.versions
         part.source[found] = Source.ROCKSDB
         if len(stored.dead_at):
-            live = self._remembered(part.table, stored.dead_versions)
+            live = self._rows.remembered(part.table, stored.dead_versions)
             dead = order[stored.dead_at[live]]
             part.versions[part.missing[dead]] = stored.dead_versions[live]
             at = np.concatenate([at, dead])
@@ -205,40 +184,19 @@ class RocksDbTier:
             left[at] = False
             part.missing = part.missing[left]
 
-    def _read(self, family: Family, code: CodeArray) -> Stored:
-        """What is stored under ascending codes."""
-        try:
-            values: Any = family.data.get(family.codec.stored_keys(code), b"")
-        except Exception as error:
-            self._database.fail(error)
-        try:
-            return family.codec.decode(values)
-        except WrongLength as error:
-            table = family.table
-            raise TierError(
-                NAME,
-                f"table {table.id}: a stored row has {error.found} bytes, expected {error.expected} "
-                f"(dim {table.dim} of {table.dtype}); it was written with another dim, dtype or "
-                "layout: serve it under a new version",
-            ) from None
-
-    def _remembered(self, table: EmbeddingTable, versions: VersionArray) -> NDArray[np.bool_]:
-        """Which tombstones are not yet older than the table's ``tombstone_ttl_s``."""
-        return versions >= np.uint64(oldest_tombstone(table, self._clock()))
-
     # -- writing ----------------------------------------------------------------------------------
 
     def insert(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
     ) -> None:
         check_rows(table, keys, vectors, versions)
-        self._write(table, keys, vectors, versions, resident_only=False)
+        self._rows.write(table, keys, vectors, versions, resident_only=False)
 
     def update(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
     ) -> None:
         check_rows(table, keys, vectors, versions)
-        self._write(table, keys, vectors, versions, resident_only=True)
+        self._rows.write(table, keys, vectors, versions, resident_only=True)
 
     def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> None:
         """In the ``hps`` layout a deletion leaves no trace."""
@@ -246,82 +204,12 @@ class RocksDbTier:
         if self._layout == "hps":
             self.evict(table, keys)
         else:
-            self._write(table, keys, None, versions, resident_only=False)
-
-    def _write(
-        self,
-        table: EmbeddingTable,
-        keys: KeyArray,
-        vectors: VectorArray | None,
-        versions: VersionArray,
-        *,
-        resident_only: bool,
-    ) -> None:
-        """Upsert, or delete where ``vectors`` is None, what is not older than what is stored."""
-        with self._database.lock, self._database.errors():
-            self._database.writable()
-            family = self._database.family(table)
-            keys = table.narrow(keys)
-            # Where versions are not stored the last of equal keys wins, whatever version it carries.
-            ranks = versions if family.codec.versioned else np.zeros(len(keys), np.uint64)
-            at = newest_of_each(keys, ranks)
-            if at is None:
-                at = np.arange(len(keys))
-            code = family.codec.codes(keys[at])
-            order = np.argsort(code)
-            code, at = code[order], at[order]
-            if family.codec.versioned or resident_only:
-                mask = self._applicable(family, code, versions[at], resident_only=resident_only)
-                code, at = code[mask], at[mask]
-            if vectors is None:
-                self._put(family, code, lambda i: family.codec.encode_tombstones(versions[at[i]]))
-            else:
-                rows = vectors
-                self._put(family, code, lambda i: family.codec.encode(rows[at[i]], versions[at[i]]))
-
-    def _applicable(
-        self, family: Family, code: CodeArray, versions: VersionArray, *, resident_only: bool
-    ) -> NDArray[np.bool_]:
-        """Which writes are not older than what is stored. A tombstone that is still remembered is
-        resident: an update revives its key."""
-        stored = self._read(family, code)
-        live = self._remembered(family.table, stored.dead_versions)
-        dead_at = stored.dead_at[live]
-        known = np.zeros(len(code), np.uint64)
-        known[stored.at] = stored.versions
-        known[dead_at] = stored.dead_versions[live]
-        mask: NDArray[np.bool_] = versions >= known
-        if resident_only:
-            resident = np.zeros(len(code), bool)
-            resident[stored.at] = True
-            resident[dead_at] = True
-            mask &= resident
-        return mask
+            self._rows.write(table, keys, None, versions, resident_only=False)
 
     def evict(self, table: EmbeddingTable, keys: KeyArray) -> None:
         """Remove rows and tombstones without a trace. On a store that means losing them."""
         check_keys(table, keys)
-        with self._database.lock, self._database.errors():
-            self._database.writable()
-            family = self._database.family(table)
-            self._put(family, np.sort(family.codec.codes(keys)), None)
-
-    def _put(
-        self, family: Family, code: CodeArray, values: Callable[[slice], list[bytes]] | None
-    ) -> None:
-        """Write (or, without ``values``, remove) in slices of bounded length."""
-        if len(code):
-            self._database.mark_streamed(family)
-        handle = repeat(family.handle)
-        for start in range(0, len(code), _WRITE_SLICE):
-            part = slice(start, start + _WRITE_SLICE)
-            batch = WriteBatch(raw_mode=True)
-            names = family.codec.stored_keys(code[part])
-            if values is None:
-                deque(map(batch.delete, names, handle), 0)
-            else:
-                deque(map(batch.put, names, values(part), handle), 0)
-            self._database.db.write(batch)
+        self._rows.remove(table, keys)
 
     def sync(self) -> None:
         """Make every acknowledged write survive a power loss as well."""

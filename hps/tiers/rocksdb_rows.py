@@ -1,0 +1,127 @@
+"""Reading and writing rows under the version rule, on one open database."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rocksdict import WriteBatch
+
+from hps.errors import TierError
+from hps.tiers.base import newest_of_each
+from hps.tiers.rocksdb_database import Database, Family
+from hps.tiers.rocksdb_layout import CodeArray, Stored, WrongLength
+from hps.tiers.rocksdb_open import NAME
+from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray, oldest_tombstone
+
+# rocksdict holds the interpreter lock while it writes (1.4 µs a row): more rows per batch would
+# keep request threads waiting.
+_WRITE_SLICE = 256
+
+
+class VersionedRows:
+    """``clock`` gives Unix seconds and drives the forgetting of tombstones. ``read`` may be called from
+    many threads beside a writer; writers wait for each other."""
+
+    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
+        self._database = database
+        self._clock = clock
+
+    def read(self, family: Family, code: CodeArray) -> Stored:
+        """What is stored under ascending codes."""
+        try:
+            values: Any = family.data.get(family.codec.stored_keys(code), b"")
+        except Exception as error:
+            self._database.fail(error)
+        try:
+            return family.codec.decode(values)
+        except WrongLength as error:
+            table = family.table
+            raise TierError(
+                NAME,
+                f"table {table.id}: a stored row has {error.found} bytes, expected {error.expected} "
+                f"(dim {table.dim} of {table.dtype}); it was written with another dim, dtype or "
+                "layout: serve it under a new version",
+            ) from None
+
+    def remembered(self, table: EmbeddingTable, versions: VersionArray) -> NDArray[np.bool_]:
+        """Which tombstones are not yet older than the table's ``tombstone_ttl_s``."""
+        return versions >= np.uint64(oldest_tombstone(table, self._clock()))
+
+    def write(
+        self,
+        table: EmbeddingTable,
+        keys: KeyArray,
+        vectors: VectorArray | None,
+        versions: VersionArray,
+        *,
+        resident_only: bool,
+    ) -> None:
+        """Upsert, or delete where ``vectors`` is None, what is not older than what is stored."""
+        with self._database.lock, self._database.errors():
+            self._database.writable()
+            family = self._database.family(table)
+            keys = table.narrow(keys)
+            # Where versions are not stored the last of equal keys wins, whatever version it carries.
+            ranks = versions if family.codec.versioned else np.zeros(len(keys), np.uint64)
+            at = newest_of_each(keys, ranks)
+            if at is None:
+                at = np.arange(len(keys))
+            code = family.codec.codes(keys[at])
+            order = np.argsort(code)
+            code, at = code[order], at[order]
+            if family.codec.versioned or resident_only:
+                mask = self._applicable(family, code, versions[at], resident_only=resident_only)
+                code, at = code[mask], at[mask]
+            if vectors is None:
+                self._put(family, code, lambda i: family.codec.encode_tombstones(versions[at[i]]))
+            else:
+                rows = vectors
+                self._put(family, code, lambda i: family.codec.encode(rows[at[i]], versions[at[i]]))
+
+    def _applicable(
+        self, family: Family, code: CodeArray, versions: VersionArray, *, resident_only: bool
+    ) -> NDArray[np.bool_]:
+        """Which writes are not older than what is stored. A tombstone that is still remembered is
+        resident: an update revives its key."""
+        stored = self.read(family, code)
+        live = self.remembered(family.table, stored.dead_versions)
+        dead_at = stored.dead_at[live]
+        known = np.zeros(len(code), np.uint64)
+        known[stored.at] = stored.versions
+        known[dead_at] = stored.dead_versions[live]
+        mask: NDArray[np.bool_] = versions >= known
+        if resident_only:
+            resident = np.zeros(len(code), bool)
+            resident[stored.at] = True
+            resident[dead_at] = True
+            mask &= resident
+        return mask
+
+    def remove(self, table: EmbeddingTable, keys: KeyArray) -> None:
+        """Rows and tombstones, without a trace."""
+        with self._database.lock, self._database.errors():
+            self._database.writable()
+            family = self._database.family(table)
+            self._put(family, np.sort(family.codec.codes(keys)), None)
+
+    def _put(
+        self, family: Family, code: CodeArray, values: Callable[[slice], list[bytes]] | None
+    ) -> None:
+        """Write (or, without ``values``, remove) in slices of bounded length."""
+        if len(code):
+            self._database.mark_streamed(family)
+        handle = repeat(family.handle)
+        for start in range(0, len(code), _WRITE_SLICE):
+            part = slice(start, start + _WRITE_SLICE)
+            batch = WriteBatch(raw_mode=True)
+            names = family.codec.stored_keys(code[part])
+            if values is None:
+                deque(map(batch.delete, names, handle), 0)
+            else:
+                deque(map(batch.put, names, values(part), handle), 0)
+            self._database.db.write(batch)
