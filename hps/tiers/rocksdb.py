@@ -120,17 +120,20 @@ class RocksDbTier:
 
         Crash-safe: the record is written first as incomplete, then all rows become visible at once,
         and last the record becomes complete; a table whose record is incomplete counts as not
-        loaded. Returns the record with the number of rows. ``progress`` gets rows.
+        loaded. Returns the record with the number of rows. ``progress`` gets rows. Other tables may be
+        read and written meanwhile, this one must not.
         """
         database = self._database
-        with database.lock, database.errors():
+        with database.errors():
             database.writable()
-            family = database.family(table)
-            database.records.put(family.name, record.started())
-            family.streamed = False
-            if self._layout == "native":
-                database.clear(family)
-            family.dirty = True
+            with database.lock:
+                family = database.family(table)
+                database.records.put(family.name, record.started())
+                family.streamed = False
+                family.dirty = True
+                if self._layout == "native":
+                    database.clear(family)
+            # Without the lock: other tables may be written to meanwhile.
             job = BulkLoad(self.path, database.options, family.codec, record.version)
             try:
                 rows = job.run(chunks, record.rows, family.data, family.handle, progress)

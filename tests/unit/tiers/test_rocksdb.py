@@ -192,12 +192,14 @@ class TestBulkLoad:
     def test_replaces_what_was_there(self, tmp_path):
         tier = RocksDbTier(tmp_path)
         items = table()
-        self.load(tier, items, [1, 2, 3])
+        first, last = -(2**63), 2**63 - 1
+        self.load(tier, items, [1, 2, 3, first, last])
         tier.insert(items, np.array([4]), VECTORS[:1], VERSIONS[:1])
         assert tier.streamed(items)
         self.load(tier, items, [3, 5, 6], "two")
         assert not tier.streamed(items)
-        assert fetch(tier, items, [1, 2, 3, 4, 5, 6]).missing.tolist() == [0, 1, 3]
+        wanted = [1, 2, 3, 4, 5, 6, first, last]
+        assert fetch(tier, items, wanted).missing.tolist() == [0, 1, 3, 6, 7]
         assert tier.loaded(items).digest == "two"
         tier.close()
 
@@ -207,6 +209,22 @@ class TestBulkLoad:
         tier.insert(items, np.array([3, 4]), VECTORS[:2], VERSIONS[:2])
         self.load(tier, items, [1, 2, 3])
         assert fetch(tier, items, [1, 2, 3, 4]).out[:, 0].tolist() == [1, 2, 3, VECTORS[1, 0]]
+        tier.close()
+
+    def test_other_tables_are_written_meanwhile(self, tmp_path):
+        tier = RocksDbTier(tmp_path)
+        items, users = table(), table("users")
+        tier.open_tables([items, users])
+
+        def chunks():
+            writer = threading.Thread(target=tier.insert, args=(users, KEYS, VECTORS, VERSIONS))
+            writer.start()
+            writer.join(10)
+            assert not writer.is_alive()
+            yield tier.codes(items, np.array([1])), VECTORS[:1]
+
+        tier.bulk_load(items, chunks(), LoadRecord("x"))
+        assert fetch(tier, users, KEYS).out.tolist() == VECTORS.tolist()
         tier.close()
 
     def test_streamed_is_remembered_over_a_restart(self, tmp_path):
