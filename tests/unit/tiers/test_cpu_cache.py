@@ -198,7 +198,7 @@ def test_tombstones_are_forgotten_by_the_clock():
 # -- readers beside the writer ---------------------------------------------------------------------
 
 
-def test_large_batches_beside_a_writer(monkeypatch):
+def test_large_batches_beside_a_writer():
     """From 4,096 keys on the probe lets other threads run: here only the lock keeps rows whole."""
     table, keys = EmbeddingTable.make("wide", 128), np.arange(6_000)
     cache = CpuCache({table: 4_000})
@@ -239,6 +239,27 @@ def test_a_batch_longer_than_a_slice(monkeypatch):
     part = fetch(cache, range(60))
     assert part.missing.tolist() == list(range(1, 60, 2))
     assert len(fetch(cache, range(0, 60, 2)).missing) == 0
+
+
+def test_rows_are_overwritten_under_the_lock(monkeypatch):
+    """Without it a reader that was suspended in the middle of a copy would go on with another row; too
+    rare to be provoked."""
+    cache = CpuCache({TABLE: 16})
+    insert(cache, [1, 2])
+    table, locked = cache._tables[TABLE], []
+
+    class Watched(np.ndarray):
+        def __setitem__(self, *what):
+            locked.append(table._lock.locked())
+            super().__setitem__(*what)
+
+    for name in ("_slot_keys", "_slot_states", "_versions", "_rows"):
+        monkeypatch.setattr(table, name, getattr(table, name).view(Watched))
+    insert(cache, [1, 2])
+    delete(cache, [1])
+    cache.evict(TABLE, np.array([2]))
+    assert len(locked) >= 9
+    assert all(locked)
 
 
 def test_an_error_while_storing_leaves_no_half_written_row(monkeypatch):
