@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import errno
 import socket
-from collections.abc import Iterator
+import types
+from collections.abc import Generator, Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -59,17 +61,30 @@ _EXTENSIONS: dict[str, Any] = {WHOLE: {}}
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 with a bound on the size of a head, and our error shape for what is no HTTP.
+    """uvicorn's HTTP/1.1 with a bound on the size of a head, our error shape for what is no HTTP, and no
+    task for a request that can be answered at once.
 
-    ``heard`` counts arrivals, for the sweeper.
+    An inference request that came whole begins where its last byte was read, without a turn of the
+    event loop; most end there. One that has to wait goes on as a task. ``heard`` counts arrivals, for
+    the sweeper.
     """
 
     heard = 0
     _head = 0
+    _reading = False
+    _begun: tuple[RequestResponseCycle, Any] | None = None
 
     def data_received(self, data: bytes) -> None:
         self.heard += 1
+        self._reading = True
         super().data_received(data)
+        while self._begun is not None:  # answering one may begin the next of a pipeline
+            (cycle, app), self._begun = self._begun, None
+            if cycle.more_body or cycle.scope["path"] not in getattr(app, "routes", ()):
+                super()._start_asgi_task(cycle, app)
+            else:
+                self._answer_at_once(cycle, app)
+        self._reading = False
         if self.cycle is None or self.cycle.scope is not self.scope:  # the head is not complete
             self._head += len(data)
             if self._head > MAX_HEAD_BYTES and not self.transport.is_closing():
@@ -82,6 +97,22 @@ class Protocol(HttpToolsProtocol):
         if type(self.cycle) is RequestResponseCycle:
             self.cycle.__class__ = Cycle  # its task has not begun yet
             self.cycle.scope["extensions"] = _EXTENSIONS
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if self._reading:
+            self._begun = cycle, app  # its body may still come with these bytes
+        else:
+            super()._start_asgi_task(cycle, app)
+
+    def _answer_at_once(self, cycle: RequestResponseCycle, app: Any) -> None:
+        running = cycle.run_asgi(app)
+        try:
+            waits_for = running.send(None)
+        except StopIteration:
+            return
+        task = self.loop.create_task(_go_on(running, waits_for))
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, msg)
@@ -96,6 +127,22 @@ class Protocol(HttpToolsProtocol):
                 lines += (name, b": ", value, b"\r\n")
             self.transport.write(b"".join([*lines, b"\r\n", body]))
         self.transport.close()
+
+
+@types.coroutine
+def _go_on(running: Any, waits_for: Any) -> Generator[Any, Any, None]:
+    """The rest of a coroutine that was begun outside a task and waits for ``waits_for``."""
+    while True:
+        try:
+            yield waits_for
+        except BaseException as error:  # cancelled: the coroutine decides what becomes of it
+            step = partial(running.throw, error)
+        else:
+            step = partial(running.send, None)
+        try:
+            waits_for = step()
+        except StopIteration:
+            return
 
 
 class Cycle(RequestResponseCycle):

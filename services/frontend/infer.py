@@ -26,6 +26,7 @@ from services.frontend.body import (
     accepted_coding,
     compress,
     discard,
+    in_task,
     read_body,
 )
 from services.frontend.errors import TooLarge, TooSlow, error_body, error_headers, http_status
@@ -45,11 +46,14 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class InferApp:
-    """Answers inference requests and hands every other one to ``rest``. Runs on one event loop."""
+    """Answers inference requests and hands every other one to ``rest``. Runs on one event loop.
+
+    A request to one of the paths in ``routes`` may be begun outside a task (see ``http_server``).
+    """
 
     def __init__(self, state: State, settings: ServerSettings, guard: Guard, rest: App) -> None:
         self._state = state
-        self._routes = state.routes
+        self.routes = state.routes
         self._guard = guard
         self._rest = rest
         self._max_body = settings.max_body_bytes
@@ -60,7 +64,7 @@ class InferApp:
         started = perf_counter_ns()
         entry = None
         if scope["type"] == "http" and scope["method"] == "POST":
-            entry = self._routes.get(scope["path"])
+            entry = self.routes.get(scope["path"])
             if entry is None and _INFER.fullmatch(scope["path"]):
                 await self._refuse(scope, receive, send, started)
                 return
@@ -210,6 +214,7 @@ def _header_size(value: bytes | None, size: int) -> int | None:
 
 async def outcome(future: Future[Any], deadline: float) -> Any:
     """The result of work that is done elsewhere; cancels it when its time is up."""
+    await in_task()
     try:
         async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
             return await asyncio.wrap_future(future)
