@@ -186,6 +186,42 @@ def test_keys_queued_twice_are_read_once_and_in_slices(make):
     assert max(store.reads) <= SLICE_KEYS
 
 
+def test_one_thread_changes_the_caches_whoever_asks(make):
+    changed = set()
+
+    class Cache(MemoryTier):
+        def __init__(self):
+            super().__init__(CACHE)
+            for verb in ("insert", "update", "delete"):
+                setattr(self, verb, self.noting(getattr(self, verb)))
+
+        def noting(self, change):
+            def noted(*what):
+                changed.add((change.__name__, threading.get_ident()))
+                change(*what)
+
+            return noted
+
+    store = Store()
+    put(store, [1, 2], 5.0)
+    writer, _, _ = make([store], cache=Cache())
+    row, version = np.zeros((1, 2), np.float32), np.array([NOW], np.uint64)
+
+    def ask():
+        writer.promote(TABLE, arrays(1, 2))
+        writer.insert(TABLE, arrays(3), row, version)
+        writer.update(TABLE, arrays(1), row, version)
+        writer.delete(TABLE, arrays(2), version)
+
+    callers = [threading.Thread(target=ask) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert writer.flush(10)
+    assert changed == {(verb, writer._thread.ident) for verb in ("insert", "update", "delete")}
+
+
 def test_changes_are_done_in_order_and_report_their_errors(make):
     writer, cache, _ = make([Store()])
     versions = np.array([NOW], np.uint64)
