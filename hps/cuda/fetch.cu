@@ -33,13 +33,15 @@ constexpr int PARTS = 32;
 struct FetchArgs {
   u32* misses;
   u32* miss_count;
+  u32* done;    // with result: (1,), blocks that have ended
+  u32* result;  // in host memory, or null: gets miss_count, which is zero again afterwards
   u32 parts;
   u32 unused;
   FetchPart part[PARTS];
 };
 
 static_assert(sizeof(FetchPart) == 104, "as launch.py has it");
-static_assert(sizeof(FetchArgs) == 24 + PARTS * 104, "as launch.py has it");
+static_assert(sizeof(FetchArgs) == 40 + PARTS * 104, "as launch.py has it");
 
 constexpr int ROWS = 0;     // rows only
 constexpr int TIER = 1;     // rows, versions, sources; tombstones end the search
@@ -199,4 +201,11 @@ __global__ void __launch_bounds__(BLOCK, FORM == TIER || MOVES > 1 ? 6 : 8)
   bool miss = false;
   if (i < p.n) miss = !fetch_one<T, UNIT, MOVES, FORM, STAMP, KEEP>(p, i, tile) && tile.rank == 0;
   if (FORM != NUMBERS) list_miss(a, miss, p.base + i);
+  if (FORM == TIER && a.result && threadIdx.x == 0) {
+    __threadfence();
+    if (atomicAdd(a.done, 1u) == gridDim.x - 1) {
+      *a.result = atomicExch(a.miss_count, 0u);
+      *a.done = 0;
+    }
+  }
 }

@@ -24,12 +24,13 @@ from hps.cuda.loader import args_of, cupy, kernel
 from hps.cuda.readers import Readers
 from hps.cuda.table import GpuTable
 
-_COUNT_BYTES = 16
+_RESULT_BYTES = 16
+_IN_PLACE = 1 << 19
+"""Staging buffers up to this size are read and written by the kernel where they are, in pinned host memory:
+the latency of two copies is worth more than the bus traffic."""
 # FETCH_PART, packed in one go: setting the fields one by one takes longer than the fetch.
 _PART = struct.Struct("<9Q8I")
-_PARTS_AT = 24
-_AT_ONCE = 4096
-"""Misses that come to the host together with their number; more take a second copy."""
+_PARTS_AT = FETCH_ARGS.fields["part"][1]  # type: ignore[index]
 
 
 @dataclass(slots=True)
@@ -53,6 +54,10 @@ class Workspace:
     def __init__(self) -> None:
         self.args = args_of(FETCH_ARGS)
         self._bytes = 0
+        self._counts = cupy().zeros(2, np.uint32)
+        self.args["miss_count"] = self._counts.data.ptr
+        self.args["done"] = self._counts.data.ptr + 4
+        cupy().cuda.get_current_stream().synchronize()
         self._grow(1 << 16)
 
     def fetch(
@@ -60,35 +65,32 @@ class Workspace:
     ) -> NDArray[np.uint32]:
         """Run ``asks`` (1 … PARTS of them, none empty) on ``stream``. Returns, ascending, the misses as
         positions in the batch: ask after ask, each key asked for counted. Waits for the stream."""
-        cp = cupy()
         total = sum(ask.n for ask in asks)
-        self._reserve(asks, total)
-        upload = self._stage(asks, code)
-        self.args["misses"] = self._device.data.ptr + upload
-        self.args["miss_count"] = self._device.data.ptr + upload - _COUNT_BYTES
+        used = self._reserve(asks, total)
+        in_place = used <= _IN_PLACE
+        base = self._pinned.ptr if in_place else self._device.data.ptr
+        end = self._stage(asks, code, base)
+        self.args["misses"] = base + end
         name, blocks = self._choose(asks)
-        copy = cp.cuda.runtime.memcpyAsync
-        copy(self._device.data.ptr, self._pinned.ptr, upload, 1, stream.ptr)
+        copy = cupy().cuda.runtime.memcpyAsync
+        if not in_place:
+            copy(base, self._pinned.ptr, end, 1, stream.ptr)
         readers.run(stream, lambda: kernel(name).launch(blocks, self.args, stream.ptr))
-        start = upload - _COUNT_BYTES
-        some = _COUNT_BYTES + 4 * min(total, _AT_ONCE)
-        copy(self._pinned.ptr, self._device.data.ptr + start, some, 2, stream.ptr)
         stream.synchronize()
-        misses = int(self._host[:4].view(np.uint32)[0])
-        if misses > _AT_ONCE:
-            copy(self._pinned.ptr, self._device.data.ptr + upload, 4 * misses, 2, stream.ptr)
+        misses = int(self._result[0])
+        if misses and not in_place:
+            copy(self._pinned.ptr + end, base + end, 4 * misses, 2, stream.ptr)
             stream.synchronize()
-            return np.sort(self._host[: 4 * misses].view(np.uint32))
-        return np.sort(self._host[_COUNT_BYTES : _COUNT_BYTES + 4 * misses].view(np.uint32))
+        return np.sort(self._host[end : end + 4 * misses].view(np.uint32))
 
-    def _stage(self, asks: Sequence[Ask], code: int) -> int:
-        """Fill in the arguments and the staging buffer; returns the bytes to upload: host keys, host
-        positions and a zero for the misses' count."""
-        at = base = blocks = 0
+    def _stage(self, asks: Sequence[Ask], code: int, start: int) -> int:
+        """Fill in the arguments and the staging buffer, which the kernel sees at ``start``; returns the bytes
+        used, by the result and by keys and positions that were on the host."""
+        at, base, blocks = _RESULT_BYTES, 0, 0
         tile = self._tile(asks)
         for index, ask in enumerate(asks):
-            keys, at = self._put(ask.keys, at)
-            positions, at = self._put(ask.positions, at)
+            keys, at = self._put(ask.keys, at, start)
+            positions, at = self._put(ask.positions, at, start)
             _PART.pack_into(
                 self.args.data,
                 _PARTS_AT + index * _PART.size,
@@ -109,10 +111,9 @@ class Workspace:
             base += ask.n
             blocks += blocks_of(ask.n, tile)
         self.args["parts"] = len(asks)
-        self._host[at : at + _COUNT_BYTES] = 0
-        return at + _COUNT_BYTES
+        return at
 
-    def _put(self, array: Any, at: int) -> tuple[int, int]:
+    def _put(self, array: Any, at: int, start: int) -> tuple[int, int]:
         """The device address of ``array``, which is copied to ``at`` in the staging buffer if it is on the
         host, and where the next one goes."""
         if array is None:
@@ -122,7 +123,7 @@ class Workspace:
         end = at + array.nbytes
         self._host[at:end].view(array.dtype)[:] = array
         end = -(-end // 16) * 16
-        return int(self._device.data.ptr) + at, end
+        return start + at, end
 
     @staticmethod
     def _tile(asks: Sequence[Ask]) -> int:
@@ -137,14 +138,15 @@ class Workspace:
         blocks = sum(blocks_of(ask.n, tile) for ask in asks)
         return fetch_name(tile, unit, moves, launch.TIER, stamp=True, keep=keep), blocks
 
-    def _reserve(self, asks: Sequence[Ask], total: int) -> None:
-        needed = _COUNT_BYTES + 4 * max(total, _AT_ONCE)
+    def _reserve(self, asks: Sequence[Ask], total: int) -> int:
+        needed = _RESULT_BYTES + 4 * total
         for ask in asks:
             for array in (ask.keys, ask.positions):
                 if isinstance(array, np.ndarray):
                     needed += array.nbytes + 16
         if needed > self._bytes:
             self._grow(1 << (needed - 1).bit_length())
+        return needed
 
     def _grow(self, size: int) -> None:
         cp = cupy()
@@ -152,6 +154,8 @@ class Workspace:
         self._device = cp.empty(size, np.uint8)
         self._pinned = cp.cuda.alloc_pinned_memory(size)
         self._host = np.frombuffer(self._pinned, np.uint8, size)
+        self._result = self._host[:4].view(np.uint32)
+        self.args["result"] = self._pinned.ptr
 
 
 class Direct:

@@ -25,6 +25,8 @@ FETCH_ARGS = np.dtype(
     [
         ("misses", np.uint64),
         ("miss_count", np.uint64),
+        ("done", np.uint64),
+        ("result", np.uint64),
         ("parts", np.uint32),
         ("unused", np.uint32),
         ("part", FETCH_PART, PARTS),

@@ -16,10 +16,10 @@ from hps.cuda.table import GpuTable
 from hps.cuda.writer import Writer
 from hps.errors import BadRequest, ConfigError, TierTimeout
 from hps.tiers.base import FetchContext, Part, TierInfo
+from hps.tiers.gpu_checks import check_part, checked
 from hps.types import EmbeddingTable, KeyArray, Source, oldest_tombstone
 
 _INFO = TierInfo("gpu", Source.GPU, memory="cuda", cache=True)
-_INT64, _UINT64, _UINT8 = np.dtype(np.int64), np.dtype(np.uint64), np.dtype(np.uint8)
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
 
 
@@ -92,8 +92,7 @@ class GpuCache:
         for part in parts:
             table = self._tables.get(part.table)
             if table is not None:
-                if not self._fits(part):
-                    self._check_part(part)
+                check_part(part, self._device.id)
                 if len(part.missing):
                     asked.append((part, self._ask(part, table, now)))
         if not asked:
@@ -171,14 +170,9 @@ class GpuCache:
         The table is None when there is nothing to do.
         """
         n = arrays["keys"].size if hasattr(arrays["keys"], "size") else 0
-        wanted = {
-            "keys": ((n,), _INT64),
-            "vectors": ((n, table.dim), table.dtype),
-            "versions": ((n,), _UINT64),
-        }
         with self._device:
             for name, array in arrays.items():
-                arrays[name] = self._checked(table, name, array, *wanted[name])
+                arrays[name] = checked(table, name, array, n, self._device.id)
             held = self._tables.get(table)
             if held is None or n == 0:
                 return None, arrays
@@ -197,7 +191,7 @@ class GpuCache:
         """``(n,) uint32`` on the device: the number of each key's row, `NO_ROW` where there is none. A number
         is good until the next write of the table. Runs on the current stream."""
         cp = self._cupy
-        keys = self._checked(table, "keys", keys, (keys.size,), _INT64)
+        keys = checked(table, "keys", keys, keys.size, self._device.id)
         held = self._tables.get(table)
         with self._device:
             out = cp.full(len(keys), 2**32 - 1, np.uint32)
@@ -235,78 +229,6 @@ class GpuCache:
             with self._device:
                 self._device.synchronize()
         self._tables.clear()
-
-    # -- checks -----------------------------------------------------------------------------------
-
-    def _fits(self, part: Part) -> bool:
-        """Whether ``part`` is as most are, keys on the host, and in order; `_check_part` looks closer."""
-        keys: Any = part.keys
-        missing: Any = part.missing
-        out: Any = part.out
-        versions: Any = part.versions
-        source: Any = part.source
-        there, shape = self._cupy.ndarray, keys.shape
-        return (
-            type(out) is type(versions) is type(source) is there
-            and type(keys) is type(missing) is np.ndarray
-            and keys.dtype == missing.dtype == _INT64
-            and versions.dtype == _UINT64
-            and source.dtype == _UINT8
-            and out.dtype == part.table.dtype
-            and versions.shape == source.shape == shape
-            and out.shape == (*shape, part.table.dim)
-            and missing.ndim == 1
-            and all(array.flags.c_contiguous for array in (keys, missing, out, versions, source))
-            and out.device.id == versions.device.id == source.device.id == self._device.id
-        )
-
-    def _check_part(self, part: Part) -> None:
-        table, n = part.table, len(part.keys)
-        checked: dict[str, tuple[Any, tuple[int, ...], Any]] = {
-            "keys": (part.keys, (n,), _INT64),
-            "missing": (part.missing, (part.missing.size,), _INT64),
-        }
-        for name, (array, shape, dtype) in checked.items():
-            self._checked(table, name, array, shape, dtype)
-        filled = {
-            "out": ((n, table.dim), table.dtype),
-            "versions": ((n,), _UINT64),
-            "source": ((n,), _UINT8),
-        }
-        for name, (shape, dtype) in filled.items():
-            array = getattr(part, name)
-            if isinstance(array, np.ndarray):
-                raise BadRequest(
-                    f"table {table.id}: {name} must be on device {self._device.id}, got a NumPy "
-                    f"array; pass cupy.empty({shape}, '{dtype}')"
-                )
-            self._checked(table, name, array, shape, dtype)
-
-    def _checked(
-        self, table: EmbeddingTable, name: str, array: Any, shape: tuple[int, ...], dtype: Any
-    ) -> Any:
-        """``array``, as a CuPy array if it is on the device. Raises BadRequest when it does not fit."""
-        if not isinstance(array, (np.ndarray, self._cupy.ndarray)):
-            if not hasattr(array, "__cuda_array_interface__"):
-                raise BadRequest(
-                    f"table {table.id}: {name} must be {shape} {dtype}, got a "
-                    f"{type(array).__name__}, not an array; convert it with numpy or cupy.asarray"
-                )
-            array = self._cupy.asarray(array)
-        contiguous = array.flags.c_contiguous
-        if array.shape != shape or array.dtype != dtype or not contiguous:
-            strided = "" if contiguous else ", not C-contiguous"
-            raise BadRequest(
-                f"table {table.id}: {name} must be {shape} {dtype}, C-contiguous, got "
-                f"{array.shape} {array.dtype}{strided}; one entry per key is expected, and rows of "
-                f"{table.dim} values"
-            )
-        if not isinstance(array, np.ndarray) and array.device.id != self._device.id:
-            raise BadRequest(
-                f"table {table.id}: {name} is on device {array.device.id}, the cache on "
-                f"{self._device.id}; copy it there"
-            )
-        return array
 
 
 def _hand_out(parts: Sequence[Part], misses: Any) -> None:
