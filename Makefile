@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE_SOURCES := pyproject.toml $(shell find hps/native -name '*.?pp' -o -name CMakeLists.txt)
 
-.PHONY: help setup demo test test-services check format bench bench-peers lock clean
+.PHONY: help setup demo test test-gpu test-services check format bench bench-peers lock clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -3
@@ -33,6 +33,12 @@ demo: $(VENV)/.installed-runtime
 
 test: setup test-services
 	@$(BIN)/python -m pytest
+
+# The tests that need a CUDA device, by an interpreter that has CuPy: make test-gpu GPU_PYTHON=python3
+GPU_PYTHON ?= $(BIN)/python
+test-gpu:
+	@$(GPU_PYTHON) -c 'from hps.cuda.loader import cupy; cupy()'
+	@$(GPU_PYTHON) -m pytest -m gpu tests/unit/tiers/test_gpu_cache.py tests/contract tests/model
 
 # What the tests use beside the product: seconds, no root. What can't be had here is named and its
 # tests skip; in continuous integration (CI is set) they fail.
