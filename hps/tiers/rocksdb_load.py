@@ -14,7 +14,7 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import repeat
 from pathlib import Path
@@ -36,6 +36,7 @@ from hps.types import VectorArray
 
 _INGEST = "hps-ingest"
 _FILE_BYTES = 256 << 20
+_SYNC_BYTES = 16 << 20
 _SMALL_BYTES = 256 << 10
 # Rows encoded at a time: small enough to stay in the processor's cache, large enough to amortise.
 _BLOCK_ROWS = 8192
@@ -114,6 +115,9 @@ class BulkLoad:
         self._version = version
         self._files: list[str] = []
         self._in_file = 0
+        self._unsynced = 0
+        self._syncing: Future[None] = Future()
+        self._syncing.set_result(None)
         self._writer: SstFileWriter | None = None
 
     def run(
@@ -164,7 +168,7 @@ class BulkLoad:
     ) -> int:
         self._folder.mkdir(exist_ok=True)
         rows = 0
-        with ThreadPoolExecutor(1, "hps-readback") as pool:
+        with ThreadPoolExecutor(2, "hps-ingest") as pool:
             for code, vectors in chunks:
                 for start in range(0, len(code), _BLOCK_ROWS):
                     part = slice(start, start + _BLOCK_ROWS)
@@ -186,7 +190,12 @@ class BulkLoad:
         values = self._codec.encode(vectors, self._version)
         # A loop in C: one call per row, with the interpreter's own loop left out.
         deque(map(self._writer.__setitem__, self._codec.stored_keys(code), values), 0)
-        self._in_file += len(code) * (self._codec.value_bytes + 8)
+        written = len(code) * (self._codec.value_bytes + 8)
+        self._in_file += written
+        self._unsynced += written
+        if self._unsynced >= _SYNC_BYTES and self._syncing.done():
+            self._unsynced = 0
+            self._syncing = pool.submit(_sync, self._files[-1])
         if self._in_file >= _FILE_BYTES:
             self._finish_file(pool)
 
@@ -201,6 +210,16 @@ class BulkLoad:
         self._writer = None
         for file in self._files:
             Path(file).unlink(missing_ok=True)
+
+
+def _sync(file: str) -> None:
+    """Start bringing a file to the disk while it is still being written. RocksDB syncs it only when it
+    is finished, holding the interpreter lock for as long as 256 MB take."""
+    handle = os.open(file, os.O_RDONLY)
+    try:
+        os.fdatasync(handle)
+    finally:
+        os.close(handle)
 
 
 def _read_back(file: str) -> None:
