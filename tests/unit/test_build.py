@@ -257,6 +257,7 @@ def test_rows_are_promoted_on_their_way_up(folder):
         np.testing.assert_array_equal(first.vectors["user"], again.vectors["user"])
         np.testing.assert_array_equal(first.versions["user"], again.versions["user"])
         assert cached(node) == 2
+        assert 'hps_promotions_total{result="inserted"} 2.0' in node.metrics.render().decode()
 
 
 def test_the_cache_is_warm_from_the_start_of_the_files(folder):
