@@ -115,13 +115,12 @@ struct Line {
   __device__ __forceinline__ u64 stamps() const { return piece[PIECES - 1].y; }
 };
 
-// Sets one stamp while others set theirs in the same line (readers' plain stores may still undo it:
-// a stamp is a hint).
+// Sets one stamp while others set theirs in the same line.
 __device__ __forceinline__ void set_stamp(char* line, int slot, u32 stamp) {
   u64* stamps = (u64*)(line + STAMPS_AT);
   const int shift = slot * STAMP_BITS;
-  atomicAnd(stamps, ~((u64)(AGES - 1) << shift));
-  atomicOr(stamps, (u64)(stamp & (AGES - 1)) << shift);
+  const u64 change = ((__ldcg(stamps) >> shift) ^ stamp) & (AGES - 1);
+  if (change) atomicXor(stamps, change << shift);
 }
 
 template <int UNIT>

@@ -39,7 +39,7 @@ WRITE_ARGS = np.dtype(
         *((name, np.uint64) for name in ("vectors", "versions", "plan", "position", "scratch")),
         *((name, np.uint64) for name in ("counters", "oldest_tombstone")),
         *((name, np.uint32) for name in ("buckets", "stride", "row_bytes", "n")),
-        *((name, np.uint32) for name in ("scratch_mask", "now", "update", "tombstone")),
+        *((name, np.uint32) for name in ("scratch_mask", "now", "unused", "tombstone")),
     ],
     align=True,
 )

@@ -25,7 +25,7 @@ struct WriteArgs {
   u32 n;
   u32 scratch_mask;
   u32 now;
-  u32 update;     // resident keys only
+  u32 unused;
   u32 tombstone;  // deletions: no vectors
 };
 
@@ -74,8 +74,8 @@ __device__ __forceinline__ void fill_row(const WriteArgs& a, u32 row, u32 i,
 
 // The slot to take for a key that is not resident, as bucket choice * WAYS + slot, or -1 when all
 // are claimed. `words` gets the chosen slot's word.
-__device__ __forceinline__ int choose(char* const both[2], const u64 stamps[2], u32 now,
-                                      const Tile<TILE>& tile, u32& word) {
+__device__ __forceinline__ int choose(char* first, char* other, u64 first_stamps, u64 other_stamps,
+                                      u32 now, const Tile<TILE>& tile, u32& word) {
   u32 words[3];
   int score[3];
   int free_slots[2] = {0, 0};
@@ -83,7 +83,7 @@ __device__ __forceinline__ int choose(char* const both[2], const u64 stamps[2], 
   for (int k = 0; k < 3; k++) {
     const int q = tile.rank + k * TILE, second = q >= WAYS, slot = q - second * WAYS;
     const bool real = q < 2 * WAYS;
-    words[k] = real ? __ldcg(word_at(both[second], slot)) : CLAIMED;
+    words[k] = real ? __ldcg(word_at(second ? other : first, slot)) : CLAIMED;
     const bool empty = (words[k] & CLAIMED) == EMPTY;
     free_slots[0] += __popc(__ballot_sync(tile.mask, real && empty && !second) & tile.mask);
     free_slots[1] += __popc(__ballot_sync(tile.mask, real && empty && second) & tile.mask);
@@ -98,7 +98,8 @@ __device__ __forceinline__ int choose(char* const both[2], const u64 stamps[2], 
     if (room) {
       if (q < 2 * WAYS && (words[k] & CLAIMED) == EMPTY && second == wanted) score[k] = 0;
     } else if (q < 2 * WAYS && (words[k] & CLAIMED) != CLAIMED) {
-      const u32 stamp = (u32)(stamps[second] >> (slot * STAMP_BITS)) & (AGES - 1);
+      const u32 stamp =
+          (u32)((second ? other_stamps : first_stamps) >> (slot * STAMP_BITS)) & (AGES - 1);
       score[k] = (int)((now - stamp) & (AGES - 1)) + (second ? 0 : MARGIN);
     }
     if (score[k] >= 0) best = max(best, score[k] * 32 + 31 - q);
@@ -115,13 +116,13 @@ __device__ __forceinline__ int choose(char* const both[2], const u64 stamps[2], 
 // Gives a resident key its new row (or tombstone): filled in a spare row, then shown by one
 // exchange of the slot's word. False when the key was dropped for another one a moment ago: look
 // again.
-template <int UNIT>
+template <int UNIT, bool UPDATE>
 __device__ __forceinline__ bool replace(const WriteArgs& a, u32 i, char* line, int slot, u32 word,
                                         const Tile<TILE>& tile) {
   const u32 row = word & ROW_MASK, fresh = a.spare[i];
   const u64 held = __ldcg(&a.row_versions[row]), version = a.versions[i];
   const bool forgotten = word & TOMBSTONE && held < a.oldest_tombstone;
-  if (a.update ? forgotten || version < held : !forgotten && version < held) return true;
+  if (UPDATE ? forgotten || version < held : !forgotten && version < held) return true;
   fill_row<UNIT>(a, fresh, i, tile);
   __threadfence();
   __syncwarp(tile.mask);
@@ -131,61 +132,63 @@ __device__ __forceinline__ bool replace(const WriteArgs& a, u32 i, char* line, i
   if (tile.from(seen, 0) != word) return false;
   if (tile.rank == 0) {
     a.spare[i] = row;
-    if (!a.update && !a.tombstone) set_stamp(line, slot, a.now);
+    if (!UPDATE && !a.tombstone) set_stamp(line, slot, a.now);
   }
   return true;
 }
 
 // Finds key i's place. Resident keys are done with then; for another one a slot is claimed, which
 // ends the life of the row in it, and returned. counted: admitted, evicted, dropped.
-template <int UNIT>
+template <int UNIT, bool UPDATE>
 __device__ __forceinline__ u32 place(const WriteArgs& a, u32 i, u32* counted,
                                      const Tile<TILE>& tile) {
   const u64 key = a.keys[i], hash = mix(key);
-  const u32 first = first_bucket(hash, a.buckets);
-  const u32 bucket[2] = {first, second_bucket(hash, a.buckets, first)};
-  char* const both[2] = {line_at(a.lines, bucket[0]), line_at(a.lines, bucket[1])};
+  const u32 first = first_bucket(hash, a.buckets), other = second_bucket(hash, a.buckets, first);
   for (;;) {
-    Line<TILE> line[2];
-    line[0].load(both[0], tile);
-    if (!a.update) line[1].load(both[1], tile);
-    int second = 0, slot = line[0].find(key, tile);
+    Line<TILE> line, second;
+    line.load(line_at(a.lines, first), tile);
+    if (!UPDATE) second.load(line_at(a.lines, other), tile);
+    const u64 stamps = line.stamps();
+    u32 bucket = first, word = CLAIMED;
+    int slot = line.find(key, tile);
     if (slot < 0) {
-      second = 1;
-      if (a.update) line[1].load(both[1], tile);
-      slot = line[1].find(key, tile);
+      if (UPDATE) second.load(line_at(a.lines, other), tile);
+      bucket = other;
+      line = second;
+      slot = line.find(key, tile);
     }
-    u32 word = slot < 0 ? CLAIMED : second ? line[1].word(slot, tile) : line[0].word(slot, tile);
+    if (slot >= 0) word = line.word(slot, tile);
     if (!(word & EMPTY)) {
-      if (replace<UNIT>(a, i, both[second], slot, word, tile)) return NOTHING;
+      if (replace<UNIT, UPDATE>(a, i, line_at(a.lines, bucket), slot, word, tile)) return NOTHING;
       continue;
     }
-    if (a.update) return NOTHING;
+    if (UPDATE) return NOTHING;
     if ((word & CLAIMED) == CLAIMED) {  // else: the key's own slot of old
-      const u64 stamps[2] = {tile.from(line[0].stamps(), TILE - 1),
-                             tile.from(line[1].stamps(), TILE - 1)};
-      const int q = choose(both, stamps, a.now, tile, word);
+      const int q =
+          choose(line_at(a.lines, first), line_at(a.lines, other), tile.from(stamps, TILE - 1),
+                 tile.from(second.stamps(), TILE - 1), a.now, tile, word);
       if (q < 0) {
         if (tile.rank == 0) atomicAdd(&counted[2], 1u);
         return NOTHING;
       }
-      second = q >= WAYS;
-      slot = q - second * WAYS;
+      bucket = q >= WAYS ? other : first;
+      slot = q >= WAYS ? q - WAYS : q;
     }
     u32 seen = 0;
-    if (tile.rank == 0) seen = atomicCAS(word_at(both[second], slot), word, CLAIMED | word);
+    if (tile.rank == 0)
+      seen = atomicCAS(word_at(line_at(a.lines, bucket), slot), word, CLAIMED | word);
     if (tile.from(seen, 0) != word) continue;
     if (tile.rank == 0) {
       atomicAdd(&counted[0], 1u);
       if (!(word & CLAIMED)) atomicAdd(&counted[1], 1u);
     }
-    return bucket[second] * WAYS + slot;
+    return bucket * WAYS + slot;
   }
 }
 
 // plan gets the slot claimed for each key, or NOTHING. A tile of 8 threads per key.
-template <int UNIT>
-__global__ void __launch_bounds__(BLOCK) choose_kernel(const __grid_constant__ WriteArgs a) {
+template <int UNIT, bool UPDATE>
+__global__ void __launch_bounds__(BLOCK, 6) choose_kernel(const __grid_constant__ WriteArgs a) {
   __shared__ u32 counted[3];
   if (threadIdx.x < 3) counted[threadIdx.x] = 0;
   __syncthreads();
@@ -193,7 +196,7 @@ __global__ void __launch_bounds__(BLOCK) choose_kernel(const __grid_constant__ W
   const u32 i = (blockIdx.x * BLOCK + threadIdx.x) / TILE;
   if (i < a.n) {
     u32 plan = NOTHING;
-    if (a.scratch[a.position[i]] == i) plan = place<UNIT>(a, i, counted, tile);
+    if (a.scratch[a.position[i]] == i) plan = place<UNIT, UPDATE>(a, i, counted, tile);
     if (tile.rank == 0) a.plan[i] = plan;
   }
   __syncthreads();
@@ -211,11 +214,12 @@ __global__ void __launch_bounds__(BLOCK) fill_kernel(const __grid_constant__ Wri
   if (plan == NOTHING) return;
   char* line = line_at(a.lines, plan / WAYS);
   const int slot = plan % WAYS;
-  fill_row<UNIT>(a, *word_at(line, slot) & ROW_MASK, i, tile);
+  const u32 row = *word_at(line, slot) & ROW_MASK;
   if (tile.rank == 0) {
     ((u64*)line)[slot] = a.keys[i];
     set_stamp(line, slot, a.tombstone ? a.now + 1 : a.now);
   }
+  fill_row<UNIT>(a, row, i, tile);
 }
 
 // The claimed slots become visible. No reader that saw the slots' former keys runs any more.

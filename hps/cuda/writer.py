@@ -45,8 +45,8 @@ class Writer:
             some = slice(start, start + table.shape.spare)
             rows = None if vectors is None else vectors[some]
             args = self._args(table, keys[some], rows, versions[some])
-            args["oldest_tombstone"], args["update"] = oldest_tombstone, update
-            self._write_some(table, args)
+            args["oldest_tombstone"] = oldest_tombstone
+            self._write_some(table, args, "true" if update else "false")
 
     def evict(self, table: GpuTable, keys: Any) -> None:
         """Drop ``keys (n,)``, a device array."""
@@ -63,7 +63,7 @@ class Writer:
         self._done.record(self.stream)
         self._done.synchronize()
 
-    def _write_some(self, table: GpuTable, args: NDArray[Any]) -> None:
+    def _write_some(self, table: GpuTable, args: NDArray[Any], update: str) -> None:
         """As many keys as there are spare rows, step by step. Everything launched before is complete."""
         n, unit = int(args["n"]), self._unit(args)
         size = 1 << (2 * n - 1).bit_length()
@@ -73,7 +73,7 @@ class Writer:
             self._counters.fill(0)
         self._launch("dedup_kernel", args)
         self._readers.hold_back(self.stream)  # the spare rows were shown until the last write
-        self._launch(f"choose_kernel<{unit}>", args, WRITE_TILE)
+        self._launch(f"choose_kernel<{unit}, {update}>", args, WRITE_TILE)
         self._counters.get(stream=self.stream, out=self._counted, blocking=False)
         self.finish()
         admitted, evicted, dropped, _ = self._counted.tolist()

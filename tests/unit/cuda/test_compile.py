@@ -22,7 +22,12 @@ EXPRESSIONS = {
     ],
     "write.cu": [
         *("dedup_kernel", "publish_kernel", "evict_kernel"),
-        *(f"{name}<{unit}>" for name in ("choose_kernel", "fill_kernel") for unit in (16, 4, 2)),
+        *(f"fill_kernel<{unit}>" for unit in (16, 4, 2)),
+        *(
+            f"choose_kernel<{unit}, {update}>"
+            for unit in (16, 4, 2)
+            for update in ("true", "false")
+        ),
     ],
     "scan.cu": [
         *("clear_kernel", "export_kernel"),
