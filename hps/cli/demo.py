@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +31,10 @@ Examples:
 """
 PORTS = {"http": 8000, "admin": 8002}
 START_S = 60.0
+
+
+class PortTaken(Unavailable):
+    """The server could not have its port."""
 
 
 @app.command(epilog=EXAMPLES)
@@ -57,23 +61,39 @@ def demo(
 
     folder = model or FOLDER
     data = load_demo(folder)
-    with tempfile.TemporaryDirectory(prefix="hps-demo-") as scratch:
-        config = Path(scratch) / "config.yaml"
-        config.write_text(json.dumps(_settings(folder, Path(scratch), port), indent=2))
+    with tempfile.TemporaryDirectory(prefix="hps-demo-") as scratch, ExitStack() as stack:
         say(f"Starting a server for model {data.model!r} …")
-        with _server(config) as (process, ready):
-            findings = ask(data, ready["http"], ready["admin"])
-            _report(data, findings)
-            _try_next(data, findings, ready, folder)
-            if not once:
-                say()
-                say("Serving until Ctrl-C.", style="bold")
-                _wait(process)
+        process, ready = _start(stack, folder, Path(scratch), port)
+        findings = ask(data, ready["http"], ready["admin"])
+        _report(data, findings)
+        _try_next(data, findings, ready, folder)
+        if not once:
+            say()
+            say("Serving until Ctrl-C.", style="bold")
+            _wait(process)
     raise typer.Exit(0 if findings.ok else 1)
 
 
-def _settings(repository: Path, folder: Path, port: int | None) -> dict[str, Any]:
-    """The configuration file: JSON, which is YAML."""
+Started = tuple[subprocess.Popen[str], dict[str, str]]
+
+
+def _start(stack: ExitStack, repository: Path, scratch: Path, port: int | None) -> Started:
+    """The server's process and addresses; ``stack`` ends it."""
+    config = scratch / "config.yaml"
+    config.write_text(json.dumps(_settings(repository, scratch, _ports(port)), indent=2))
+    try:
+        return stack.enter_context(_server(config))
+    except PortTaken:
+        # Free when it was looked at, taken by another process since.
+        if port is not None:
+            raise
+    free = dict.fromkeys(PORTS, 0)
+    config.write_text(json.dumps(_settings(repository, scratch, free), indent=2))
+    return stack.enter_context(_server(config))
+
+
+def _ports(port: int | None) -> dict[str, int]:
+    """By listener, 0 for any free one: the usual ports where they are free, else the one given."""
     wanted = PORTS if port is None else {"http": port, "admin": 0}
     ports = {}
     for name, number in wanted.items():
@@ -81,14 +101,17 @@ def _settings(repository: Path, folder: Path, port: int | None) -> dict[str, Any
         if not free and port is not None:
             raise ConfigError(f"port {number} is taken; leave --port out and the demo finds one")
         if not free:
-            say(
-                f"Port {number} is taken, so the demo's {name} port is another one.", style="yellow"
-            )
+            say(f"Port {number} is taken; the demo's {name} port is another one.", style="yellow")
         ports[name] = number if free else 0
+    return ports
+
+
+def _settings(repository: Path, scratch: Path, ports: dict[str, int]) -> dict[str, Any]:
+    """The configuration file: JSON, which is YAML."""
     return {
         "models": {"repository": str(repository.absolute())},
         "tiers": {
-            "rocksdb": {"path": str(folder / "rocksdb")},
+            "rocksdb": {"path": str(scratch / "rocksdb")},
             # Empty at first, so that the demo shows rows coming from disk and then from memory.
             "cpu_cache": {"warm": False},
         },
@@ -109,7 +132,7 @@ def _is_free(port: int) -> bool:
 
 
 @contextmanager
-def _server(config: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
+def _server(config: Path) -> Iterator[Started]:
     """``hps serve`` in a process of its own, and the addresses it printed when it was ready."""
     log = config.with_name("server.log")
     command = [sys.executable, "-m", "hps.cli.main", "serve", "--output", "json"]
@@ -120,14 +143,16 @@ def _server(config: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, str
         ) as process,
     ):
         # A demo that is told to end takes its server along.
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, _interrupt)
+        ends = (signal.SIGTERM, signal.SIGHUP)
+        before = [(number, signal.signal(number, _interrupt)) for number in ends]
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
             if not line:
                 process.wait(START_S)
-                raise Unavailable(f"the demo's server did not start: {_cause(log.read_text())}")
+                cause = _cause(log.read_text())
+                kind = PortTaken if "cannot listen on" in cause else Unavailable
+                raise kind(f"the demo's server did not start: {cause}")
             yield process, json.loads(line)["endpoints"]
         finally:
             process.terminate()
@@ -135,6 +160,8 @@ def _server(config: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, str
                 process.wait(START_S)
             except subprocess.TimeoutExpired:
                 process.kill()
+            for number, handler in before:
+                signal.signal(number, handler)
 
 
 def _cause(log: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import hps
 from hps.cli.demo_data import FOLDER, REQUESTS, load_demo
@@ -135,6 +136,20 @@ def test_a_taken_port_is_told(small_demo: Path) -> None:
     assert f"port {port} is taken" in done.stderr
 
 
+def test_a_port_taken_at_the_last_moment_is_no_hindrance(
+    small_demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hps.cli import demo as module
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setattr(module, "PORTS", {"http": taken.getsockname()[1], "admin": 0})
+        monkeypatch.setattr(module, "_is_free", lambda _port: True)
+        result = CliRunner().invoke(module.app, ["--once", "--model", str(small_demo)])
+    assert result.exit_code == 0, result.output
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_it_serves_until_it_is_told_to_stop(number: signal.Signals, small_demo: Path) -> None:
     before = scratch_folders()
@@ -153,6 +168,7 @@ def test_it_serves_until_it_is_told_to_stop(number: signal.Signals, small_demo: 
                 if "Serving until" in line:
                     break
             text = "".join(shown)
+            assert "Serving until" in text, text + process.communicate()[1]
             command = next(line for line in shown if line.startswith("curl -s"))
             answer = json.loads(subprocess.check_output(["sh", "-c", command], text=True))
             first = float(next(line for line in shown if line.split()[:1] == ["0"]).split()[1])
