@@ -188,7 +188,8 @@ __device__ __forceinline__ u32 place(const WriteArgs& a, u32 i, u32* counted,
 
 // plan gets the slot claimed for each key, or NOTHING. A tile of 8 threads per key.
 template <int UNIT, bool UPDATE>
-__global__ void __launch_bounds__(BLOCK, 6) choose_kernel(const __grid_constant__ WriteArgs a) {
+__global__ void __launch_bounds__(BLOCK, UPDATE ? 5 : 6)
+    choose_kernel(const __grid_constant__ WriteArgs a) {
   __shared__ u32 counted[3];
   if (threadIdx.x < 3) counted[threadIdx.x] = 0;
   __syncthreads();
