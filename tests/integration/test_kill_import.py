@@ -28,7 +28,7 @@ def started(code: str, *arguments: object) -> subprocess.Popen[str]:
         [sys.executable, "-c", code, *map(str, arguments)],
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=os.setsid,
+        start_new_session=True,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "begin\n"
