@@ -1,7 +1,6 @@
 """``kill -9`` at any moment of an import, a load or a series of writes: what opens afterwards is either
 complete or cleanly absent, nothing acknowledged is lost, and a rerun succeeds without repair by hand."""
 
-import os
 import signal
 import subprocess
 import sys
