@@ -30,12 +30,16 @@ class GpuTable:
         cp = cupy()
         self.table = table
         self.shape: Shape = shape_of(table, capacity)
-        self._check_memory()
         shape = self.shape
-        self.lines = cp.empty(shape.buckets * BUCKET_BYTES, np.uint8)
-        self.rows = cp.empty(shape.rows * shape.stride, np.uint8)
-        self.versions = cp.zeros(shape.rows, np.uint64)
-        self.spare = cp.arange(shape.capacity, shape.rows, dtype=np.uint32)
+        if shape.bytes > _free_bytes():
+            raise self._too_large()
+        try:
+            self.lines = cp.empty(shape.buckets * BUCKET_BYTES, np.uint8)
+            self.rows = cp.empty(shape.rows * shape.stride, np.uint8)
+            self.versions = cp.zeros(shape.rows, np.uint64)
+            self.spare = cp.arange(shape.capacity, shape.rows, dtype=np.uint32)
+        except cp.cuda.memory.OutOfMemoryError as error:
+            raise self._too_large() from error
         self.pointers = (self.lines.data.ptr, self.rows.data.ptr, self.versions.data.ptr)
         self.sizes = (shape.buckets, shape.stride, table.row_bytes)
         self.keep = self.lines.nbytes <= KEEP_LINES_BELOW and shape.stride >= KEEP_ROWS_FROM
@@ -49,17 +53,14 @@ class GpuTable:
         kernel("clear_kernel").launch(blocks_of(shape.capacity), args, stream.ptr)
         stream.synchronize()
 
-    def _check_memory(self) -> None:
-        cp = cupy()
-        free, _total = cp.cuda.runtime.memGetInfo()
-        free += cp.get_default_memory_pool().free_bytes()
-        if self.shape.bytes > free:
-            fitting = layout.fitting_capacity(self.table, int(free * 0.95))
-            raise ConfigError(
-                f"the GPU cache of table {self.table.id} needs {self.shape.bytes:,} bytes for "
-                f"{self.shape.capacity:,} rows, and {free:,} are free on the device; at most "
-                f"{fitting:,} rows fit"
-            )
+    def _too_large(self) -> ConfigError:
+        free = _free_bytes()
+        fitting = layout.fitting_capacity(self.table, int(free * 0.95))
+        return ConfigError(
+            f"the GPU cache of table {self.table.id} needs {self.shape.bytes:,} bytes for "
+            f"{self.shape.capacity:,} rows, and {free:,} are free on the device; at most "
+            f"{fitting:,} rows fit"
+        )
 
     def scan_args(self, **fields: int) -> NDArray[Any]:
         """Arguments of scan.cu's kernels for this table."""
@@ -128,3 +129,10 @@ class GpuTable:
             kernel("export_kernel").launch(blocks_of(self.shape.capacity), args, stream.ptr)
             counts: NDArray[np.uint64] = count.get()
         return counts
+
+
+def _free_bytes() -> int:
+    """What can be had on the current device, CuPy's own unused memory included."""
+    cp = cupy()
+    free, _total = cp.cuda.runtime.memGetInfo()
+    return int(free + cp.get_default_memory_pool().free_bytes())
