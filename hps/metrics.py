@@ -78,7 +78,8 @@ METRICS: tuple[MetricSpec, ...] = (
         TIER_KEYS,
         "counter",
         ("tier", "model", "table", "result"),
-        "Unique keys a tier was asked for; result=found or missed. Their ratio is the hit rate.",
+        "Keys a tier was asked for; result=found or missed, their ratio is the hit rate. Repeated keys of "
+        "a request count once, but where memory answered all of it they all count.",
     ),
     MetricSpec(
         TIER_SECONDS,

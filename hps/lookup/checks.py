@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from hps.errors import BadRequest
 from hps.lookup.base import Feature, LookupModel
-from hps.types import JaggedKeys, LookupRequest, VectorArray, as_keys
+from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, VectorArray, as_keys
 
 _INT64 = np.dtype(np.int64)
 _FLOAT32 = np.dtype(np.float32)
@@ -179,6 +179,19 @@ def check_out(
         wrong = "is read-only"
     if wrong:
         raise BadRequest(f"out[{name!r}] {wrong}")
+
+
+def check_targets(
+    table: EmbeddingTable,
+    features: Sequence[Feature],
+    keys: Sequence[JaggedKeys],
+    out: Mapping[str, VectorArray],
+) -> None:
+    """The caller's arrays among ``out`` fit the vectors of these features."""
+    for feature, jagged in zip(features, keys, strict=True):
+        if feature.name in out:
+            n = len(jagged.keys) if feature.pooling == "none" else jagged.batch
+            check_out(feature.name, out[feature.name], (n, table.dim), table.dtype)
 
 
 def check_out_names(out: Mapping[str, VectorArray], request: LookupRequest, model: str) -> None:

@@ -17,10 +17,12 @@ import numpy as np
 
 from hps.errors import BadRequest, DeadlineExceeded
 from hps.lookup.base import Feature, LookupModel, LookupObserver, Unobserved
-from hps.lookup.checks import check_keys, check_out, check_out_names, check_sizes, unknown
+from hps.lookup.checks import check_keys, check_out_names, check_sizes, check_targets, unknown
+from hps.lookup.fused import FromMemory, Group
 from hps.lookup.pooling import pool
 from hps.native import dedup
 from hps.tiers.base import FetchContext, Part, Tier
+from hps.tiers.fused import fused
 from hps.types import (
     EmbeddingTable,
     IndexArray,
@@ -40,8 +42,6 @@ _PLANS_KEPT = 256
 _DEFAULT = int(Source.DEFAULT)
 
 Promote = Callable[[EmbeddingTable, KeyArray], None]
-# The features of one request that share a table.
-_Group = tuple[EmbeddingTable, tuple[Feature, ...]]
 
 
 @dataclass(slots=True)
@@ -89,10 +89,13 @@ class LookupEngine:
         self._workers = workers
         self._promote = promote
         self._observer = observer or Unobserved()
-        self._plans: dict[tuple[str, ...], tuple[_Group, ...]] = {}
+        self._plans: dict[tuple[str, ...], tuple[Group, ...]] = {}
         self._by_table = {
             name: Feature(name, table, pooling="none") for name, table in model.tables.items()
         }
+        self._from_memory: FromMemory | None = None
+        if tier := fused(caches):
+            self._from_memory = FromMemory(model, tier, self._plan, self._observer, INLINE_KEYS)
 
     @property
     def features(self) -> Mapping[str, Feature]:
@@ -112,6 +115,10 @@ class LookupEngine:
         The future fails with ``DeadlineExceeded`` or with what a store without a guard raised. Until
         it is done, arrays in ``request.out`` belong to the engine.
         """
+        if self._from_memory is not None:
+            result = self._from_memory.answer(request)
+            if result is not None:
+                return Done(result)
         shares, keys = self._shares(request)
         job = _Job(request, shares)
         if _is_past(request.deadline):
@@ -167,10 +174,7 @@ class LookupEngine:
 
     def _shares(self, request: LookupRequest) -> tuple[list[_Share], int]:
         """The request's keys, checked, gathered by table, each key once."""
-        names = tuple(request.features)
-        groups = self._plans.get(names) if not request.by_table else None
-        if groups is None:
-            groups = self._plan(names, request.by_table)
+        groups = self._plan(tuple(request.features), request.by_table)
         total = check_sizes(self.model, request)
         out = request.out or {}
         if out:
@@ -179,12 +183,15 @@ class LookupEngine:
         for table, features in groups:
             keys = [check_keys(feature, request.features[feature.name]) for feature in features]
             if out:
-                _check_targets(table, features, keys, out)
+                check_targets(table, features, keys, out)
             shares.append(_share(table, features, keys, out))
         return shares, total
 
-    def _plan(self, names: tuple[str, ...], by_table: bool) -> tuple[_Group, ...]:
+    def _plan(self, names: tuple[str, ...], by_table: bool) -> tuple[Group, ...]:
         """The features of a request by table; kept, because requests of a model look alike."""
+        plan = None if by_table else self._plans.get(names)
+        if plan is not None:
+            return plan
         if not names:
             raise BadRequest(f"the request names no feature of model {self.model.name!r}")
         known = self._by_table if by_table else self.model.features
@@ -249,18 +256,6 @@ def _put(out: VectorArray | None, vectors: VectorArray) -> VectorArray:
 
 def _is_past(deadline: float | None) -> bool:
     return deadline is not None and time.monotonic() > deadline
-
-
-def _check_targets(
-    table: EmbeddingTable,
-    features: tuple[Feature, ...],
-    keys: list[JaggedKeys],
-    out: Mapping[str, VectorArray],
-) -> None:
-    for feature, jagged in zip(features, keys, strict=True):
-        if feature.name in out:
-            n = len(jagged.keys) if feature.pooling == "none" else jagged.batch
-            check_out(feature.name, out[feature.name], (n, table.dim), table.dtype)
 
 
 def _share(

@@ -7,11 +7,13 @@ than the lookup itself.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from hps.tiers.base import Tier, TierInfo
 from hps.tiers.chain import TierChain
+from hps.tiers.wrappers import Metered, Observe
 from hps.types import EmbeddingTable, KeyArray, VectorArray
 
 Ask = tuple[EmbeddingTable, KeyArray, VectorArray]
@@ -35,7 +37,32 @@ class FusedLookup(Protocol):
 
 
 def fused(tier: Tier) -> FusedLookup | None:
-    """The one-pass lookup of ``tier``, or of the first tier of a chain; None when it has none."""
-    while isinstance(tier, TierChain) and tier.tiers:
-        tier = tier.tiers[0]
+    """The one-pass lookup of ``tier``, seen through meters, or of the first tier of a chain; None when
+    it has none."""
+    if isinstance(tier, TierChain):
+        return fused(tier.tiers[0]) if tier.tiers else None
+    if isinstance(tier, Metered):
+        inner = fused(tier.inner)
+        return None if inner is None else _MeteredGather(inner, tier.observe)
     return tier if isinstance(tier, FusedLookup) else None
+
+
+class _MeteredGather:
+    """Tells ``observe`` of every gather that found all of its rows; what didn't is observed when it is
+    fetched the ordinary way."""
+
+    def __init__(self, inner: FusedLookup, observe: Observe) -> None:
+        self._inner = inner
+        self._observe = observe
+
+    @property
+    def info(self) -> TierInfo:
+        return self._inner.info
+
+    def gather(self, asks: Sequence[Ask]) -> bool:
+        start = time.perf_counter()
+        if not self._inner.gather(asks):
+            return False
+        seconds = time.perf_counter() - start
+        self._observe([(table, len(keys), len(keys)) for table, keys, _ in asks], seconds)
+        return True

@@ -62,7 +62,7 @@ class Metered(_Wrapper):
 
     def __init__(self, inner: Tier, observe: Observe) -> None:
         super().__init__(inner)
-        self._observe = observe
+        self.observe = observe
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
         asked = [len(part.missing) for part in parts]
@@ -70,7 +70,7 @@ class Metered(_Wrapper):
         self.inner.fetch(parts, ctx)
         seconds = time.perf_counter() - start
         counts = [(p.table, n, n - len(p.missing)) for p, n in zip(parts, asked, strict=True)]
-        self._observe(counts, seconds)
+        self.observe(counts, seconds)
 
 
 class Guarded(_Wrapper):

@@ -1,0 +1,240 @@
+"""The short way gives what the ordinary way gives, or leaves the request to it."""
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hps.errors import BadRequest, DeadlineExceeded
+from hps.lookup.base import Feature, LookupModel
+from hps.lookup.engine import INLINE_KEYS, LookupEngine
+from hps.tiers.base import TierInfo
+from hps.tiers.chain import TierChain
+from hps.tiers.cpu_cache import CpuCache
+from hps.tiers.memory import MemoryTier
+from hps.tiers.wrappers import Metered
+from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, Source
+from hps.workers import Workers
+
+ROWS = 50
+USER = EmbeddingTable.make("user", 3, default=[-1, -2, -3])
+ITEM = EmbeddingTable.make("item", 2, dtype=np.float16)
+FEATURES = [
+    Feature("user", USER, hotness=1, context=True),
+    Feature("item", ITEM, key_offset=3, pooling="none"),
+    Feature("shown", ITEM, key_offset=-5, pooling="mean"),
+    Feature("bought", ITEM, pooling="sum", hotness=2),
+]
+MODEL = LookupModel(
+    "m", 1, {"user": USER, "item": ITEM}, {f.name: f for f in FEATURES}, 64, max_keys=30_000
+)
+
+
+class Side:
+    """An engine over a cache with rows 0…49 of both tables; row k begins with k."""
+
+    def __init__(self, workers, short):
+        self.cache = CpuCache({USER: 100, ITEM: 100})
+        keys = np.arange(ROWS)
+        for table in (USER, ITEM):
+            rows = (keys[:, None] + np.arange(table.dim) / 4).astype(table.dtype)
+            self.cache.insert(table, keys, rows, np.ones(ROWS, np.uint64))
+        self.observed, self.finished = [], []
+        metered = Metered(self.cache, lambda counts, _seconds: self.observed.append(counts))
+        store = MemoryTier(TierInfo("store", Source.ROCKSDB))
+        caches = TierChain([metered])
+        self.engine = LookupEngine(MODEL, caches, store, workers, observer=_Observer(self))
+        assert self.engine._from_memory is not None
+        if not short:
+            self.engine._from_memory = None
+
+
+class _Observer:
+    def __init__(self, side):
+        self._side = side
+
+    def finished(self, answers, seconds, degraded):
+        assert seconds >= 0
+        self._side.finished.append((answers, degraded))
+
+
+@pytest.fixture(scope="module")
+def workers():
+    workers = Workers(1, 4, name="test", setting="x")
+    yield workers
+    workers.close()
+
+
+@pytest.fixture
+def sides(workers):
+    pair = Side(workers, short=True), Side(workers, short=False)
+    yield pair
+    for side in pair:
+        side.cache.close()
+
+
+def outcome(side, request):
+    try:
+        result = side.engine.lookup(request)
+    except (BadRequest, DeadlineExceeded) as error:
+        return type(error), str(error)
+    return (
+        list(result.vectors),
+        [(v.dtype, v.shape, v.tobytes()) for v in result.vectors.values()],
+        {name: source.tolist() for name, source in result.sources.items()},
+        result.defaulted,
+        result.degraded,
+    )
+
+
+@st.composite
+def requests(draw):
+    """Requests of every kind, wrong ones too."""
+    keys = st.integers(0, ROWS - 1) | st.integers(-3, ROWS + 6)
+    batch = draw(st.integers(0, 4))
+    chosen = draw(st.lists(st.sampled_from([*FEATURES, None]), min_size=1, max_size=5))
+    features = {}
+    for feature in chosen:
+        name = feature.name if feature else "nothing"
+        size = draw(st.sampled_from([batch, batch, batch, 1]))
+        hotness = feature.hotness if feature and feature.hotness else draw(st.integers(0, 3))
+        n = size * hotness + draw(st.sampled_from([0, 0, 0, 0, 1]))
+        flat = np.array(draw(st.lists(keys, min_size=n, max_size=n)), np.int64)
+        kind = draw(st.integers(0, 9))
+        offsets = weights = None
+        if kind == 0:
+            flat = flat.astype(np.int32)
+        elif kind == 1:
+            flat = np.repeat(flat, 2)[::2]
+        elif kind == 2:
+            offsets = np.linspace(0, n, size + 1).astype(np.int64)
+        elif kind == 3:
+            weights = np.ones(n, np.float32)
+        features[name] = JaggedKeys(flat, size, offsets, weights)
+    by_table = draw(st.integers(0, 4)) == 0
+    if by_table:
+        features = {
+            table: JaggedKeys(np.array(draw(st.lists(keys, max_size=4)), np.int64), 1)
+            for table in draw(st.sampled_from([["user"], ["item", "user"], ["nope"]]))
+        }
+        features = {t: JaggedKeys(k.keys, len(k.keys)) for t, k in features.items()}
+    return LookupRequest(features, by_table=by_table, want_source=draw(st.integers(0, 9)) == 0)
+
+
+@settings(
+    deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(requests(), min_size=1, max_size=3))
+def test_both_ways_agree(sides, several):
+    short, ordinary = sides
+    for request in several:
+        assert outcome(short, request) == outcome(ordinary, request)
+        assert short.finished[-1:] == ordinary.finished[-1:]
+
+
+@st.composite
+def good_requests(draw):
+    """Requests whose every row is in memory."""
+    batch = draw(st.integers(1, 4))
+    features = {}
+    for feature in draw(st.permutations(FEATURES))[: draw(st.integers(1, 4))]:
+        n = batch * (feature.hotness or draw(st.integers(0, 3)))
+        held = st.integers(0, ROWS - 1).map(lambda key, shift=feature.key_offset: key - shift)
+        flat = np.array(draw(st.lists(held, min_size=n, max_size=n)), np.int64)
+        features[feature.name] = JaggedKeys(flat, batch)
+    return LookupRequest(features)
+
+
+@settings(
+    deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(good_requests())
+def test_rows_in_memory_take_the_short_way_and_agree(sides, request):
+    short, ordinary = sides
+    assert short.engine._from_memory.answer(request) is not None
+    assert outcome(short, request) == outcome(ordinary, request)
+
+
+def test_a_table_and_a_feature_of_one_name_are_told_apart(sides):
+    short, ordinary = sides
+    keys = {"item": JaggedKeys(np.array([4, 5]), 2)}
+    for by_table in (False, True, False):
+        request = LookupRequest(keys, by_table=by_table)
+        assert outcome(short, request) == outcome(ordinary, request)
+
+
+def dense(**features):
+    return LookupRequest(
+        {name: JaggedKeys.dense(np.array(keys)) for name, keys in features.items()}
+    )
+
+
+def test_it_is_taken_when_memory_holds_every_row(sides):
+    short, _ = sides
+    result = short.engine.lookup(dense(item=[[-2, -1], [-1, 0]], user=[[4], [5]]))
+    assert list(result.vectors) == ["item", "user"]
+    assert result.vectors["item"][:, 0].tolist() == [1, 2, 2, 3]
+    # Repeated keys are not recognised: the mark of the short way.
+    assert short.observed == [[(ITEM, 4, 4), (USER, 2, 2)]]
+    assert short.finished == [([(ITEM, b"\2" * 4), (USER, b"\2" * 2)], ())]
+
+
+def test_nothing_is_counted_twice_when_it_fails(sides):
+    short, _ = sides
+    result = short.engine.lookup(dense(item=[[1, 2]], user=[[999]]))
+    assert result.defaulted == 1
+    assert short.observed == [[(ITEM, 2, 2), (USER, 1, 0)]]
+    assert len(short.finished) == 1
+
+
+def test_a_form_that_was_seen_is_not_checked_again_and_others_are(sides):
+    short, ordinary = sides
+    for request in (dense(bought=[[1, 2]]), dense(bought=[[3, 4]]), dense(bought=[[1, 2, 3]])):
+        assert outcome(short, request) == outcome(ordinary, request)
+    assert len(short.engine._from_memory._forms) == 1
+    for n in range(1, 300):
+        short.engine.lookup(dense(item=[[1] * n]))
+    assert len(short.engine._from_memory._forms) <= 256
+
+
+@pytest.mark.parametrize(
+    "bag",
+    [
+        {"weights": np.array([1, 0.5], np.float32)},
+        {"weights": np.array([1, 0.5, 2], np.float32)},
+        {"offsets": np.array([0, 1])},
+        {"offsets": np.array([0, 2])},
+        {"offsets": np.array([1, 2])},
+    ],
+)
+@pytest.mark.parametrize("feature", ["item", "bought"])
+def test_bags_are_checked_each_time(sides, feature, bag):
+    short, ordinary = sides
+    keys = np.array([1, 2])
+    for request in (
+        LookupRequest({feature: JaggedKeys(keys, 1)}),
+        LookupRequest({feature: JaggedKeys(keys, 1, **bag)}),
+    ):
+        assert outcome(short, request) == outcome(ordinary, request)
+
+
+def test_a_large_request_and_one_whose_time_is_up_go_the_ordinary_way(sides):
+    short, _ = sides
+    keys = np.zeros((1, INLINE_KEYS + 1), np.int64)
+    assert len(short.engine.lookup(dense(item=keys)).vectors["item"]) == INLINE_KEYS + 1
+    assert short.observed == [[(ITEM, 1, 1)]]  # after deduplication
+    late = dense(item=[[1]])
+    late.deadline = time.monotonic() - 1
+    with pytest.raises(DeadlineExceeded):
+        short.engine.lookup(late)
+
+
+def test_out_is_filled_by_the_ordinary_way(sides):
+    short, _ = sides
+    out = np.zeros((2, 2), np.float16)
+    request = dense(item=[[-2, -2]])
+    request.out = {"item": out}
+    assert short.engine.lookup(request).vectors["item"] is out
+    assert out[:, 0].tolist() == [1, 1]
