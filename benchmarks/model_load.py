@@ -49,7 +49,7 @@ _CHUNK = 1 << 17
 
 BARS = (
     Bar("rate", f"{ROWS:,} rows x {DIM}: million rows/s from files to ready", at_least=0.5),
-    Bar("peer", "rows/s: ours / HPS's way of loading", at_least=1.5),
+    Bar("peer", "rows/s: ours / HPS's way of loading", at_least=3.0),
     Bar("next_start_s", "next start: seconds until the rows are ready", at_most=2.0),
     Bar("extra_mb", "memory a load takes, MB", at_most=512.0),
     Bar("tables_next_start_s", f"{TABLES:,} small tables: seconds of the next start", at_most=15.0),
