@@ -62,11 +62,14 @@ class CacheTable:
         buckets = max(1, rows // WAYS)
         shape = (buckets, rows // buckets)
         self.capacity = shape[0] * shape[1]
-        self._keys = _zeros(shape, np.int64)
-        self._states = _zeros(shape, np.uint8)
-        self._stamps = _zeros((self.capacity,), np.uint32)
-        self._versions = _zeros((self.capacity,), np.uint64)
-        self._rows = _zeros((self.capacity, table.dim), table.dtype)
+        slots = (self.capacity,)
+        self._keys, self._states, self._stamps, self._versions, self._rows = _zeros(
+            (shape, np.int64),
+            (shape, np.uint8),
+            (slots, np.uint32),
+            (slots, np.uint64),
+            ((self.capacity, table.dim), table.dtype),
+        )
         # The same memory by slot.
         self._slot_keys, self._slot_states = self._keys.reshape(-1), self._states.reshape(-1)
         self._probe = CacheProbe(
@@ -255,11 +258,17 @@ class CacheTable:
             self._clock += 1
 
 
-def _zeros(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    """As np.zeros, beginning at a cache line: a bucket's keys and a row of 64 bytes then never lie
-    across one line more than they must, which saves a third of a fetch's waits for memory."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = np.zeros(size + _LINE, np.uint8)
-    start = -memory.ctypes.data % _LINE
-    aligned: NDArray[Any] = memory[start : start + size].view(dtype).reshape(shape)
-    return aligned
+def _zeros(*arrays: tuple[tuple[int, ...], Any]) -> list[NDArray[Any]]:
+    """As np.zeros for each shape and dtype, in one piece of memory, each beginning at a cache line.
+
+    A bucket's keys and a row of 64 bytes then lie across no more lines than they must, and NumPy asks
+    for huge pages for a piece of 4 MiB and more: together a third less waiting in a fetch of cold rows.
+    """
+    sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays]
+    memory = np.zeros(sum(sizes) + len(sizes) * _LINE, np.uint8)
+    at = -memory.ctypes.data % _LINE
+    made = []
+    for (shape, dtype), size in zip(arrays, sizes, strict=True):
+        made.append(memory[at : at + size].view(dtype).reshape(shape))
+        at += size + -size % _LINE
+    return made
