@@ -251,7 +251,8 @@ class TestTrouble:
 @pytest.mark.slow
 def test_two_thousand_tables(tmp_path, make_version, load):
     """RocksDB rewrites a file at each new table and waits for the disk at each flush; done table by
-    table this took four minutes, and half a minute at each stop."""
+    table this took four minutes, and half a minute at each stop. The bounds leave room for a busy
+    machine: quiet, it is 32 s and 2 s."""
     names = [f"t{i}" for i in range(2000)]
     spec = ModelSpec.model_validate(
         {"name": "ctr", "tables": [{"name": n, "dim": 4} for n in names]}
@@ -265,7 +266,7 @@ def test_two_thousand_tables(tmp_path, make_version, load):
     store, tables, reports = load()
     assert {r.how for r in reports} == {"loaded"}
     store.close()
-    assert time.monotonic() - began < 120
+    assert time.monotonic() - began < 200
     began = time.monotonic()
     store, tables, reports = load()
     assert {r.how for r in reports} == {"reused"}
@@ -276,7 +277,7 @@ def test_two_thousand_tables(tmp_path, make_version, load):
         now = np.array([version_now()], np.uint64)
         store.insert(tables[name], keys[:1], np.ones((1, 4), np.float32), now)
     store.close()
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 100
 
 
 MEASURE = """
