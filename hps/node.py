@@ -101,7 +101,7 @@ class Node:
         ``out`` names arrays that are written in place: NumPy arrays, or writable tensors on the host
         with ``__dlpack__``, C-contiguous, of the table's dtype and the result's shape.
         """
-        targets = {name: _target(name, array) for name, array in out.items()} if out else None
+        targets = None if out is None else _targets(out)
         request = LookupRequest(
             _jagged(features), _deadline(timeout_s), want_source, targets, by_table
         )
@@ -209,6 +209,13 @@ def _tensor(name: str, array: Any) -> NDArray[Any]:
         return np.asarray(array)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise BadRequest(f"{name!r} is not an array on the host: {error}") from None
+
+
+def _targets(out: Any) -> dict[str, VectorArray] | None:
+    if not isinstance(out, Mapping):
+        kind = type(out).__name__
+        raise BadRequest(f"out must be a mapping from names to arrays, got {kind}")
+    return {name: _target(name, array) for name, array in out.items()} or None
 
 
 def _target(name: str, array: Any) -> VectorArray:

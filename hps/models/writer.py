@@ -67,7 +67,7 @@ def write_version(
     _check_request(model, spec, version, tables, dense, replace=replace, replace_spec=replace_spec)
     # Without a description a version is what a writer left that was killed at its last step.
     described = (model / SPEC_FILE).is_file()
-    model.mkdir(parents=True, exist_ok=True)
+    _make_folder(model)
     clean_leftovers(model)
     with _hidden_folder(model, version) as folder:
         entries = {
@@ -213,7 +213,7 @@ class _Summed:
 def _hidden_folder(model: Path, version: int) -> Iterator[Path]:
     """A locked folder ``.import-<version>-<random>``, removed unless it was renamed away."""
     folder = model / f"{_PREFIX}{version}-{secrets.token_hex(4)}"
-    folder.mkdir()
+    _make_folder(folder)
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -221,6 +221,13 @@ def _hidden_folder(model: Path, version: int) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(f"cannot make the folder {folder}: {error.strerror}") from error
 
 
 def clean_leftovers(model: Path) -> list[Path]:

@@ -423,6 +423,11 @@ def test_what_cannot_be_written(opened, out, message):
         opened.lookup("clicks", {"user": [3]}, out={"user": out})
 
 
+def test_out_is_a_mapping(opened):
+    with pytest.raises(BadRequest, match=r"out must be a mapping .* got ndarray"):
+        opened.lookup("clicks", {"user": [3]}, out=np.zeros((1, 4), np.float32))
+
+
 def test_a_timeout_that_has_passed(opened):
     with pytest.raises(HpsError, match="deadline"):
         opened.lookup("clicks", {"user": [3]}, timeout_s=-1)

@@ -33,6 +33,12 @@ def test_unsigned_keys_keep_their_bits(tmp_path, make_spec):
     assert np.fromfile(folder / "tables/t/key", "<i8").tolist() == [-1, -(2**63)]
 
 
+def test_a_folder_that_cannot_be_made(tmp_path, make_spec):
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match=r"cannot make the folder .*file/m: Not a directory"):
+        write_version(tmp_path / "file", make_spec("m", t=3), 1, {"t": iter(())})
+
+
 def test_an_empty_table(tmp_path, make_spec):
     write_version(tmp_path, make_spec("m", t=3), 1, {"t": iter(())})
     assert Repository(tmp_path).open("m").tables["t"].rows == 0
