@@ -26,6 +26,8 @@ from services.frontend.infer import WHOLE, App
 # but does not go on, after one to two sweeps.
 KEEP_ALIVE_S = 75
 SWEEP_S = 10.0
+# An idle connection of a server that stops is closed after this time: a request may be on its way.
+LINGER_S = 0.5
 MAX_HEAD_BYTES = 64 << 10
 _BACKLOG = 2048
 
@@ -71,6 +73,7 @@ class Protocol(HttpToolsProtocol):
 
     heard = 0
     _head = 0
+    _last = False
     _reading = False
     _begun: tuple[RequestResponseCycle, Any] | None = None
 
@@ -97,6 +100,23 @@ class Protocol(HttpToolsProtocol):
         if type(self.cycle) is RequestResponseCycle:
             self.cycle.__class__ = Cycle  # its task has not begun yet
             self.cycle.scope["extensions"] = _EXTENSIONS
+            if self._last:
+                self.cycle.keep_alive = False
+
+    def shutdown(self) -> None:
+        """The server stops: the next answer is the connection's last, and says so."""
+        self._last = True
+        if self._idle():
+            self.loop.call_later(LINGER_S, self._hang_up)
+        else:
+            self.cycle.keep_alive = False
+
+    def _hang_up(self) -> None:
+        if self._idle():
+            self.transport.close()
+
+    def _idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if self._reading:

@@ -271,6 +271,43 @@ def test_a_signal_ends_the_process_with_exit_code_0(small_repository, tmp_path, 
     assert "Traceback" not in errors
 
 
+def test_sigterm_under_load_resets_no_connection(small_repository, tmp_path):
+    http_port, admin_port = free_ports(2)
+    server = {"http": {"port": http_port}, "admin": {"port": admin_port}}
+    body = json.dumps(
+        {"inputs": [{"name": "word", "shape": [1, 1], "datatype": "INT64", "data": [1]}]}
+    )
+    ends = []
+
+    def ask_until_told_to_stop():
+        connection = http.client.HTTPConnection("127.0.0.1", http_port, timeout=20)
+        try:
+            while True:
+                connection.request("POST", "/v2/models/words.lookup/infer", body)
+                answer = connection.getresponse()
+                answer.read()
+                if answer.headers.get("connection") == "close":
+                    ends.append(answer.status)
+                    return
+        except Exception as error:
+            ends.append(error)
+        finally:
+            connection.close()
+
+    with serve(tmp_path, models={"repository": str(small_repository)}, server=server) as process:
+        process.stdout.readline()
+        clients = [threading.Thread(target=ask_until_told_to_stop) for _ in range(4)]
+        for client in clients:
+            client.start()
+        time.sleep(0.5)
+        os.kill(process.pid, signal.SIGTERM)
+        for client in clients:
+            client.join(30)
+        _, errors = process.communicate(timeout=30)
+    assert ends == [200] * 4
+    assert process.returncode == 0, errors
+
+
 def test_a_port_that_is_taken_ends_the_process_with_exit_code_2(small_repository, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
