@@ -45,3 +45,9 @@ def near_misses(environ: Mapping[str, str] | None = None) -> list[str]:
         for name in source
         if _NEAR_MISS.match(name) and "__" in name
     ]
+
+
+def keep_onnxruntime_quiet() -> None:
+    """Switch ONNX Runtime's telemetry off, to be called before it is imported: a server sends nothing
+    about itself and writes nothing into the home folder unless its user asked for that."""
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from hps.config.environment import keep_onnxruntime_quiet
 from hps.dense.base import TensorInfo
 from hps.errors import ConfigError, DenseModelError, ModelError
 
@@ -43,6 +44,7 @@ class OnnxModel:
     def __init__(
         self, path: Path, provider: Provider = "auto", threads: int = 1, inline_us: float = 150.0
     ) -> None:
+        keep_onnxruntime_quiet()
         import onnxruntime as ort
 
         self.path = path
