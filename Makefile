@@ -29,7 +29,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed-runtime requirements/dev.txt
 setup: $(VENV)/.installed-dev
 
 demo: $(VENV)/.installed-runtime
-	@$(BIN)/hps demo
+	@$(BIN)/hps demo $(ARGS)
 
 test: setup test-services
 	@$(BIN)/python -m pytest
