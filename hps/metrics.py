@@ -220,7 +220,7 @@ class Metrics:
             if spec.kind == "counter":
                 counter = core.CounterMetricFamily(spec.name, spec.help, labels=spec.labels)
                 for labels, child in children:
-                    counter.add_metric(labels, child.value)  # type: ignore[union-attr]
+                    counter.add_metric(labels, child.value)  # type: ignore[union-attr] # by spec.kind
                 yield counter
             elif spec.kind == "gauge":
                 gauge = core.GaugeMetricFamily(spec.name, spec.help, labels=spec.labels)
@@ -231,7 +231,7 @@ class Metrics:
             else:
                 histogram = core.HistogramMetricFamily(spec.name, spec.help, labels=spec.labels)
                 for labels, child in children:
-                    histogram.add_metric(labels, *_cumulative(child))  # type: ignore[arg-type]
+                    histogram.add_metric(labels, *_cumulative(child))  # type: ignore[arg-type] # by spec.kind
                 yield histogram
 
 

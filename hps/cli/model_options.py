@@ -100,7 +100,7 @@ def dense_spec(plan: ImportPlan, given: Sequence[FeatureSpec], path: Path) -> De
 
 
 def _tensor(name: str, datatype: str, shape: Sequence[int]) -> TensorSpec:
-    known: Datatype = datatype  # type: ignore[assignment]
+    known: Datatype = datatype  # type: ignore[assignment] # TensorSpec checks it
     return TensorSpec(name=name, datatype=known, shape=list(shape))
 
 

@@ -30,7 +30,7 @@ _RESOLVERS: list[tuple[str, str, str]] = [
 ]
 
 
-class _StrictLoader(_Loader):  # type: ignore[misc, valid-type]
+class _StrictLoader(_Loader):  # type: ignore[misc, valid-type] # C or Python, by what is there
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own protocol
 
 

@@ -26,6 +26,6 @@ if _mode != "off":
         partition_hash = _core.partition_hash
         dedup = _core.dedup
         cache_buckets = _core.cache_buckets
-        CacheProbe = _core.CacheProbe  # type: ignore[misc,assignment]
+        CacheProbe = _core.CacheProbe  # type: ignore[misc,assignment] # its twin has the same methods
 
 __all__ = ["COMPILED", "CacheProbe", "cache_buckets", "dedup", "partition_hash"]
