@@ -40,10 +40,11 @@ test-gpu:
 	@$(GPU_PYTHON) -c 'from hps.cuda.loader import cupy; cupy()'
 	@$(GPU_PYTHON) -m pytest -m gpu tests/unit/tiers/test_gpu_cache.py tests/contract tests/model
 
-# What the tests use beside the product: seconds, no root. What can't be had here is named and its
-# tests skip; in continuous integration (CI is set) they fail.
+# What the tests use beside the product. What can't be had here is named and its tests skip; in
+# continuous integration (CI is set) they fail.
 test-services: setup
 	@$(BIN)/python -m benchmarks.peers perf_analyzer || echo "Its tests will be skipped."
+	@command -v redis-server >/dev/null || tools/install redis-server || echo "Its tests will be skipped."
 
 check: setup
 	@$(BIN)/ruff check .
