@@ -20,7 +20,7 @@ from hps.config.model_file import place
 from hps.config.model_schema import Strict
 from hps.config.problems import InvalidConfiguration, Problem, validate
 from hps.config.schema import ApiKey, AuthSettings, Settings
-from hps.config.yaml_text import parse_yaml, read_text
+from hps.config.yaml_text import read_yaml
 from hps.errors import ConfigError, Forbidden, Unauthenticated
 
 log = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class _KeysFile(Strict):
 
 def read_keys_file(path: Path) -> list[ApiKey]:
     """The ``{name, role, key}`` entries of a YAML list; ConfigError never quotes a secret."""
-    document = parse_yaml(read_text(path, "API key file"), str(path))
+    document = read_yaml(path, "API key file")
     if not isinstance(document.data, list):
         message = "expected a list of mappings with name, role, key"
         raise InvalidConfiguration([Problem(str(path), (), message)])
@@ -161,7 +161,7 @@ def read_keys_file(path: Path) -> list[ApiKey]:
     def where(key: KeyPath) -> str:
         return place(str(path), document.lines, key[1:])
 
-    return validate(_KeysFile, {"keys": document.data}, where).keys
+    return validate(_KeysFile, {"keys": document.data}, where, document.faults).keys
 
 
 def load_api_keys(settings: AuthSettings) -> ApiKeys:

@@ -20,10 +20,10 @@ from hps.config.layers import (
 )
 from hps.config.legacy import LegacyModel
 from hps.config.model_file import place
-from hps.config.problems import InvalidConfiguration, dotted, leaves, validate
+from hps.config.problems import InvalidConfiguration, Problem, dotted, leaves, validate
 from hps.config.schema import Settings
 from hps.config.shape import describe_value
-from hps.config.yaml_text import parse_yaml, read_text
+from hps.config.yaml_text import read_yaml
 from hps.errors import ConfigError
 
 
@@ -66,7 +66,7 @@ def load_config(
         return _configuration(
             [layer], path, overrides, environ, legacy=legacy.models, warnings=legacy.warnings
         )
-    document = parse_yaml(read_text(path), str(path))
+    document = read_yaml(path)
     data = {} if document.data is None else document.data
     if not isinstance(data, dict):
         message = f"expected a mapping with {', '.join(Settings.model_fields)}"
@@ -74,7 +74,7 @@ def load_config(
     lines = document.lines
     data = anchored(without_empty_sections(data), path.absolute().parent)
     file = Layer(data, lambda key: place(str(path), lines, key))
-    return _configuration([file], path, overrides, environ)
+    return _configuration([file], path, overrides, environ, faults=document.faults)
 
 
 def configuration_from(
@@ -95,13 +95,14 @@ def _configuration(
     *,
     legacy: tuple[LegacyModel, ...] = (),
     warnings: tuple[str, ...] = (),
+    faults: Sequence[Problem] = (),
 ) -> Configuration:
     variables, wrong_variables = from_environment(setting_variables(environ))
     flags, wrong_flags = from_overrides(overrides)
     layers = [*base, variables, flags]
     problems = [*wrong_variables, *wrong_flags]
     try:
-        settings = validate(Settings, merged(layers), lambda key: nearest(layers, key))
+        settings = validate(Settings, merged(layers), lambda key: nearest(layers, key), faults)
     except InvalidConfiguration as error:
         raise InvalidConfiguration([*error.problems, *problems]) from None
     if problems:

@@ -10,17 +10,18 @@ from hps.config.checks import did_you_mean, one_of
 from hps.config.model_schema import ModelSpec
 from hps.config.problems import InvalidConfiguration, Problem, validate
 from hps.config.schema import ModelOverride
-from hps.config.yaml_text import dump_yaml, parse_yaml, read_text
+from hps.config.yaml_text import dump_yaml, read_yaml
 
 
 def load_model_spec(path: Path) -> ModelSpec:
     """Read a ``model.yaml``; ConfigError names file, line, key, what was expected and found."""
-    document = parse_yaml(read_text(path, "model description"), str(path))
+    document = read_yaml(path, "model description")
 
     def where(key: KeyPath) -> str:
         return place(str(path), document.lines, key)
 
-    return validate(ModelSpec, {} if document.data is None else document.data, where)
+    data = {} if document.data is None else document.data
+    return validate(ModelSpec, data, where, document.faults)
 
 
 def dump_model_spec(spec: ModelSpec) -> str:

@@ -6,6 +6,7 @@ environment variable or ``--set``. Secrets are never quoted.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -51,12 +52,17 @@ def dotted(path: KeyPath) -> str:
     return text
 
 
-def validate(model: type[Model], data: Any, where: Where) -> Model:
-    """Build ``model`` from plain ``data``; InvalidConfiguration names all problems at once."""
+def validate(model: type[Model], data: Any, where: Where, faults: Sequence[Problem] = ()) -> Model:
+    """Build ``model`` from plain ``data``; InvalidConfiguration names all problems at once, the
+    ``faults`` found before among them."""
     try:
-        return model.model_validate(data)
+        built = model.model_validate(data)
     except ValidationError as error:
         problems, wrong = _translate(model, data, error, where)
+    else:
+        if faults:
+            raise InvalidConfiguration(faults)
+        return built
     # Rules over several fields run only on fields that are right by themselves. Take the wrong ones
     # out and ask again, so that the author sees everything in one go.
     try:
@@ -64,13 +70,13 @@ def validate(model: type[Model], data: Any, where: Where) -> Model:
     except ValidationError as error:
         more, _ = _translate(model, data, error, where, ignore=wrong)
         problems += more
-    raise InvalidConfiguration(sorted(problems, key=_line))
+    raise InvalidConfiguration(sorted([*faults, *problems], key=_line))
 
 
 def _line(problem: Problem) -> float:
     """The line of the file, so that problems come in its order; other sources after it."""
-    number = problem.where.rpartition(":")[2]
-    return float(number) if number.isdigit() else float("inf")
+    found = re.search(r":(\d+)(:\d+)?$", problem.where)
+    return float(found[1]) if found else float("inf")
 
 
 def _translate(

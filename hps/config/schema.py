@@ -81,7 +81,7 @@ class RocksDbSettings(Strict):
     block_size: int = Field(1024, ge=256)
     """Bytes per data block; small blocks make point reads cheap."""
     threads: int = Field(2, ge=1)
-    """Background threads for flush and compaction."""
+    """Background threads for compaction; flushes have two of their own."""
     read_only: bool = False
     """Open without the right to write; the tables must have been loaded before."""
     load: bool = True

@@ -11,7 +11,7 @@ from hps.config.auth import check_exposure, key_file_warnings, load_api_keys, re
 from hps.config.loading import load_config
 from hps.config.model_file import load_model_spec
 from hps.config.schema import Settings
-from hps.config.yaml_text import parse_yaml, read_text
+from hps.config.yaml_text import read_yaml
 from hps.errors import ConfigError
 
 
@@ -37,7 +37,7 @@ def validate_file(path: Path, overrides: Sequence[str] = ()) -> Report:
     if path.suffix.lower() == ".json":
         return _configuration(Report("ps.json"), path, overrides)
     report = Report("configuration")
-    data = report.run(lambda: parse_yaml(read_text(path), str(path)).data)
+    data = report.run(lambda: read_yaml(path).data)
     if report.errors:
         return report
     if isinstance(data, list):

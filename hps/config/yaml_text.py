@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from hps.config.checks import Path as KeyPath
+from hps.config.problems import InvalidConfiguration, Problem
 from hps.errors import ConfigError
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -55,10 +56,15 @@ for _tag, _pattern, _first in _RESOLVERS:
 
 @dataclass
 class Document:
-    """A file's values and the line each of them stands on (counted from 1)."""
+    """A file's values and the line each of them stands on (counted from 1).
+
+    ``faults``: keys that stand twice or are no text. The rest is there all the same, so that whoever
+    refuses the file can name its other mistakes too.
+    """
 
     data: Any
     lines: dict[KeyPath, int] = field(default_factory=dict)
+    faults: list[Problem] = field(default_factory=list)
 
 
 def dump_yaml(data: Any) -> str:
@@ -87,13 +93,26 @@ def read_text(path: Path, what: str = "configuration file") -> str:
 
 
 def parse_yaml(text: str, name: str) -> Document:
-    """Parse one YAML document; ConfigError with ``name``, line and column when it is none."""
+    """Parse one YAML document; ConfigError with ``name``, line and column when something is wrong."""
+    document = parse_leniently(text, name)
+    if document.faults:
+        raise InvalidConfiguration(document.faults)
+    return document
+
+
+def read_yaml(path: Path, what: str = "configuration file") -> Document:
+    """The file's document; its ``faults`` are the caller's to refuse."""
+    return parse_leniently(read_text(path, what), str(path))
+
+
+def parse_leniently(text: str, name: str) -> Document:
+    """As ``parse_yaml``, but wrong keys are left to the caller, in ``Document.faults``."""
     loader = _StrictLoader(text)
     try:
         node = loader.get_single_node()
         document = Document(None)
         if node is not None:
-            builder = _Builder(loader, name, document.lines)
+            builder = _Builder(loader, name, document)
             builder.check_keys(node)
             document.data = builder.build(node, ())
         return document
@@ -116,14 +135,15 @@ def parse_yaml(text: str, name: str) -> Document:
 class _Builder:
     """Turns a node tree into values and notes their lines."""
 
-    def __init__(self, loader: Any, name: str, lines: dict[KeyPath, int]) -> None:
+    def __init__(self, loader: Any, name: str, document: Document) -> None:
         self._loader = loader
         self._name = name
-        self._lines = lines
+        self._lines = document.lines
+        self._faults = document.faults
         self._open: set[int] = set()
 
     def check_keys(self, root: yaml.Node) -> None:
-        """Refuse duplicate keys and keys that are no text; before merging, which repeats keys."""
+        """Note duplicate keys and keys that are no text; before merging, which repeats keys."""
         todo, done = [root], set()
         while todo:
             node = todo.pop()
@@ -141,12 +161,14 @@ class _Builder:
     def _check_key(self, key: yaml.Node, seen: dict[str, int]) -> None:
         if key.tag == "tag:yaml.org,2002:merge":
             return
-        if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
-            raise self._error(key, f"the key {_shown(key)} must be text; put it in quotes")
-        if key.value in seen:
-            first = seen[key.value]
-            raise self._error(key, f"key {key.value!r} stands here and on line {first}")
-        seen[key.value] = key.start_mark.line + 1
+        if not _is_text(key):
+            message = f"the key {_shown(key)} must be text; put it in quotes"
+            self._faults.append(Problem(self._place(key), (), message))
+        elif key.value in seen:
+            message = f"key {key.value!r} stands here and on line {seen[key.value]}"
+            self._faults.append(Problem(self._place(key), (), message))
+        else:
+            seen[key.value] = key.start_mark.line + 1
 
     def build(self, node: yaml.Node, path: KeyPath) -> Any:
         if isinstance(node, yaml.ScalarNode):
@@ -172,7 +194,11 @@ class _Builder:
             raise self._error(node, f"tag {node.tag} is not supported")
         self._loader.flatten_mapping(node)
         # Merged keys come first, so the mapping's own keys win.
-        return {key.value: self._child(n, (*path, key.value), key) for key, n in node.value}
+        return {
+            key.value: self._child(n, (*path, key.value), key)
+            for key, n in node.value
+            if _is_text(key)
+        }
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
@@ -190,8 +216,15 @@ class _Builder:
         raise self._error(node, f"tag {node.tag} is not supported")
 
     def _error(self, node: yaml.Node, message: str) -> ConfigError:
+        return ConfigError(f"{self._place(node)}: {message}")
+
+    def _place(self, node: yaml.Node) -> str:
         mark = node.start_mark
-        return ConfigError(f"{self._name}:{mark.line + 1}:{mark.column + 1}: {message}")
+        return f"{self._name}:{mark.line + 1}:{mark.column + 1}"
+
+
+def _is_text(key: yaml.Node) -> bool:
+    return isinstance(key, yaml.ScalarNode) and key.tag == "tag:yaml.org,2002:str"
 
 
 def _shown(node: yaml.Node) -> str:

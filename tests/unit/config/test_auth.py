@@ -173,6 +173,10 @@ def test_the_file_is_not_looked_at_for_every_request(
             f"- {{name: a, role: read, key: {ROOT}}}\n- {{name: a, role: admin, key: {READER}}}",
             "two API keys are called 'a'",
         ),
+        (
+            f"- {{name: a, role: read, role: admin, key: {ROOT}}}",
+            ":1:25: key 'role' stands here and on line 1",
+        ),
         ("[]", "holds no API key"),
     ],
 )

@@ -154,6 +154,22 @@ def test_all_mistakes_at_once(write: Write) -> None:
     ]
 
 
+def test_a_key_that_stands_twice_hides_no_other_mistake(write: Write) -> None:
+    path = write(
+        "sever: {}\nserver:\n  drain_s: 1\n  drain_s: x\n  5: 1\n",
+    )
+    lines = [
+        f"{path}:1: sever: unknown key; did you mean 'server'?",
+        f"{path}:4:3: key 'drain_s' stands here and on line 3",
+        f"{path}:4: server.drain_s: expected a number from 0",
+        f"{path}:5:3: the key 5 must be text; put it in quotes",
+    ]
+    found = mistakes(path)
+    assert len(found) == len(lines), found
+    for line, begins in zip(found, lines, strict=True):
+        assert line.startswith(begins), found
+
+
 def test_a_wrong_value_causes_no_second_mistake(write: Write) -> None:
     """Port x falls back to 8000 for the other checks; that 8000 must not be blamed."""
     path = write("server: {http: {port: x}, admin: {port: 8000}}")
@@ -171,6 +187,10 @@ def test_a_wrong_value_causes_no_second_mistake(write: Write) -> None:
         ("auth.keys.0=x", "--set: auth.keys.0: has nothing below it; a list is set as a whole"),
         ("server.http.port.x=1", "--set: server.http.port.x: has nothing below it"),
         ("server.http.port=[1", "--set: server.http.port: not valid YAML: did not find expected"),
+        (
+            "server.http={port: 1, port: 2}",
+            "--set: server.http: key 'port' stands here and on line 1",
+        ),
         ("server.http.port=x", "--set: server.http.port: expected a whole number from 0 to 65535,"),
     ],
 )

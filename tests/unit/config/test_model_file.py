@@ -139,6 +139,7 @@ MISTAKES = [
         "name: a/b",
         ":1: name: expected text of 1 to 120 of the characters a-z A-Z 0-9 _ -",
     ),
+    ("dim: 2", "dim: 2, dim: 2", ":4:25: key 'dim' stands here and on line 4"),
     ("name: ctr", "nam: ctr", ":1: nam: unknown key; did you mean 'name'?"),
     ("name: ctr\n", "", ": name: is missing; expected text of 1 to 120"),
 ]
