@@ -3,7 +3,8 @@
 Two rules keep a cache from going stale (invariant 5). Whoever changes a store tells the writer
 afterwards, through ``update`` or ``delete``. And a promotion is queued as keys, not rows: the writer
 reads the rows from every store at the moment it inserts them. So whichever comes first, the newest
-row is the one that stays.
+row is the one that stays; and so changes may overtake the promotions that wait, of which there can be
+many seconds' worth after a cold start, and are seen at once.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -65,7 +67,9 @@ class CacheWriter:
         self._stores = tuple(stores)
         self.queue_keys = queue_keys
         self._count = count
-        self._jobs: deque[_Promotion | _Change] = deque()
+        self._changes: deque[_Change] = deque()
+        # A change among the promotions is one that waits for those before it.
+        self._promotions: deque[_Promotion | _Change] = deque()
         self._waiting_keys = 0
         self._wake = threading.Condition()
         self._closed = False
@@ -85,7 +89,7 @@ class CacheWriter:
             room = 0 if self._closed else self.queue_keys - self._waiting_keys
             kept = keys[: max(0, room)]
             if len(kept):
-                self._jobs.append(_Promotion(table, kept))
+                self._promotions.append(_Promotion(table, kept))
                 self._waiting_keys += len(kept)
                 self._wake.notify()
         if len(kept) < len(keys):
@@ -95,22 +99,25 @@ class CacheWriter:
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
     ) -> Future[None]:
         """Put rows into the caches, resident or not. Only for rows the stores hold just like that."""
-        return self._change(lambda: self._caches.insert(table, keys, vectors, versions))
+        work = partial(self._caches.insert, table, keys, vectors, versions)
+        return self._queue(self._changes, work)
 
     def update(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
     ) -> Future[None]:
         """Refresh resident rows; to be called after every store has the new ones."""
-        return self._change(lambda: self._caches.update(table, keys, vectors, versions))
+        work = partial(self._caches.update, table, keys, vectors, versions)
+        return self._queue(self._changes, work)
 
     def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> Future[None]:
         """Delete from the caches; to be called after every store has deleted."""
-        return self._change(lambda: self._caches.delete(table, keys, versions))
+        work = partial(self._caches.delete, table, keys, versions)
+        return self._queue(self._changes, work)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything queued before this call is done; False when time ran out or the
         writer is closed."""
-        barrier = self._change(lambda: None)
+        barrier = self._queue(self._promotions, lambda: None)
         try:
             barrier.result(timeout)
         except (TimeoutError, CancelledError):
@@ -122,7 +129,9 @@ class CacheWriter:
         futures of dropped changes are cancelled."""
         with self._wake:
             self._closed = True
-            dropped, self._jobs = self._jobs, deque()
+            dropped = [*self._changes, *self._promotions]
+            self._changes.clear()
+            self._promotions.clear()
             self._waiting_keys = 0
             self._wake.notify()
         for job in dropped:
@@ -131,46 +140,55 @@ class CacheWriter:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _change(self, work: Callable[[], None]) -> Future[None]:
+    def _queue(
+        self, queue: deque[_Change] | deque[_Promotion | _Change], work: Callable[[], None]
+    ) -> Future[None]:
         change = _Change(work, Future())
         with self._wake:
             if self._closed:
                 change.done.cancel()
             else:
-                self._jobs.append(change)
+                queue.append(change)
                 self._wake.notify()
         return change.done
 
     # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (batch := self._next()) is not None:
-            if isinstance(batch, _Change):
-                _finish(batch)
+        while (job := self._next()) is not None:
+            if isinstance(job, _Change):
+                _finish(job)
                 continue
-            for table, keys in batch.items():
-                for start in range(0, len(keys), SLICE_KEYS):
-                    if self._closed:
-                        return
-                    self._promote_slice(table, keys[start : start + SLICE_KEYS])
+            for table, keys in _slices(job):
+                if self._closed:
+                    return
+                self._promote_slice(table, keys)
+                while change := self._next_change():
+                    _finish(change)
 
-    def _next(self) -> _Change | dict[EmbeddingTable, KeyArray] | None:
-        """The next change, or the promotions queued before it, by table and without duplicates."""
+    def _next(self) -> _Change | list[_Promotion] | None:
+        """A change, or else all promotions that wait; None once closed."""
         with self._wake:
-            while not self._jobs and not self._closed:
+            while not (self._changes or self._promotions or self._closed):
                 self._wake.wait()
             if self._closed:
                 return None
-            if isinstance(self._jobs[0], _Change):
-                change = self._jobs.popleft()
-                assert isinstance(change, _Change)
-                return change
-            chosen: dict[EmbeddingTable, list[KeyArray]] = {}
-            while self._jobs and isinstance(job := self._jobs[0], _Promotion):
-                chosen.setdefault(job.table, []).append(job.keys)
+            if self._changes:
+                return self._changes.popleft()
+            promotions = []
+            while self._promotions and isinstance(job := self._promotions[0], _Promotion):
+                promotions.append(job)
                 self._waiting_keys -= len(job.keys)
-                self._jobs.popleft()
-        return {table: dedup(np.concatenate(keys))[0] for table, keys in chosen.items()}
+                self._promotions.popleft()
+            if promotions:
+                return promotions
+            barrier = self._promotions.popleft()
+            assert isinstance(barrier, _Change)
+            return barrier
+
+    def _next_change(self) -> _Change | None:
+        with self._wake:
+            return self._changes.popleft() if self._changes else None
 
     def _promote_slice(self, table: EmbeddingTable, keys: KeyArray) -> None:
         try:
@@ -208,6 +226,17 @@ class CacheWriter:
             newest.source[newer] = part.source[newer]
             known |= answered
         return newest
+
+
+def _slices(promotions: list[_Promotion]) -> Iterator[tuple[EmbeddingTable, KeyArray]]:
+    """The keys by table, each once, ``SLICE_KEYS`` at a time."""
+    chosen: dict[EmbeddingTable, list[KeyArray]] = {}
+    for job in promotions:
+        chosen.setdefault(job.table, []).append(job.keys)
+    for table, queued in chosen.items():
+        keys = dedup(np.concatenate(queued))[0]
+        for start in range(0, len(keys), SLICE_KEYS):
+            yield table, keys[start : start + SLICE_KEYS]
 
 
 def _finish(change: _Change) -> None:

@@ -222,6 +222,34 @@ def test_one_thread_changes_the_caches_whoever_asks(make):
     assert changed == {(verb, writer._thread.ident) for verb in ("insert", "update", "delete")}
 
 
+def test_a_change_does_not_wait_for_the_promotions_before_it(make):
+    done = []
+
+    class Cache(MemoryTier):
+        def insert(self, table, keys, vectors, versions):
+            super().insert(table, keys, vectors, versions)
+            done.append("promoted")
+
+        def delete(self, table, keys, versions):
+            super().delete(table, keys, versions)
+            done.append("deleted")
+
+    store = Store()
+    put(store, range(10 * SLICE_KEYS), 1.0)
+    store.leave.clear()
+    writer, cache, _ = make([store], cache=Cache(CACHE))
+    writer.promote(TABLE, arrays(*range(10 * SLICE_KEYS)))
+    assert store.begun.wait(5)
+    store.delete(TABLE, arrays(0, 9999), np.full(2, NOW, np.uint64))
+    change = writer.delete(TABLE, arrays(0, 9999), np.full(2, NOW, np.uint64))
+    store.leave.set()
+    change.result(5)
+    assert done.index("deleted") <= 1
+    assert writer.flush(5)
+    assert held(cache, 0, 9998, 9999) == [None, 1.0, None]
+    assert done.count("promoted") == 10
+
+
 def test_changes_are_done_in_order_and_report_their_errors(make):
     writer, cache, _ = make([Store()])
     versions = np.array([NOW], np.uint64)
