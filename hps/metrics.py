@@ -8,10 +8,11 @@ live in one process.
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import numpy as np
 
 # Sub-millisecond first: a lookup from memory takes tens of microseconds.
 SECONDS_BUCKETS = (
@@ -44,6 +45,7 @@ TABLE_ROWS = "hps_table_rows"
 PROMOTIONS = "hps_promotions_total"
 PROMOTE_QUEUE = "hps_promote_queue_keys"
 DENSE_SECONDS = "hps_dense_duration_seconds"
+DENSE_WAITING = "hps_dense_waiting"
 SCORES_NOT_FINITE = "hps_scores_not_finite_total"
 MODEL_VERSION = "hps_model_version"
 
@@ -97,6 +99,7 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec(PROMOTE_QUEUE, "gauge", (), "Keys waiting to be promoted into the caches."),
     MetricSpec(DENSE_SECONDS, "histogram", ("model",), "Time of one run of the dense model."),
+    MetricSpec(DENSE_WAITING, "gauge", (), "Runs of dense models waiting for a thread."),
     MetricSpec(
         SCORES_NOT_FINITE,
         "counter",
@@ -105,6 +108,8 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
 )
 _BY_NAME = {spec.name: spec for spec in METRICS}
+# Observations of a histogram that wait to be sorted.
+_NOTES = 512
 
 
 # One lock for all counters: it is held for a fraction of a microsecond, and never while waiting.
@@ -132,20 +137,35 @@ def add_all(amounts: Iterable[tuple[Counter, int]]) -> None:
 
 
 class Histogram:
-    """Observations in ``SECONDS_BUCKETS``. Thread-safe."""
+    """Observations in ``SECONDS_BUCKETS``. Thread-safe.
 
-    __slots__ = ("_lock", "counts", "total")
+    An observation is only noted; notes are sorted into their buckets some hundreds at a time, and when
+    the numbers are asked for, so that no request pays for the sorting and its lock.
+    """
+
+    __slots__ = ("_counts", "_lock", "_notes", "_total")
 
     def __init__(self) -> None:
-        self.counts = [0] * (len(SECONDS_BUCKETS) + 1)
-        self.total = 0.0
+        self._counts = np.zeros(len(SECONDS_BUCKETS) + 1, np.int64)
+        self._total = 0.0
+        self._notes: list[float] = []
         self._lock = threading.Lock()
 
     def observe(self, seconds: float) -> None:
-        bucket = bisect_left(SECONDS_BUCKETS, seconds)
+        self._notes.append(seconds)
+        if len(self._notes) >= _NOTES:
+            self.read()
+
+    def read(self) -> tuple[list[int], float]:
+        """Observations per bucket, the last one without an upper bound, and their sum."""
         with self._lock:
-            self.counts[bucket] += 1
-            self.total += seconds
+            notes = self._notes[:]
+            del self._notes[: len(notes)]  # others may append meanwhile, never remove
+            if notes:
+                buckets = np.searchsorted(SECONDS_BUCKETS, notes)
+                self._counts += np.bincount(buckets, minlength=len(self._counts))
+                self._total += sum(notes)
+            return self._counts.tolist(), self._total
 
 
 Read = Callable[[], float]
@@ -238,8 +258,7 @@ class Metrics:
 def _cumulative(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
     bounds = [str(bound) for bound in SECONDS_BUCKETS] + ["+Inf"]
     running, buckets = 0, []
-    with histogram._lock:
-        counts, total = list(histogram.counts), histogram.total
+    counts, total = histogram.read()
     for bound, count in zip(bounds, counts, strict=True):
         running += count
         buckets.append((bound, float(running)))

@@ -144,3 +144,41 @@ def test_tier_and_dense_meter():
     dense.not_finite("ctr", 3)
     assert of(metrics, m.SCORES_NOT_FINITE, model="clicks", output="ctr") == 3
     assert of(metrics, f"{m.DENSE_SECONDS}_sum", model="clicks") == pytest.approx(0.1)
+
+
+def test_no_observation_is_lost_while_others_read():
+    """Observations are noted and sorted later: however many threads note and read, none is lost."""
+    histogram = Metrics().histogram(m.TIER_SECONDS, "cpu")
+    stop = threading.Event()
+
+    def observe():
+        for _ in range(20_000):
+            histogram.observe(3e-5)
+
+    def read():
+        while not stop.is_set():
+            histogram.read()
+
+    reader = threading.Thread(target=read)
+    writers = [threading.Thread(target=observe) for _ in range(4)]
+    for thread in (reader, *writers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    stop.set()
+    reader.join()
+    counts, total = histogram.read()
+    assert sum(counts) == 80_000
+    assert counts[SECONDS_BUCKETS.index(50e-6)] == 80_000
+    assert total == pytest.approx(80_000 * 3e-5)
+
+
+@pytest.mark.parametrize("index", range(len(SECONDS_BUCKETS)))
+def test_a_bucket_holds_its_upper_bound(index):
+    histogram = Metrics().histogram(m.TIER_SECONDS, "cpu")
+    bound = SECONDS_BUCKETS[index]
+    for seconds in (bound, bound * 1.0001):
+        histogram.observe(seconds)
+    counts, _ = histogram.read()
+    assert counts[index] == 1
+    assert counts[index + 1] == 1
