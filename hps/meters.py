@@ -5,6 +5,9 @@ Called on every request, so they keep their counters at hand, and count for all 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 from hps.metrics import (
     DENSE_SECONDS,
     LOOKUP_DEGRADED,
@@ -19,9 +22,12 @@ from hps.metrics import (
 )
 from hps.types import EmbeddingTable, Source
 
+Answers = Sequence[tuple[EmbeddingTable, bytes]]
+"""What a lookup answered: each table with one ``Source`` code per key (not per unique key)."""
+
 
 class LookupMeter:
-    """Counts what the lookups of one model did (a ``LookupObserver``)."""
+    """Counts what the lookups of one model did. Any thread may call it."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics = metrics
@@ -29,12 +35,14 @@ class LookupMeter:
         self._seconds = metrics.histogram(LOOKUP_SECONDS, model)
         self._keys: dict[tuple[EmbeddingTable, int], Counter] = {}
 
-    def finished(
-        self,
-        answers: list[tuple[EmbeddingTable, bytes]],
-        seconds: float,
-        degraded: tuple[str, ...],
-    ) -> None:
+    def finished(self, answers: Answers, seconds: float, degraded: tuple[str, ...]) -> None:
+        """A lookup that took ``seconds`` and skipped the tiers ``degraded``."""
+        self.finished_alike(answers)(seconds)
+        for tier in degraded:
+            self._metrics.counter(LOOKUP_DEGRADED, self._model, tier).add()
+
+    def finished_alike(self, answers: Answers) -> Callable[[float], None]:
+        """What to call with the seconds of each lookup that has these answers and skipped no tier."""
         amounts = []
         for table, sources in answers:
             while sources:
@@ -42,10 +50,11 @@ class LookupMeter:
                 rest = sources.translate(None, sources[:1])
                 amounts.append((self._counter(table, source), len(sources) - len(rest)))
                 sources = rest
+        return partial(self._add, amounts)
+
+    def _add(self, amounts: list[tuple[Counter, int]], seconds: float) -> None:
         add_all(amounts)
         self._seconds.observe(seconds)
-        for tier in degraded:
-            self._metrics.counter(LOOKUP_DEGRADED, self._model, tier).add()
 
     def _counter(self, table: EmbeddingTable, source: int) -> Counter:
         counter = self._keys.get((table, source))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -51,6 +51,10 @@ class LookupModel:
     max_table_keys: Mapping[str, int] = field(default_factory=dict)
 
 
+# A prepared lookup: the keys of each feature, ``(n,) int64`` in the request's order, and the deadline.
+Submit = Callable[[Sequence[KeyArray], float | None], "Future[LookupResult]"]
+
+
 class Lookup(Protocol):
     """``LookupEngine`` and its remote twin. May be called from any thread."""
 
@@ -68,32 +72,12 @@ class Lookup(Protocol):
         """
         ...
 
+    def prepare(self, request: LookupRequest) -> Submit:
+        """``submit`` for requests that differ from this one in their keys and deadline alone: not in
+        how many keys a feature has, nor in their batch. For requests without offsets, weights and
+        ``out``. Raises ``BadRequest``."""
+        ...
+
     def lookup(self, request: LookupRequest) -> LookupResult:
         """As ``submit``, waiting for the answer."""
         ...
-
-
-class LookupObserver(Protocol):
-    """Who counts what lookups did; calls come from any thread and must be cheap."""
-
-    def finished(
-        self,
-        answers: list[tuple[EmbeddingTable, bytes]],
-        seconds: float,
-        degraded: tuple[str, ...],
-    ) -> None:
-        """A lookup that took ``seconds`` and skipped the tiers ``degraded``. ``answers``: each table
-        with one ``Source`` code per key (not per unique key)."""
-        ...
-
-
-class Unobserved:
-    """Counts nothing."""
-
-    def finished(
-        self,
-        answers: list[tuple[EmbeddingTable, bytes]],
-        seconds: float,
-        degraded: tuple[str, ...],
-    ) -> None:
-        pass

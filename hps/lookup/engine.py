@@ -10,16 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from hps.errors import BadRequest, DeadlineExceeded
-from hps.lookup.base import Feature, LookupModel, LookupObserver, Unobserved
+from hps.lookup.base import Feature, LookupModel, Submit
 from hps.lookup.checks import check_keys, check_out_names, check_sizes, check_targets, unknown
-from hps.lookup.fused import FromMemory, Group
+from hps.lookup.fused import Group, ShortWay
 from hps.lookup.pooling import pool
+from hps.meters import Answers, LookupMeter
+from hps.metrics import Metrics
 from hps.native import dedup
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.tiers.fused import fused
@@ -80,7 +82,7 @@ class LookupEngine:
         stores: Tier,
         workers: Workers,
         promote: Promote = lambda _table, _keys: None,
-        observer: LookupObserver | None = None,
+        meter: LookupMeter | None = None,
     ) -> None:
         self.model = model
         self._caches = caches
@@ -88,14 +90,14 @@ class LookupEngine:
         self._stores_block = stores.info.blocking
         self._workers = workers
         self._promote = promote
-        self._observer = observer or Unobserved()
+        self._meter = meter or LookupMeter(Metrics(), model.name)
         self._plans: dict[tuple[str, ...], tuple[Group, ...]] = {}
         self._by_table = {
             name: Feature(name, table, pooling="none") for name, table in model.tables.items()
         }
-        self._from_memory: FromMemory | None = None
+        self._short: ShortWay | None = None
         if tier := fused(caches):
-            self._from_memory = FromMemory(model, tier, self._plan, self._observer, INLINE_KEYS)
+            self._short = ShortWay(model, tier, self._plan, self._meter, INLINE_KEYS)
 
     @property
     def features(self) -> Mapping[str, Feature]:
@@ -115,10 +117,33 @@ class LookupEngine:
         The future fails with ``DeadlineExceeded`` or with what a store without a guard raised. Until
         it is done, arrays in ``request.out`` belong to the engine.
         """
-        if self._from_memory is not None:
-            result = self._from_memory.answer(request)
+        from_memory = self._short.form(request) if self._short else None
+        if from_memory is not None and not _is_past(request.deadline):
+            result = from_memory([keys.keys for keys in request.features.values()])
             if result is not None:
                 return Done(result)
+        return self._ordinary(request)
+
+    def prepare(self, request: LookupRequest) -> Submit:
+        """See ``Lookup.prepare``."""
+        from_memory = self._short.form(request) if self._short else None
+        batches = [(name, keys.batch) for name, keys in request.features.items()]
+        form = replace(request, features={})
+
+        def submit(keys: Sequence[KeyArray], deadline: float | None) -> Future[LookupResult]:
+            if from_memory is not None and not _is_past(deadline):
+                result = from_memory(keys)
+                if result is not None:
+                    return Done(result)
+            features = {
+                name: JaggedKeys(mine, batch)
+                for (name, batch), mine in zip(batches, keys, strict=True)
+            }
+            return self._ordinary(replace(form, features=features, deadline=deadline))
+
+        return submit
+
+    def _ordinary(self, request: LookupRequest) -> Future[LookupResult]:
         shares, keys = self._shares(request)
         job = _Job(request, shares)
         if _is_past(request.deadline):
@@ -167,7 +192,7 @@ class LookupEngine:
                 if len(found):
                     self._promote(part.table, part.keys[found])
         result, sources = self._answer(job)
-        self._observer.finished(sources, time.perf_counter() - job.started, result.degraded)
+        self._meter.finished(sources, time.perf_counter() - job.started, result.degraded)
         return result
 
     # -- request -> parts --------------------------------------------------------------------------
@@ -210,7 +235,7 @@ class LookupEngine:
 
     # -- parts -> answer ---------------------------------------------------------------------------
 
-    def _answer(self, job: _Job) -> tuple[LookupResult, list[tuple[EmbeddingTable, bytes]]]:
+    def _answer(self, job: _Job) -> tuple[LookupResult, Answers]:
         """Defaults where no tier had a row, then every key's row, then pooling.
 
         Also returns each table's source codes, one per key.

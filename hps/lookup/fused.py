@@ -7,17 +7,25 @@ can't answer goes the ordinary way from the start, as if nothing had happened.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 import numpy as np
 
-from hps.lookup.base import Feature, LookupModel, LookupObserver
+from hps.lookup.base import Feature, LookupModel
 from hps.lookup.checks import check_keys, check_sizes
 from hps.lookup.pooling import pool
-from hps.tiers.fused import Ask, FusedLookup
-from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, LookupResult, VectorArray
+from hps.meters import LookupMeter
+from hps.tiers.fused import FusedLookup
+from hps.types import (
+    EmbeddingTable,
+    JaggedKeys,
+    KeyArray,
+    LookupRequest,
+    LookupResult,
+    VectorArray,
+)
 
 _INT64 = np.dtype(np.int64)
 _FORMS_KEPT = 256
@@ -25,31 +33,99 @@ _FORMS_KEPT = 256
 # The features of one request that share a table.
 Group = tuple[EmbeddingTable, tuple[Feature, ...]]
 Plan = Callable[[tuple[str, ...], bool], tuple[Group, ...]]
+# Each feature's keys in the request's order; None when a row is not in memory.
+FromMemory = Callable[[Sequence[KeyArray]], LookupResult | None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
-    """One table's share of the requests of a form: ``n`` keys in all."""
+class _Slice:
+    """One feature's keys: where they stand in the request, how many there are, for how many samples.
+    ``pooled``: a vector is more than one row."""
 
-    table: EmbeddingTable
-    features: tuple[Feature, ...]
+    feature: Feature
+    position: int
     n: int
+    batch: int
+    pooled: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """What requests of the same features and sizes have in common, checked once.
+class _Share:
+    """One table's share of the requests of a form.
 
-    ``sources`` is what the observer is told; ``in_order`` that the shares are in the order of the
-    request's features.
+    ``as_sent``: its keys are one feature's, as they came. ``unpooled``: the feature whose vectors its
+    rows are.
     """
 
-    shares: tuple[_Share, ...]
-    sources: list[tuple[EmbeddingTable, bytes]]
-    in_order: bool
+    __slots__ = ("as_sent", "dtype", "position", "shape", "slices", "table", "unpooled")
+
+    def __init__(self, table: EmbeddingTable, slices: list[_Slice]) -> None:
+        first = slices[0]
+        self.table = table
+        self.slices = slices
+        self.shape = sum(each.n for each in slices), table.dim
+        self.dtype = table.dtype
+        self.position = first.position
+        alone = len(slices) == 1
+        self.as_sent = alone and first.feature.key_offset == 0 and table.key_bits == 64
+        self.unpooled = first.feature.name if alone and not first.pooled else None
+
+    def shifted(self, keys: Sequence[KeyArray]) -> KeyArray:
+        """The table's keys ``(n,)``."""
+        shifted = [each.feature.shift(keys[each.position]) for each in self.slices]
+        return shifted[0] if len(shifted) == 1 else np.concatenate(shifted)
+
+    def pool(
+        self, rows: VectorArray, keys: Sequence[KeyArray], vectors: dict[str, VectorArray]
+    ) -> None:
+        """Fill in ``vectors`` from the share's ``rows (n, dim)``."""
+        start = 0
+        for each in self.slices:
+            stop = start + each.n
+            mine = JaggedKeys(keys[each.position], each.batch)
+            vectors[each.feature.name] = pool(rows[start:stop], mine, each.feature.pooling)
+            start = stop
 
 
-class FromMemory:
+class _Form:
+    """What requests of the same features and sizes have in common, checked once; called with the keys
+    of one of them. Any number of threads may."""
+
+    __slots__ = ("_finished", "_names", "_shares", "_tier")
+
+    def __init__(
+        self,
+        tier: FusedLookup,
+        shares: list[_Share],
+        names: tuple[str, ...] | None,
+        finished: Callable[[float], None],
+    ) -> None:
+        """``names``: the features in the request's order, None when the shares are in it already."""
+        self._tier = tier
+        self._shares = shares
+        self._names = names
+        self._finished = finished
+
+    def __call__(self, keys: Sequence[KeyArray]) -> LookupResult | None:
+        started = perf_counter()
+        asks = []
+        for share in self._shares:
+            flat = keys[share.position] if share.as_sent else share.shifted(keys)
+            asks.append((share.table, flat, np.empty(share.shape, share.dtype)))
+        if not self._tier.gather(asks):
+            return None
+        vectors: dict[str, VectorArray] = {}
+        for share, (_, _, rows) in zip(self._shares, asks, strict=True):
+            if share.unpooled is not None:
+                vectors[share.unpooled] = rows
+            else:
+                share.pool(rows, keys, vectors)
+        if self._names is not None:
+            vectors = {name: vectors[name] for name in self._names}
+        self._finished(perf_counter() - started)
+        return LookupResult(vectors)
+
+
+class ShortWay:
     """The short way through ``tier``. Any number of threads may call it."""
 
     def __init__(
@@ -57,21 +133,21 @@ class FromMemory:
         model: LookupModel,
         tier: FusedLookup,
         plan: Plan,
-        observer: LookupObserver,
+        meter: LookupMeter,
         most_keys: int,
     ) -> None:
         self._model = model
         self._tier = tier
         self._source = bytes([tier.info.source])
         self._plan = plan
-        self._observer = observer
+        self._meter = meter
         self._most_keys = most_keys
         self._forms: dict[tuple[object, ...], _Form | None] = {}
 
-    def answer(self, request: LookupRequest) -> LookupResult | None:
-        """The answer; None when a row is not in memory, or the request wants what only the ordinary
-        way gives: sources, ``out``, bags of different lengths, weights, conversion of keys. Raises
-        ``BadRequest`` as that does."""
+    def form(self, request: LookupRequest) -> FromMemory | None:
+        """What answers requests of this form from memory; None when the request wants what only the
+        ordinary way gives: sources, ``out``, bags of different lengths, weights, conversion of keys,
+        or has too many keys. Raises ``BadRequest`` as that does."""
         if request.want_source or request.out:
             return None
         signature: list[object] = [request.by_table]
@@ -86,68 +162,32 @@ class FromMemory:
                 return None
             signature.append((name, flat.shape, keys.batch))
         key = tuple(signature)
-        form = self._forms[key] if key in self._forms else self._check(request, key)
-        if form is None or (request.deadline is not None and time.monotonic() > request.deadline):
-            return None
-        started = time.perf_counter()
-        asks = [_ask(share, request.features) for share in form.shares]
-        if not self._tier.gather(asks):
-            return None
-        vectors: dict[str, VectorArray] = {}
-        for share, (_, _, rows) in zip(form.shares, asks, strict=True):
-            _pool_share(share, rows, request.features, vectors)
-        if not form.in_order:
-            vectors = {name: vectors[name] for name in request.features}
-        self._observer.finished(form.sources, time.perf_counter() - started, ())
-        return LookupResult(vectors)
+        return self._forms[key] if key in self._forms else self._check(request, key)
 
     def _check(self, request: LookupRequest, key: tuple[object, ...]) -> _Form | None:
         """The form of a request of a kind that was not seen before."""
-        groups = self._plan(tuple(request.features), request.by_table)
+        names = tuple(request.features)
+        groups = self._plan(names, request.by_table)
         total = check_sizes(self._model, request)
         shares = []
         for table, features in groups:
-            sizes = [
-                len(check_keys(feature, request.features[feature.name]).keys)
-                for feature in features
-            ]
-            shares.append(_Share(table, features, sum(sizes)))
-        names = [feature.name for share in shares for feature in share.features]
+            slices = []
+            for feature in features:
+                keys = check_keys(feature, request.features[feature.name])
+                pooled = feature.pooling != "none" and keys.hotness != 1
+                position = names.index(feature.name)
+                slices.append(_Slice(feature, position, len(keys.keys), keys.batch, pooled))
+            shares.append(_Share(table, slices))
         form = None
         if total <= self._most_keys:
-            sources = [(share.table, self._source * share.n) for share in shares]
-            form = _Form(tuple(shares), sources, names == list(request.features))
+            form = self._form(shares, names)
         if len(self._forms) >= _FORMS_KEPT:
             self._forms.clear()
         self._forms[key] = form
         return form
 
-
-def _ask(share: _Share, keys: Mapping[str, JaggedKeys]) -> Ask:
-    """The share's keys, and room for their rows."""
-    if len(share.features) == 1:
-        feature = share.features[0]
-        flat = feature.shift(keys[feature.name].keys)
-    else:
-        flat = np.concatenate([f.shift(keys[f.name].keys) for f in share.features])
-    table = share.table
-    return table, flat, np.empty((share.n, table.dim), table.dtype)
-
-
-def _pool_share(
-    share: _Share,
-    rows: VectorArray,
-    keys: Mapping[str, JaggedKeys],
-    vectors: dict[str, VectorArray],
-) -> None:
-    """Fill in ``vectors`` from the share's ``rows (n, dim)``."""
-    if len(share.features) == 1:
-        feature = share.features[0]
-        vectors[feature.name] = pool(rows, keys[feature.name], feature.pooling)
-        return
-    start = 0
-    for feature in share.features:
-        mine = keys[feature.name]
-        stop = start + len(mine.keys)
-        vectors[feature.name] = pool(rows[start:stop], mine, feature.pooling)
-        start = stop
+    def _form(self, shares: list[_Share], names: tuple[str, ...]) -> _Form:
+        answers = [(share.table, self._source * sum(s.n for s in share.slices)) for share in shares]
+        in_order = names == tuple(s.feature.name for share in shares for s in share.slices)
+        finished = self._meter.finished_alike(answers)
+        return _Form(self._tier, shares, None if in_order else names, finished)

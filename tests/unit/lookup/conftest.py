@@ -85,6 +85,9 @@ class _Recorder:
         self._world.answered += [(table.name, list(sources)) for table, sources in answers]
         self._world.finished.append(degraded)
 
+    def finished_alike(self, answers):
+        return lambda seconds: self.finished(answers, seconds, ())
+
 
 @pytest.fixture
 def make_world():

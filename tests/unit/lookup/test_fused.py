@@ -1,6 +1,7 @@
 """The short way gives what the ordinary way gives, or leaves the request to it."""
 
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -45,19 +46,22 @@ class Side:
         metered = Metered(self.cache, lambda counts, _seconds: self.observed.append(counts))
         store = MemoryTier(TierInfo("store", Source.ROCKSDB))
         caches = TierChain([metered])
-        self.engine = LookupEngine(MODEL, caches, store, workers, observer=_Observer(self))
-        assert self.engine._from_memory is not None
+        self.engine = LookupEngine(MODEL, caches, store, workers, meter=_Meter(self))
+        assert self.engine._short is not None
         if not short:
-            self.engine._from_memory = None
+            self.engine._short = None
 
 
-class _Observer:
+class _Meter:
     def __init__(self, side):
         self._side = side
 
     def finished(self, answers, seconds, degraded):
         assert seconds >= 0
         self._side.finished.append((answers, degraded))
+
+    def finished_alike(self, answers):
+        return lambda seconds: self.finished(answers, seconds, ())
 
 
 @pytest.fixture(scope="module")
@@ -153,8 +157,58 @@ def good_requests(draw):
 @given(good_requests())
 def test_rows_in_memory_take_the_short_way_and_agree(sides, request):
     short, ordinary = sides
-    assert short.engine._from_memory.answer(request) is not None
+    from_memory = short.engine._short.form(request)
+    assert from_memory([keys.keys for keys in request.features.values()]) is not None
     assert outcome(short, request) == outcome(ordinary, request)
+
+
+@settings(
+    deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(good_requests(), st.data())
+def test_a_prepared_lookup_answers_other_keys_of_the_same_form(sides, request, data):
+    for side in sides:
+        submit = side.engine.prepare(request)
+        for _ in range(2):
+            features = {}
+            for name, keys in request.features.items():
+                n, shift = len(keys.keys), MODEL.features[name].key_offset
+                anything = st.integers(0, ROWS - 1) | st.integers(0, ROWS)
+                flat = data.draw(st.lists(anything, min_size=n, max_size=n))
+                features[name] = JaggedKeys(np.array(flat, np.int64) - shift, keys.batch)
+            expected = sides[1].engine.lookup(LookupRequest(features))
+            counted = sides[1].finished[-1]
+            result = submit([keys.keys for keys in features.values()], None).result()
+            assert side.finished[-1] == counted
+            assert result.defaulted == expected.defaulted
+            assert list(result.vectors) == list(expected.vectors)
+            for name, vectors in expected.vectors.items():
+                np.testing.assert_array_equal(result.vectors[name], vectors)
+
+
+def test_a_prepared_lookup_keeps_to_its_deadline_and_reports_sources(sides):
+    short, _ = sides
+    request = dense(item=[[1, 2]])
+    late = short.engine.prepare(request)
+    with pytest.raises(DeadlineExceeded):
+        late([np.array([1, 2])], time.monotonic() - 1)
+    request.want_source = True
+    result = short.engine.prepare(request)([np.array([1, 999])], None).result()
+    assert result.sources["item"].tolist() == [Source.CPU, Source.DEFAULT]
+    with pytest.raises(BadRequest, match="'nope'"):
+        short.engine.prepare(dense(nope=[[1]]))
+
+
+def test_a_prepared_lookup_that_memory_cannot_answer_tries_it_once(sides):
+    short, _ = sides
+    gathers = []
+    tier = short.engine._short._tier
+    short.engine._short._tier = SimpleNamespace(
+        info=tier.info, gather=lambda asks: gathers.append(len(asks)) or tier.gather(asks)
+    )
+    submit = short.engine.prepare(dense(item=[[1]]))
+    assert submit([np.array([999])], None).result().defaulted == 1
+    assert gathers == [1]
 
 
 def test_a_table_and_a_feature_of_one_name_are_told_apart(sides):
@@ -193,10 +247,10 @@ def test_a_form_that_was_seen_is_not_checked_again_and_others_are(sides):
     short, ordinary = sides
     for request in (dense(bought=[[1, 2]]), dense(bought=[[3, 4]]), dense(bought=[[1, 2, 3]])):
         assert outcome(short, request) == outcome(ordinary, request)
-    assert len(short.engine._from_memory._forms) == 1
+    assert len(short.engine._short._forms) == 1
     for n in range(1, 300):
         short.engine.lookup(dense(item=[[1] * n]))
-    assert len(short.engine._from_memory._forms) <= 256
+    assert len(short.engine._short._forms) <= 256
 
 
 @pytest.mark.parametrize(
