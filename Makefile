@@ -44,7 +44,7 @@ test-gpu:
 # continuous integration (CI is set) they fail.
 test-services: setup
 	@$(BIN)/python -m benchmarks.peers perf_analyzer || echo "Its tests will be skipped."
-	@command -v redis-server >/dev/null || tools/install redis-server || echo "Its tests will be skipped."
+	@for tool in redis-server curl; do command -v $$tool >/dev/null || tools/install $$tool || echo "Its tests will be skipped."; done
 
 check: setup
 	@$(BIN)/ruff check .

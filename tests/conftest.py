@@ -1,10 +1,11 @@
 """Fixtures that several suites share."""
 
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -34,7 +35,21 @@ def shared_data() -> Path:
     folder = Path(stated) if stated else Path(__file__).parents[2] / "shared" / "data"
     if folder.is_dir():
         return folder
-    message = f"no data sets in {folder}; point HPS_SHARED_DATA to them"
+    _lack(f"no data sets in {folder}; point HPS_SHARED_DATA to them")
+
+
+@pytest.fixture(scope="session")
+def program() -> Callable[[str], str]:
+    """``program("redis-server")`` is its path. A test whose program is not installed is skipped, but
+    fails where ``CI`` is set."""
+
+    def find(name: str) -> str:
+        return shutil.which(name) or _lack(f"{name} is not installed: run `make test-services`")
+
+    return find
+
+
+def _lack(message: str) -> NoReturn:
     if os.environ.get("CI"):
         pytest.fail(message)
     pytest.skip(message)

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,10 @@ def test_a_port_taken_at_the_last_moment_is_no_hindrance(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_it_serves_until_it_is_told_to_stop(number: signal.Signals, small_demo: Path) -> None:
+def test_it_serves_until_it_is_told_to_stop(
+    number: signal.Signals, small_demo: Path, program: Callable[[str], str]
+) -> None:
+    program("curl")
     before = scratch_folders()
     with subprocess.Popen(
         [*COMMAND, "--model", str(small_demo)],
