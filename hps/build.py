@@ -1,10 +1,12 @@
-"""The composition root: settings in, a running node out. The only place that news things up."""
+"""The composition root: settings in, a running node out. It decides which tiers there are, in which order
+they are asked, who guards, meters and closes them, and which threads do what."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +16,10 @@ from hps.config.schema import ModelOverride, TableOverride
 from hps.lookup.engine import LookupEngine, Promote
 from hps.meters import DenseMeter, LookupMeter, TierMeter
 from hps.metrics import Metrics
-from hps.models.loader import load_tables
-from hps.models.tables import TableFiles
+from hps.models.loader import load_tables, version_of_rows
 from hps.native import COMPILED
 from hps.node import Node, ServedModel, TierStatus
-from hps.opening import OpenedModel, open_versions
+from hps.opening import OpenedModel, open_model, open_versions
 from hps.pipeline import InferencePipeline
 from hps.tiers.base import Tier
 from hps.tiers.capacity import plan_capacity
@@ -59,12 +60,24 @@ def open_node(configuration: Configuration, progress: Progress | None = None) ->
     settings = configuration.settings
     with ExitStack() as resources:
         versions = open_versions(configuration)
-        opened = [OpenedModel(version, settings, resources) for version in versions]
+        opened = [open_model(version, settings, resources) for version in versions]
         builder = _Builder(settings, opened, progress or NoProgress(), resources)
         node = builder.node((*configuration.warnings, *(w for v in versions for w in v.warnings)))
         node._resources.push(resources.pop_all())
         return node
     raise AssertionError  # an ExitStack swallows nothing; for the type checker
+
+
+@dataclass(frozen=True, slots=True)
+class _Serving:
+    """What all models of a node share: the two stages of tiers and how rows get from the second to the
+    first, the threads of ``lookups`` that ask a store, and those of the ``runs`` of networks."""
+
+    caches: Tier
+    stores: Tier
+    promote: Promote
+    lookups: Workers
+    runs: Workers
 
 
 class _Builder:
@@ -85,7 +98,7 @@ class _Builder:
         self._tables = [table for model in opened for table in model.tables.values()]
 
     def node(self, warnings: tuple[str, ...]) -> Node:
-        tiers = self._settings.tiers
+        tiers, dense = self._settings.tiers, self._settings.dense
         store, guarded = self._open_store()
         status = [TierStatus(store, store.rows, state=lambda: guarded.state)]
         cache = self._make_cache(store) if tiers.cpu_cache.enabled else None
@@ -100,27 +113,30 @@ class _Builder:
         self._resources.callback(writer.close)
         if cache is not None and tiers.cpu_cache.warm:
             self._warm(cache, store, writer)
-        caches = TierChain([] if cache is None else [self._metered(cache)])
-        promote = _promote_to(cache, writer)
-        workers = Workers(
-            tiers.lookup_threads, tiers.lookup_queue, name="lookup", setting="tiers.lookup_queue"
+        # Two pools: a slow store never holds up a network whose rows are there. What a lookup hands on
+        # to a network must find its pool open at the end, so that one closes last.
+        runs = self._workers("dense", dense.runs, "dense.queue", dense.queue)
+        serving = _Serving(
+            TierChain([] if cache is None else [self._metered(cache)]),
+            TierChain([self._metered(guarded)]),
+            _promote_to(cache, writer),
+            self._workers("lookup", tiers.lookup_threads, "tiers.lookup_queue", tiers.lookup_queue),
+            runs,
         )
-        self._resources.callback(workers.close)
-        stores = TierChain([self._metered(guarded)])
-        models = {
-            model.version.name: self._serve(model, caches, stores, workers, promote)
-            for model in self._opened
-        }
-        node = Node(models, self._metrics, status, writer, workers, warnings)
-        self._publish(node)
+        models = {model.version.name: self._serve(model, serving) for model in self._opened}
+        node = Node(models, self._metrics, status, writer, serving.lookups, warnings)
+        self._publish(node, serving)
         return node
 
+    def _workers(self, name: str, threads: int, setting: str, queued: int) -> Workers:
+        workers = Workers(threads, queued, name=name, setting=setting)
+        self._resources.callback(workers.close)
+        return workers
+
     def _open_store(self) -> tuple[RocksDbTier, Guarded]:
-        """The store with every table loaded, and the guard around it, which alone closes it: never
-        under a fetch that hangs."""
+        """The store with every table loaded, and the guard around it."""
         from hps.tiers.rocksdb import RocksDbTier
 
-        guard = self._settings.tiers.guard
         chosen = self._settings.tiers.rocksdb
         store = RocksDbTier(
             chosen.path,
@@ -130,14 +146,26 @@ class _Builder:
             threads=chosen.threads,
             read_only=chosen.read_only,
         )
-        guarded = Guarded(
-            store, guard.deadline_ms / 1e3, guard.failures_to_open, guard.retry_after_s
-        )
-        self._resources.callback(guarded.close)
+        guarded = self._guarded(store)
         store.open_tables(self._tables)
         for model in self._opened if chosen.load else []:
             load_tables(model.version, model.tables, store, self._progress)
         return store, guarded
+
+    def _guarded(self, tier: Tier) -> Guarded:
+        """The guard around a tier, which alone closes it: never under a fetch that hangs. Its threads
+        are enough for all who ask at a time, the lookups and the cache writer: to wait for one would
+        count as the tier's own slowness."""
+        guard = self._settings.tiers.guard
+        guarded = Guarded(
+            tier,
+            guard.deadline_ms / 1e3,
+            guard.failures_to_open,
+            guard.retry_after_s,
+            threads=self._settings.tiers.lookup_threads + 1,
+        )
+        self._resources.callback(guarded.close)
+        return guarded
 
     def _make_cache(self, store: RocksDbTier) -> CpuCache:
         """The CPU cache, its memory shared out over the tables; overrides by table come first."""
@@ -171,48 +199,37 @@ class _Builder:
                     continue
                 keys = table.narrow(files.keys()[:rows])
                 with self._progress.task(f"warming {name}", rows) as step:
-                    version = _version_of_files(store, table, files)
+                    version = version_of_rows(store, table, files)
                     if version is not None:
                         insert_rows(writer, table, keys, files.vectors()[:rows], version, step)
                     else:
                         promote_keys(writer, table, keys, step, until)
 
-    def _serve(
-        self,
-        model: OpenedModel,
-        caches: Tier,
-        stores: Tier,
-        workers: Workers,
-        promote: Promote,
-    ) -> ServedModel:
+    def _serve(self, model: OpenedModel, serving: _Serving) -> ServedModel:
         name = model.version.name
         engine = LookupEngine(
             model.lookup,
-            caches,
-            stores,
-            workers,
-            promote,
+            serving.caches,
+            serving.stores,
+            serving.lookups,
+            serving.promote,
             LookupMeter(self._metrics, name),
         )
         pipeline = None
         if model.dense is not None and model.spec.dense is not None:
+            meter = DenseMeter(self._metrics, name)
             pipeline = InferencePipeline(
-                name,
-                model.spec.dense,
-                engine,
-                model.dense,
-                workers,
-                DenseMeter(self._metrics, name),
+                name, model.spec.dense, engine, model.dense, serving.runs, meter
             )
         return ServedModel(name, model.version.version, model.spec, model.tables, engine, pipeline)
 
     def _metered(self, tier: Tier) -> Tier:
-        return Metered(tier, TierMeter(self._metrics, tier.info.source.name.lower()))
+        return Metered(tier, TierMeter(self._metrics, tier.info.name))
 
     def _count_promotion(self, result: str, keys: int) -> None:
         self._metrics.counter(m.PROMOTIONS, result).add(keys)
 
-    def _publish(self, node: Node) -> None:
+    def _publish(self, node: Node, serving: _Serving) -> None:
         """Gauges that are read when metrics are asked for."""
         from hps import __version__
 
@@ -220,7 +237,8 @@ class _Builder:
         metrics.gauge(m.BUILD_INFO, lambda: 1, __version__, "on" if COMPILED else "off")
         metrics.gauge(m.UPTIME, lambda: time.monotonic() - opened)
         metrics.gauge(m.PROMOTE_QUEUE, lambda: node.writer.waiting_keys)
-        metrics.gauge(m.LOOKUP_WAITING, lambda: node.workers.waiting)
+        metrics.gauge(m.LOOKUP_WAITING, lambda: serving.lookups.waiting)
+        metrics.gauge(m.DENSE_WAITING, lambda: serving.runs.waiting)
         metrics.gauges(
             m.MODEL_VERSION,
             lambda: [((model.name,), model.version) for model in node.models.values()],
@@ -232,17 +250,6 @@ def _known_rows(store: RocksDbTier, table: EmbeddingTable) -> int:
     """Rows of a table: what was loaded, or RocksDB's estimate when more were streamed in since."""
     record = store.loaded(table)
     return max(record.rows if record else 0, store.rows(table))
-
-
-def _version_of_files(store: RocksDbTier, table: EmbeddingTable, files: TableFiles) -> int | None:
-    """The version of the table's rows when the store holds exactly those of ``files``; None when only
-    the store knows: other files were loaded, a key stands twice, or rows were written since."""
-    record = store.loaded(table)
-    if record is None or (record.digest, record.rows) != (files.digest, files.rows):
-        return None
-    if store.streamed(table):
-        return None
-    return record.version if store.layout == "native" else 0
 
 
 def _promote_to(cache: CpuCache | None, writer: CacheWriter) -> Promote:
@@ -257,7 +264,7 @@ def _promote_to(cache: CpuCache | None, writer: CacheWriter) -> Promote:
 
 def _rows(node: Node) -> Iterator[tuple[tuple[str, ...], float]]:
     for entry in node.tiers:
-        tier = entry.tier.info.source.name.lower()
+        tier = entry.tier.info.name
         for model in node.models.values():
             for table in model.tables.values():
                 yield (tier, table.model, table.name), entry.rows(table)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hps.config import Configuration, Settings, apply_override
 from hps.config.model_schema import FeatureSpec, ModelSpec
 from hps.config.schema import ModelOverride
+from hps.dense.base import DenseModel
 from hps.dense.onnx import OnnxModel
 from hps.errors import ConfigError
 from hps.lookup.base import Feature, LookupModel
@@ -44,30 +45,39 @@ def open_versions(configuration: Configuration) -> list[ModelVersion]:
     return versions
 
 
+@dataclass(frozen=True, slots=True)
 class OpenedModel:
     """A model version, its lookup description and its network: everything checked but no row read."""
 
-    def __init__(self, version: ModelVersion, settings: Settings, resources: ExitStack) -> None:
-        self.version = version
-        self.spec = version.spec
-        self.tables = version.embedding_tables()
-        self.lookup = LookupModel(
-            version.name,
-            version.version,
-            self.tables,
-            _features(version.spec, self.tables),
-            version.spec.max_batch_size,
-            settings.server.max_keys,
-            _table_bounds(version.spec),
-        )
-        self.dense: OnnxModel | None = None
-        if version.dense is not None and version.spec.dense is not None:
-            chosen = settings.dense
-            self.dense = OnnxModel(version.dense, chosen.provider, chosen.threads, chosen.inline_us)
-            resources.callback(self.dense.close)
-            self.dense.warm_up(
-                check_wiring(version.name, version.spec.dense, self.lookup.features, self.dense)
-            )
+    version: ModelVersion
+    tables: dict[str, EmbeddingTable]
+    lookup: LookupModel
+    dense: DenseModel | None
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.version.spec
+
+
+def open_model(version: ModelVersion, settings: Settings, resources: ExitStack) -> OpenedModel:
+    """Make the version's tables and open its network, which ``resources`` closes."""
+    spec, tables = version.spec, version.embedding_tables()
+    lookup = LookupModel(
+        version.name,
+        version.version,
+        tables,
+        _features(spec, tables),
+        spec.max_batch_size,
+        settings.server.max_keys,
+        _table_bounds(spec),
+    )
+    dense = None
+    if version.dense is not None and spec.dense is not None:
+        chosen = settings.dense
+        dense = OnnxModel(version.dense, chosen.provider, chosen.threads, chosen.inline_us)
+        resources.callback(dense.close)
+        dense.warm_up(check_wiring(version.name, spec.dense, lookup.features, dense))
+    return OpenedModel(version, tables, lookup, dense)
 
 
 def _features(spec: ModelSpec, tables: Mapping[str, EmbeddingTable]) -> dict[str, Feature]:

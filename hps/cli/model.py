@@ -164,7 +164,7 @@ def _check(models: Any, name: str, version: int | None) -> list[tuple[str, str, 
     from hps.cli.progress import ConsoleProgress
     from hps.config import Settings
     from hps.models.check import check_version
-    from hps.opening import OpenedModel
+    from hps.opening import open_model
 
     try:
         opened = models.open(name, version)
@@ -175,7 +175,7 @@ def _check(models: Any, name: str, version: int | None) -> list[tuple[str, str, 
     if opened.dense is not None:
         try:
             with ExitStack() as resources:
-                OpenedModel(opened, Settings(), resources)
+                open_model(opened, Settings(), resources)
             found.append(("network", "OK", "takes and gives what model.yaml says"))
         except (ModelError, ConfigError) as error:
             found.append(("network", "FAIL", str(error)))

@@ -107,7 +107,7 @@ def _tensor(name: str, datatype: str, shape: Sequence[int]) -> TensorSpec:
 def check_wiring(spec: ModelSpec, dense: Path | None) -> None:
     """Whether the network takes what the description feeds it, before anything is written."""
     from hps.models.repository import ModelVersion
-    from hps.opening import OpenedModel
+    from hps.opening import open_model
 
     if spec.dense is not None and dense is None:
         raise ModelError(
@@ -117,7 +117,7 @@ def check_wiring(spec: ModelSpec, dense: Path | None) -> None:
         _check_alone(dense)
     version = ModelVersion(spec.name, 1, spec, Path(), {}, dense, None, "")
     with ExitStack() as resources:
-        OpenedModel(version, Settings(), resources)
+        open_model(version, Settings(), resources)
 
 
 def _check_alone(dense: Path) -> None:

@@ -77,6 +77,17 @@ def load_tables(
     return reports
 
 
+def version_of_rows(store: RocksDbTier, table: EmbeddingTable, files: TableFiles) -> int | None:
+    """The version that the rows of ``files`` have in ``store``, when it holds exactly those; None when
+    only the store knows: other files were loaded, a key stands twice, or rows were written since."""
+    record = store.loaded(table)
+    if record is None or (record.digest, record.rows) != (files.digest, files.rows):
+        return None
+    if store.streamed(table):
+        return None
+    return record.version if store.layout == "native" else 0
+
+
 def _log(table: EmbeddingTable, report: LoadReport) -> None:
     if report.reused:
         log.debug("table %s: reused, %d rows", table.id, report.rows)

@@ -18,7 +18,7 @@ from hps.config.model_schema import DenseSpec, FeatureSpec, ModelSpec, TableSpec
 from hps.errors import BadRequest, ConfigError, HpsError, ModelError, NotFound, TierError
 from hps.models.writer import write_version
 from hps.tiers.rocksdb import RocksDbTier
-from hps.types import JaggedKeys, Source, version_now
+from hps.types import JaggedKeys, LookupRequest, PredictRequest, Source, version_now
 
 USERS, ITEMS = (
     TableSpec(name="users", dim=4, default=-1.0),
@@ -168,6 +168,63 @@ def test_a_hanging_fetch_keeps_the_store_open_until_it_returns(folder, monkeypat
             break
         time.sleep(0.01)
     assert closed_at == [True]
+
+
+def slow_store(monkeypatch, wait):
+    """Every fetch from RocksDB calls ``wait`` first."""
+    fetch = RocksDbTier.fetch
+    monkeypatch.setattr(
+        RocksDbTier, "fetch", lambda tier, parts, ctx: (wait(), fetch(tier, parts, ctx))
+    )
+
+
+def test_every_lookup_thread_reaches_the_store(folder, monkeypatch):
+    """Lookups that queue for the guard's threads would be taken for a slow store."""
+    tiers = {"lookup_threads": 12, "cpu_cache": {"enabled": False}}
+    with hps.open(settings(folder, tiers=tiers)) as node:
+        together = threading.Barrier(12)
+        slow_store(monkeypatch, lambda: together.wait(10))
+        engine = node.model("clicks").engine
+        keys = {"user": JaggedKeys.dense(np.array([3]))}
+        waiting = [engine.submit(LookupRequest(keys)) for _ in range(12)]
+        assert [future.result(10).degraded for future in waiting] == [()] * 12
+
+
+def predicting(node, user):
+    keys = {"user": [user], "item": [1], "seen": [1]}
+    request = PredictRequest(
+        {name: JaggedKeys.dense(np.array(k)) for name, k in keys.items()},
+        {"price": np.ones((1, 1), np.float32)},
+    )
+    return node.model("clicks").pipeline.submit(request)
+
+
+@pytest.fixture
+def one_thread(folder, monkeypatch):
+    """A node with one lookup thread and a network that never runs inline; the store waits for a gate."""
+    gate = threading.Event()
+    tiers, dense = {"lookup_threads": 1}, {"inline_us": 0}
+    with hps.open(settings(folder, tiers=tiers, dense=dense)) as node:
+        slow_store(monkeypatch, lambda: gate.wait(10))
+        yield node, gate
+        gate.set()
+
+
+def test_a_slow_store_holds_up_no_network(one_thread):
+    node, gate = one_thread
+    unknown = predicting(node, 30_000)
+    assert predicting(node, 3).result(10).outputs["ctr"].shape == (1, 1)
+    assert not unknown.done()
+    gate.set()
+    assert unknown.result(10).defaulted == 1
+
+
+def test_what_was_accepted_is_answered_by_a_node_that_closes(one_thread):
+    node, gate = one_thread
+    accepted = predicting(node, 30_000)
+    threading.Timer(0.1, gate.set).start()
+    node.close()
+    assert accepted.result(1).outputs["ctr"].shape == (1, 1)
 
 
 def test_the_highest_version_or_the_one_that_is_set(folder):
