@@ -33,9 +33,9 @@ def shared_data() -> Path:
     repository. Without it a test is skipped, but fails where ``CI`` is set."""
     stated = os.environ.get("HPS_SHARED_DATA")
     folder = Path(stated) if stated else Path(__file__).parents[2] / "shared" / "data"
-    if folder.is_dir():
-        return folder
-    _lack(f"no data sets in {folder}; point HPS_SHARED_DATA to them")
+    if not folder.is_dir():
+        _lack(f"no data sets in {folder}; point HPS_SHARED_DATA to them")
+    return folder
 
 
 @pytest.fixture(scope="session")
