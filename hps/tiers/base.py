@@ -11,6 +11,7 @@ Rules every tier keeps (tests/contract/test_tier.py runs one body on all of them
   raises for a miss and never fills in defaults.
 * A key it knows to be deleted (a tombstone) ends the search: version written, source left 0,
   position taken out of ``missing``.
+* Keys are the table's own: whoever takes keys from outside narrows them (`EmbeddingTable.narrow`).
 * A write is applied when its version is >= the stored one (or the tombstone's). Within one call the
   same key may stand several times: the highest version wins, on equal versions the last.
 * ``fetch`` may be called from many threads beside one writer; the mutating verbs are called by one
@@ -135,15 +136,14 @@ class Tier(Protocol):
 def newest_of_each(keys: KeyArray, versions: VersionArray) -> IndexArray | None:
     """Positions to keep so that each key stands once, with its highest version (the last on a tie).
 
-    None when the keys are unique already (the common case, decided without sorting versions).
+    None when the keys are unique already (the common case, decided by sorting the keys alone).
     """
-    if len(keys) < 2:
+    ordered = np.sort(keys)
+    if not (ordered[1:] == ordered[:-1]).any():
         return None
     order = np.lexsort((np.arange(len(keys)), versions, keys))
     sorted_keys = keys[order]
     last = np.empty(len(keys), bool)
     np.not_equal(sorted_keys[1:], sorted_keys[:-1], out=last[:-1])
     last[-1] = True
-    if last.all():
-        return None
     return np.sort(order[last])
