@@ -192,4 +192,6 @@ def _lock_owner(path: Path) -> str:
         command = (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode()
     except (OSError, UnicodeDecodeError):
         return f"process {pid}"
-    return f"process {pid} ({command.strip()[:80]})"
+    command = command.strip()
+    # Long enough for the file of `hps serve --config FILE`, short enough for a line.
+    return f"process {pid} ({command if len(command) <= 400 else command[:399] + '…'})"
