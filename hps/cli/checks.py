@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hps.cli.output import size
+from hps.cli.output import plural, size
 from hps.errors import HpsError, Unauthenticated
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def _model(name: str, open_it: Callable[[], ModelVersion], repository: Path) -> 
     dims = {table.name: table.dim for table in version.spec.tables}
     rows = sum(files.rows for files in version.tables.values())
     table_bytes = sum(files.rows * (8 + 4 * dims[t]) for t, files in version.tables.items())
-    found = f"version {version.version}, {len(dims)} tables, {rows:,} rows"
+    found = f"version {version.version}, {plural(len(dims), 'table')}, {plural(rows, 'row')}"
     return Check(f"model {name}", "OK", found), table_bytes
 
 

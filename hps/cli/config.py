@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hps.cli.output import Output, OutputFormat, print_json, print_table, say, warn
+from hps.cli.output import Output, OutputFormat, plural, print_json, print_table, say, warn
 
 app = typer.Typer(no_args_is_help=True, help="Show, check and describe the configuration.")
 
@@ -90,8 +90,7 @@ def validate(
         for error in report.errors:
             print(f"error: {error}", file=sys.stderr)
         if report.errors:
-            count = len(report.errors)
-            print(f"{file}: {count} error{'s' if count > 1 else ''}", file=sys.stderr)
+            print(f"{file}: {plural(len(report.errors), 'error')}", file=sys.stderr)
         else:
             print(f"{file}: ok ({report.kind})")
     if report.errors:

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hps.cli.output import Output, OutputFormat, print_json, print_table, say
+from hps.cli.output import (
+    VERDICT_STYLES,
+    Output,
+    OutputFormat,
+    print_json,
+    print_table,
+    problems,
+    say,
+)
 from hps.cli.targets import ApiKeyOption, SetOption
 
 if TYPE_CHECKING:
@@ -62,7 +70,8 @@ def run(
             loaded = load_config(config, overrides or ())
         except HpsError as error:
             mend = "correct it; hps config validate shows the place"
-            yield Check("configuration", "FAIL", str(error), mend)
+            for mistake in problems(error):
+                yield Check("configuration", "FAIL", mistake, mend)
         else:
             for warning in loaded.warnings:
                 yield Check("configuration", "WARN", warning, "see docs/ps-json.md")
@@ -89,7 +98,7 @@ def show(checks: list[Check], failed: int) -> None:
     print_table(
         ("", "check", "found", "mend"),
         [(c.verdict, c.name, c.found, c.mend) for c in checks],
-        styles={"OK": "green", "WARN": "yellow", "FAIL": "bold red"},
+        styles=VERDICT_STYLES,
     )
     say()
     warned = sum(check.verdict == "WARN" for check in checks)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
 
-from hps.cli.output import Number, Output, OutputFormat, age, print_json, print_table, warn
-from hps.cli.targets import ADMIN, AdminOption, ApiKeyOption, ConfigOption, SetOption, open_here
-from hps.errors import BadRequest, ConfigError, NotFound
+from hps.cli.output import Number, Output, OutputFormat, age, plural, print_json, print_table, warn
+from hps.cli.targets import (
+    ADMIN,
+    AdminOption,
+    ApiKeyOption,
+    ConfigOption,
+    NoServerOption,
+    SetOption,
+    open_here,
+)
+from hps.errors import ConfigError, NotFound
 
 if TYPE_CHECKING:
     from hps.node import Node
@@ -40,6 +47,7 @@ def lookup(
         bool, typer.Option("--explain", help="Add the tier each row came from and its age.")
     ] = False,
     admin: AdminOption = ADMIN,
+    _server: NoServerOption = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
     api_key: ApiKeyOption = None,
@@ -67,13 +75,13 @@ def lookup(
 
 
 def parse_key(text: str) -> int:
-    """A key as the signed 64-bit number with the same bits; BadRequest for anything else."""
+    """A key as the signed 64-bit number with the same bits; ConfigError for anything else."""
     try:
         key = int(text)
     except ValueError:
-        raise BadRequest(f"{text!r} is not a key, a whole number from -2^63 to 2^64-1") from None
+        raise ConfigError(f"{text!r} is not a key, a whole number from -2^63 to 2^64-1") from None
     if not -(2**63) <= key < 2**64:
-        raise BadRequest(f"key {text} is outside -2^63 to 2^64-1")
+        raise ConfigError(f"key {text} is outside -2^63 to 2^64-1")
     return key - 2**64 if key >= 2**63 else key
 
 
@@ -97,35 +105,15 @@ def here(node: Node, model: str, table: str, keys: list[int]) -> dict[str, Any]:
     """The same account from a node in this process."""
     import numpy as np
 
-    from hps.types import Source, version_unix_ms
+    from hps.lookup.explain import explained
 
     served = node.model(model)
     if table not in served.tables:
         there = ", ".join(served.tables)
         raise NotFound(f"model {model!r} has no table {table!r}; it has {there}")
-    wanted = {table: np.array(keys, np.int64)}
-    found = node.lookup(model, wanted, by_table=True, want_source=True)
-    now_ms = time.time_ns() // 1_000_000
-    rows = []
-    for i, key in enumerate(keys):
-        source, version = int(found.sources[table][i]), int(found.versions[table][i])
-        rows.append(
-            {
-                "key": key,
-                "found": source != Source.DEFAULT,
-                "source": Source(source).name.lower(),
-                "version": version,
-                "age_s": (now_ms - version_unix_ms(version)) / 1e3 if version else None,
-                "vector": found.vectors[table][i],
-            }
-        )
-    return {
-        "model": model,
-        "version": served.version,
-        "table": table,
-        "rows": rows,
-        "degraded": list(found.degraded),
-    }
+    wanted = np.array(keys, np.int64)
+    found = node.lookup(model, {table: wanted}, by_table=True, want_source=True)
+    return explained(served.tables[table], wanted, found)
 
 
 def show(report: dict[str, Any], explain: bool) -> None:
@@ -137,7 +125,8 @@ def show(report: dict[str, Any], explain: bool) -> None:
     )
     unknown = sum(not row["found"] for row in report["rows"])
     if unknown:
-        warn(f"{unknown} of {len(report['rows'])} keys are unknown: the table's default is shown")
+        asked = plural(len(report["rows"]), "key")
+        warn(f"{unknown} of {asked} unknown: the table's default is shown")
     if report["degraded"]:
         warn(f"looked up without {', '.join(report['degraded'])}, which did not work")
 

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from hps.errors import ConfigError, HpsError, ModelError, Unauthenticated
+from hps.errors import ConfigError, HpsError, ModelError, NotFound, TierError, Unauthenticated
 
 OK, FAILED, USAGE = 0, 1, 2
-"""Exit codes: done; a check or the work failed; the configuration or the command line is wrong."""
+"""Exit codes: done; a check or the work failed; it could not begin: the configuration, a model, the
+database or the command line is wrong."""
 
 
 class Entry(NamedTuple):
@@ -72,21 +73,30 @@ class LazyCommands(TyperGroup):
                 formatter.write_dl([(n, e.help) for n, e in COMMANDS.items() if e.panel == panel])
 
     def invoke(self, ctx: Any) -> Any:
-        """Every error that hps raises on purpose becomes one line on stderr and an exit code."""
+        """Every error that hps raises on purpose becomes lines on stderr and an exit code."""
         try:
             return super().invoke(ctx)
         except HpsError as error:
-            from hps.cli.output import complain
-
             if ctx.params.get("debug"):
                 raise
-            hint = "; the command takes it from --api-key or HPS_API_KEY"
-            complain(str(error) + (hint if isinstance(error, Unauthenticated) else ""))
+            tell(error)
             raise typer.Exit(exit_code(error)) from None
 
 
+def tell(error: HpsError) -> None:
+    """One line on stderr; a line each for a configuration with several mistakes."""
+    from hps.cli.output import complain, problems
+
+    hint = "; the command takes it from --api-key or HPS_API_KEY"
+    suffix = hint if isinstance(error, Unauthenticated) else ""
+    for mistake in problems(error):
+        complain(mistake + suffix)
+
+
 def exit_code(error: HpsError) -> int:
-    return USAGE if isinstance(error, ConfigError | ModelError) else FAILED
+    """Tiers fail a command only when they are opened: later they degrade the answer."""
+    begun = not isinstance(error, ConfigError | ModelError | NotFound | TierError)
+    return FAILED if begun else USAGE
 
 
 app = typer.Typer(
@@ -99,7 +109,8 @@ app = typer.Typer(
 
 
 @app.callback(
-    epilog="New here? Try: hps demo. Exit codes: 0 done, 1 failed, 2 wrong configuration or usage."
+    epilog="New here? Try: hps demo. Exit codes: 0 done, 1 failed (a check, a request), "
+    "2 not begun: wrong configuration, model, database or usage."
 )
 def hps(
     debug: bool = typer.Option(False, "--debug", help="Show Python's traceback of an error."),

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hps.cli.model_import import DEFAULT_REPOSITORY, IMPORT_EXAMPLES, import_
-from hps.cli.output import Output, OutputFormat, count, print_json, print_table, say, size, warn
+from hps.cli.output import (
+    VERDICT_STYLES,
+    Output,
+    OutputFormat,
+    count,
+    print_json,
+    print_table,
+    say,
+    size,
+    warn,
+)
 from hps.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -50,7 +60,7 @@ def inspect(
             print_json([{"model": n, "versions": v, "tables": len(s.tables)} for n, v, s in listed])
             return
         rows = [
-            (n, ", ".join(map(str, v)) or "none", len(s.tables), "yes" if s.dense else "no")
+            (n, ", ".join(map(str, v)) or "none", len(s.tables), _yes(s.dense is not None))
             for n, v, s in listed
         ]
         print_table(("model", "versions", "tables", "network"), rows)
@@ -97,19 +107,29 @@ def _show(opened: ModelVersion) -> None:
     if features:
         say()
         print_table(
-            ("feature", "table", "key offset", "pooling", "hotness"),
-            [(f.name, f.table, f.key_offset, f.pooling, f.hotness or "any") for f in features],
+            ("feature", "table", "key offset", "pooling", "hotness", "context"),
+            [
+                (f.name, f.table, f.key_offset, f.pooling, f.hotness or "any", _yes(f.context))
+                for f in features
+            ],
         )
     if opened.spec.dense is not None:
         say()
         dense = opened.spec.dense
         tensors = [("input", t) for t in dense.inputs] + [("output", t) for t in dense.outputs]
-        rows = [(kind, t.name, t.datatype, "x".join(map(str, t.shape))) for kind, t in tensors]
-        print_table(("network", "tensor", "type", "shape"), rows)
+        rows = [
+            (kind, t.name, t.datatype, "x".join(map(str, t.shape)), _yes(t.context))
+            for kind, t in tensors
+        ]
+        print_table(("network", "tensor", "type", "shape", "context"), rows)
     for key, value in (manifest.metadata if manifest else {}).items():
         say(f"{key}: {value}")
     for warning in opened.warnings:
         warn(warning)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
 
 
 def _default(value: float | list[float]) -> str:
@@ -152,7 +172,7 @@ def verify(
         print_table(
             ("model", "check", "result", "detail"),
             [tuple(finding.values()) for finding in findings],
-            styles={"OK": "green", "WARN": "yellow", "FAIL": "bold red"},
+            styles=VERDICT_STYLES,
         )
     if any(finding["result"] == "FAIL" for finding in findings):
         raise typer.Exit(1)

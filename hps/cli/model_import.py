@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hps.cli.output import Output, OutputFormat, print_json, say
+from hps.cli.output import Output, OutputFormat, plural, print_json, say
 from hps.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def import_(
         return
     for called, number, folder, plan in written:
         for each in plan.tables:
-            say(f"{called}/{number} {each.name}: {each.rows:,} rows of dim {each.dim}")
+            say(f"{called}/{number} {each.name}: {plural(each.rows, 'row')} of dim {each.dim}")
             for part, offset in each.parts:
                 say(f"  {part}: keys from {offset:,} (its feature has key_offset {offset})")
         say(f"Written to {folder}. Serve it: hps serve --set models.repository={repository}")

@@ -40,6 +40,11 @@ def console(*, stderr: bool = False) -> Console:
     return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
 
 
+def problems(error: Exception) -> list[str]:
+    """What ``error`` has to say: a message for each mistake of a configuration, else the one."""
+    return [str(problem) for problem in getattr(error, "problems", (error,))]
+
+
 def complain(message: str) -> None:
     """One line on stderr: the error, its cause and its mend (messages of several lines are joined)."""
     _note("error", "bold red", message)
@@ -55,6 +60,9 @@ def _note(word: str, style: str, message: str) -> None:
     line = "; ".join(part.strip() for part in message.splitlines() if part.strip())
     out = console(stderr=True)
     out.print(Text.assemble((f"{word}:", style), " ", line), soft_wrap=True)
+
+
+VERDICT_STYLES = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}
 
 
 def print_json(data: Any) -> None:
@@ -115,6 +123,11 @@ class Number(str):
 
 def count(value: int | None) -> Number:
     return Number("-" if value is None else f"{value:,}")
+
+
+def plural(number: int, noun: str) -> str:
+    """``1 table``, ``2 tables``."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def size(value: int | None) -> Number:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hps.cli.output import Output, OutputFormat, print_json, print_table, say, warn
+from hps.cli.output import Output, OutputFormat, plural, print_json, print_table, say, warn
 from hps.cli.targets import (
     HTTP,
     ApiKeyOption,
@@ -22,10 +25,12 @@ from hps.cli.targets import (
     source_names,
 )
 from hps.errors import ConfigError
+from hps.types import PredictRequest, PredictResult
 
 if TYPE_CHECKING:
     from hps.cli.request import Features
-    from hps.types import PredictResult
+    from hps.cli.signature import Signature
+    from hps.cli.targets import Submit
 
 app = typer.Typer(add_completion=False)
 
@@ -37,6 +42,8 @@ Examples:
   hps predict ctr impressions.csv --config config.yaml --out scores.npz
 """
 SHOWN_VALUES = 6
+# Requests of a file that a server has at a time: it scores while the next ones are read and written.
+IN_FLIGHT = 4
 
 
 @app.command(epilog=EXAMPLES)
@@ -91,53 +98,82 @@ def predict(
 
 
 def _file(target: Target, model: str, file: Path, out: Path | None, batch_size: int) -> None:
-    from hps.cli.columns import dense_of, keys_of
     from hps.cli.files import Writer, json_lines, open_reader, read
     from hps.cli.progress import ConsoleProgress
 
     signature = target.signature(model)
     reader = open_reader(file, signature.names)
     writer = None if out is None else Writer(out)
-    rows = defaulted = keys = 0
-    degraded: set[str] = set()
-
-    def score(columns: Any) -> PredictResult:
-        nonlocal keys
-        features = {f: keys_of(f, columns[f], rows) for f in signature.features}
-        dense = {
-            name: dense_of(name, columns[name], wanted.dtype, wanted.shape, rows)
-            for name, wanted in signature.dense.items()
-        }
-        keys += sum(len(k.keys) for k in features.values())
-        return target.predict(model, features, dense)
-
+    score = _Scores(model, signature)
     started = time.monotonic()
     with (
         ConsoleProgress().task(f"Scoring {file.name}", reader.total, reader.unit) as advance,
         writer or nullcontext(),
+        target.submitting(IN_FLIGHT) as submit,
     ):
-        for columns, step in read(reader, file, min(batch_size, signature.max_batch)):
-            result = score(columns)
+        batches = read(reader, file, min(batch_size, signature.max_batch))
+        for result, step in score.in_order(batches, submit):
             if writer is not None:
                 writer.write(result.outputs)
             else:
                 sys.stdout.write(json_lines(result.outputs).decode())
-            rows += len(next(iter(result.outputs.values())))
-            defaulted += result.defaulted
-            degraded |= set(result.degraded)
             advance(step)
-    if degraded:
-        warn(f"answered without {', '.join(sorted(degraded))}, which did not work")
+    if score.degraded:
+        warn(f"answered without {', '.join(sorted(score.degraded))}, which did not work")
     if out is not None:
-        _summary(out, rows, keys, defaulted, time.monotonic() - started)
+        _summary(out, score, time.monotonic() - started)
 
 
-def _summary(out: Path, rows: int, keys: int, defaulted: int, seconds: float) -> None:
-    from hps.cli.output import console, count, share
+class _Scores:
+    """Batches of a file in, their scores out, in the same order; counts what went by."""
 
+    def __init__(self, model: str, signature: Signature) -> None:
+        self._model = model
+        self._signature = signature
+        self.rows = self.keys = self.defaulted = 0
+        self.degraded: set[str] = set()
+
+    def in_order(
+        self, batches: Iterable[tuple[Mapping[str, Any], int]], submit: Submit
+    ) -> Iterator[tuple[PredictResult, int]]:
+        """Each batch's scores and progress. At most ``IN_FLIGHT`` batches are held at a time: the
+        next one is read when the oldest has been written."""
+        asked: deque[tuple[Future[PredictResult], int]] = deque()
+        for columns, step in batches:
+            asked.append((submit(self._model, self._request(columns)), step))
+            if len(asked) == IN_FLIGHT:
+                yield self._next(asked)
+        while asked:
+            yield self._next(asked)
+
+    def _request(self, columns: Mapping[str, Any]) -> PredictRequest:
+        from hps.cli.columns import dense_of, keys_of
+
+        wanted = self._signature
+        features = {f: keys_of(f, columns[f], self.rows) for f in wanted.features}
+        dense = {
+            name: dense_of(name, columns[name], tensor.dtype, tensor.shape, self.rows)
+            for name, tensor in wanted.dense.items()
+        }
+        self.keys += sum(len(k.keys) for k in features.values())
+        self.rows += len(next(iter(columns.values())))
+        return PredictRequest(features, dense)
+
+    def _next(self, asked: deque[tuple[Future[PredictResult], int]]) -> tuple[PredictResult, int]:
+        future, step = asked.popleft()
+        result = future.result()
+        self.defaulted += result.defaulted
+        self.degraded |= set(result.degraded)
+        return result, step
+
+
+def _summary(out: Path, score: _Scores, seconds: float) -> None:
+    from hps.cli.output import console, count, plural, share
+
+    rows, keys, defaulted = score.rows, score.keys, score.defaulted
     rate = f"{rows / seconds:,.0f} rows/s" if seconds > 0 else ""
     console(stderr=True).print(
-        f"{count(rows)} rows scored into {out}, {rate}; {count(defaulted)} of {count(keys)} keys "
+        f"{plural(rows, 'row')} scored into {out}, {rate}; {count(defaulted)} of {count(keys)} keys "
         f"({share(defaulted, keys)}) unknown and answered with the table's default",
         soft_wrap=True,
     )
@@ -161,7 +197,7 @@ def _one(
     else:
         features, dense = parse_flags(inputs, signature)
     started = time.perf_counter()
-    result = target.predict(model, features, dense, top_k)
+    result = target.predict(model, PredictRequest(features, dense, top_k=top_k))
     milliseconds = 1000 * (time.perf_counter() - started)
     report: dict[str, Any] = {
         "model": model,
@@ -212,7 +248,7 @@ def _show(report: dict[str, Any]) -> None:
         print_table(("sample", "values"), [(i, _values(v)) for i, v in enumerate(value)])
     say()
     say(
-        f"{report['milliseconds']:.2f} ms, {report['defaulted']} unknown keys answered with the "
+        f"{report['milliseconds']:.2f} ms, {plural(report['defaulted'], 'unknown key')} answered with the "
         "table's default"
     )
     if report["degraded"]:

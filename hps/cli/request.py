@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hps.cli.columns import as_samples
 from hps.cli.signature import Dense, Signature
-from hps.errors import BadRequest
+from hps.errors import BadRequest, ConfigError
 from hps.types import JaggedKeys
 
 Features = dict[str, JaggedKeys]
@@ -48,11 +48,11 @@ def parse_flags(flags: list[str], signature: Signature) -> tuple[Features, Dense
     for flag in flags:
         name, equals, text = flag.partition("=")
         if not equals:
-            raise BadRequest(f"--input {flag!r} must look like name=1,2,3")
+            raise ConfigError(f"--input {flag!r} must look like name=1,2,3")
         try:
             values[name] = orjson.loads(text if text.startswith("[") else f"[{text}]")
         except orjson.JSONDecodeError:
-            raise BadRequest(f"--input {flag!r}: {text!r} is not a list of numbers") from None
+            raise ConfigError(f"--input {flag!r}: {text!r} is not a list of numbers") from None
     return parse_values(values, signature)
 
 

@@ -19,7 +19,7 @@ from hps.cli.output import (
     share,
     warn,
 )
-from hps.cli.targets import ADMIN, AdminOption, ApiKeyOption
+from hps.cli.targets import ADMIN, AdminOption, ApiKeyOption, NoServerOption
 
 if TYPE_CHECKING:
     from hps.client.wire import Sample
@@ -36,6 +36,7 @@ Examples:
 @app.command(epilog=EXAMPLES)
 def status(
     admin: AdminOption = ADMIN,
+    _server: NoServerOption = None,
     api_key: ApiKeyOption = None,
     output: Output = OutputFormat.table,
 ) -> None:

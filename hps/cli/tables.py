@@ -7,7 +7,15 @@ from typing import Annotated, Any
 import typer
 
 from hps.cli.output import Number, Output, OutputFormat, count, print_json, print_table, share, size
-from hps.cli.targets import ADMIN, AdminOption, ApiKeyOption, ConfigOption, SetOption, open_here
+from hps.cli.targets import (
+    ADMIN,
+    AdminOption,
+    ApiKeyOption,
+    ConfigOption,
+    NoServerOption,
+    SetOption,
+    open_here,
+)
 from hps.errors import ConfigError, NotFound
 
 app = typer.Typer(add_completion=False)
@@ -25,6 +33,7 @@ ITEM_BYTES = {"float32": 4, "float16": 2}
 def tables(
     model: Annotated[str | None, typer.Argument(help="Only this model's tables.")] = None,
     admin: AdminOption = ADMIN,
+    _server: NoServerOption = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
     api_key: ApiKeyOption = None,

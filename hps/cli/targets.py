@@ -6,10 +6,11 @@ database to itself, so not while a server runs on the same configuration.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import numpy as np
 import typer
@@ -18,10 +19,20 @@ from numpy.typing import NDArray
 from hps.cli.signature import MAX_BATCH, Signature
 from hps.errors import ConfigError
 from hps.types import JaggedKeys, LookupRequest, LookupResult, PredictRequest, PredictResult
+from hps.workers import Done
 
 if TYPE_CHECKING:
     from hps.client import Client
     from hps.node import Node
+
+
+def _refuse(value: str | None) -> None:
+    if value is not None:
+        raise ConfigError(
+            "this command asks the admin address: give --admin URL instead of --server; the server "
+            "prints it when it starts, port 8002 unless configured otherwise"
+        )
+
 
 HTTP, ADMIN = "http://127.0.0.1:8000", "http://127.0.0.1:8002"
 
@@ -30,6 +41,9 @@ ServerOption = Annotated[
 ]
 AdminOption = Annotated[
     str, typer.Option("--admin", "-a", metavar="URL", help="The server's admin address.")
+]
+NoServerOption = Annotated[
+    str | None, typer.Option("--server", "-s", hidden=True, callback=_refuse)
 ]
 ConfigOption = Annotated[
     Path | None,
@@ -45,18 +59,19 @@ ApiKeyOption = Annotated[
 ]
 
 
+Submit = Callable[[str, PredictRequest], "Future[PredictResult]"]
+
+
 class Target(Protocol):
     """Something that answers requests for models."""
 
     def signature(self, model: str) -> Signature: ...
 
-    def predict(
-        self,
-        model: str,
-        features: Mapping[str, JaggedKeys],
-        dense: Mapping[str, NDArray[Any]],
-        top_k: int | None = None,
-    ) -> PredictResult: ...
+    def predict(self, model: str, request: PredictRequest) -> PredictResult: ...
+
+    def submitting(self, threads: int) -> AbstractContextManager[Submit]:
+        """Answers requests beside each other, up to ``threads`` at a time, as futures."""
+        ...
 
     def lookup(self, model: str, features: Mapping[str, JaggedKeys]) -> LookupResult:
         """Pooled vectors with the source of every key."""
@@ -68,8 +83,11 @@ class Target(Protocol):
 
 
 class ServerTarget:
-    def __init__(self, client: Client) -> None:
+    """``make`` makes a client of the server; ``client`` is the calling thread's."""
+
+    def __init__(self, client: Client, make: Callable[[], Client]) -> None:
         self._client = client
+        self._make = make
 
     def signature(self, model: str) -> Signature:
         metadata = self._client.metadata(model)
@@ -79,26 +97,31 @@ class ServerTarget:
         config = self._client.config(model)
         return Signature.of_metadata(metadata, config.get("max_batch_size") or MAX_BATCH)
 
-    def predict(
-        self,
-        model: str,
-        features: Mapping[str, JaggedKeys],
-        dense: Mapping[str, NDArray[Any]],
-        top_k: int | None = None,
-    ) -> PredictResult:
-        from hps.client.wire import tensors_of
+    def predict(self, model: str, request: PredictRequest) -> PredictResult:
+        return _ask(self._client, model, request)
 
-        # ``dense`` has the model's types already, so there is nothing to ask the server first.
-        tensors = tensors_of(features) | dict(dense)
-        parameters = {"top_k": top_k} if top_k else None
-        answer = self._client.infer(model, tensors, parameters=parameters)
-        return PredictResult(answer.outputs, defaulted=answer.defaulted, degraded=answer.degraded)
+    @contextmanager
+    def submitting(self, threads: int) -> Iterator[Submit]:
+        from hps.client.pool import ClientPool
+
+        with ClientPool(self._make, threads) as pool:
+            yield lambda model, request: pool.submit(lambda client: _ask(client, model, request))
 
     def lookup(self, model: str, features: Mapping[str, JaggedKeys]) -> LookupResult:
         return self._client.lookup(model, features, want_source=True)
 
     def network_inputs(self, model: str) -> Mapping[str, str]:
         return {}
+
+
+def _ask(client: Client, model: str, request: PredictRequest) -> PredictResult:
+    from hps.client.wire import tensors_of
+
+    # The dense inputs have the model's types already, so there is nothing to ask the server first.
+    tensors = tensors_of(request.features) | dict(request.dense)
+    parameters = {"top_k": request.top_k} if request.top_k else None
+    answer = client.infer(model, tensors, parameters=parameters)
+    return PredictResult(answer.outputs, defaulted=answer.defaulted, degraded=answer.degraded)
 
 
 class NodeTarget:
@@ -108,18 +131,17 @@ class NodeTarget:
     def signature(self, model: str) -> Signature:
         return Signature.of_spec(self.node.model(model).spec)
 
-    def predict(
-        self,
-        model: str,
-        features: Mapping[str, JaggedKeys],
-        dense: Mapping[str, NDArray[Any]],
-        top_k: int | None = None,
-    ) -> PredictResult:
+    def predict(self, model: str, request: PredictRequest) -> PredictResult:
         served = self.node.model(model)
         if served.pipeline is None:
-            found = served.engine.lookup(LookupRequest(features))
+            found = served.engine.lookup(LookupRequest(request.features))
             return PredictResult(found.vectors, defaulted=found.defaulted, degraded=found.degraded)
-        return served.pipeline.predict(PredictRequest(features, dense, top_k=top_k))
+        return served.pipeline.predict(request)
+
+    @contextmanager
+    def submitting(self, threads: int) -> Iterator[Submit]:
+        """Answers at once: a node in this process has the machine's cores to itself as it is."""
+        yield lambda model, request: Done(self.predict(model, request))
 
     def lookup(self, model: str, features: Mapping[str, JaggedKeys]) -> LookupResult:
         return self.node.model(model).engine.lookup(LookupRequest(features, want_source=True))
@@ -144,7 +166,7 @@ def open_target(
 
     with Client(server, api_key=api_key) as client:
         client.connect()
-        yield ServerTarget(client)
+        yield ServerTarget(client, lambda: Client(server, api_key=api_key))
 
 
 @contextmanager

@@ -35,7 +35,7 @@ class Report:
 def validate_file(path: Path, overrides: Sequence[str] = ()) -> Report:
     """Judge a configuration, a ``ps.json``, a ``model.yaml`` or an API key file."""
     if path.suffix.lower() == ".json":
-        return _configuration(Report("ps.json"), path, overrides)
+        return _configuration(Report("HPS's ps.json"), path, overrides)
     report = Report("configuration")
     data = report.run(lambda: read_yaml(path).data)
     if report.errors:

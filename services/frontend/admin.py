@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
 from hps.errors import BadRequest, NotFound
-from hps.node import ServedModel
-from hps.types import (
-    JaggedKeys,
-    KeyArray,
-    LookupRequest,
-    LookupResult,
-    Source,
-    version_unix_ms,
-)
+from hps.lookup.explain import explained
+from hps.types import JaggedKeys, KeyArray, LookupRequest
 from services.frontend.auth import Guard
 from services.frontend.http_api import Json, answers, needs
 from services.frontend.infer import outcome
@@ -85,7 +77,7 @@ def admin_routes(state: State, guard: Guard, timeout_s: float) -> APIRouter:
             {table: JaggedKeys(wanted, len(wanted))}, deadline, want_source=True, by_table=True
         )
         result = await outcome(served.engine.submit(request), deadline)
-        return Json(explained(served, table, wanted, result))
+        return Json(explained(served.tables[table], wanted, result))
 
     return router
 
@@ -104,33 +96,3 @@ def parse_keys(text: str) -> KeyArray:
             raise BadRequest(f"key {part} does not fit into 64 bits")
         keys.append(int(part) % 2**64)
     return np.array(keys, np.uint64).view(np.int64)
-
-
-def explained(
-    served: ServedModel, table: str, keys: KeyArray, result: LookupResult
-) -> dict[str, Any]:
-    """The answer of ``/v1/tables/.../rows``: one object per key."""
-    now_ms = time.time_ns() // 1_000_000
-    rows = []
-    for i, key in enumerate(keys.tolist()):
-        code, version = int(result.sources[table][i]), int(result.versions[table][i])
-        rows.append(
-            {
-                "key": key,
-                "found": code != Source.DEFAULT,
-                "source": Source(code).name.lower(),
-                "version": version,
-                # Layouts that keep no version report 0.
-                "age_s": (now_ms - version_unix_ms(version)) / 1e3 if version else None,
-                "vector": result.vectors[table][i].astype(np.float32, copy=False),
-            }
-        )
-    return {
-        "model": served.name,
-        "version": served.version,
-        "table": table,
-        "dim": served.tables[table].dim,
-        "dtype": served.tables[table].dtype.name,
-        "rows": rows,
-        "degraded": list(result.degraded),
-    }

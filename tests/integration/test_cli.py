@@ -272,8 +272,9 @@ def test_a_bad_cell_ends_it_with_its_place_and_no_output(
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["predict", "nope", "--input", "a=1"], 1, "unknown model: 'nope'"),
+        (["predict", "nope", "--input", "a=1"], 2, "unknown model: 'nope'"),
         (["predict", "clicks", "--input", "usr=1"], 1, "did you mean 'user'?"),
+        (["predict", "clicks", "--input", "user"], 2, "must look like name=1,2,3"),
         (["predict", "clicks", "none.csv"], 2, "there is no file none.csv"),
         (["predict", "clicks", "--json", "{"], 1, "not JSON"),
     ],
@@ -307,7 +308,7 @@ def test_lookup_explains_rows(config: Path, urls: tuple[str, str]) -> None:
         )
     shown = hps_command("lookup", "clicks", "items", "5", "700", "--explain", "--admin", urls[1])
     assert shown.out.splitlines()[0].split() == ["key", "from", "age", "vector"]
-    assert "1 of 2 keys are unknown" in shown.err
+    assert "1 of 2 keys unknown" in shown.err
 
 
 def test_many_keys_are_looked_up_in_several_calls(urls: tuple[str, str]) -> None:
@@ -329,7 +330,7 @@ def test_many_keys_are_looked_up_in_several_calls(urls: tuple[str, str]) -> None
 def test_lookup_mistakes(words: list[str], says: str, config: Path, urls: tuple[str, str]) -> None:
     for way in (["--admin", urls[1]], ["--config", config]):
         done = hps_command("lookup", *words, *way)
-        assert done.code == 1
+        assert done.code == 2
         assert done.err.count("\n") == 1
         assert says in done.err
 
@@ -347,7 +348,7 @@ def test_tables(config: Path, urls: tuple[str, str]) -> None:
         assert found["words", "words"]["dim"] == 8
         assert len(hps_command("tables", "clicks", "-o", "json", *way).json) == 2
         wrong = hps_command("tables", "none", *way)
-        assert wrong.code == 1
+        assert wrong.code == 2
         assert "there is clicks, words" in wrong.err
     assert "1,000" in hps_command("tables", "--admin", urls[1]).out
 
@@ -368,7 +369,7 @@ def test_status_counts_what_was_answered(urls: tuple[str, str]) -> None:
 
 def test_the_wrong_port_is_told(urls: tuple[str, str]) -> None:
     done = hps_command("status", "--admin", urls[0])
-    assert done.code == 1
+    assert done.code == 2
     assert "is it the admin address?" in done.err
 
 
@@ -456,6 +457,22 @@ def test_a_taken_port_ends_serve(small_server: Hps, small_repository: Path, tmp_
     assert done.code == 2
     assert "cannot listen on" in done.err
     assert "server.http.port" in done.err
+
+
+def test_a_database_in_use_ends_serve_and_names_its_owner(
+    small_repository: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / ("a folder with a long name " * 5).strip()
+    folder.mkdir()
+    config = write_config(folder, small_repository)
+    with serving(config):
+        for words in (["serve"], ["tables"], ["lookup", "words", "words", "1"]):
+            done = hps_command(*words, "--config", config)
+            assert done.code == 2
+            errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
+            assert len(errors) == 1
+            assert f"serve --config {config} --output json)" in errors[0]
+            assert "tiers.rocksdb.path" in errors[0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -143,7 +143,7 @@ def test_validate_as_json(bad: Path, ps_json: Path) -> None:
     assert result.exit_code == 2
     assert (report["ok"], len(report["errors"])) == (False, 2)
     report = json.loads(run("validate", ps_json, "--output", "json").stdout)
-    assert (report["ok"], report["kind"], len(report["warnings"])) == (True, "ps.json", 1)
+    assert (report["ok"], report["kind"], len(report["warnings"])) == (True, "HPS's ps.json", 1)
 
 
 def test_validate_refuses_an_open_port_without_a_mode(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_validate_refuses_an_open_port_without_a_mode(tmp_path: Path) -> None:
         ("keys.yaml", f"- {{name: a, role: rod, key: {SECRET}}}\n", "API keys", 2),
         ("empty.yaml", "", "configuration", 0),
         ("broken.yaml", "a: [", "configuration", 2),
-        ("ps.json", "{", "ps.json", 2),
+        ("ps.json", "{", "HPS's ps.json", 2),
     ],
 )
 def test_validate_knows_the_kinds_of_files(

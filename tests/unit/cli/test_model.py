@@ -220,9 +220,21 @@ class TestInspect:
         assert (told["version"], told["tables"][0]["rows"]) == (1, 10)
         assert told["manifest"]["tables"]["w"]["rows"] == 10
 
+    def test_what_may_come_once_for_all_candidates(self, tmp_path, npz, models):
+        spec = tmp_path / "spec.yaml"
+        spec.write_text(
+            "name: ctr\ntables: [{name: users, dim: 4}]\n"
+            "features: [{name: user, table: users, context: true}, {name: friend, table: users}]\n"
+        )
+        done = run("import", npz, "-r", models, "-n", "ctr", "-t", "users=u.weight", "--spec", spec)
+        assert done.exit_code == 0, done.stderr
+        rows = [line.split() for line in run("inspect", "ctr", "-r", models).stdout.splitlines()]
+        last = {row[0]: row[-1] for row in rows if row}
+        assert [last[name] for name in ("feature", "user", "friend")] == ["context", "yes", "no"]
+
     def test_what_is_not_there(self, imported):
-        assert run("inspect", "wrds", "-r", imported).exit_code == 1
-        assert run("inspect", "words", "-r", imported, "--version", 9).exit_code == 1
+        assert run("inspect", "wrds", "-r", imported).exit_code == 2
+        assert run("inspect", "words", "-r", imported, "--version", 9).exit_code == 2
         assert run("inspect", "-r", imported / "none").exit_code == 2
 
 

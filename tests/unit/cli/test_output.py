@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from hps.cli import output
 from hps.cli.main import COMMANDS, app, exit_code
 from hps.cli.progress import ConsoleProgress
-from hps.errors import BadRequest, ConfigError, ModelError, Unavailable
+from hps.errors import BadRequest, ConfigError, ModelError, NotFound, TierError, Unavailable
 
 run = CliRunner().invoke
 
@@ -63,7 +63,14 @@ def test_a_mistyped_command_is_guessed() -> None:
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(ConfigError("x"), 2), (ModelError("x"), 2), (Unavailable("x"), 1), (BadRequest("x"), 1)],
+    [
+        (ConfigError("x"), 2),
+        (ModelError("x"), 2),
+        (NotFound("x"), 2),
+        (TierError("rocksdb", "x"), 2),
+        (Unavailable("x"), 1),
+        (BadRequest("x"), 1),
+    ],
 )
 def test_exit_codes(error, code) -> None:
     assert exit_code(error) == code
@@ -77,6 +84,28 @@ def test_an_error_is_one_line_on_stderr() -> None:
     assert result.stderr.count("\n") == 1
     with pytest.raises(ConfigError):
         run(app, ["--debug", "predict", "m"], catch_exceptions=False)
+
+
+def test_every_mistake_of_a_configuration_has_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("sever: {}\nserver:\n  drain_s: 1\n  drain_s: 2\n")
+    result = run(app, ["serve", "--config", str(path)])
+    assert result.exit_code == 2
+    assert [line.split(": ")[1:3] for line in result.stderr.splitlines()] == [
+        [f"{path}:1", "sever"],
+        [f"{path}:4:3", "key 'drain_s' stands here and on line 3"],
+    ]
+    result = run(app, ["doctor", "--config", str(path), "--output", "json"])
+    assert [c["found"].startswith(str(path)) for c in json.loads(result.stdout)[-2:]] == [True] * 2
+
+
+@pytest.mark.parametrize("words", [["tables"], ["status"], ["lookup", "m", "t", "1"]])
+def test_commands_of_the_admin_address_say_so(words: list[str]) -> None:
+    for flag in ("--server", "-s"):
+        result = run(app, [*words, flag, "http://127.0.0.1:1"])
+        assert result.exit_code == 2
+        assert "give --admin URL instead of --server" in result.stderr
+    assert "--server" not in run(app, [words[0], "--help"]).stdout
 
 
 def test_json_output(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,6 +143,8 @@ def test_readable_numbers() -> None:
     assert output.size(999_960) == "1.0 MB"
     assert output.size(None) == "-"
     assert output.count(1234567) == "1,234,567"
+    assert output.plural(1, "table") == "1 table"
+    assert output.plural(1234, "key") == "1,234 keys"
     assert output.share(1, 3) == "33.3 %"
     assert output.share(0, 0) == "-"
     assert output.age(12.9) == "12 s"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hps.cli.request import parse_flags, parse_json
 from hps.cli.signature import Dense, Signature
-from hps.errors import BadRequest
+from hps.errors import BadRequest, ConfigError
 
 F4 = np.dtype(np.float32)
 MODEL = Signature("ctr", ("user", "tags"), {"depth": Dense(F4, (-1, 2))})
@@ -110,7 +110,7 @@ def test_a_request_at_fault_is_told_why(text: str, says: str) -> None:
 
 @pytest.mark.parametrize("flag", ["user", "user=a", "user=[1"])
 def test_a_flag_at_fault_is_quoted(flag: str) -> None:
-    with pytest.raises(BadRequest, match="--input"):
+    with pytest.raises(ConfigError, match="--input"):
         parse_flags([flag], MODEL)
 
 

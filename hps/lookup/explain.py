@@ -1,0 +1,42 @@
+"""Single rows for people to look at: what ``hps lookup`` and the admin port show of them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from hps.types import EmbeddingTable, KeyArray, LookupResult, Source, version_unix_ms
+
+
+def explained(table: EmbeddingTable, keys: KeyArray, result: LookupResult) -> dict[str, Any]:
+    """One object per key of ``keys (n,)``: the vector, the tier it came from, its version and age.
+
+    ``result`` answers a request by table that asked for sources.
+    """
+    now_ms = time.time_ns() // 1_000_000
+    vectors = result.vectors[table.name].astype(np.float32, copy=False)
+    rows = []
+    for i, key in enumerate(keys.tolist()):
+        code, version = int(result.sources[table.name][i]), int(result.versions[table.name][i])
+        rows.append(
+            {
+                "key": key,
+                "found": code != Source.DEFAULT,
+                "source": Source(code).name.lower(),
+                "version": version,
+                # Layouts that keep no version report 0.
+                "age_s": (now_ms - version_unix_ms(version)) / 1e3 if version else None,
+                "vector": vectors[i],
+            }
+        )
+    return {
+        "model": table.model,
+        "version": table.version,
+        "table": table.name,
+        "dim": table.dim,
+        "dtype": table.dtype.name,
+        "rows": rows,
+        "degraded": list(result.degraded),
+    }

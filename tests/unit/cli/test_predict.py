@@ -1,0 +1,90 @@
+"""Batches of a file: several requests at a time, answers in the order of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from hps.cli.predict import IN_FLIGHT, _Scores
+from hps.cli.signature import Dense, Signature
+from hps.errors import BadRequest, Unavailable
+from hps.types import PredictRequest, PredictResult
+
+MODEL = Signature("ctr", ("user",), {"price": Dense(np.dtype(np.float32), (-1, 1))})
+
+
+class Server:
+    """Answers the newest request first, and only when the caller waits for one."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[Future[PredictResult], PredictRequest]] = []
+        self.most = 0
+
+    def submit(self, model: str, request: PredictRequest) -> Future[PredictResult]:
+        assert model == "ctr"
+        server = self
+
+        class Lazy(Future[PredictResult]):
+            def result(self, timeout: float | None = None) -> PredictResult:
+                server.answer()
+                return super().result(timeout)
+
+        future = Lazy()
+        self.open.append((future, request))
+        self.most = max(self.most, len(self.open))
+        return future
+
+    def answer(self) -> None:
+        while self.open:
+            future, request = self.open.pop()
+            keys = request.features["user"].keys
+            if (keys < 0).any():
+                future.set_exception(Unavailable("no"))
+            else:
+                scores = {"score": keys + request.dense["price"][:, 0]}
+                future.set_result(PredictResult(scores, defaulted=1, degraded=("redis",)))
+
+
+def batches(count: int, read: list[int]) -> Iterator[tuple[dict[str, Any], int]]:
+    for i in range(count):
+        read.append(i)
+        yield {"user": pa.array([10 * i, 10 * i + 1]), "price": pa.array([0.5, 0.25])}, 2
+
+
+@pytest.mark.parametrize("count", [0, 1, IN_FLIGHT, 3 * IN_FLIGHT + 1])
+def test_scores_come_in_the_order_of_the_rows(count: int) -> None:
+    server, score, read = Server(), _Scores("ctr", MODEL), []
+    seen: list[float] = []
+    for result, step in score.in_order(batches(count, read), server.submit):
+        assert step == 2
+        assert len(read) - len(seen) // 2 <= IN_FLIGHT
+        seen += result.outputs["score"].tolist()
+    assert seen == [10 * i + x for i in range(count) for x in (0.5, 1.25)]
+    assert server.most == min(count, IN_FLIGHT)
+    assert (score.rows, score.keys, score.defaulted) == (2 * count, 2 * count, count)
+    assert score.degraded == ({"redis"} if count else set())
+
+
+def test_a_request_that_fails_ends_it_behind_the_scores_before_it() -> None:
+    server, score = Server(), _Scores("ctr", MODEL)
+    columns = [
+        ({"user": pa.array([key]), "price": pa.array([0.0])}, 1) for key in (1, 2, -3, 4, 5, 6, 7)
+    ]
+    scores = score.in_order(columns, server.submit)
+    assert [next(scores)[0].outputs["score"].tolist() for _ in range(2)] == [[1], [2]]
+    with pytest.raises(Unavailable):
+        next(scores)
+
+
+def test_a_bad_cell_is_told_with_its_row_in_the_file() -> None:
+    columns = [
+        ({"user": pa.array(["1", "2"]), "price": pa.array(["1", "2"])}, 2),
+        ({"user": pa.array(["3", "x"]), "price": pa.array(["1", "2"])}, 2),
+    ]
+    with pytest.raises(BadRequest, match="column 'user', row 4: 'x' is not"):
+        list(_Scores("ctr", MODEL).in_order(columns, Server().submit))
