@@ -11,10 +11,11 @@ from fastapi import FastAPI
 from hps import __version__
 from hps.config.schema import ServerSettings
 from services.frontend.admin import admin_routes, metrics_route
+from services.frontend.asgi import App, Receive, Scope, Send
 from services.frontend.auth import Guard
-from services.frontend.body import Receive
+from services.frontend.head import request_id
 from services.frontend.http_api import install_errors
-from services.frontend.infer import App, InferApp, Scope, Send, request_id
+from services.frontend.infer import InferApp
 from services.frontend.openapi import document
 from services.frontend.protocol import health_routes, model_routes, repository_routes
 from services.frontend.state import State
@@ -25,13 +26,13 @@ _ABOUT = (
 )
 
 
-def data_app(state: State, settings: ServerSettings, guard: Guard) -> App:
+def data_app(state: State, settings: ServerSettings, guard: Guard) -> InferApp:
     """Inference, and what clients ask about it."""
     api = _api("hps", state, settings, guard)
     return InferApp(state, settings, guard, Contained(api))
 
 
-def admin_app(state: State, settings: ServerSettings, guard: Guard) -> App:
+def admin_app(state: State, settings: ServerSettings, guard: Guard) -> InferApp:
     """All of the data port's answers, metrics, and ``/v1``."""
     api = _api("hps admin", state, settings, guard)
     api.include_router(metrics_route(state))

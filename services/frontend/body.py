@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import zlib
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 from hps.errors import BadRequest
+from services.frontend.asgi import Receive
 from services.frontend.errors import TooLarge, TooSlow, UnknownEncoding
-
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 # zlib's window bits for each coding; "deflate" means a zlib stream (RFC 9110).
 _WINDOW = {"gzip": 31, "x-gzip": 31, "deflate": 15}

@@ -1,7 +1,9 @@
-"""The protocol's datatypes by NumPy type, and their numbers in JSON."""
+"""The protocol's datatypes by NumPy type, what an input may be of them, and their numbers in JSON."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -25,6 +27,15 @@ INTEGERS: dict[str, np.dtype[Any]] = {"INT64": DATATYPES["INT64"]} | {
 BINARY_ONLY = frozenset({"FP16"})
 
 _ELEMENTS: dict[str, set[type]] = {"i": {int}, "u": {int}, "f": {int, float}, "b": {bool}}
+
+
+@dataclass(frozen=True, slots=True)
+class InputRule:
+    """What one named input of a model may be: ``dtypes`` by datatype; ``is_keys``: its elements count
+    as keys of the request."""
+
+    dtypes: Mapping[str, np.dtype[Any]]
+    is_keys: bool = False
 
 
 def numbers(data: Any, dtype: np.dtype[Any], count: int) -> NDArray[Any]:

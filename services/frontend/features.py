@@ -9,8 +9,8 @@ from hps.dense.base import DATATYPES
 from hps.errors import BadRequest
 from hps.lookup.base import Feature
 from hps.types import JaggedKeys
-from services.frontend.datatypes import INTEGERS
-from services.frontend.request import InferCall, InputRule, Tensor
+from services.frontend.datatypes import INTEGERS, InputRule
+from services.frontend.request import InferCall, Tensor
 
 _WEIGHTS = {"FP32": DATATYPES["FP32"]}
 

@@ -16,7 +16,7 @@ from hps.config.auth import Role
 from hps.errors import BadRequest, HpsError
 from services.frontend.auth import Guard
 from services.frontend.errors import TooLarge, error_body, error_headers
-from services.frontend.infer import describe
+from services.frontend.failures import describe
 
 # Bodies of the routes here are small; only inference takes large ones.
 _MAX_BODY = 1 << 20

@@ -1,205 +1,197 @@
 """``POST /v2/models/<m>[/versions/<v>]/infer``: the hot route, as raw ASGI.
 
 One dictionary look-up finds the model by path; everything else goes on to FastAPI. Success is one
-straight line; every failure ends in ``_failure``.
+straight line; every failure ends in ``failures.fail``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
-import secrets
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from time import perf_counter_ns
 from typing import Any
 
-from hps import metrics as m
 from hps.config.schema import ServerSettings
 from hps.errors import BadRequest, DeadlineExceeded, HpsError, Unavailable
+from services.frontend.asgi import WHOLE, App, Receive, Scope, Send
 from services.frontend.auth import Guard
-from services.frontend.body import (
-    COMPRESS_FROM_BYTES,
-    ClientGone,
-    Receive,
-    accepted_coding,
-    compress,
-    discard,
-    in_task,
-    read_body,
-)
-from services.frontend.errors import TooLarge, TooSlow, error_body, error_headers, http_status
-from services.frontend.logs import fields, log
-from services.frontend.response import Headers
-from services.frontend.state import Entry, State
-
-Scope = MutableMapping[str, Any]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-# ASGI extension: status, headers and body in one message. Headers must need no check.
-WHOLE = "hps.response.whole"
+from services.frontend.body import COMPRESS_FROM_BYTES, compress, in_task, read_body
+from services.frontend.errors import TooLarge, TooSlow
+from services.frontend.failures import fail, log_request
+from services.frontend.head import Head
+from services.frontend.logs import log
+from services.frontend.response import Reply
+from services.frontend.state import State
 
 _INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
-_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+# Heads that are kept; longer ones are not worth their memory.
+_HEADS_KEPT, _HEAD_BYTES = 1024, 2048
 
 
 class InferApp:
     """Answers inference requests and hands every other one to ``rest``. Runs on one event loop.
 
-    A request to one of the paths in ``routes`` may be begun outside a task (see ``http_server``).
+    A request to one of the paths in ``routes`` may be begun outside a task (see ``connection``).
     """
 
     def __init__(self, state: State, settings: ServerSettings, guard: Guard, rest: App) -> None:
-        self._state = state
+        self.state = state
         self.routes = state.routes
+        self.timeout_s = settings.request_timeout_ms / 1e3
         self._guard = guard
         self._rest = rest
         self._max_body = settings.max_body_bytes
-        self._timeout_s = settings.request_timeout_ms / 1e3
-        self._log_requests = settings.log_level == "debug"
+        self._heads: dict[bytes, Head] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = perf_counter_ns()
+        arrived = perf_counter_ns()
         entry = None
         if scope["type"] == "http" and scope["method"] == "POST":
             entry = self.routes.get(scope["path"])
             if entry is None and _INFER.fullmatch(scope["path"]):
-                await self._refuse(scope, receive, send, started)
+                await self._refuse(scope, receive, send, arrived)
                 return
         if entry is None:
             await self._rest(scope, receive, send)
             return
-        headers = dict(scope["headers"])
-        begun = False
+        head = Head(entry, dict(scope["headers"]))
+        permitted = False
         try:
-            self._guard.check(headers, "read")
-            begun = True
-            body = await read_body(receive, headers, self._max_body, self._timeout_s)
-            started = perf_counter_ns()  # what the client took to send is not ours
-            answer, reply = await self._answer(entry, headers, body, started)
+            self._guard.check(head.headers, "read")
+            permitted = True
+            body = await read_body(receive, head.headers, self._max_body, self.timeout_s)
+            arrived = perf_counter_ns()  # what the client took to send is not ours
+            inference = Inference(self, head, body, arrived)
         except (Exception, asyncio.CancelledError) as error:
-            unread = receive if not begun or _is_unread(error) else None
-            await self._failure(error, entry, headers, send, unread, started)
+            unread = receive if not permitted or _is_unread(error) else None
+            await fail(error, head, self.state, send, arrived, unread)
             return
-        if b"x-request-id" in headers:
-            _echo_request_id(headers, reply)
-        if self._log_requests:
-            _log_request(headers, entry, 200, started)
-        if WHOLE in scope.get("extensions", ()):
-            await send({"type": WHOLE, "status": 200, "headers": reply, "body": answer})
+        await inference(scope, receive, send)
+
+    def learn(self, text: bytes, scope: Mapping[str, Any], body_size: int) -> None:
+        """Keep what the head ``text`` says, if it may stand before other bodies of ``body_size`` bytes."""
+        if len(text) > _HEAD_BYTES or body_size > self._max_body:
             return
-        await send({"type": "http.response.start", "status": 200, "headers": reply})
-        await send({"type": "http.response.body", "body": answer})
+        head = Head(self.routes[scope["path"]], dict(scope["headers"]))
+        if head.body_size == body_size:
+            if len(self._heads) >= _HEADS_KEPT:
+                self._heads.clear()
+            self._heads[text] = head
 
-    async def _answer(
-        self, entry: Entry, headers: dict[bytes, bytes], body: bytes, started: int
-    ) -> tuple[bytes, Headers]:
-        """The response's body and headers; the statistics know of it."""
-        endpoint = entry.endpoint
-        size = _header_size(headers.get(b"inference-header-content-length"), len(body))
-        if size == 0:
-            call = entry.parser.raw(body, endpoint.raw_input)
-        else:
-            call = entry.parser.parse(body, size)
-        parsed = perf_counter_ns()
-        form = call.form
-        deadline = time.monotonic() + (form.timeout_us * 1e-6 or self._timeout_s)
-        future = endpoint.submit(call, deadline)
-        result = future.result() if future.done() else await outcome(future, deadline)
-        inferred = perf_counter_ns()
-        answer, reply = entry.encoder.encode(
-            form.id,
-            result.defaulted,
-            result.degraded,
-            endpoint.outputs(call, result),
-            form.heads,
-        )
-        accept = headers.get(b"accept-encoding")
-        if accept is not None and len(answer) >= COMPRESS_FROM_BYTES:
-            coding = accepted_coding(accept)
-            if coding is not None:
-                answer = await compress(answer, coding)
-                reply[-1] = (b"content-length", b"%d" % len(answer))
-                reply.append((b"content-encoding", coding.encode()))
-        done = perf_counter_ns()
-        entry.statistics.succeeded(call.batch, started, parsed, inferred, done)
-        entry.observe_ok((done - started) * 1e-9)
-        return answer, reply
+    def begin(self, request: bytes) -> Inference | None:
+        """Begin a request whose head is known already. None when it isn't, or when ``request`` is not
+        exactly one request; raises what is wrong with it. Either way nothing has happened then."""
+        size = request.find(b"\r\n\r\n") + 4
+        head = self._heads.get(request[:size])
+        if head is None or len(request) - size != head.body_size:
+            return None
+        started = perf_counter_ns()
+        self._guard.check(head.headers, "read")
+        return Inference(self, head, request[size:], started)
 
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send, started: int) -> None:
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send, arrived: int) -> None:
         """An inference request for a name that is not served, now or ever."""
-        headers = dict(scope["headers"])
+        head = Head(None, dict(scope["headers"]))
         match = _INFER.fullmatch(scope["path"])
         assert match is not None
         try:
-            self._guard.check(headers, "read")
-            self._state.entry(match[1], match[2])
+            self._guard.check(head.headers, "read")
+            self.state.entry(match[1], match[2])
             raise Unavailable("the model has just become ready; ask again")
         except HpsError as error:
-            await self._failure(error, None, headers, send, receive, started)
+            await fail(error, head, self.state, send, arrived, receive)
 
-    async def _failure(
-        self,
-        error: BaseException,
-        entry: Entry | None,
-        headers: dict[bytes, bytes],
-        send: Send,
-        unread: Receive | None,
-        started: int,
-    ) -> None:
-        """Answer with what went wrong. ``unread``: where the rest of the request's body comes from."""
-        if isinstance(error, ClientGone):
+
+class Inference:
+    """A request that has been begun. As an ASGI application it waits for what is still missing, and
+    answers. ``started``, ``parsed`` and ``inferred`` are instants in ns."""
+
+    __slots__ = ("_call", "_deadline", "_future", "_head", "_parsed", "_started", "_state")
+
+    def __init__(self, app: InferApp, head: Head, body: bytes, started: int) -> None:
+        """Raises what is wrong with the request."""
+        self._head = head
+        self._state = app.state
+        self._started = started
+        entry = head.entry
+        assert entry is not None
+        size = _header_size(head.headers.get(b"inference-header-content-length"), len(body))
+        if size == 0:
+            call = entry.parser.raw(body, entry.endpoint.raw_input)
+        else:
+            call = entry.parser.parse(body, size)
+        self._call = call
+        self._parsed = perf_counter_ns()
+        self._deadline = time.monotonic() + (call.form.timeout_us * 1e-6 or app.timeout_s)
+        self._future = entry.endpoint.submit(call, self._deadline)
+
+    def at_once(self) -> Reply | None:
+        """The answer, if it is there, and is what the model said and nothing else. None: go on as an
+        application."""
+        if not self._head.plain or not self._future.done() or log.isEnabledFor(logging.DEBUG):
+            return None
+        try:
+            inferred = perf_counter_ns()
+            reply = self._encode(self._future.result())
+        except Exception:
+            return None  # the application says what is wrong
+        self._count(inferred)
+        return reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        head, future = self._head, self._future
+        try:
+            result = future.result() if future.done() else await outcome(future, self._deadline)
+            inferred = perf_counter_ns()
+            reply = await self._dressed(self._encode(result))
+            self._count(inferred)
+        except (Exception, asyncio.CancelledError) as error:
+            await fail(error, head, self._state, send, self._started)
             return
-        status, body = describe(error, headers)
-        done = perf_counter_ns()
-        name = ""
-        if entry is not None:
-            name = entry.name
-            entry.statistics.failed(started, done)
-        metrics = self._state.metrics
-        metrics.histogram(m.REQUEST_SECONDS, "http", "infer", name, str(status)).observe(
-            (done - started) * 1e-9
-        )
-        reason = _REFUSED.get(status)
-        if reason is not None:
-            metrics.counter(m.REQUESTS_REFUSED, reason).add()
-        reply = error_headers(status, body)
-        _echo_request_id(headers, reply)
-        if self._log_requests:
-            _log_request(headers, entry, status, started)
-        await send({"type": "http.response.start", "status": status, "headers": reply})
-        if unread is not None and b"expect" not in headers:
-            # The client reads the answer only when it has sent its request: let it finish.
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-            await discard(unread)
-            body = b""
-        await send({"type": "http.response.body", "body": body})
+        log_request(head, 200, self._started)
+        if WHOLE in scope.get("extensions", ()):
+            await send({"type": WHOLE, "reply": reply})
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": reply.headers})
+        await send({"type": "http.response.body", "body": reply.body})
+
+    def _encode(self, result: Any) -> Reply:
+        call, entry = self._call, self._head.entry
+        assert entry is not None
+        outputs = entry.endpoint.outputs(call, result)
+        form = call.form
+        return entry.encoder.encode(form.id, result.defaulted, result.degraded, outputs, form.heads)
+
+    async def _dressed(self, reply: Reply) -> Reply:
+        """The reply as the request's headers want it: compressed, with the request's id."""
+        head = self._head
+        if head.plain:
+            return reply
+        headers, pieces = reply.headers.copy(), reply.pieces
+        if head.coding is not None and len(body := reply.body) >= COMPRESS_FROM_BYTES:
+            pieces = [await compress(body, head.coding)]
+            headers[-1] = (b"content-length", b"%d" % len(pieces[0]))
+            headers.append((b"content-encoding", head.coding.encode()))
+        if head.request_id:
+            headers.append((b"x-request-id", head.request_id.encode()))
+        return Reply.make(headers, pieces)
+
+    def _count(self, inferred: int) -> None:
+        """The statistics know of an answer that is ready to be sent."""
+        entry = self._head.entry
+        assert entry is not None
+        done, started = perf_counter_ns(), self._started
+        entry.statistics.succeeded(self._call.batch, started, self._parsed, inferred, done)
+        entry.observe_ok((done - started) * 1e-9)
 
 
 def _is_unread(error: BaseException) -> bool:
     """Whether part of the body is still on its way, after reading it ended with ``error``."""
     return isinstance(error, TooSlow) or (isinstance(error, TooLarge) and error.unread)
-
-
-# Requests that were refused before they were looked at, by status.
-_REFUSED = {401: "unauthenticated", 403: "forbidden", 413: "too_large", 503: "unavailable"}
-
-
-def describe(error: BaseException, headers: dict[bytes, bytes]) -> tuple[int, bytes]:
-    """Status and body for an error; one that nobody raised on purpose is logged, not told."""
-    if isinstance(error, asyncio.CancelledError):  # the drain is over
-        error = Unavailable("the server has shut down before it could answer; ask another replica")
-    if isinstance(error, HpsError):
-        status = http_status(error)
-        if status == 500:
-            log.error("request failed %s", fields(id=request_id(headers), error=str(error)))
-        return status, error_body(str(error))
-    known_as = request_id(headers) or secrets.token_hex(8)
-    log.error("internal error %s", fields(id=known_as), exc_info=error)
-    message = f"internal error; the server's log has it under id {known_as}"
-    return 500, error_body(message)
 
 
 def _header_size(value: bytes | None, size: int) -> int | None:
@@ -223,28 +215,3 @@ async def outcome(future: Future[Any], deadline: float) -> Any:
             "no answer within the request's time; parameter 'timeout' (microseconds) or "
             "server.request_timeout_ms allow more"
         ) from None
-
-
-def request_id(headers: dict[bytes, bytes]) -> str:
-    """``X-Request-ID`` if it is one that may be repeated in a header and a log line, else ""."""
-    given = headers.get(b"x-request-id", b"")
-    return given.decode() if _REQUEST_ID.fullmatch(given) else ""
-
-
-def _echo_request_id(headers: dict[bytes, bytes], reply: Headers) -> None:
-    if known_as := request_id(headers):
-        reply.append((b"x-request-id", known_as.encode()))
-
-
-def _log_request(
-    headers: dict[bytes, bytes], entry: Entry | None, status: int, started: int
-) -> None:
-    log.debug(
-        "request %s",
-        fields(
-            id=request_id(headers),
-            model=entry.name if entry else "",
-            status=status,
-            us=(perf_counter_ns() - started) // 1000,
-        ),
-    )

@@ -17,7 +17,7 @@ from hps.lookup.base import Feature
 from hps.node import ServedModel
 from hps.pipeline import TOP_K_INDEX
 from hps.types import Source
-from services.frontend.endpoints import KEYS, KEYS_SOURCE, NUMKEYS, OUTPUT0
+from services.frontend.lookup_endpoint import KEYS, KEYS_SOURCE, NUMKEYS, OUTPUT0
 
 SERVER_NAME = "hps"
 PLATFORM = "hps"

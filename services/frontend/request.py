@@ -20,7 +20,8 @@ import orjson
 from numpy.typing import NDArray
 
 from hps.errors import BadRequest
-from services.frontend.datatypes import numbers
+from hps.lookup.base import Submit
+from services.frontend.datatypes import InputRule, numbers
 from services.frontend.errors import TooLarge
 from services.frontend.request_faults import explain
 
@@ -29,15 +30,6 @@ _EMPTY: dict[str, Any] = {}
 _FAULTS = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
 # Forms that are kept per model; longer headers are not worth their memory.
 _FORMS_KEPT, _HEADER_KEPT = 256, 8192
-
-
-@dataclass(frozen=True, slots=True)
-class InputRule:
-    """What one named input of a model may be: ``dtypes`` by datatype; ``is_keys``: its elements count
-    as keys of the request."""
-
-    dtypes: Mapping[str, np.dtype[Any]]
-    is_keys: bool = False
 
 
 @dataclass(slots=True)
@@ -65,7 +57,9 @@ class Form:
     ``raw_size`` bytes. ``outputs`` pairs each requested name with whether it goes out as binary; None
     means all of them, in the form ``binary`` says. ``timeout_us`` 0: the server's default.
 
-    ``heads`` keeps response headers for ``response.encode``: answers to one form look alike too.
+    A form that is ``kept`` stands for requests that differ in their raw tensors alone: ``prepared`` is
+    how the endpoint begins them, and their batch; ``heads`` the response headers that
+    ``response.encode`` has written.
     """
 
     given: dict[str, Tensor] = field(default_factory=dict)
@@ -76,6 +70,8 @@ class Form:
     binary: bool = False
     timeout_us: int = 0
     top_k: int | None = None
+    kept: bool = False
+    prepared: tuple[Submit, int] | None = None
     heads: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -112,6 +108,7 @@ class Parser:
                 if not form.given and header_size <= _HEADER_KEPT:
                     if len(self._forms) >= _FORMS_KEPT:
                         self._forms.clear()
+                    form.kept = True
                     self._forms[text] = form
             # One copy aligns every tensor whose offset is a multiple of its element's size.
             return _call(form, body[header_size:])

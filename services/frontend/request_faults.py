@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import orjson
 
 from hps.errors import BadRequest
-from services.frontend.datatypes import BINARY_ONLY, INTEGERS, numbers
-
-if TYPE_CHECKING:
-    from services.frontend.request import InputRule
+from services.frontend.datatypes import BINARY_ONLY, INTEGERS, InputRule, numbers
 
 _SHOWN = 80
 

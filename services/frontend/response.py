@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -20,6 +20,24 @@ _HEADS_KEPT = 64
 Headers = list[tuple[bytes, bytes]]
 
 
+class Reply(NamedTuple):
+    """An answer that goes out with status 200: its HTTP headers, Content-Length last, the same as lines
+    of a head, and the pieces of its body (bytes and C-contiguous arrays)."""
+
+    headers: Headers
+    lines: bytes
+    pieces: list[Any]
+
+    @staticmethod
+    def make(headers: Headers, pieces: list[Any]) -> Reply:
+        """A reply with the lines for its headers."""
+        return Reply(headers, b"".join([b"%b: %b\r\n" % header for header in headers]), pieces)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.pieces)
+
+
 class Encoder:
     """Writes the answers of one model version."""
 
@@ -33,8 +51,8 @@ class Encoder:
         degraded: tuple[str, ...],
         outputs: Sequence[Output],
         heads: dict[Any, Any],
-    ) -> tuple[bytes, Headers]:
-        """The body and the HTTP headers, Content-Length last.
+    ) -> Reply:
+        """The answer with ``outputs``.
 
         ``heads`` belongs to the requests of one form, whose outputs differ in shape alone: what was
         written before them for the same shapes is used again, while all of them are binary.
@@ -42,25 +60,21 @@ class Encoder:
         key = (defaulted, degraded, *[array.shape for _, _, array in outputs])
         kept = heads.get(key)
         if kept is not None:
-            text, headers = kept
-            try:
-                chunks: list[Any] = [array for _, _, array in outputs]
-                body = b"".join([text, *chunks])
-            except TypeError:  # an array that is not contiguous
-                pass
-            else:
-                return body, headers.copy()
-        text, chunks = self._describe(request_id, defaulted, degraded, outputs)
-        headers = [_TEXT]
-        if chunks:
+            headers, lines, text = kept
+            pieces = [text]
+            for _, _, array in outputs:
+                pieces.append(array if array.flags.c_contiguous else np.ascontiguousarray(array))
+            return Reply(headers, lines, pieces)
+        text, arrays = self._describe(request_id, defaulted, degraded, outputs)
+        headers, size = [_TEXT], len(text) + sum(array.nbytes for array in arrays)
+        if arrays:
             headers = [_OCTETS, (b"inference-header-content-length", b"%d" % len(text))]
-        body = b"".join([text, *chunks])
-        headers.append((b"content-length", b"%d" % len(body)))
+        reply = Reply.make([*headers, (b"content-length", b"%d" % size)], [text, *arrays])
         if outputs and all(binary for _, binary, _ in outputs):
             if len(heads) >= _HEADS_KEPT:
                 heads.clear()
-            heads[key] = text, headers.copy()
-        return body, headers
+            heads[key] = reply.headers, reply.lines, text
+        return reply
 
     def _describe(
         self,

@@ -12,8 +12,10 @@ from hps import metrics as m
 from hps.errors import NotFound, Unavailable
 from hps.metrics import Metrics
 from hps.node import Node, ServedModel
-from services.frontend.endpoints import Endpoint, LookupEndpoint, RankingEndpoint
+from services.frontend.endpoints import Endpoint
+from services.frontend.lookup_endpoint import LookupEndpoint
 from services.frontend.metadata import ModelInfo, lookup_info, ranking_info, tables_info
+from services.frontend.ranking_endpoint import RankingEndpoint
 from services.frontend.request import Parser
 from services.frontend.response import Encoder
 from services.frontend.statistics import Statistics

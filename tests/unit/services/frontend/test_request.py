@@ -12,9 +12,9 @@ from tritonclient.http import InferenceServerClient, InferInput, InferRequestedO
 
 from hps.dense.base import DATATYPES as DTYPES
 from hps.errors import BadRequest
-from services.frontend.datatypes import INTEGERS
+from services.frontend.datatypes import INTEGERS, InputRule
 from services.frontend.errors import TooLarge
-from services.frontend.request import InputRule, Parser
+from services.frontend.request import Parser
 
 RULES = {name: InputRule({name: dtype}) for name, dtype in DTYPES.items()}
 RULES["f"] = InputRule(INTEGERS, is_keys=True)

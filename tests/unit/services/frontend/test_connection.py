@@ -9,7 +9,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from services.frontend.http_server import MAX_HEAD_BYTES, Protocol
+from services.frontend.connection import MAX_HEAD_BYTES, Protocol
 
 PATH = "/v2/models/words.lookup/infer"
 

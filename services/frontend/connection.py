@@ -1,0 +1,258 @@
+"""One HTTP/1.1 connection: uvicorn's protocol, with bounds of our own and a short way for inference."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import types
+from collections.abc import Generator
+from functools import partial
+from typing import Any, Literal
+
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+
+from services.frontend.asgi import EXTENSIONS, WHOLE
+from services.frontend.errors import error_body, error_headers
+from services.frontend.infer import InferApp
+from services.frontend.response import Reply
+
+# An idle keep-alive connection is closed after this time; a connection on which a request has begun
+# but does not go on, after one to two sweeps.
+KEEP_ALIVE_S = 75
+# An idle connection of a server that stops is closed after this time: a request may be on its way.
+LINGER_S = 0.5
+MAX_HEAD_BYTES = 64 << 10
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 with a bound on the size of a head, our error shape for what is no HTTP, no
+    timer and no task for a request that can be answered at once.
+
+    An inference request that came whole begins where its last byte was read, without a turn of the
+    event loop; most end there. One that has to wait goes on as a task. When its head is one that was
+    read before, the parser does not see it at all.
+    """
+
+    app: InferApp
+    _reads: Literal["nothing", "head", "body"] = "nothing"
+    _receiving = False
+    _begun: tuple[RequestResponseCycle, Any] | None = None
+    _head_bytes = 0
+    _last = False
+    # The first lines of an answer, and the headers they were made of.
+    _opening = b""
+    _dated: Any = None
+    # Arrivals; how many there were at the last sweep, and the sweeps since without one.
+    _heard, _swept, _silent = 0, -1, 0
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        self._heard += 1
+        if self._reads == "nothing" and self._is_free() and self._answer_known(data):
+            return
+        self._receiving = True
+        super().data_received(data)
+        while self._begun is not None:  # answering one may begin the next of a pipeline
+            (cycle, app), self._begun = self._begun, None
+            if cycle.more_body or cycle.scope["path"] not in self.app.routes:
+                super()._start_asgi_task(cycle, app)
+            else:
+                if cycle.keep_alive:
+                    size = data.find(b"\r\n\r\n") + 4
+                    self.app.learn(data[:size], cycle.scope, len(data) - size)
+                self._run(cycle, app)
+        self._receiving = False
+        if self._reads == "head":
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self._refuse(431, f"the request's head has more than {MAX_HEAD_BYTES} bytes")
+        elif self._head_bytes:
+            self._head_bytes = 0
+
+    def on_message_begin(self) -> None:
+        self._reads = "head"
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._reads = "body"
+        super().on_headers_complete()
+        if type(self.cycle) is RequestResponseCycle:
+            self._adopt(self.cycle)
+
+    def on_message_complete(self) -> None:
+        self._reads = "nothing"
+        super().on_message_complete()
+
+    def _is_free(self) -> bool:
+        """Whether no request is being answered, and an answer could be sent."""
+        return self._is_idle() and not self._last and not self.flow.write_paused
+
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    # -- answering ---------------------------------------------------------------------------------
+
+    def _answer_known(self, data: bytes) -> bool:
+        """Answer ``data``, if it is one whole request whose head was read before."""
+        try:
+            inference = self.app.begin(data)
+        except Exception:
+            return False  # the ordinary way says what is wrong
+        if inference is None:
+            return False
+        reply = inference.at_once()
+        if reply is None:
+            self.cycle = self._new_cycle()
+            self._run(self.cycle, inference)
+        else:
+            self.write_reply(reply, keep_alive=True)
+            self.server_state.total_requests += 1
+        return True
+
+    def write_reply(self, reply: Reply, *, keep_alive: bool) -> None:
+        """Send an answer with status 200, in one write to the socket."""
+        headers = self.server_state.default_headers  # another list whenever the date has changed
+        if headers is not self._dated:
+            lines = [b"%b: %b\r\n" % header for header in headers]
+            self._opening, self._dated = b"".join([STATUS_LINE[200], *lines]), headers
+        end = b"\r\n" if keep_alive else b"connection: close\r\n\r\n"
+        self.transport.write(b"".join([self._opening, reply.lines, end, *reply.pieces]))
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if self._receiving:
+            self._begun = cycle, app  # its body may still come with these bytes
+        else:
+            super()._start_asgi_task(cycle, app)
+
+    def _run(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Answer at once what can be, and the rest as a task."""
+        running = cycle.run_asgi(app)
+        try:
+            waits_for = running.send(None)
+        except StopIteration:
+            return
+        task = self.loop.create_task(_go_on(running, waits_for))
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
+
+    def _new_cycle(self) -> RequestResponseCycle:
+        """For a request whose head and body are known already."""
+        cycle = RequestResponseCycle(
+            scope={"type": "http", "method": "POST", "headers": []},  # type: ignore[typeddict-item] # all that is asked for
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=False,
+            keep_alive=True,
+            on_response=self.on_response_complete,
+        )
+        cycle.more_body = False
+        self._adopt(cycle)
+        return cycle
+
+    def _adopt(self, cycle: RequestResponseCycle) -> None:
+        cycle.__class__ = Cycle  # its task has not begun yet
+        cycle.protocol = self  # type: ignore[attr-defined] # a Cycle now
+        cycle.scope["extensions"] = EXTENSIONS
+        if self._last:
+            cycle.keep_alive = False
+
+    def on_response_complete(self) -> None:
+        """uvicorn's, without a timer for the connection when it is idle: sweeps see to that."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+
+    # -- ending ------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """The server stops: the next answer is the connection's last, and says so."""
+        self._last = True
+        if self._is_idle():
+            self.loop.call_later(LINGER_S, self._hang_up)
+        else:
+            self.cycle.keep_alive = False
+
+    def _hang_up(self) -> None:
+        if self._is_idle():
+            self.transport.close()
+
+    def sweep(self, every_s: float) -> None:
+        """Called every so many seconds: hang up when nothing has come for too long."""
+        if self._heard != self._swept or self._is_answering():
+            self._swept, self._silent = self._heard, 0
+            return
+        self._silent += 1
+        waits_for_request = self._reads == "nothing" and self._heard
+        if self._silent >= (math.ceil(KEEP_ALIVE_S / every_s) if waits_for_request else 1):
+            self.transport.close()
+
+    def _is_answering(self) -> bool:
+        cycle = self.cycle
+        return not self._is_idle() and (cycle.response_started or not cycle.more_body)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, msg)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer what the parser could not read, unless an answer is on its way already; hang up."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or not cycle.response_started:
+            body = error_body(message)
+            lines = [STATUS_LINE[status]]
+            for name, value in [*error_headers(status, body), (b"connection", b"close")]:
+                lines += (name, b": ", value, b"\r\n")
+            self.transport.write(b"".join([*lines, b"\r\n", body]))
+        self.transport.close()
+
+
+@types.coroutine
+def _go_on(running: Any, waits_for: Any) -> Generator[Any, Any, None]:
+    """The rest of a coroutine that was begun outside a task and waits for ``waits_for``."""
+    while True:
+        try:
+            yield waits_for
+        except BaseException as error:  # cancelled: the coroutine decides what becomes of it
+            step = partial(running.throw, error)
+        else:
+            step = partial(running.send, None)
+        try:
+            waits_for = step()
+        except StopIteration:
+            return
+
+
+class Cycle(RequestResponseCycle):
+    """uvicorn's, with a short way for an answer that comes whole: one write to the socket instead of
+    two, and no search for characters that our own headers don't have."""
+
+    protocol: Protocol
+
+    async def send(self, message: Any) -> None:
+        if message["type"] != WHOLE:
+            await super().send(message)
+            return
+        if self.disconnected:
+            return
+        if self.flow.write_paused:
+            await self.flow.drain()
+        self.response_started = True
+        self.waiting_for_100_continue = False
+        self.protocol.write_reply(message["reply"], keep_alive=self.keep_alive)
+        self.response_complete = True
+        self.message_event.set()
+        if not self.keep_alive:
+            self.transport.close()
+        self.on_response()

@@ -1,0 +1,158 @@
+"""Embedding lookup on the wire."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.errors import BadRequest
+from hps.node import ServedModel
+from hps.types import JaggedKeys, LookupRequest, LookupResult
+from hps.workers import Done
+from services.frontend.datatypes import INTEGERS, InputRule
+from services.frontend.endpoints import Output, unexpected_output
+from services.frontend.features import FeatureInputs
+from services.frontend.request import InferCall, Tensor
+from services.frontend.request_faults import shown
+
+KEYS, NUMKEYS, OUTPUT0 = "KEYS", "NUMKEYS", "OUTPUT0"
+KEYS_SOURCE = "KEYS.source"
+
+
+class LookupEndpoint:
+    """Embedding lookup in two forms: a tensor per feature, or HPS's ``KEYS`` and ``NUMKEYS``, which
+    go by the model's tables in their order and come back as one flat ``OUTPUT0``."""
+
+    def __init__(self, served: ServedModel, name: str) -> None:
+        self.name = name
+        self.version = str(served.version)
+        self._engine = served.engine
+        self._inputs = FeatureInputs(served.engine.features)
+        self._tables = list(served.engine.tables)
+        self.rules = dict(self._inputs.rules)
+        self._outputs = {n for f in served.engine.features for n in (f, f"{f}.source")}
+        # A feature called KEYS wins: the model's own names come before HPS's.
+        self._by_table = not {KEYS, NUMKEYS} & self.rules.keys()
+        if self._by_table:
+            self.rules[KEYS] = InputRule(INTEGERS, is_keys=True)
+            self.rules[NUMKEYS] = InputRule(INTEGERS)
+            self._outputs |= {OUTPUT0, KEYS_SOURCE}
+        features = list(served.engine.features)
+        self.raw_input = features[0] if len(features) == 1 else None
+
+    def submit(self, call: InferCall, deadline: float) -> Future[LookupResult]:
+        """Start the lookup; see ``Endpoint.submit``. What calls of one form have in common is looked at
+        once."""
+        form = call.form
+        if form.prepared is not None:
+            submit, call.batch = form.prepared
+            return submit([tensor.flat for tensor in call.tensors.values()], deadline)
+        request = self._request(call, deadline)
+        if not request.features:
+            return Done(LookupResult({}))
+        # By table, the numbers of keys are data; offsets and weights are too.
+        if form.kept and not request.by_table and len(request.features) == len(call.tensors):
+            form.prepared = self._engine.prepare(request), call.batch
+        return self._engine.submit(request)
+
+    def _request(self, call: InferCall, deadline: float) -> LookupRequest:
+        form, tensors = call.form, call.tensors
+        if form.top_k is not None:
+            raise BadRequest(f"parameter 'top_k' is for ranking models, '{self.name}' is a lookup")
+        want_source = False
+        for name, _ in form.outputs or ():
+            if name not in self._outputs:
+                raise unexpected_output(name, self.name, self._outputs)
+            want_source = want_source or name.endswith(".source")
+        by_table = self._by_table and (KEYS in tensors or NUMKEYS in tensors)
+        if by_table:
+            features = self._table_keys(tensors)
+        else:
+            features = self._inputs.gather(call)
+            if not features:
+                raise self._nothing_asked()
+        return LookupRequest(features, deadline, want_source, None, by_table, form.id)
+
+    def _nothing_asked(self) -> BadRequest:
+        names = ", ".join(f"'{n}'" for n in list(self._inputs.rules)[::3][:8])
+        return BadRequest(
+            f"the request names no feature of model '{self.name}'; send {names}"
+            + (f", or '{KEYS}' and '{NUMKEYS}'" if self._by_table else "")
+        )
+
+    def _table_keys(self, tensors: dict[str, Tensor]) -> dict[str, JaggedKeys]:
+        """``KEYS`` cut into each table's share; tables with no keys are left out."""
+        if len(tensors) != 2 or KEYS not in tensors or NUMKEYS not in tensors:
+            raise BadRequest(
+                f"'{KEYS}' and '{NUMKEYS}' go together and with nothing else, got "
+                + ", ".join(f"'{name}'" for name in tensors)
+            )
+        keys, counts = tensors[KEYS], tensors[NUMKEYS].flat.tolist()
+        _one_row(KEYS, keys.shape)
+        _one_row(NUMKEYS, tensors[NUMKEYS].shape)
+        flat = keys.flat
+        if len(counts) != len(self._tables):
+            raise BadRequest(
+                f"'{NUMKEYS}' has {len(counts)} counts, model '{self.name}' has {len(self._tables)} tables: "
+                + ", ".join(self._tables)
+            )
+        if min(counts) < 0 or sum(counts) != len(flat):
+            raise BadRequest(
+                f"'{NUMKEYS}' counts {shown(counts)} must not be negative and add up to the {len(flat)} "
+                f"keys of '{KEYS}'"
+            )
+        if len(counts) == 1 and counts[0]:
+            return {self._tables[0]: JaggedKeys(flat, counts[0])}
+        start, found = 0, {}
+        for table, count in zip(self._tables, counts, strict=True):
+            if count:
+                found[table] = JaggedKeys(flat[start : start + count], count)
+                start += count
+        return found
+
+    def outputs(self, call: InferCall, result: LookupResult) -> list[Output]:
+        """Outputs that were asked for; one whose input was not sent is left out."""
+        if KEYS in call.tensors and self._by_table:
+            return _flat_outputs(call, result)
+        if call.form.outputs is None:
+            return [(name, call.form.binary, vectors) for name, vectors in result.vectors.items()]
+        found: list[Output] = []
+        for name, binary in call.form.outputs:
+            if name in result.vectors:
+                found.append((name, binary, result.vectors[name]))
+            elif (feature := name.removesuffix(".source")) in result.sources:
+                sources = result.sources[feature]
+                found.append((name, binary, sources.reshape(call.tensors[feature].shape)))
+        return found
+
+
+def _one_row(name: str, shape: list[int]) -> None:
+    if len(shape) != 1 and not (len(shape) == 2 and shape[0] == 1):
+        raise BadRequest(
+            f"unexpected shape for input '{name}': expected [1,-1] (one request's worth), got {shape}"
+        )
+
+
+def _flat_outputs(call: InferCall, result: LookupResult) -> list[Output]:
+    """``OUTPUT0 (Σ keys * dim,)`` float32, table after table, and the source of every key."""
+    found: list[Output] = []
+    for name, binary in call.form.outputs or [(OUTPUT0, call.form.binary)]:
+        if name == OUTPUT0:
+            found.append((name, binary, _joined([*result.vectors.values()], np.dtype(np.float32))))
+        elif name == KEYS_SOURCE:
+            sources = [result.sources[table] for table in result.vectors]
+            codes = _joined(sources, np.dtype(np.uint8))
+            found.append((name, binary, codes.reshape(call.tensors[KEYS].shape)))
+    return found
+
+
+def _joined(arrays: list[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
+    if len(arrays) == 1:
+        return arrays[0].reshape(-1).astype(dtype, copy=False)
+    if not arrays:
+        return np.empty(0, dtype)
+    joined: NDArray[Any] = np.concatenate([a.reshape(-1) for a in arrays]).astype(dtype, copy=False)
+    return joined

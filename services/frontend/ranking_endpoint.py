@@ -1,0 +1,101 @@
+"""Ranking on the wire."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from hps.dense.base import DATATYPES
+from hps.errors import BadRequest
+from hps.node import ServedModel
+from hps.pipeline import TOP_K_INDEX
+from hps.types import PredictRequest, PredictResult
+from services.frontend.datatypes import InputRule
+from services.frontend.endpoints import Output, unexpected_output
+from services.frontend.features import FeatureInputs
+from services.frontend.request import InferCall
+
+
+class RankingEndpoint:
+    """Features and dense inputs in, the network's named outputs out."""
+
+    def __init__(self, served: ServedModel) -> None:
+        dense = served.spec.dense
+        assert dense is not None
+        assert served.pipeline is not None
+        self.name = served.name
+        self.version = str(served.version)
+        self._pipeline = served.pipeline
+        self._inputs = FeatureInputs(served.engine.features)
+        self._dense = {tensor.name: tensor.shape for tensor in dense.inputs}
+        self.rules = dict(self._inputs.rules)
+        for tensor in dense.inputs:
+            self.rules[tensor.name] = InputRule({tensor.datatype: DATATYPES[tensor.datatype]})
+        self._required = [*served.engine.features, *self._dense]
+        self._scores = {tensor.name for tensor in dense.outputs}
+        self._sources = {f"{name}.source" for name in served.engine.features}
+        self._outputs = self._scores | self._sources | {TOP_K_INDEX}
+        self.raw_input = self._required[0] if len(self._required) == 1 else None
+
+    def submit(self, call: InferCall, deadline: float) -> Future[PredictResult]:
+        """Start the prediction; see ``Endpoint.submit``."""
+        tensors = call.tensors
+        for name in self._required:
+            if name not in tensors:
+                expected = len(self._required)
+                raise BadRequest(
+                    f"expected {expected} inputs but got {len(tensors)} inputs for model '{self.name}': "
+                    f"missing {', '.join(repr(n) for n in self._required if n not in tensors)}"
+                )
+        dense = {}
+        for name, expected_shape in self._dense.items():
+            tensor = tensors[name]
+            _check_shape(name, self.name, expected_shape, tensor.shape)
+            dense[name] = tensor.flat.reshape(tensor.shape)
+        features = self._inputs.gather(call)
+        outputs, want_source = None, False
+        if call.form.outputs is not None:
+            names = [name for name, _ in call.form.outputs]
+            outputs = tuple(name for name in names if name in self._scores) or None
+            want_source = self._check_outputs(names, call.form.top_k)
+        return self._pipeline.submit(
+            PredictRequest(
+                features, dense, call.form.top_k, deadline, want_source, outputs, call.form.id
+            )
+        )
+
+    def _check_outputs(self, names: list[str], top_k: int | None) -> bool:
+        """Refuse unknown outputs; whether sources were asked for."""
+        for name in names:
+            if name not in self._outputs:
+                raise unexpected_output(name, self.name, self._outputs)
+        if TOP_K_INDEX in names and top_k is None:
+            raise BadRequest(f"output '{TOP_K_INDEX}' needs the request parameter 'top_k'")
+        return not self._sources.isdisjoint(names)
+
+    def outputs(self, call: InferCall, result: PredictResult) -> list[Output]:
+        """The network's outputs in the model's order, or what was asked for in the request's."""
+        if call.form.outputs is None:
+            return [(name, call.form.binary, values) for name, values in result.outputs.items()]
+        found: list[Output] = []
+        for name, binary in call.form.outputs:
+            if name in result.outputs:
+                found.append((name, binary, result.outputs[name]))
+            else:
+                feature = name.removesuffix(".source")
+                sources = result.sources[feature]
+                found.append((name, binary, sources.reshape(call.tensors[feature].shape)))
+        return found
+
+
+def _check_shape(name: str, model: str, expected: list[int], shape: list[int]) -> None:
+    """``shape`` fits ``expected``, whose first dimension is the batch and where -1 is anything."""
+    if len(shape) == len(expected):
+        for wanted, got in zip(expected[1:], shape[1:], strict=True):
+            if wanted not in (-1, got):
+                break
+        else:
+            return
+    raise BadRequest(
+        f"unexpected shape for input '{name}' for model '{model}'. Expected {[-1, *expected[1:]]}, got "
+        f"{shape}"
+    )
