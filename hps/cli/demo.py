@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,7 +68,7 @@ def demo(
         process, ready = _start(stack, folder, Path(scratch), port)
         findings = ask(data, ready["http"], ready["admin"])
         _report(data, findings)
-        _try_next(data, findings, ready, folder)
+        _try_next(data, findings, ready, folder, once)
         if not once:
             say()
             say("Serving until Ctrl-C.", style="bold")
@@ -135,11 +137,14 @@ def _is_free(port: int) -> bool:
 def _server(config: Path) -> Iterator[Started]:
     """``hps serve`` in a process of its own, and the addresses it printed when it was ready."""
     log = config.with_name("server.log")
-    command = [sys.executable, "-m", "hps.cli.main", "serve", "--output", "json"]
     with (
         log.open("w") as errors,
         subprocess.Popen(
-            [*command, "--config", str(config)], stdout=subprocess.PIPE, stderr=errors, text=True
+            [sys.executable, "-m", "hps.cli.demo_server", str(config)],
+            stdin=subprocess.PIPE,  # closes with this process: see demo_server
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
         ) as process,
     ):
         # A demo that is told to end takes its server along.
@@ -241,11 +246,15 @@ def _origins(found: Findings, data: DemoData, sample: int) -> str:
     return "; ".join(f"{tier}: {' '.join(names)}" for tier, names in features.items())
 
 
-def _try_next(data: DemoData, found: Findings, ready: dict[str, str], folder: Path) -> None:
+def _try_next(
+    data: DemoData, found: Findings, ready: dict[str, str], folder: Path, once: bool
+) -> None:
     body = json.dumps(found.sample, separators=(",", ":"))
     http, admin = ready["http"], ready["admin"]
     say()
-    say("Try it yourself", style="bold")
+    say("Try it yourself" + (", while hps demo runs without --once" if once else ""), style="bold")
+    if shutil.which("hps") is None:
+        say(f"source {os.path.relpath(sys.prefix)}/bin/activate     # in each new shell, for hps")
     say(f"curl -s {http}/v2/models/{data.model}/infer -d '{body}'")
     values = {t["name"]: _plain(t["data"]) for t in found.sample["inputs"]}
     plain = json.dumps(values, separators=(",", ":"))

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,31 @@ def test_it_serves_until_it_is_told_to_stop(
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", int(url[1])), 5)
     assert scratch_folders() <= before
+
+
+def test_its_server_does_not_outlive_it(small_demo: Path) -> None:
+    """Killed, the demo can clean nothing up: its server does."""
+    before = scratch_folders()
+    with subprocess.Popen(
+        [*COMMAND, "--model", str(small_demo)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    ) as process:
+        assert process.stdout is not None
+        url = None
+        for line in process.stdout:
+            url = url or re.search(r"http://127.0.0.1:(\d+)", line)
+            if "Serving until" in line:
+                break
+        process.kill()
+    assert url is not None
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not scratch_folders() <= before:
+        time.sleep(0.05)
+    assert scratch_folders() <= before
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(url[1])), 5)
 
 
 def test_the_model_that_comes_with_hps() -> None:
