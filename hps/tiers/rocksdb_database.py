@@ -30,6 +30,7 @@ from hps.tiers.rocksdb_open import (
     open_database,
     translate,
 )
+from hps.tiers.rocksdb_tombstones import Tombstones
 from hps.types import EmbeddingTable
 
 # What a stop spends at most on flushing tables; the rest is replayed from the log at the next start.
@@ -48,6 +49,7 @@ class Family:
     codec: RowCodec
     data: Rdict
     handle: ColumnFamily
+    tombstones: Tombstones
     streamed: bool
     dirty: bool = False
 
@@ -139,6 +141,7 @@ class Database:
             RowCodec(table, self.layout),
             self.db.get_column_family(name),
             self.db.get_column_family_handle(name),
+            Tombstones(lambda: self.db, name),
             streamed,
         )
 
@@ -173,6 +176,7 @@ class Database:
         column family, does not rewrite the OPTIONS file."""
         if not self.is_empty(family):
             family.data.delete_range(b"", b"\xff" * 9)
+            family.tombstones.clear()
             family.data.flush()
             family.data.compact_range(None, None)
 

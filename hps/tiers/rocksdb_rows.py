@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import Any
 
@@ -61,7 +61,9 @@ class VersionedRows:
         *,
         resident_only: bool,
     ) -> None:
-        """Upsert, or delete where ``vectors`` is None, what is not older than what is stored."""
+        """Upsert, or delete where ``vectors`` is None, what is not older than what is stored. Removes
+        tombstones whose time is over as well, up to twice as many as there are keys: so they never pile
+        up, and no write waits long."""
         with self._database.lock, self._database.errors():
             self._database.writable()
             family = self._database.family(table)
@@ -78,10 +80,12 @@ class VersionedRows:
                 mask = self._applicable(family, code, versions[at], resident_only=resident_only)
                 code, at = code[mask], at[mask]
             if vectors is None:
-                self._put(family, code, lambda i: family.codec.encode_tombstones(versions[at[i]]))
+                self._put_tombstones(family, code, versions[at])
             else:
                 rows = vectors
                 self._put(family, code, lambda i: family.codec.encode(rows[at[i]], versions[at[i]]))
+            if family.codec.versioned:
+                self._sweep(family, 2 * len(keys))
 
     def _applicable(
         self, family: Family, code: CodeArray, versions: VersionArray, *, resident_only: bool
@@ -113,15 +117,41 @@ class VersionedRows:
         self, family: Family, code: CodeArray, values: Callable[[slice], list[bytes]] | None
     ) -> None:
         """Write (or, without ``values``, remove) in slices of bounded length."""
-        if len(code):
-            self._database.mark_streamed(family)
         handle = repeat(family.handle)
-        for start in range(0, len(code), _WRITE_SLICE):
-            part = slice(start, start + _WRITE_SLICE)
-            batch = WriteBatch(raw_mode=True)
+        for part, batch in self._batches(family, code):
             names = family.codec.stored_keys(code[part])
             if values is None:
                 deque(map(batch.delete, names, handle), 0)
             else:
                 deque(map(batch.put, names, values(part), handle), 0)
+
+    def _put_tombstones(self, family: Family, code: CodeArray, versions: VersionArray) -> None:
+        handle = repeat(family.handle)
+        for part, batch in self._batches(family, code):
+            values = family.codec.encode_tombstones(versions[part])
+            deque(map(batch.put, family.codec.stored_keys(code[part]), values, handle), 0)
+            family.tombstones.note(batch, code[part], versions[part])
+
+    def _batches(self, family: Family, code: CodeArray) -> Iterator[tuple[slice, WriteBatch]]:
+        """Batches to be filled, each of which is written when the next one is asked for."""
+        if len(code):
+            self._database.mark_streamed(family)
+        for start in range(0, len(code), _WRITE_SLICE):
+            batch = WriteBatch(raw_mode=True)
+            yield slice(start, start + _WRITE_SLICE), batch
+            self._database.db.write(batch)
+
+    def _sweep(self, family: Family, most: int) -> None:
+        """Remove tombstones whose time is over, oldest first."""
+        before = oldest_tombstone(family.table, self._clock())
+        entries = family.tombstones.expired(before, most)
+        for start in range(0, len(entries), _WRITE_SLICE):
+            some = entries[start : start + _WRITE_SLICE]
+            code = np.unique(some["code"].astype(np.uint64))
+            stored = self.read(family, code)
+            over = stored.dead_at[stored.dead_versions < np.uint64(before)]
+            batch = WriteBatch(raw_mode=True)
+            names = family.codec.stored_keys(code[over])
+            deque(map(batch.delete, names, repeat(family.handle)), 0)
+            family.tombstones.remove(batch, some)
             self._database.db.write(batch)

@@ -37,7 +37,8 @@ def fetch(tier: RocksDbTier, of: EmbeddingTable, keys: np.ndarray) -> Part:
 
 def raw(path: Path, family: str) -> dict[bytes, bytes]:
     """A column family's contents, read without our code."""
-    db = Rdict(str(path), Options(raw_mode=True), {family: Options(raw_mode=True)})
+    families = dict.fromkeys(Rdict.list_cf(str(path)), Options(raw_mode=True))
+    db = Rdict(str(path), Options(raw_mode=True), families)
     found = dict(db.get_column_family(family).items())
     db.close()
     return found
@@ -46,7 +47,7 @@ def raw(path: Path, family: str) -> dict[bytes, bytes]:
 class TestOnDisk:
     def test_native_rows_carry_version_and_flags_and_stand_in_key_order(self, tmp_path):
         items = table()
-        tier = RocksDbTier(tmp_path)
+        tier = RocksDbTier(tmp_path, clock=lambda: 0.0)
         tier.insert(items, KEYS, VECTORS, VERSIONS)
         tier.delete(items, KEYS[:1], VERSIONS[:1] + np.uint64(1))
         tier.close()
@@ -162,6 +163,100 @@ class TestRestart:
             assert len(fetch(tier, each, KEYS).missing) == len(KEYS)
         assert fetch(tier, first[0], KEYS).out.tolist() == VECTORS.tolist()
         tier.close()
+
+
+class TestTombstonesOnDisk:
+    """What was deleted long ago takes no room for ever."""
+
+    TTL = 60.0
+    START = 1_000_000.0
+
+    @pytest.fixture
+    def clock(self):
+        return [self.START]
+
+    @pytest.fixture
+    def opened(self, tmp_path, clock):
+        return lambda: RocksDbTier(tmp_path, clock=lambda: clock[0])
+
+    def items(self):
+        return table(tombstone_ttl_s=self.TTL)
+
+    def at(self, seconds, n=1):
+        return np.full(n, make_version(int((self.START + seconds) * 1000)), np.uint64)
+
+    def insert(self, tier, items, keys, seconds):
+        keys = np.asarray(keys, np.int64)
+        rows = np.zeros((len(keys), DIM), np.float32)
+        tier.insert(items, keys, rows, self.at(seconds, len(keys)))
+
+    def left(self, path, tier):
+        """The keys on disk, and the entries that say how old tombstones are."""
+        tier.close()
+        stored = raw(path, "ctr/7/items")
+        entries = [key for key in raw(path, "default") if key.startswith(b"dead:")]
+        return [struct.unpack(">Q", key)[0] - 2**63 for key in stored], len(entries)
+
+    def test_later_writes_remove_them(self, tmp_path, opened, clock):
+        tier, items = opened(), self.items()
+        self.insert(tier, items, range(10), 0)
+        tier.delete(items, np.arange(10), self.at(1, 10))
+        clock[0] += self.TTL
+        self.insert(tier, items, [20], self.TTL)
+        tier.close()
+        tier, items = opened(), self.items()
+        assert len(fetch(tier, items, np.arange(10)).missing) == 0  # still remembered
+        clock[0] += 2
+        self.insert(tier, items, [21, 22, 23], self.TTL)
+        self.insert(tier, items, [24, 25], self.TTL)
+        assert self.left(tmp_path, tier) == ([20, 21, 22, 23, 24, 25], 0)
+
+    def test_no_write_removes_many(self, tmp_path, opened, clock):
+        tier, items = opened(), self.items()
+        for seconds in range(10):
+            tier.delete(items, np.arange(100) + 100 * seconds, self.at(seconds, 100))
+        clock[0] += self.TTL + 8.5  # those of the last second stay
+        self.insert(tier, items, range(2000, 2200), 60)
+        keys, entries = self.left(tmp_path, tier)
+        assert (min(keys), len(keys), entries) == (400, 800, 600)
+        tier, items = opened(), self.items()
+        for _ in range(4):
+            self.insert(tier, items, range(2000, 2200), 60)
+        keys, entries = self.left(tmp_path, tier)
+        assert (min(keys), len(keys), entries) == (900, 300, 100)
+
+    def test_rows_and_later_tombstones_of_the_same_keys_stay(self, tmp_path, opened, clock):
+        tier, items = opened(), self.items()
+        tier.delete(items, np.arange(3), self.at(0, 3))
+        self.insert(tier, items, [0], 1)
+        tier.delete(items, np.array([1]), self.at(30))
+        clock[0] += self.TTL + 5
+        self.insert(tier, items, [5, 6, 7], 60)
+        assert len(fetch(tier, items, np.array([1])).missing) == 0
+        assert self.left(tmp_path, tier) == ([0, 1, 5, 6, 7], 1)
+
+    def test_a_deletion_that_comes_too_late_to_be_remembered(self, tmp_path, opened, clock):
+        tier, items = opened(), self.items()
+        self.insert(tier, items, [0, 1], -500)
+        tier.delete(items, np.array([0]), self.at(-400))
+        assert fetch(tier, items, np.array([0, 1])).missing.tolist() == [0]
+        assert self.left(tmp_path, tier) == ([1], 0)
+
+    def test_tables_do_not_mix(self, tmp_path, opened, clock):
+        tier, items = opened(), self.items()
+        other = table("items:2", tombstone_ttl_s=self.TTL)
+        tier.delete(items, np.arange(5), self.at(0, 5))
+        tier.delete(other, np.arange(5), self.at(0, 5))
+        clock[0] += self.TTL + 1
+        self.insert(tier, other, range(5, 10), 60)
+        assert self.left(tmp_path, tier) == ([0, 1, 2, 3, 4], 5)
+
+    def test_a_dropped_table_leaves_none(self, tmp_path, opened):
+        tier, items = opened(), self.items()
+        tier.delete(items, np.arange(5), self.at(0, 5))
+        tier.drop(items)
+        tier.insert(items, KEYS, VECTORS, VERSIONS)
+        assert self.left(tmp_path, tier)[1] == 0
 
 
 class TestBulkLoad:

@@ -1,0 +1,69 @@
+"""Tombstones by age, so that those whose time is over can be found and removed.
+
+RocksDB itself would drop them in a compaction filter, which its Python binding does not offer. So each
+has an entry in the column family ``default``, written in one batch with it: key ``dead:<column family>:``,
+then version and code, both big-endian; no value. An entry whose key was written again since is stale and
+removed in its turn.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from itertools import repeat
+
+import numpy as np
+from numpy.typing import NDArray
+from rocksdict import Rdict, WriteBatch
+
+from hps.tiers.rocksdb_layout import CodeArray
+from hps.types import VersionArray
+
+_ENTRY = np.dtype([("version", ">u8"), ("code", ">u8")])
+_NONE = 2**64
+
+
+class Tombstones:
+    """Those of one column family. Callers see to it that one thread at a time is in here."""
+
+    def __init__(self, db: Callable[[], Rdict], family: str) -> None:
+        self._db = db
+        self._prefix = f"dead:{family}:".encode()
+        # No entry is older; unknown at the start.
+        self._oldest = 0
+
+    def note(self, batch: WriteBatch, code: CodeArray, versions: VersionArray) -> None:
+        """Have ``batch``, which writes these tombstones, write their entries too."""
+        entries = np.empty(len(code), _ENTRY)
+        entries["version"], entries["code"] = versions, code
+        keys = map(self._prefix.__add__, entries.view(f"V{_ENTRY.itemsize}").tolist())
+        deque(map(batch.put, keys, repeat(b"")), 0)
+        self._oldest = min(self._oldest, int(versions.min()))
+
+    def expired(self, before: int, most: int) -> NDArray[np.void]:
+        """The entries of versions below ``before``, the oldest ``most`` of them, by version and code.
+        To be removed by the caller: the next search begins behind them."""
+        found: list[bytes] = []
+        if before > self._oldest:
+            start = len(self._prefix)
+            # Not from the start: there lie the entries removed last, which RocksDB would wade through.
+            at = self._db().iter()
+            at.seek(self._prefix + self._oldest.to_bytes(8, "big"))
+            self._oldest = _NONE
+            while at.valid() and (key := at.key()).startswith(self._prefix):
+                version = int.from_bytes(key[start : start + 8], "big")
+                if version >= before or len(found) == most:
+                    self._oldest = version
+                    break
+                found.append(key[start:])
+                at.next()
+        return np.frombuffer(b"".join(found), _ENTRY)
+
+    def remove(self, batch: WriteBatch, entries: NDArray[np.void]) -> None:
+        """Have ``batch`` remove these of the expired entries."""
+        keys = map(self._prefix.__add__, entries.view(f"V{_ENTRY.itemsize}").tolist())
+        deque(map(batch.delete, keys), 0)
+
+    def clear(self) -> None:
+        self._db().delete_range(self._prefix, self._prefix + b"\xff" * (_ENTRY.itemsize + 1))
+        self._oldest = _NONE
