@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hps import metrics as m
 from hps.config import Configuration, Settings, configuration_from, load_config
-from hps.config.schema import ModelOverride, TableOverride
+from hps.config.schema import GuardSettings, ModelOverride, TableOverride
 from hps.lookup.engine import LookupEngine, Promote
 from hps.meters import DenseMeter, LookupMeter, TierMeter
 from hps.metrics import Metrics
@@ -146,17 +146,16 @@ class _Builder:
             threads=chosen.threads,
             read_only=chosen.read_only,
         )
-        guarded = self._guarded(store)
+        guarded = self._guarded(store, chosen.guard)
         store.open_tables(self._tables)
         for model in self._opened if chosen.load else []:
             load_tables(model.version, model.tables, store, self._progress)
         return store, guarded
 
-    def _guarded(self, tier: Tier) -> Guarded:
+    def _guarded(self, tier: Tier, guard: GuardSettings) -> Guarded:
         """The guard around a tier, which alone closes it: never under a fetch that hangs. Its threads
         are enough for all who ask at a time, the lookups and the cache writer: to wait for one would
         count as the tier's own slowness."""
-        guard = self._settings.tiers.guard
         guarded = Guarded(
             tier,
             guard.deadline_ms / 1e3,

@@ -69,6 +69,17 @@ class CpuCacheSettings(Strict):
     """Fill the cache from the start of the model files before the node is ready."""
 
 
+class GuardSettings(Strict):
+    """Protection around a tier that may block."""
+
+    deadline_ms: float = Field(1000.0, gt=0)
+    """Longest time one fetch may take, within the request's own deadline."""
+    failures_to_open: int = Field(5, ge=1)
+    """Failures in a row after which the tier is skipped."""
+    retry_after_s: float = Field(1.0, gt=0)
+    """Time until a skipped tier is tried again with one request."""
+
+
 class RocksDbSettings(Strict):
     """The store on the local disk; it holds every row."""
 
@@ -86,17 +97,8 @@ class RocksDbSettings(Strict):
     """Open without the right to write; the tables must have been loaded before."""
     load: bool = True
     """Load tables that the database does not hold yet; off: what is there is served as it is."""
-
-
-class GuardSettings(Strict):
-    """Protection around every blocking tier."""
-
-    deadline_ms: float = Field(1000.0, gt=0)
-    """Longest time one fetch may take, within the request's own deadline."""
-    failures_to_open: int = Field(5, ge=1)
-    """Failures in a row after which the tier is skipped."""
-    retry_after_s: float = Field(1.0, gt=0)
-    """Time until a skipped tier is tried again with one request."""
+    guard: GuardSettings = GuardSettings()
+    """What happens when it fails or is late."""
 
 
 class TiersSettings(Strict):
@@ -106,8 +108,6 @@ class TiersSettings(Strict):
     """The cache in host memory."""
     rocksdb: RocksDbSettings = RocksDbSettings()
     """The store on the local disk."""
-    guard: GuardSettings = GuardSettings()
-    """Protection around every blocking tier."""
     lookup_threads: int = Field(4, ge=1)
     """Threads for lookups that must ask a store."""
     lookup_queue: int = Field(1024, ge=1)

@@ -156,7 +156,8 @@ def test_a_hanging_fetch_keeps_the_store_open_until_it_returns(folder, monkeypat
     monkeypatch.setattr(
         RocksDbTier, "close", lambda tier: (closed_at.append(gate.is_set()), close(tier))
     )
-    tiers = {"cpu_cache": {"enabled": False}, "guard": {"deadline_ms": 50}}
+    db = {"path": str(folder / "db"), "guard": {"deadline_ms": 50}}
+    tiers = {"cpu_cache": {"enabled": False}, "rocksdb": db}
     node = hps.open(settings(folder, tiers=tiers))
     assert node.lookup("clicks", {"user": [3]}).degraded == ("rocksdb",)
     assert asked.is_set()
