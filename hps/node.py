@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -61,9 +62,10 @@ class TierStatus:
     state: Callable[[], str] = lambda: "closed"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Node:
-    """What ``hps.open`` returns. Any number of threads may call it until ``close``."""
+    """What ``hps.open`` returns. Any number of threads may call it until ``close``; a process that was
+    forked from the one that opened it may not."""
 
     models: dict[str, ServedModel]
     metrics: Metrics
@@ -73,6 +75,12 @@ class Node:
     warnings: tuple[str, ...] = ()
     _resources: ExitStack = field(default_factory=ExitStack)
     _opened: float = field(default_factory=time.monotonic)
+    _process: int = field(default_factory=os.getpid)
+
+    def __repr__(self) -> str:
+        models = ", ".join(f"{model.name}/{model.version}" for model in self.models.values())
+        tiers = " > ".join(entry.tier.info.name for entry in self.tiers)
+        return f"<hps.Node: {models}; {tiers}>"
 
     def model(self, name: str, version: str | int | None = None) -> ServedModel:
         """The served model; ``version`` None or "" takes the one there is. Raises ``NotFound``."""
@@ -173,8 +181,10 @@ class Node:
         }
 
     def close(self) -> None:
-        """Finish what was accepted, then release threads, files and memory. Idempotent."""
-        self._resources.close()
+        """Finish what was accepted, then release threads, files and memory. Idempotent; does nothing
+        in a process that was forked from the one that opened the node, whose it stays."""
+        if os.getpid() == self._process:
+            self._resources.close()
 
     def __enter__(self) -> Node:
         return self

@@ -6,6 +6,7 @@ disk or network call would keep the process from ending. These are daemons.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -80,6 +81,7 @@ class Workers:
         self._idle = threading.Semaphore(0)
         self._running = 0
         self._closed = False
+        self._process = os.getpid()
         self._last: Callable[[], None] | None = None
 
     @property
@@ -91,8 +93,14 @@ class Workers:
         """Run ``work`` on a thread. ``deadline`` (``time.monotonic()``): the future fails with
         ``DeadlineExceeded`` when no thread was free before it. A cancelled future is not run.
 
-        Raises ``Unavailable`` when the queue is full or the workers are closed.
+        Raises ``Unavailable`` when the queue is full, the workers are closed, or the process is a fork
+        of theirs, which has none of the threads.
         """
+        if os.getpid() != self._process:
+            raise Unavailable(
+                "this process was forked from the one that opened the node, and threads do not come "
+                "along; open the node after forking, or start processes by spawning"
+            )
         future: Future[T] = Future()
         with self._lock:
             if self._closed:

@@ -137,7 +137,7 @@ def translate(error: BaseException, path: Path) -> TierError:
     low = text.lower()
     if "lock hold by current process" in low:
         return TierError(
-            NAME, f"{path} is already open in this process; close the other tier first"
+            NAME, f"{path} is already open in this process; close what opened it first"
         )
     if "lock file" in low or "resource temporarily unavailable" in low:
         return TierError(

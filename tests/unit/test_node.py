@@ -1,0 +1,63 @@
+"""A node beside what its parts are tested for: how it shows itself, and what a fork of it may do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import hps
+from hps.config.model_schema import ModelSpec
+from hps.models.writer import write_version
+
+FORKED = """
+import os, sys, warnings
+import hps
+
+warnings.simplefilter("ignore")  # of forking beside threads, which is the point
+with hps.open({"models": {"repository": sys.argv[1]}}) as node:
+    node.lookup("m", {"t": [7]})
+    child = os.fork()
+    if child == 0:
+        try:
+            node.lookup("m", {"t": [-1]})
+        except hps.HpsError as error:
+            print(type(error).__name__, error, flush=True)
+        node.close()
+        os._exit(0)
+    print(os.waitpid(child, 0)[1], flush=True)
+    print(node.lookup("m", {"t": [8]}).vectors["t"].tolist(), flush=True)
+"""
+
+
+def repository(folder: Path) -> Path:
+    spec = ModelSpec.model_validate({"name": "m", "tables": [{"name": "t", "dim": 1}]})
+    keys = np.arange(10)
+    write_version(folder / "models", spec, 1, {"t": (keys, keys[:, None].astype(np.float32))})
+    return folder / "models"
+
+
+def test_it_shows_its_models_and_tiers(tmp_path: Path) -> None:
+    settings = {
+        "models": {"repository": repository(tmp_path)},
+        "tiers": {"rocksdb": {"path": tmp_path / "rocksdb"}},
+    }
+    with hps.open(settings) as node:
+        assert repr(node) == "<hps.Node: m/1; cpu > rocksdb>"
+
+
+def test_a_fork_is_told_instead_of_hanging_and_leaves_the_node_alone(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, repository(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told, status, answer = done.stdout.splitlines()
+    assert told.startswith("Unavailable this process was forked from the one that opened the node")
+    assert (status, answer) == ("0", "[[8.0]]")
