@@ -1,23 +1,67 @@
-"""hps: an inference parameter server. ``hps.open(config)`` serves models without a server."""
+"""hps: an inference parameter server. ``hps.open(config)`` serves models without a server.
+
+    import hps
+
+    with hps.open("hps.yaml") as node:
+        node.lookup("ctr", {"user": [17, 42]}).vectors["user"]  # (2, dim)
+        node.predict("ctr", {"user": [17], "ad": [4]}, {"depth": [[2.0]]}).outputs
+
+docs/python.md tells the rest; ``hps.client`` asks a server over HTTP.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hps.build import open
+    from hps.config import Settings
+    from hps.errors import HpsError
+    from hps.node import Node
+    from hps.types import (
+        JaggedKeys,
+        LookupRequest,
+        LookupResult,
+        PredictRequest,
+        PredictResult,
+        Source,
+    )
 
-__all__ = ["__version__", "open"]
+    __version__: str
+
+__all__ = [
+    "HpsError",
+    "JaggedKeys",
+    "LookupRequest",
+    "LookupResult",
+    "Node",
+    "PredictRequest",
+    "PredictResult",
+    "Settings",
+    "Source",
+    "__version__",
+    "open",
+]
+
+# Nothing is imported until it is asked for: `import hps` costs no ONNX Runtime and no RocksDB.
+_HOMES = {
+    "open": "hps.build",
+    "Node": "hps.node",
+    "Settings": "hps.config",
+    "HpsError": "hps.errors",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # Nothing is imported until it is asked for: `import hps` costs no ONNX Runtime and no RocksDB.
-    if name == "open":
-        from hps.build import open
-
-        return open
     if name == "__version__":
         from importlib.metadata import version
 
         return version("hps-server")
-    raise AttributeError(f"module 'hps' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'hps' has no attribute {name!r}")
+    return getattr(import_module(_HOMES.get(name, "hps.types")), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
