@@ -1,4 +1,4 @@
-"""The shape of an ASGI application, and our one extension of it."""
+"""The shape of an ASGI application, and what our connections add to it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# The extension, and the type of its one message: ``reply`` is a whole ``Reply``.
+# An extension, and the type of its one message: ``reply`` is a whole ``Reply``.
 WHOLE = "hps.response.whole"
 EXTENSIONS: dict[str, Any] = {WHOLE: {}}
+
+# In the scope of a request whose head and body came with one read and nothing else: the head's bytes.
+HEAD = "hps.head"

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from services.frontend.asgi import EXTENSIONS, WHOLE
+from services.frontend.asgi import EXTENSIONS, HEAD, WHOLE
 from services.frontend.errors import error_body, error_headers
 from services.frontend.infer import InferApp
 from services.frontend.response import Reply
@@ -62,9 +62,10 @@ class Protocol(HttpToolsProtocol):
             if cycle.more_body or cycle.scope["path"] not in self.app.routes:
                 super()._start_asgi_task(cycle, app)
             else:
-                if cycle.keep_alive:
-                    size = data.find(b"\r\n\r\n") + 4
-                    self.app.learn(data[:size], cycle.scope, len(data) - size)
+                size = len(data) - len(cycle.body)
+                if cycle.keep_alive and data.find(b"\r\n\r\n") + 4 == size:
+                    scope: Any = cycle.scope  # to uvicorn a TypedDict without our key
+                    scope[HEAD] = data[:size]
                 self._run(cycle, app)
         self._receiving = False
         if self._reads == "head":

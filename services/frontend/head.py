@@ -7,11 +7,17 @@ import re
 from services.frontend.body import accepted_coding
 from services.frontend.state import Entry
 
-# Under these headers a body is more than the Content-Length bytes behind the head, or a request more
-# than a request.
-_SPECIAL = frozenset({b"content-encoding", b"expect", b"transfer-encoding", b"upgrade"})
-# These differ from one request to the next: such a head does not come again.
-_UNIQUE = frozenset({b"x-request-id", b"traceparent"})
+# With these headers, the same head does not mean the same again; or it differs from request to request.
+_PASSING = frozenset(
+    {
+        b"content-encoding",
+        b"expect",
+        b"traceparent",
+        b"transfer-encoding",
+        b"upgrade",
+        b"x-request-id",
+    }
+)
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -19,28 +25,24 @@ class Head:
     """Whom a request asks, and what its headers want of the answer.
 
     ``coding`` is the content coding the client takes, None for none. ``plain``: nothing depends on the
-    headers but for what the model is told.
+    headers but for what the model is told. ``body_size``: bytes behind a head that is kept.
     """
 
-    __slots__ = ("coding", "entry", "headers", "plain", "request_id")
+    __slots__ = ("body_size", "coding", "entry", "headers", "plain", "request_id")
 
     def __init__(self, entry: Entry | None, headers: dict[bytes, bytes]) -> None:
         self.entry = entry
         self.headers = headers
+        self.body_size = 0
         accept = headers.get(b"accept-encoding")
         self.coding = None if accept is None else accepted_coding(accept)
         self.request_id = request_id(headers)
         self.plain = self.coding is None and not self.request_id
 
     @property
-    def body_size(self) -> int | None:
-        """The bytes behind the head; None when the headers leave that open or ask for more care, or
-        when this head will hardly come again."""
-        names = self.headers.keys()
-        length = self.headers.get(b"content-length")
-        if length is None or names & _SPECIAL or names & _UNIQUE:
-            return None
-        return int(length)
+    def comes_again(self) -> bool:
+        """Whether the same bytes may be expected again, and mean the same then."""
+        return self.headers.keys().isdisjoint(_PASSING)
 
 
 def request_id(headers: dict[bytes, bytes]) -> str:

@@ -10,14 +10,13 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future
 from time import perf_counter_ns
 from typing import Any
 
 from hps.config.schema import ServerSettings
 from hps.errors import BadRequest, DeadlineExceeded, HpsError, Unavailable
-from services.frontend.asgi import WHOLE, App, Receive, Scope, Send
+from services.frontend.asgi import HEAD, WHOLE, App, Receive, Scope, Send
 from services.frontend.auth import Guard
 from services.frontend.body import COMPRESS_FROM_BYTES, compress, in_task, read_body
 from services.frontend.errors import TooLarge, TooSlow
@@ -65,22 +64,14 @@ class InferApp:
             permitted = True
             body = await read_body(receive, head.headers, self._max_body, self.timeout_s)
             arrived = perf_counter_ns()  # what the client took to send is not ours
+            if HEAD in scope:
+                self._learn(scope[HEAD], head, len(body))
             inference = Inference(self, head, body, arrived)
         except (Exception, asyncio.CancelledError) as error:
             unread = receive if not permitted or _is_unread(error) else None
             await fail(error, head, self.state, send, arrived, unread)
             return
         await inference(scope, receive, send)
-
-    def learn(self, text: bytes, scope: Mapping[str, Any], body_size: int) -> None:
-        """Keep what the head ``text`` says, if it may stand before other bodies of ``body_size`` bytes."""
-        if len(text) > _HEAD_BYTES or body_size > self._max_body:
-            return
-        head = Head(self.routes[scope["path"]], dict(scope["headers"]))
-        if head.body_size == body_size:
-            if len(self._heads) >= _HEADS_KEPT:
-                self._heads.clear()
-            self._heads[text] = head
 
     def begin(self, request: bytes) -> Inference | None:
         """Begin a request whose head is known already. None when it isn't, or when ``request`` is not
@@ -92,6 +83,14 @@ class InferApp:
         started = perf_counter_ns()
         self._guard.check(head.headers, "read")
         return Inference(self, head, request[size:], started)
+
+    def _learn(self, text: bytes, head: Head, body_size: int) -> None:
+        """Keep ``head``, whose bytes are ``text``, if it may be expected again."""
+        if len(text) <= _HEAD_BYTES and head.comes_again:
+            if len(self._heads) >= _HEADS_KEPT:
+                self._heads.clear()
+            head.body_size = body_size
+            self._heads[text] = head
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send, arrived: int) -> None:
         """An inference request for a name that is not served, now or ever."""

@@ -1,0 +1,103 @@
+"""A connection to the data port without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from services.frontend.connection import Protocol
+
+PATH = "/v2/models/words.lookup/infer"
+
+
+class Wire(asyncio.Transport):
+    """Collects what is written."""
+
+    def __init__(self):
+        super().__init__()
+        self.data = b""
+        self.closed = False
+
+    def write(self, data):
+        self.data += data
+
+    def is_closing(self):
+        return self.closed
+
+    def close(self):
+        self.closed = True
+
+    def pause_reading(self):
+        pass
+
+    def resume_reading(self):
+        pass
+
+    @property
+    def statuses(self):
+        return [int(part[:3]) for part in self.data.split(b"HTTP/1.1 ")[1:]]
+
+
+class Http:
+    """What tests of a connection do with it."""
+
+    def __init__(self, app):
+        self._app = app
+
+    def connect(self, app=None):
+        """A protocol and its wire, on the running loop."""
+        config = uvicorn.Config(
+            app or self._app,
+            http=Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+        )
+        config.load()
+        protocol = Protocol(config, ServerState(), {}, _loop=asyncio.get_running_loop())
+        protocol.connection_made(Wire())
+        return protocol, protocol.transport
+
+    @staticmethod
+    def request(keys, *, path=PATH, request_id="", more=""):
+        tensor = {"name": "left", "shape": [1, len(keys)], "datatype": "INT64", "data": keys}
+        body = json.dumps({"inputs": [tensor], "id": request_id})
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{more}Content-Length: {len(body)}\r\n\r\n"
+        return (head + body).encode()
+
+    @staticmethod
+    def run(scenario):
+        async def bounded():
+            async with asyncio.timeout(20):
+                await scenario()
+
+        asyncio.run(bounded())
+
+    @staticmethod
+    async def read(protocol, data):
+        """Hand over ``data`` as an event loop does, outside every task; the statuses right afterwards."""
+        loop = asyncio.get_running_loop()
+        there = loop.create_future()
+
+        def callback():
+            protocol.data_received(data)
+            there.set_result(protocol.transport.statuses)
+
+        loop.call_soon(callback)
+        return await there
+
+    @staticmethod
+    async def until(condition):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def http(data):
+    return Http(data)
