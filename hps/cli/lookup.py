@@ -16,6 +16,7 @@ from hps.cli.targets import (
     NoServerOption,
     SetOption,
     open_here,
+    refuse_overrides,
 )
 from hps.errors import ConfigError, NotFound
 
@@ -63,8 +64,7 @@ def lookup(
         with open_here(config, overrides) as node:
             report = here(node, model, table, numbers)
     else:
-        if overrides:
-            raise ConfigError("--set changes a configuration; give --config FILE with it")
+        refuse_overrides(overrides)
         report = asked(admin, api_key, model, table, numbers)
     for row, text in zip(report["rows"], keys, strict=True):
         row["key"] = int(text)

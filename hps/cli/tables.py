@@ -15,8 +15,9 @@ from hps.cli.targets import (
     NoServerOption,
     SetOption,
     open_here,
+    refuse_overrides,
 )
-from hps.errors import ConfigError, NotFound
+from hps.errors import NotFound
 
 app = typer.Typer(add_completion=False)
 
@@ -44,8 +45,7 @@ def tables(
         with open_here(config, overrides) as node:
             status = node.status()
     else:
-        if overrides:
-            raise ConfigError("--set changes a configuration; give --config FILE with it")
+        refuse_overrides(overrides)
         from hps.client import Client
 
         with Client(admin_url=admin, api_key=api_key) as client:

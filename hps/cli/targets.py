@@ -160,13 +160,17 @@ def open_target(
         with open_here(config, overrides) as node:
             yield NodeTarget(node)
         return
-    if overrides:
-        raise ConfigError("--set changes a configuration; give --config FILE with it")
+    refuse_overrides(overrides)
     from hps.client import Client
 
     with Client(server, api_key=api_key) as client:
         client.connect()
         yield ServerTarget(client, lambda: Client(server, api_key=api_key))
+
+
+def refuse_overrides(overrides: list[str] | None) -> None:
+    if overrides:
+        raise ConfigError("--set changes a configuration; give --config FILE with it")
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any, TypeVar
 
 from hps.client.rest import Client
@@ -37,12 +36,7 @@ class ClientPool:
     def __enter__(self) -> ClientPool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
         with suppress(Empty):
             while (job := self._jobs.get_nowait()) is not None:
                 job[0].cancel()
