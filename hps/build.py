@@ -148,8 +148,12 @@ class _Builder:
         )
         guarded = self._guarded(store, chosen.guard)
         store.open_tables(self._tables)
-        for model in self._opened if chosen.load else []:
-            load_tables(model.version, model.tables, store, self._progress)
+        if chosen.load:
+            for model in self._opened:
+                load_tables(model.version, model.tables, store, self._progress)
+        else:
+            for table in self._tables:
+                store.check(table)
         return store, guarded
 
     def _guarded(self, tier: Tier, guard: GuardSettings) -> Guarded:

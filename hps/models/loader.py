@@ -69,6 +69,9 @@ def load_tables(
     """
     chosen = list(tables.values() if isinstance(tables, Mapping) else tables)
     store.open_tables(chosen)
+    if store.layout == "hps":  # it has no version to keep rows of another shape apart
+        for table in chosen:
+            store.check(table)
     reports = [_load(version, t, store, progress, rebuild=rebuild) for t in chosen]
     for table, report in zip(chosen, reports, strict=True):
         _log(table, report)

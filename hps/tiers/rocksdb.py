@@ -83,6 +83,11 @@ class RocksDbTier:
         start, name the tables of all models in one call."""
         self._database.open_tables(tables)
 
+    def check(self, table: EmbeddingTable) -> None:
+        """Raises TierError when the rows there are plainly not of the table's dim and dtype. At a lookup
+        it would count as a fault of the whole tier."""
+        self._rows.check_first(self._database.family(table))
+
     def loaded(self, table: EmbeddingTable) -> LoadRecord | None:
         """The record of the table's last complete bulk load, or None."""
         record = self._database.record(table)

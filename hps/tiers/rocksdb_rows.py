@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -37,16 +37,15 @@ class VersionedRows:
             values: Any = family.data.get(family.codec.stored_keys(code), b"")
         except Exception as error:
             self._database.fail(error)
-        try:
-            return family.codec.decode(values)
-        except WrongLength as error:
-            table = family.table
-            raise TierError(
-                NAME,
-                f"table {table.id}: a stored row has {error.found} bytes, expected {error.expected} "
-                f"(dim {table.dim} of {table.dtype}); it was written with another dim, dtype or "
-                "layout: serve it under a new version",
-            ) from None
+        return _decode(family, values)
+
+    def check_first(self, family: Family) -> None:
+        """Raises TierError when the table's first row has another length than its dim and dtype give."""
+        with self._database.errors():
+            first = family.data.iter()
+            first.seek_to_first()
+            if first.valid():
+                _decode(family, [first.value()])
 
     def remembered(self, table: EmbeddingTable, versions: VersionArray) -> NDArray[np.bool_]:
         """Which tombstones are not yet older than the table's ``tombstone_ttl_s``."""
@@ -155,3 +154,17 @@ class VersionedRows:
             deque(map(batch.delete, names, repeat(family.handle)), 0)
             family.tombstones.remove(batch, some)
             self._database.db.write(batch)
+
+
+def _decode(family: Family, values: Sequence[bytes]) -> Stored:
+    try:
+        return family.codec.decode(values)
+    except WrongLength as error:
+        table = family.table
+        mend = "serve it under a new version" if family.codec.versioned else "take another database"
+        raise TierError(
+            NAME,
+            f"table {table.id}: a stored row has {error.found} bytes, expected {error.expected} "
+            f"(dim {table.dim} of {table.dtype}); it was written with another dim, dtype or "
+            f"layout: {mend}",
+        ) from None

@@ -565,3 +565,23 @@ def test_a_database_loaded_elsewhere_is_served_as_it_is(folder):
         assert cached(node) > 900
         found = node.lookup("clicks", {"user": np.arange(-500, 500)}, want_source=True)
         np.testing.assert_array_equal(found.vectors["user"], rows(np.arange(-500, 500), 4))
+
+
+@pytest.mark.parametrize(("layout", "load"), [("native", False), ("hps", False), ("hps", True)])
+def test_rows_of_another_dim_are_found_at_the_start(folder, layout, load):
+    """Found at a lookup only, they would open the circuit for every table of the node."""
+    db = {"path": str(folder / "db"), "layout": layout}
+    hps.open(settings(folder, tiers={"rocksdb": db})).close()
+    wide = TableSpec(name="users", dim=8)
+    write_version(
+        folder / "models",
+        ModelSpec(name="clicks", tables=[wide]),
+        1,
+        {"users": (np.arange(10), rows(np.arange(10), 8))},
+        replace=True,
+        replace_spec=True,
+    )
+    with pytest.raises(
+        TierError, match=r"clicks/1/users: a stored row has \d+ bytes, expected \d+"
+    ):
+        hps.open(settings(folder, tiers={"rocksdb": {**db, "load": load}}))
