@@ -115,6 +115,36 @@ def test_a_known_head_before_anything_but_its_body(http, connect):
     http.run(scenario)
 
 
+def test_a_raw_body_is_waited_for(http, connect):
+    async def scenario():
+        protocol, wire = connect()
+        head = b"POST /v2/models/halves.lookup/infer HTTP/1.1\r\nContent-Length: 16\r\n"
+        whole = head + b"Inference-Header-Content-Length: 0\r\n\r\n" + np.array([1, 2]).tobytes()
+        await http.read(protocol, whole)
+        await http.read(protocol, whole[:-8])
+        await asyncio.sleep(0.01)
+        assert wire.statuses == [200]
+        await http.read(protocol, whole[-8:])
+        await http.until(lambda: wire.statuses == [200, 200])
+        first, second = wire.data.split(b"HTTP/1.1 200")[1:]
+        assert first == second
+
+    http.run(scenario)
+
+
+def test_what_looks_like_a_known_request_within_another_is_none(http, connect):
+    async def scenario():
+        protocol, wire = connect()
+        whole = binary([1, 2])
+        await http.read(protocol, whole)
+        await http.read(protocol, b"GET /v2/health/live HTTP/1.1\r\nX: ")
+        await http.read(protocol, whole)
+        await http.until(lambda: wire.statuses == [200, 200])
+        assert wire.data.endswith(b'{"live":true}')
+
+    http.run(scenario)
+
+
 def test_a_known_request_that_has_to_wait_keeps_its_place(small, http, connect):
     async def scenario():
         protocol, wire = connect()
