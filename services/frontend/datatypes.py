@@ -43,12 +43,10 @@ def numbers(data: Any, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
 
     Raises TypeError or ValueError where NumPy would round, truncate or reinterpret in silence.
     """
+    data = flat(data)
     if type(data) is not list:
         raise TypeError("data must be an array")
     kinds = set(map(type, data))
-    while kinds == {list}:
-        data = list(chain.from_iterable(data))
-        kinds = set(map(type, data))
     if not kinds <= _ELEMENTS[dtype.kind]:
         raise TypeError("elements")
     if len(data) != count:
@@ -57,12 +55,21 @@ def numbers(data: Any, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
         if dtype.itemsize == 2:
             raise TypeError("FP16 has no JSON form")
         with np.errstate(over="ignore"):
-            flat = np.array(data, dtype)
-        if not np.isfinite(flat).all():  # JSON has no infinity: a number was too large
+            values = np.array(data, dtype)
+        if not np.isfinite(values).all():  # JSON has no infinity: a number was too large
             raise OverflowError("out of range")
-        return flat
+        return values
     if data and dtype.kind != "b":
         info = np.iinfo(dtype)
         if min(data) < info.min or max(data) > info.max:  # NumPy 1 would wrap around
             raise OverflowError("out of range")
     return np.array(data, dtype)
+
+
+def flat(data: Any) -> Any:
+    """The list ``data`` without the nesting that all of its elements share; anything else as it is."""
+    if type(data) is not list:
+        return data
+    while data and type(data[0]) is list and set(map(type, data)) == {list}:
+        data = list(chain.from_iterable(data))
+    return data

@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 
 from hps.errors import BadRequest
-from services.frontend.datatypes import BINARY_ONLY, INTEGERS, InputRule, numbers
+from services.frontend.datatypes import BINARY_ONLY, INTEGERS, InputRule, flat, numbers
 
 _SHOWN = 80
 
@@ -177,8 +177,11 @@ def _data(item: dict[str, Any], name: str, datatype: str, dtype: np.dtype[Any], 
     try:
         numbers(item["data"], dtype, count)
     except OverflowError:
-        raise BadRequest(f"input '{name}' has a number beyond the range of {datatype}") from None
+        raise _out_of_range(name, datatype) from None
     except TypeError:
+        data = flat(item["data"])
+        if dtype.kind in "iu" and type(data) is list and any(map(_is_beyond_64_bits, data)):
+            raise _out_of_range(name, datatype) from None
         raise BadRequest(
             f"input '{name}': 'data' must be an array, flat or nested, of {datatype} values alone, got "
             f"{shown(item['data'])}"
@@ -188,6 +191,15 @@ def _data(item: dict[str, Any], name: str, datatype: str, dtype: np.dtype[Any], 
             f"unexpected number of elements in 'data' of input '{name}': its shape "
             f"{shown(item['shape'])} takes {count}"
         ) from None
+
+
+def _is_beyond_64_bits(value: Any) -> bool:
+    """Whether ``value`` may have been an integer that JSON parsing had to make a float."""
+    return type(value) is float and value.is_integer() and abs(value) >= 2**63
+
+
+def _out_of_range(name: str, datatype: str) -> BadRequest:
+    return BadRequest(f"input '{name}' has a number beyond the range of {datatype}")
 
 
 def _options(header: dict[str, Any]) -> None:

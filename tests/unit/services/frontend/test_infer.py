@@ -206,7 +206,7 @@ def test_rows_from_a_store_are_waited_for_without_holding_up_others(small, ask):
     assert left(replies[0]) == [[13.0, 13.25, 13.5]]
 
 
-@pytest.mark.parametrize("timeout_us", [50_000, None])
+@pytest.mark.parametrize("timeout_us", [50_000, 0, None])
 def test_an_answer_that_takes_too_long(small, ask, timeout_us):
     small.store.gate.clear()
     start = time.monotonic()

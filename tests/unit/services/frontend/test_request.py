@@ -179,6 +179,14 @@ FAULTS = {
     "text": (dumps(tensor(data=["1", "2"])), "of INT64 values alone"),
     "data an object": (dumps(tensor() | {"data": {}}), "'data' must be an array"),
     "beyond int64": (dumps(tensor(data=[2**63, 1])), "beyond the range of INT64"),
+    "beyond 64 bits": (
+        dumps(tensor(data=[7, 2])).replace(b"7", b"18446744073709551616"),
+        "beyond the range of INT64",
+    ),
+    "below 64 bits": (
+        dumps(tensor(data=[[7, 2]])).replace(b"7", b"-9223372036854775809"),
+        "beyond the range of INT64",
+    ),
     "beyond int8": (dumps(tensor(datatype="INT8", data=[128, 1])), "beyond the range of INT8"),
     "below uint8": (dumps(tensor(datatype="UINT8", data=[-1, 1])), "beyond the range of UINT8"),
     "beyond float32": (dumps(tensor("FP32", "FP32", data=[1e39, 1])), "beyond the range of FP32"),
