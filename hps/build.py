@@ -270,4 +270,6 @@ def _rows(node: Node) -> Iterator[tuple[tuple[str, ...], float]]:
         tier = entry.tier.info.name
         for model in node.models.values():
             for table in model.tables.values():
-                yield (tier, table.model, table.name), entry.rows(table)
+                rows = entry.known_rows(table)
+                if rows is not None:
+                    yield (tier, table.model, table.name), rows

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.config.model_schema import ModelSpec
-from hps.errors import BadRequest, NotFound
+from hps.errors import BadRequest, NotFound, TierError
 from hps.lookup.base import Lookup
 from hps.metrics import Metrics
 from hps.pipeline import InferencePipeline
@@ -53,13 +53,20 @@ class ServedModel:
 
 @dataclass(slots=True)
 class TierStatus:
-    """A tier and what can be said of it: ``rows(table)``, its ``capacity(table)`` in rows when it is
-    bounded, and the ``state`` of its circuit when it is guarded."""
+    """A tier and what can be said of it: its ``rows`` of a table, its ``capacity`` of a table in rows when
+    it is bounded, and the ``state`` of its circuit when it is guarded."""
 
     tier: Tier
     rows: Callable[[EmbeddingTable], int]
     capacity: Callable[[EmbeddingTable], int | None] = lambda _table: None
     state: Callable[[], str] = lambda: "closed"
+
+    def known_rows(self, table: EmbeddingTable) -> int | None:
+        """``rows``, or None when a broken tier cannot say: a status is asked for most when one is."""
+        try:
+            return self.rows(table)
+        except TierError:
+            return None
 
 
 @dataclass(slots=True, repr=False)
@@ -150,6 +157,7 @@ class Node:
                     "name": entry.tier.info.name,
                     "kind": "cache" if entry.tier.info.cache else "store",
                     "volatile": entry.tier.info.volatile,
+                    "shared": entry.tier.info.shared,
                     "circuit": entry.state(),
                 }
                 for entry in self.tiers
@@ -169,14 +177,14 @@ class Node:
         }
 
     def _table_status(self, table: EmbeddingTable) -> dict[str, Any]:
-        held = {entry.tier.info.name: entry.rows(table) for entry in self.tiers}
+        held = {entry.tier.info.name: entry.known_rows(table) for entry in self.tiers}
         bounds = {entry.tier.info.name: entry.capacity(table) for entry in self.tiers}
         return {
             "name": table.name,
             "dim": table.dim,
             "dtype": table.dtype.name,
             "miss_policy": table.miss.kind,
-            "rows": held,
+            "rows": {name: rows for name, rows in held.items() if rows is not None},
             "capacity_rows": {name: rows for name, rows in bounds.items() if rows is not None},
         }
 

@@ -16,7 +16,6 @@ from hps.tiers.base import FetchContext, Part, Tier, TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.checks import check_part
 from hps.tiers.cpu_cache import CpuCache
-from hps.tiers.gpu_cache import GpuCache
 from hps.tiers.memory import MemoryTier
 from hps.tiers.rocksdb import RocksDbTier
 from hps.tiers.wrappers import Guarded, Metered
@@ -120,7 +119,7 @@ def rocksdb(path: Path, tables: TableSet, layout: Any = "native") -> RocksDbTier
 class OnHost:
     """A GPU cache that answers parts on the host."""
 
-    def __init__(self, cache: GpuCache) -> None:
+    def __init__(self, cache: Any) -> None:
         self.cache = cache
 
     def __getattr__(self, name: str) -> Any:
@@ -140,6 +139,8 @@ class OnHost:
 
 
 def gpu_cache(_path: Path, tables: TableSet) -> Any:
+    from hps.tiers.gpu_cache import GpuCache
+
     return OnHost(GpuCache(dict.fromkeys(tables, 2 * ROWS)))
 
 

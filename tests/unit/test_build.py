@@ -498,8 +498,14 @@ def test_status(opened):
     status = json.loads(json.dumps(opened.status()))
     assert status["version"] == hps.__version__
     assert status["tiers"] == [
-        {"name": "cpu", "kind": "cache", "volatile": True, "circuit": "closed"},
-        {"name": "rocksdb", "kind": "store", "volatile": False, "circuit": "closed"},
+        {"name": "cpu", "kind": "cache", "volatile": True, "shared": False, "circuit": "closed"},
+        {
+            "name": "rocksdb",
+            "kind": "store",
+            "volatile": False,
+            "shared": False,
+            "circuit": "closed",
+        },
     ]
     (model,) = status["models"]
     assert (model["name"], model["version"], model["dense"]) == ("clicks", 1, True)
@@ -509,6 +515,19 @@ def test_status(opened):
     assert users["rows"]["cpu"] == cached(opened) > 900
     assert users["capacity_rows"]["cpu"] >= 1000
     assert (users["miss_policy"], users["dtype"]) == ("wait", "float32")
+
+
+def test_a_broken_tier_takes_neither_status_nor_metrics_along(opened, monkeypatch):
+    def broken(tier, table):
+        raise TierError("rocksdb", "gone")
+
+    monkeypatch.setattr(RocksDbTier, "rows", broken)
+    opened.tiers[1].rows = opened.tiers[1].tier.rows
+    users = opened.status()["models"][0]["tables"][0]
+    assert list(users["rows"]) == ["cpu"]
+    text = opened.metrics.render().decode()
+    assert 'hps_table_rows{model="clicks",table="users",tier="cpu"}' in text
+    assert 'hps_table_rows{model="clicks",table="users",tier="rocksdb"}' not in text
 
 
 def test_every_node_counts_for_itself(folder, tmp_path_factory):
