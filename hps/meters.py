@@ -1,4 +1,4 @@
-"""Who counts: the observers that lookups, tiers and the dense model are given, over ``Metrics``.
+"""Who counts: the meters that lookups, tiers and the dense model are given, over ``Metrics``.
 
 Called on every request, so they keep their counters at hand, and count for all tables of a request at once.
 """
@@ -66,7 +66,7 @@ class LookupMeter:
 
 
 class DenseMeter:
-    """Counts what the dense model of one model did (a ``PipelineObserver``)."""
+    """Counts what the dense model of one model did. Any thread may call it."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics = metrics

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,8 @@ from hps.dense.base import DATATYPES, DenseModel
 from hps.errors import BadRequest, DeadlineExceeded, DenseModelError
 from hps.lookup.base import Lookup
 from hps.lookup.checks import unknown
+from hps.meters import DenseMeter
+from hps.metrics import Metrics
 from hps.types import LookupRequest, LookupResult, PredictRequest, PredictResult
 from hps.wiring import check_wiring
 from hps.workers import Done, Workers
@@ -27,26 +29,6 @@ from hps.workers import Done, Workers
 TOP_K_INDEX = "top_k_index"
 
 Arrays = dict[str, NDArray[Any]]
-
-
-class PipelineObserver(Protocol):
-    """Who counts what the dense model did; calls come from any thread."""
-
-    def ran(self, seconds: float) -> None:
-        """One run of the dense model."""
-
-    def not_finite(self, output: str, values: int) -> None:
-        """``values`` numbers of ``output`` were NaN or infinite."""
-
-
-class Unobserved:
-    """Counts nothing."""
-
-    def ran(self, seconds: float) -> None:
-        pass
-
-    def not_finite(self, output: str, values: int) -> None:
-        pass
 
 
 class InferencePipeline:
@@ -59,14 +41,14 @@ class InferencePipeline:
         lookup: Lookup,
         dense: DenseModel,
         workers: Workers,
-        observer: PipelineObserver | None = None,
+        meter: DenseMeter | None = None,
     ) -> None:
         """Raises ``ModelError`` when ``spec`` and the network do not fit."""
         self.name = name
         self.lookup = lookup
         self.dense = dense
         self._workers = workers
-        self._observer: PipelineObserver = observer or Unobserved()
+        self._meter = meter or DenseMeter(Metrics(), name)
         self._inputs = {tensor.name: tensor for tensor in spec.inputs}
         self._feeds = tuple(
             (feature, spec.embeddings.get(feature.name, feature.name))
@@ -214,14 +196,14 @@ class InferencePipeline:
             return {name: _nothing(self._outputs[name]) for name in names}
         start = time.perf_counter()
         outputs = self.dense.predict(feed, names)
-        self._observer.ran(time.perf_counter() - start)
+        self._meter.ran(time.perf_counter() - start)
         for name, values in outputs.items():
             if values.shape[:1] != (batch,):
                 raise DenseModelError(
                     f"output {name!r} has shape {list(values.shape)} for a batch of {batch}"
                 )
             if values.dtype.kind == "f" and not (finite := np.isfinite(values)).all():
-                self._observer.not_finite(name, int(finite.size - np.count_nonzero(finite)))
+                self._meter.not_finite(name, int(finite.size - np.count_nonzero(finite)))
         return outputs
 
 
