@@ -99,32 +99,31 @@ class _Builder:
 
     def node(self, warnings: tuple[str, ...]) -> Node:
         tiers, dense = self._settings.tiers, self._settings.dense
-        store, guarded = self._open_store()
-        status = [TierStatus(store, store.rows, state=lambda: guarded.state)]
-        cache = self._make_cache(store) if tiers.cpu_cache.enabled else None
-        if cache is not None:
-            status.insert(0, TierStatus(cache, cache.size, cache.capacity))
+        # Both lists fastest first; every tier that is asked, promoted into or reported on stands here.
+        store, on_disk = self._open_store()
+        stores = [on_disk]
+        caches = [self._make_cpu_cache(store)] if tiers.cpu_cache.enabled else []
         writer = CacheWriter(
-            cache or TierChain([]),
-            [guarded],
+            TierChain([cache.tier for cache in caches]),
+            [each.tier for each in stores],
             self._settings.updates.promote_queue_keys,
             self._count_promotion,
         )
         self._resources.callback(writer.close)
-        if cache is not None and tiers.cpu_cache.warm:
-            self._warm(cache, store, writer)
+        if caches and tiers.cpu_cache.warm:
+            self._warm(caches[0], store, writer)
         # Two pools: a slow store never holds up a network whose rows are there. What a lookup hands on
         # to a network must find its pool open at the end, so that one closes last.
         runs = self._workers("dense", dense.runs, "dense.queue", dense.queue)
         serving = _Serving(
-            TierChain([] if cache is None else [self._metered(cache)]),
-            TierChain([self._metered(guarded)]),
-            _promote_to(cache, writer),
+            self._asked(caches),
+            self._asked(stores),
+            _promote_to(caches, writer),
             self._workers("lookup", tiers.lookup_threads, "tiers.lookup_queue", tiers.lookup_queue),
             runs,
         )
         models = {model.version.name: self._serve(model, serving) for model in self._opened}
-        node = Node(models, self._metrics, status, writer, serving.lookups, warnings)
+        node = Node(models, self._metrics, [*caches, *stores], writer, serving.lookups, warnings)
         self._publish(node, serving)
         return node
 
@@ -133,8 +132,8 @@ class _Builder:
         self._resources.callback(workers.close)
         return workers
 
-    def _open_store(self) -> tuple[RocksDbTier, Guarded]:
-        """The store with every table loaded, and the guard around it."""
+    def _open_store(self) -> tuple[RocksDbTier, TierStatus]:
+        """The store with every table loaded; the same behind a guard, as it is asked."""
         from hps.tiers.rocksdb import RocksDbTier
 
         chosen = self._settings.tiers.rocksdb
@@ -154,7 +153,7 @@ class _Builder:
         else:
             for table in self._tables:
                 store.check(table)
-        return store, guarded
+        return store, TierStatus(guarded, store.rows, state=lambda: guarded.state)
 
     def _guarded(self, tier: Tier, guard: GuardSettings) -> Guarded:
         """The guard around a tier, which alone closes it: never under a fetch that hangs. Its threads
@@ -170,7 +169,7 @@ class _Builder:
         self._resources.callback(guarded.close)
         return guarded
 
-    def _make_cache(self, store: RocksDbTier) -> CpuCache:
+    def _make_cpu_cache(self, store: RocksDbTier) -> TierStatus:
         """The CPU cache, its memory shared out over the tables; overrides by table come first."""
         chosen = self._settings.tiers.cpu_cache
         table_rows = {table: _known_rows(store, table) for table in self._tables}
@@ -184,20 +183,20 @@ class _Builder:
         )
         cache = CpuCache(plan)
         self._resources.callback(cache.close)
-        return cache
+        return TierStatus(cache, cache.size, cache.capacity)
 
     def _override(self, table: EmbeddingTable) -> TableOverride:
         models = self._settings.models.serve or {}
         override = models.get(table.model) or ModelOverride()
         return override.tables.get(table.name) or TableOverride()
 
-    def _warm(self, cache: CpuCache, store: RocksDbTier, writer: CacheWriter) -> None:
+    def _warm(self, cache: TierStatus, store: RocksDbTier, writer: CacheWriter) -> None:
         """Fill the cache from the start of the files, as far as it reaches."""
         until = time.monotonic() + WARM_SECONDS
         for model in self._opened:
             for name, table in model.tables.items():
                 files = model.version.tables[name]
-                rows = min(files.rows, cache.capacity(table))
+                rows = min(files.rows, cache.capacity(table) or 0)
                 if not rows:
                     continue
                 keys = table.narrow(files.keys()[:rows])
@@ -226,8 +225,11 @@ class _Builder:
             )
         return ServedModel(name, model.version.version, model.spec, model.tables, engine, pipeline)
 
-    def _metered(self, tier: Tier) -> Tier:
-        return Metered(tier, TierMeter(self._metrics, tier.info.name))
+    def _asked(self, tiers: list[TierStatus]) -> TierChain:
+        """The tiers as lookups ask them: one after the other, each with its own figures."""
+        return TierChain(
+            [Metered(t.tier, TierMeter(self._metrics, t.tier.info.name)) for t in tiers]
+        )
 
     def _count_promotion(self, result: str, keys: int) -> None:
         self._metrics.counter(m.PROMOTIONS, result).add(keys)
@@ -255,11 +257,11 @@ def _known_rows(store: RocksDbTier, table: EmbeddingTable) -> int:
     return max(record.rows if record else 0, store.rows(table))
 
 
-def _promote_to(cache: CpuCache | None, writer: CacheWriter) -> Promote:
-    """Promotion of tables that have room in the cache; of others there is nothing to do."""
+def _promote_to(caches: list[TierStatus], writer: CacheWriter) -> Promote:
+    """Promotion of tables that have room in a cache; of others there is nothing to do."""
 
     def promote(table: EmbeddingTable, keys: KeyArray) -> None:
-        if cache is not None and cache.capacity(table):
+        if any(cache.capacity(table) for cache in caches):
             writer.promote(table, keys)
 
     return promote
