@@ -35,7 +35,10 @@ def show(
     set_: SetOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
-    """Print every setting in force and where it comes from; secrets stay hidden."""
+    """Print every setting in force and its origin.
+
+    Secrets stay hidden.
+    """
     from hps.config import load_config
     from hps.config.shown import effective, public_settings
 
@@ -70,7 +73,10 @@ def validate(
     set_: SetOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
-    """Check a file and name everything that is wrong with it; exit code 2 when something is."""
+    """Check a file and name everything that is wrong with it.
+
+    The exit code is 2 when something is.
+    """
     from hps.config.validation import validate_file
 
     report = validate_file(file, set_ or ())
@@ -119,7 +125,10 @@ def convert(
         typer.Option("--into", metavar="FOLDER", help="Write the files there instead of printing."),
     ] = None,
 ) -> None:
-    """Print our hps.yaml and model.yaml for a ps.json; `hps model import` brings the rows over."""
+    """Print our hps.yaml and model.yaml for a ps.json.
+
+    `hps model import` brings the rows over.
+    """
     from hps.config.ps_json import read_ps_json
     from hps.config.shown import converted
     from hps.errors import ConfigError

@@ -22,7 +22,7 @@ from hps.cli.output import (
 from hps.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
-    from hps.models.repository import ModelVersion
+    from hps.models.repository import ModelVersion, Repository
 
 app = typer.Typer(no_args_is_help=True, help="Import, inspect and verify models of a repository.")
 
@@ -51,9 +51,7 @@ def inspect(
     output: Output = OutputFormat.table,
 ) -> None:
     """Show what a repository, or one version of a model, holds."""
-    from hps.models.repository import Repository
-
-    models = Repository(repository)
+    models = _repository(repository)
     if name is None:
         listed = [(n, models.versions(n), models.spec(n)) for n in models.names()]
         if output is OutputFormat.json:
@@ -70,6 +68,17 @@ def inspect(
         print_json(_described(opened))
     else:
         _show(opened)
+
+
+def _repository(folder: Path) -> Repository:
+    from hps.models.repository import Repository
+
+    if not folder.is_dir():
+        raise ModelError(
+            f"there is no model repository {folder}; name one with --repository DIR, or make one with "
+            "hps model import"
+        )
+    return Repository(folder)
 
 
 def _described(opened: ModelVersion) -> dict[str, Any]:
@@ -152,12 +161,10 @@ def verify(
     version: VersionOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
-    """Check a version thoroughly: layout, sizes, checksums, values, keys, and the network."""
-    from hps.models.repository import Repository
-
+    """Check a version: layout, sizes, checksums, values, keys, network."""
     if name is None and version is not None:
         raise ConfigError("--version needs a model's name")
-    models = Repository(repository)
+    models = _repository(repository)
     names = [name] if name else models.names()
     if not names:
         raise ModelError(f"{repository} holds no model")

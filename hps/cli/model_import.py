@@ -105,7 +105,7 @@ def import_(
     ] = False,
     output: Output = OutputFormat.table,
 ) -> None:
-    """Write tables, and the network if there is one, as a version of the repository."""
+    """Write tables, and a network, as a version of the repository."""
     from hps.cli import model_options as options
     from hps.cli.progress import ConsoleProgress
     from hps.config import load_model_spec
@@ -167,7 +167,7 @@ def _plans(
     from hps.models.importers.sources import detect
 
     if not source.exists():
-        raise ConfigError(f"{source} is missing")
+        raise ConfigError(f"there is no file or folder {source}")
     kind = format_ or detect(source)
     if kind != "ps.json" and name is None:
         raise ConfigError("give the model a name: --name NAME")

@@ -17,7 +17,7 @@ from hps.cli.targets import (
     open_here,
     refuse_overrides,
 )
-from hps.errors import NotFound
+from hps.errors import NotFound, Unavailable
 
 app = typer.Typer(add_completion=False)
 
@@ -50,6 +50,8 @@ def tables(
 
         with Client(admin_url=admin, api_key=api_key) as client:
             status = client.status()
+    if "models" not in status:
+        raise Unavailable("the server is still loading its tables; hps status tells how far it is")
     known = [entry["name"] for entry in status["models"]]
     if model is not None and model not in known:
         raise NotFound(f"no model {model!r} is served; there is {', '.join(known) or 'none'}")

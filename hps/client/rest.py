@@ -53,8 +53,14 @@ class Client:
             self._triton = None
 
     def connect(self) -> None:
-        """Load what requests need, so that the first one takes no longer than the others."""
-        self._connected()
+        """Load what requests need and connect, so that the first one takes no longer than the others.
+
+        Raises ``Unavailable`` when nobody is there.
+        """
+        try:
+            self._connected().is_server_live()
+        except (OSError, http.client.HTTPException) as error:
+            raise unreachable(self.url, error, self.timeout_s) from None
 
     def predict(
         self,

@@ -169,7 +169,7 @@ class TestImport:
     @pytest.mark.parametrize(
         ("words", "said"),
         [
-            (("gone.npz", "-n", "c"), "gone.npz is missing"),
+            (("gone.npz", "-n", "c"), "there is no file or folder gone.npz"),
             (("t.npz",), "give the model a name: --name NAME"),
             (("t.npz", "-n", "c"), "as in --table NAME=ARRAY; it holds u.weight [10, 4] float32"),
             (("t.npz", "-n", "c", "-t", "u=x"), "no array 'x' for table 'u'"),

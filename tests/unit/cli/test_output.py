@@ -55,6 +55,11 @@ def test_every_command_explains_itself_with_an_example(name: str) -> None:
         assert f"hps {name}" in result.output.split("Options:")[1]
 
 
+@pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS if COMMANDS[name].group)])
+def test_lists_of_commands_say_all_of_each(words: list[str]) -> None:
+    assert "..." not in run(app, [*words, "--help"]).output.replace("[ARGS]...", "")
+
+
 def test_a_mistyped_command_is_guessed() -> None:
     result = run(app, ["lokup"])
     assert result.exit_code == 2

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from typer.testing import CliRunner
 
+from hps.cli.main import app
 from hps.cli.status import _show, keys_by_tier, requests
 from hps.cli.tables import flatten
+from hps.client import Client
 from hps.client.wire import Sample
 
 
@@ -68,3 +71,11 @@ def test_a_loading_server_tells_how_far_it_is(capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr().out
     assert "Not ready (starting), up for 3 s" in shown
     assert "loading rows: 250 of 1,000 rows, 25.0 %" in shown
+
+
+def test_tables_of_a_loading_server_are_told_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    loading = {"phase": "loading", "ready": False, "uptime_s": 1.0, "loading": []}
+    monkeypatch.setattr(Client, "status", lambda _self: loading)
+    result = CliRunner().invoke(app, ["tables"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: the server is still loading its tables; hps status")

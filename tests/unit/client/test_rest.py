@@ -183,6 +183,18 @@ def test_nobody_there_says_what_to_do() -> None:
                 call()
 
 
+def test_connecting_goes_to_the_server(stub: Stub) -> None:
+    url, seen = stub({"/v2/health/live": (200, b"")})
+    with Client(url) as client:
+        client.connect()
+    assert [each["path"] for each in seen] == ["/v2/health/live"]
+    with (
+        Client("http://127.0.0.1:1") as client,
+        pytest.raises(Unavailable, match="nothing listens"),
+    ):
+        client.connect()
+
+
 def test_a_server_that_hangs_is_left() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
