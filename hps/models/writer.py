@@ -1,21 +1,9 @@
-"""Writes versions into a model repository, all or nothing.
-
-A version is written to a hidden folder beside its final place, its manifest last, and then renamed; a
-reader never sees half of one. The hidden folder is locked while its writer lives, so the leftovers of
-a killed writer are recognised and removed by the next one.
-"""
+"""Writes versions into a model repository, all or nothing (see staging.py), the manifest last."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import os
-import secrets
-import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +21,18 @@ from hps.models.manifest import (
     write_manifest,
 )
 from hps.models.repository import DENSE_FILE, SPEC_FILE, TABLES_FOLDER
+from hps.models.staging import (
+    clean_leftovers,
+    hidden_folder,
+    make_folder,
+    put_in_place,
+    sync,
+    sync_all,
+    write_in_one_step,
+)
 from hps.models.tables import KEY_FILE, VECTOR_FILE
 from hps.types import as_keys
 
-_PREFIX = ".import-"
-# A description is written and renamed in far less; an older temporary one was left by a killed writer.
-_SPEC_SECONDS = 60.0
-_SYNCS = 8
 Chunk = tuple[Any, Any]
 Source = Chunk | Iterable[Chunk]
 
@@ -67,9 +60,9 @@ def write_version(
     _check_request(model, spec, version, tables, dense, replace=replace, replace_spec=replace_spec)
     # Without a description a version is what a writer left that was killed at its last step.
     described = (model / SPEC_FILE).is_file()
-    _make_folder(model)
+    make_folder(model)
     clean_leftovers(model)
-    with _hidden_folder(model, version) as folder:
+    with hidden_folder(model, version) as folder:
         entries = {
             t.name: _write_table(folder / TABLES_FOLDER / t.name, t, tables[t.name], progress)
             for t in spec.tables
@@ -83,12 +76,12 @@ def write_version(
             metadata=dict(metadata or {}),
             watermark=dict(watermark or {}),
         )
-        _sync_all(folder)
+        sync_all(folder)
         write_manifest(folder / FILE_NAME, manifest)
-        _sync(folder / FILE_NAME)
-        _sync(folder)
+        sync(folder / FILE_NAME)
+        sync(folder)
         final = model / str(version)
-        _put_in_place(folder, final, replace=replace or not described)
+        put_in_place(folder, final, replace=replace or not described)
         write_spec(model, spec)
     return final
 
@@ -209,87 +202,9 @@ class _Summed:
         return FileEntry(bytes=self._bytes, checksum=f"sha256:{self._digest.hexdigest()}")
 
 
-@contextmanager
-def _hidden_folder(model: Path, version: int) -> Iterator[Path]:
-    """A locked folder ``.import-<version>-<random>``, removed unless it was renamed away."""
-    folder = model / f"{_PREFIX}{version}-{secrets.token_hex(4)}"
-    _make_folder(folder)
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ModelError(f"cannot make the folder {folder}: {error.strerror}") from error
-
-
-def clean_leftovers(model: Path) -> list[Path]:
-    """Remove what killed writers left in a model's folder; returns what was removed."""
-    removed = []
-    for folder in model.glob(f"{_PREFIX}*"):
-        try:
-            lock = os.open(folder, os.O_RDONLY)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if folder.is_dir():
-                shutil.rmtree(folder, ignore_errors=True)
-            elif folder.stat().st_mtime > time.time() - _SPEC_SECONDS:
-                continue
-            else:
-                folder.unlink()
-            removed.append(folder)
-        except (BlockingIOError, FileNotFoundError):
-            pass
-        finally:
-            os.close(lock)
-    return removed
-
-
-def _put_in_place(folder: Path, final: Path, *, replace: bool) -> None:
-    if final.exists():
-        if not replace:
-            raise ModelError(
-                f"{final} was written by somebody else meanwhile; take another version"
-            )
-        old = final.with_name(f"{_PREFIX}replaced-{secrets.token_hex(4)}")
-        final.rename(old)
-        folder.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        folder.rename(final)
-    _sync(final.parent)
-
-
 def write_spec(model: Path, spec: ModelSpec) -> None:
     """Write ``model.yaml`` in one step, unless it says the same already."""
     path = model / SPEC_FILE
     if path.is_file() and load_model_spec(path) == spec:
         return
-    temporary = model / f"{_PREFIX}spec-{secrets.token_hex(4)}"
-    temporary.write_text(dump_model_spec(spec))
-    _sync(temporary)
-    temporary.rename(path)
-    _sync(model)
-
-
-def _sync_all(folder: Path) -> None:
-    """Bring every file to the disk; several at a time, as they share the file system's commits."""
-    with ThreadPoolExecutor(_SYNCS, "hps-sync") as pool:
-        list(pool.map(_sync, list(folder.rglob("*"))))
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    write_in_one_step(path, dump_model_spec(spec))

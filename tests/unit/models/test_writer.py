@@ -3,14 +3,17 @@
 import fcntl
 import os
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hps.config.model_schema import ModelSpec
 from hps.errors import ModelError
+from hps.models import staging
 from hps.models.repository import Repository
-from hps.models.writer import clean_leftovers, write_version
+from hps.models.staging import clean_leftovers
+from hps.models.writer import write_version
 
 
 def test_streams_chunks(tmp_path, make_spec):
@@ -91,6 +94,26 @@ class TestExisting:
         make_version(1, n=10)
         with pytest.raises(ModelError, match=r"ctr/1 exists; .*--replace"):
             make_version(1, n=20)
+        make_version(1, n=20, replace=True)
+        assert Repository(tmp_path / "models").open("ctr").tables["users"].rows == 20
+        assert sorted(p.name for p in (tmp_path / "models/ctr").iterdir()) == ["1", "model.yaml"]
+
+    def test_a_version_is_there_at_every_moment_of_its_replacement(
+        self, tmp_path, make_version, monkeypatch
+    ):
+        """A writer killed between two renames would leave none."""
+        make_version(1, n=10)
+        rename, moved = Path.rename, []
+        monkeypatch.setattr(
+            Path, "rename", lambda path, to: (moved.append(path.name), rename(path, to))
+        )
+        make_version(1, n=20, replace=True)
+        assert "1" not in moved
+        assert Repository(tmp_path / "models").open("ctr").tables["users"].rows == 20
+
+    def test_a_file_system_that_cannot_exchange_folders(self, tmp_path, make_version, monkeypatch):
+        make_version(1, n=10)
+        monkeypatch.setattr(staging, "_exchange", lambda a, b: False)
         make_version(1, n=20, replace=True)
         assert Repository(tmp_path / "models").open("ctr").tables["users"].rows == 20
         assert sorted(p.name for p in (tmp_path / "models/ctr").iterdir()) == ["1", "model.yaml"]

@@ -1,0 +1,120 @@
+"""How a version appears in a model repository: whole or not at all, whenever its writer is killed.
+
+It is written to a hidden folder beside its final place and then renamed. The hidden folder is locked while
+its writer lives, so the leftovers of a killed writer are recognised and removed by the next one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from hps.errors import ModelError
+
+_PREFIX = ".import-"
+# A description is written and renamed in far less; an older temporary one was left by a killed writer.
+_SPEC_SECONDS = 60.0
+_SYNCS = 8
+# From <fcntl.h> and <stdio.h> of Linux.
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+@contextmanager
+def hidden_folder(model: Path, version: int) -> Iterator[Path]:
+    """A locked folder ``.import-<version>-<random>``, removed unless it was renamed away."""
+    folder = model / f"{_PREFIX}{version}-{secrets.token_hex(4)}"
+    make_folder(folder)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(f"cannot make the folder {folder}: {error.strerror}") from error
+
+
+def clean_leftovers(model: Path) -> list[Path]:
+    """Remove what killed writers left in a model's folder; returns what was removed."""
+    removed = []
+    for folder in model.glob(f"{_PREFIX}*"):
+        try:
+            lock = os.open(folder, os.O_RDONLY)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if folder.is_dir():
+                shutil.rmtree(folder, ignore_errors=True)
+            elif folder.stat().st_mtime > time.time() - _SPEC_SECONDS:
+                continue
+            else:
+                folder.unlink()
+            removed.append(folder)
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        finally:
+            os.close(lock)
+    return removed
+
+
+def put_in_place(folder: Path, final: Path, *, replace: bool) -> None:
+    """Make the hidden ``folder`` the version ``final``; what was there takes its place as a leftover."""
+    if not final.exists():
+        folder.rename(final)
+    elif not replace:
+        raise ModelError(f"{final} was written by somebody else meanwhile; take another version")
+    elif not _exchange(folder, final):
+        old = final.with_name(f"{_PREFIX}replaced-{secrets.token_hex(4)}")
+        final.rename(old)
+        folder.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+    sync(final.parent)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two folders in one step, so that neither is missing for a moment. False where the system or
+    the file system can't."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    done: int = rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE)
+    return done == 0
+
+
+def write_in_one_step(path: Path, text: str) -> None:
+    """Write a file that is never seen half-written."""
+    temporary = path.with_name(f"{_PREFIX}spec-{secrets.token_hex(4)}")
+    temporary.write_text(text)
+    sync(temporary)
+    temporary.rename(path)
+    sync(path.parent)
+
+
+def sync_all(folder: Path) -> None:
+    """Bring every file to the disk; several at a time, as they share the file system's commits."""
+    with ThreadPoolExecutor(_SYNCS, "hps-sync") as pool:
+        list(pool.map(sync, list(folder.rglob("*"))))
+
+
+def sync(path: Path) -> None:
+    """Bring a file or a folder to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
