@@ -26,6 +26,8 @@ KEEP_ALIVE_S = 75
 # An idle connection of a server that stops is closed after this time: a request may be on its way.
 LINGER_S = 0.5
 MAX_HEAD_BYTES = 64 << 10
+# Up to this size, an answer is joined for the socket more quickly than it is handed over in pieces.
+_COPIED_BYTES = 16 << 10
 
 
 class Protocol(HttpToolsProtocol):
@@ -122,7 +124,12 @@ class Protocol(HttpToolsProtocol):
             lines = [b"%b: %b\r\n" % header for header in headers]
             self._opening, self._dated = b"".join([STATUS_LINE[200], *lines]), headers
         end = b"\r\n" if keep_alive else b"connection: close\r\n\r\n"
-        self.transport.write(b"".join([self._opening, reply.lines, end, *reply.pieces]))
+        text, *arrays = reply.pieces
+        head = (self._opening, reply.lines, end, text)
+        if reply.size < _COPIED_BYTES:
+            self.transport.write(b"".join((*head, *arrays)))
+        else:
+            self.transport.writelines((b"".join(head), *arrays))
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if self._receiving:

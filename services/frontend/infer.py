@@ -170,14 +170,16 @@ class Inference:
         head = self._head
         if head.plain:
             return reply
-        headers, pieces = reply.headers.copy(), reply.pieces
-        if head.coding is not None and len(body := reply.body) >= COMPRESS_FROM_BYTES:
-            pieces = [await compress(body, head.coding)]
-            headers[-1] = (b"content-length", b"%d" % len(pieces[0]))
+        headers, _, pieces, size = reply
+        headers = headers.copy()
+        if head.coding is not None and size >= COMPRESS_FROM_BYTES:
+            body = await compress(reply.body, head.coding)
+            pieces, size = [body], len(body)
+            headers[-1] = (b"content-length", b"%d" % size)
             headers.append((b"content-encoding", head.coding.encode()))
         if head.request_id:
             headers.append((b"x-request-id", head.request_id.encode()))
-        return Reply.make(headers, pieces)
+        return Reply.make(headers, pieces, size)
 
     def _count(self, inferred: int) -> None:
         """The statistics know of an answer that is ready to be sent."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from hps.errors import BadRequest
 from services.frontend.datatypes import BINARY_ONLY, DATATYPE_OF
@@ -22,16 +23,18 @@ Headers = list[tuple[bytes, bytes]]
 
 class Reply(NamedTuple):
     """An answer that goes out with status 200: its HTTP headers, Content-Length last, the same as lines
-    of a head, and the pieces of its body (bytes and C-contiguous arrays)."""
+    of a head, and its body: bytes and C-contiguous arrays, none of them empty, of ``size`` bytes."""
 
     headers: Headers
     lines: bytes
     pieces: list[Any]
+    size: int
 
     @staticmethod
-    def make(headers: Headers, pieces: list[Any]) -> Reply:
+    def make(headers: Headers, pieces: list[Any], size: int) -> Reply:
         """A reply with the lines for its headers."""
-        return Reply(headers, b"".join([b"%b: %b\r\n" % header for header in headers]), pieces)
+        lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+        return Reply(headers, lines, pieces, size)
 
     @property
     def body(self) -> bytes:
@@ -60,20 +63,19 @@ class Encoder:
         key = (defaulted, degraded, *[array.shape for _, _, array in outputs])
         kept = heads.get(key)
         if kept is not None:
-            headers, lines, text = kept
-            pieces = [text]
-            for _, _, array in outputs:
-                pieces.append(array if array.flags.c_contiguous else np.ascontiguousarray(array))
-            return Reply(headers, lines, pieces)
-        text, arrays = self._describe(request_id, defaulted, degraded, outputs)
+            headers, lines, text, size = kept
+            return Reply(headers, lines, [text, *_filled(outputs)], size)
+        text = self._describe(request_id, defaulted, degraded, outputs)
+        arrays = _filled(outputs)
         headers, size = [_TEXT], len(text) + sum(array.nbytes for array in arrays)
         if arrays:
             headers = [_OCTETS, (b"inference-header-content-length", b"%d" % len(text))]
-        reply = Reply.make([*headers, (b"content-length", b"%d" % size)], [text, *arrays])
+        headers.append((b"content-length", b"%d" % size))
+        reply = Reply.make(headers, [text, *arrays], size)
         if outputs and all(binary for _, binary, _ in outputs):
             if len(heads) >= _HEADS_KEPT:
                 heads.clear()
-            heads[key] = reply.headers, reply.lines, text
+            heads[key] = headers, reply.lines, text, size
         return reply
 
     def _describe(
@@ -82,8 +84,8 @@ class Encoder:
         defaulted: int,
         degraded: tuple[str, ...],
         outputs: Sequence[Output],
-    ) -> tuple[bytes, list[Any]]:
-        """The JSON header, and the arrays that go behind it.
+    ) -> bytes:
+        """The JSON header.
 
         Numbers that are not finite become ``null`` in JSON, which knows no others, and are counted in
         the response parameter ``hps_not_finite``; binary tensors carry them as they are.
@@ -92,14 +94,12 @@ class Encoder:
             "hps_defaulted": defaulted,
             "hps_degraded": ",".join(degraded),
         }
-        described, chunks = [], []
+        described = []
         for name, binary, array in outputs:
             datatype = DATATYPE_OF[array.dtype.num]
             tensor: dict[str, Any] = {"name": name, "datatype": datatype, "shape": array.shape}
             if binary:
                 tensor["parameters"] = {"binary_data_size": array.nbytes}
-                if array.nbytes:
-                    chunks.append(np.ascontiguousarray(array))
             else:
                 tensor["data"] = _data(name, datatype, array, parameters)
             described.append(tensor)
@@ -108,7 +108,16 @@ class Encoder:
             header["id"] = request_id
         header["parameters"] = parameters
         header["outputs"] = described
-        return orjson.dumps(header, option=_JSON), chunks
+        return orjson.dumps(header, option=_JSON)
+
+
+def _filled(outputs: Sequence[Output]) -> list[NDArray[Any]]:
+    """The binary outputs that have elements, C-contiguous."""
+    return [
+        array if array.flags.c_contiguous else np.ascontiguousarray(array)
+        for _, binary, array in outputs
+        if binary and array.size
+    ]
 
 
 def _data(name: str, datatype: str, array: Any, parameters: dict[str, Any]) -> Any:
