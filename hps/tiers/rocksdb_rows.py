@@ -61,8 +61,8 @@ class VersionedRows:
         resident_only: bool,
     ) -> None:
         """Upsert, or delete where ``vectors`` is None, what is not older than what is stored. Removes
-        tombstones whose time is over as well, up to twice as many as there are keys: so they never pile
-        up, and no write waits long."""
+        tombstones whose time is over as well, at most as many as there are keys: so they never pile up,
+        and no write takes long."""
         with self._database.lock, self._database.errors():
             self._database.writable()
             family = self._database.family(table)
@@ -84,7 +84,7 @@ class VersionedRows:
                 rows = vectors
                 self._put(family, code, lambda i: family.codec.encode(rows[at[i]], versions[at[i]]))
             if family.codec.versioned:
-                self._sweep(family, 2 * len(keys))
+                self._sweep(family, len(keys))
 
     def _applicable(
         self, family: Family, code: CodeArray, versions: VersionArray, *, resident_only: bool
