@@ -52,9 +52,12 @@ def load_demo(folder: Path = FOLDER) -> DemoData:
     try:
         data = json.loads(path.read_bytes())
     except FileNotFoundError:
+        lacking = (
+            "this installation lacks the demo's model" if folder == FOLDER else "no demo's model"
+        )
         raise ConfigError(
-            f"this installation lacks the demo's model ({path}); in a checkout of hps, "
-            "examples/README.md says how to train and export it"
+            f"{lacking}: there is no {path}; in a checkout of hps, examples/README.md says how to "
+            "train and export it"
         ) from None
     except ValueError as error:
         raise ConfigError(f"{path} is damaged: {error}") from None

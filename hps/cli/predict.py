@@ -221,7 +221,7 @@ def _account(target: Target, model: str, features: Features) -> dict[str, Any]:
     takes = target.network_inputs(model)
     return {
         name: {
-            "network_input": takes.get(name, name),
+            "network_input": takes.get(name),
             "keys": keys.keys,
             "offsets": keys.offsets,
             "sources": source_names(found.sources[name]),
@@ -240,7 +240,8 @@ def _show(report: dict[str, Any]) -> None:
     )
     for name, feature in report.get("features", {}).items():
         say()
-        say(f"feature {name} -> network input {feature['network_input']}", style="bold")
+        taken = feature["network_input"]
+        say(f"feature {name}" + (f" -> network input {taken}" if taken else ""), style="bold")
         print_table(("sample", "keys, and where each came from", "vector"), _explained(feature))
     for name, value in report.get("dense", {}).items():
         say()

@@ -78,7 +78,8 @@ class Target(Protocol):
         ...
 
     def network_inputs(self, model: str) -> Mapping[str, str]:
-        """Which input of the dense network takes each feature's vectors, where that is known."""
+        """Which input of the dense network takes each feature's vectors, where that is known: a server
+        does not tell, and a model may have no network."""
         ...
 
 
@@ -148,7 +149,9 @@ class NodeTarget:
 
     def network_inputs(self, model: str) -> Mapping[str, str]:
         spec = self.node.model(model).spec
-        return spec.dense.embeddings if spec.dense else {}
+        if spec.dense is None:
+            return {}
+        return {f.name: spec.dense.embeddings.get(f.name, f.name) for f in spec.features}
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def check_version(version: ModelVersion, progress: Progress) -> Iterator[Finding
         yield Finding("layout", "WARN", warning)
     for files in version.tables.values():
         yield Finding(
-            f"table {files.name}", "OK", f"{files.rows:,} rows of dim {files.dim}; sizes fit"
+            f"table {files.name}", "OK", f"rows: {files.rows:,} of dim {files.dim}; sizes fit"
         )
         yield _checksums(files, progress)
         yield from _contents(files, progress)

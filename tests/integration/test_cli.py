@@ -156,9 +156,11 @@ def test_explain_shows_vectors_sources_and_dense_inputs(
         assert history["offsets"] == [0, 2, 2, 3]
         assert history["vectors"] == [[1.5, 1.625], [0, 0], [-3, -2.875]]
         assert told["dense"] == {"dense": REQUEST["dense"]}
+        assert item["network_input"] == (None if way[0] == "--server" else "item")
     shown = hps_command(*ask, "--server", urls[0]).out
     assert "feature history" in shown
     assert "500 (default)" in shown
+    assert "network input" not in shown
     assert "dense input dense" in shown
 
 

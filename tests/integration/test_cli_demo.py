@@ -122,7 +122,7 @@ def test_a_server_that_does_not_start_is_told(small_demo: Path, tmp_path: Path) 
 def test_a_missing_model_is_told(tmp_path: Path) -> None:
     done = demo("--once", "--model", tmp_path)
     assert done.returncode == 2
-    assert f"lacks the demo's model ({tmp_path / REQUESTS})" in done.stderr
+    assert f"no demo's model: there is no {tmp_path / REQUESTS};" in done.stderr
     (tmp_path / REQUESTS).write_text("{")
     with pytest.raises(ConfigError, match="is damaged"):
         load_demo(tmp_path)
