@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 
 from hps.cli.predict import IN_FLIGHT, _Scores
 from hps.cli.signature import Dense, Signature
+from hps.cli.targets import ServerTarget
+from hps.client import Answer, Client
 from hps.errors import BadRequest, Unavailable
 from hps.types import PredictRequest, PredictResult
 
@@ -88,3 +91,22 @@ def test_a_bad_cell_is_told_with_its_row_in_the_file() -> None:
     ]
     with pytest.raises(BadRequest, match="column 'user', row 4: 'x' is not"):
         list(_Scores("ctr", MODEL).in_order(columns, Server().submit))
+
+
+class Meeting(Client):
+    """Answers when as many requests are under way as ``together`` waits for."""
+
+    together = threading.Barrier(IN_FLIGHT)
+
+    def infer(self, model: str, inputs: Any, **_more: Any) -> Answer:
+        self.together.wait(20)
+        return Answer({"score": inputs["user"] + inputs["price"]})
+
+
+def test_a_server_has_several_requests_at_a_time() -> None:
+    assert IN_FLIGHT > 1
+    score = _Scores("ctr", MODEL)
+    with ServerTarget(Meeting(), Meeting).submitting(IN_FLIGHT) as submit:
+        results = list(score.in_order(batches(2 * IN_FLIGHT, []), submit))
+    firsts = [float(result.outputs["score"][0, 0]) for result, _ in results]
+    assert firsts == [10 * i + 0.5 for i in range(2 * IN_FLIGHT)]
