@@ -20,10 +20,11 @@ import numpy as np
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.checks import check_keys, check_part, check_rows
 from hps.tiers.rocksdb_database import Database
-from hps.tiers.rocksdb_layout import CodeArray, Layout
+from hps.tiers.rocksdb_layout import CodeArray
 from hps.tiers.rocksdb_load import BulkLoad, LoadRecord, ingest_folder
 from hps.tiers.rocksdb_open import NAME, OpenSettings
 from hps.tiers.rocksdb_rows import VersionedRows
+from hps.tiers.row_values import Layout
 from hps.types import EmbeddingTable, KeyArray, Source, VectorArray, VersionArray
 
 __all__ = ["LoadRecord", "RocksDbTier"]

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from rocksdict import ColumnFamily, Options, Rdict
 
 from hps.errors import TierError
-from hps.tiers.rocksdb_layout import Layout, RowCodec, family_name
+from hps.tiers.rocksdb_layout import RowCodec, family_name
 from hps.tiers.rocksdb_load import LoadRecord, Records, clean_leftovers
 from hps.tiers.rocksdb_open import (
     NAME,
@@ -31,6 +31,7 @@ from hps.tiers.rocksdb_open import (
     translate,
 )
 from hps.tiers.rocksdb_tombstones import Tombstones
+from hps.tiers.row_values import Layout
 from hps.types import EmbeddingTable
 
 # What a stop spends at most on flushing tables; the rest is replayed from the log at the next start.

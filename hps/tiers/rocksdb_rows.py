@@ -14,8 +14,9 @@ from rocksdict import WriteBatch
 from hps.errors import TierError
 from hps.tiers.base import newest_of_each
 from hps.tiers.rocksdb_database import Database, Family
-from hps.tiers.rocksdb_layout import CodeArray, Stored, WrongLength
+from hps.tiers.rocksdb_layout import CodeArray
 from hps.tiers.rocksdb_open import NAME
+from hps.tiers.row_values import Stored, WrongLength
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray, oldest_tombstone
 
 # rocksdict holds the interpreter lock while it writes (1.4 µs a row): more rows per batch would

@@ -1,0 +1,113 @@
+"""Rows as the stores keep them: bytes of a value, as pure array functions.
+
+* versioned: u64 little-endian version, u8 flags (bit 0: tombstone), then the row's values, little-endian.
+  A tombstone has no row: 9 bytes.
+* not versioned: the bare row, HPS's own form. There is no room for a version or a tombstone: the last
+  write wins and versions read as 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.types import EmbeddingTable, IndexArray, VectorArray, VersionArray
+
+Layout = Literal["native", "hps"]
+
+_HEADER = [("version", "<u8"), ("flags", "u1")]
+TOMBSTONE = np.dtype(_HEADER)
+"""A deleted key's value; the first fields of every versioned value."""
+TOMBSTONE_FLAG = 1
+_NO_AT = np.empty(0, np.int64)
+_NO_VERSIONS = np.empty(0, np.uint64)
+
+
+class WrongLength(ValueError):
+    """A stored value has a length that the table's dim and dtype rule out."""
+
+    def __init__(self, found: int, expected: int) -> None:
+        super().__init__(found, expected)
+        self.found = found
+        self.expected = expected
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a batched read found: positions (f,) of the rows with their versions (f,) and vectors
+    (f, dim); positions (t,) and versions (t,) of the tombstones."""
+
+    at: IndexArray
+    versions: VersionArray
+    vectors: VectorArray
+    dead_at: IndexArray
+    dead_versions: VersionArray
+
+
+class RowValues:
+    """Translates one table's rows to stored values and back. Immutable."""
+
+    __slots__ = ("record", "value_bytes", "versioned")
+
+    def __init__(self, table: EmbeddingTable, layout: Layout) -> None:
+        self.versioned = layout == "native"
+        row = ("row", table.dtype.newbyteorder("<"), (table.dim,))
+        self.record: np.dtype[Any] = np.dtype([*_HEADER, row] if self.versioned else [row])
+        """Of one value: fields ``version`` and ``flags``, where there are any, and ``row`` (dim,)."""
+        self.value_bytes = self.record.itemsize
+
+    def records(self, vectors: VectorArray, versions: Any) -> NDArray[np.void]:
+        """(n, dim) vectors of any real dtype and (n,) versions (or one for all) -> (n,) ``record``."""
+        out = np.empty(len(vectors), self.record)
+        if self.versioned:
+            out["version"] = versions
+            out["flags"] = 0
+        out["row"] = vectors
+        return out
+
+    def encode(self, vectors: VectorArray, versions: Any) -> list[bytes]:
+        """The same as n values."""
+        values: list[bytes] = self.records(vectors, versions).view(f"V{self.value_bytes}").tolist()
+        return values
+
+    @staticmethod
+    def tombstones(versions: VersionArray) -> NDArray[np.void]:
+        """(n,) versions -> (n,) ``TOMBSTONE``."""
+        out = np.empty(len(versions), TOMBSTONE)
+        out["version"] = versions
+        out["flags"] = TOMBSTONE_FLAG
+        return out
+
+    @classmethod
+    def encode_tombstones(cls, versions: VersionArray) -> list[bytes]:
+        values: list[bytes] = cls.tombstones(versions).view(f"V{TOMBSTONE.itemsize}").tolist()
+        return values
+
+    def decode(self, values: Sequence[bytes]) -> Stored:
+        """``values``: one per key asked for, ``b""`` where there is none. Raises WrongLength."""
+        lengths = np.fromiter(map(len, values), np.int64, len(values))
+        is_row = lengths == self.value_bytes
+        at = np.flatnonzero(is_row)
+        if len(at) == len(values):
+            return self._rows(at, b"".join(values), _NO_AT, _NO_VERSIONS)
+        is_dead = (lengths == TOMBSTONE.itemsize) & self.versioned
+        wrong = ~(is_row | is_dead | (lengths == 0))
+        if wrong.any():
+            raise WrongLength(int(lengths[wrong][0]), self.value_bytes)
+        if not is_dead.any():
+            return self._rows(at, b"".join(values), _NO_AT, _NO_VERSIONS)
+        dead = np.frombuffer(b"".join(compress(values, is_dead.tolist())), TOMBSTONE)
+        joined = b"".join(compress(values, is_row.tolist()))
+        return self._rows(at, joined, np.flatnonzero(is_dead), dead["version"])
+
+    def _rows(
+        self, at: IndexArray, joined: bytes, dead_at: IndexArray, dead_versions: VersionArray
+    ) -> Stored:
+        records = np.frombuffer(joined, self.record)
+        versions = records["version"] if self.versioned else np.zeros(len(at), np.uint64)
+        return Stored(at, versions, records["row"], dead_at, dead_versions)
