@@ -10,7 +10,7 @@ from hps.errors import BadRequest
 from hps.lookup.base import Feature
 from hps.types import JaggedKeys
 from services.frontend.datatypes import INTEGERS, InputRule
-from services.frontend.request import InferCall, Tensor
+from services.frontend.request import InferCall
 
 _WEIGHTS = {"FP32": DATATYPES["FP32"]}
 
@@ -39,24 +39,17 @@ class FeatureInputs:
             self.rules[wire.weights] = InputRule(_WEIGHTS)
 
     def gather(self, call: InferCall) -> dict[str, JaggedKeys]:
-        """The features among the call's tensors, in the request's order; sets ``call.batch``."""
-        tensors, wires = call.tensors, self._wires
+        """The features among the call's inputs, in the request's order; sets ``call.batch``."""
         found: dict[str, JaggedKeys] = {}
         batch = 0
-        for name, tensor in tensors.items():
-            wire = wires.get(name)
+        for name in call.inputs:
+            wire = self._wires.get(name)
             if wire is not None:
-                shape = tensor.shape
-                if len(shape) == 2 and len(tensors) == 1:
-                    keys = JaggedKeys(tensor.flat, shape[0])
-                else:
-                    keys = _jagged(wire, tensor, tensors)
-                found[name] = keys
-                if keys.batch > batch:
-                    batch = keys.batch
+                found[name] = keys = _jagged(wire, call)
+                batch = max(batch, keys.batch)
             elif name.endswith((".offsets", ".weights")) and name in self.rules:
                 owner = name.rpartition(".")[0]
-                if owner not in tensors:
+                if owner not in call.inputs:
                     raise BadRequest(
                         f"input '{name}' came without '{owner}', the keys it belongs to"
                     )
@@ -64,28 +57,24 @@ class FeatureInputs:
         return found
 
 
-def _jagged(wire: _Wire, tensor: Tensor, tensors: dict[str, Tensor]) -> JaggedKeys:
-    name, shape = wire.feature.name, tensor.shape
-    offsets, weights = tensors.get(wire.offsets), tensors.get(wire.weights)
-    flat_weights = None
-    if weights is not None:
-        flat_weights = weights.flat
-        if len(flat_weights) != len(tensor.flat):
-            raise BadRequest(
-                f"unexpected shape for input '{wire.weights}': {weights.shape}, the keys have {shape}"
-            )
+def _jagged(wire: _Wire, call: InferCall) -> JaggedKeys:
+    name, inputs, shapes = wire.feature.name, call.inputs, call.form.shapes
+    keys, shape = inputs[name], shapes[name]
+    offsets, weights = inputs.get(wire.offsets), inputs.get(wire.weights)
+    if weights is not None and len(weights) != len(keys):
+        raise BadRequest(
+            f"unexpected shape for input '{wire.weights}': {shapes[wire.weights]}, the keys have {shape}"
+        )
     if offsets is not None:
-        if len(shape) != 1 or len(offsets.shape) != 1 or not len(offsets.flat):
+        if len(shape) != 1 or len(shapes[wire.offsets]) != 1 or not len(offsets):
             raise BadRequest(
                 f"jagged keys need '{name}' of shape [n] and '{wire.offsets}' of shape [batch + 1], got "
-                f"{shape} and {offsets.shape}"
+                f"{shape} and {shapes[wire.offsets]}"
             )
-        return JaggedKeys(tensor.flat, len(offsets.flat) - 1, offsets.flat, flat_weights)
-    if len(shape) == 2:
-        return JaggedKeys(tensor.flat, shape[0], None, flat_weights)
+        return JaggedKeys(keys, len(offsets) - 1, offsets, weights)
     hotness = wire.feature.hotness
-    if len(shape) == 1 and hotness in (None, 1):
-        return JaggedKeys(tensor.flat, shape[0], None, flat_weights)
+    if len(shape) == 2 or (len(shape) == 1 and hotness in (None, 1)):
+        return JaggedKeys(keys, shape[0], None, weights)
     raise BadRequest(
         f"unexpected shape for input '{name}': expected [-1,{hotness or -1}] (batch, keys per sample), "
         f"got {shape}"

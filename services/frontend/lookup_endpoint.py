@@ -15,7 +15,7 @@ from hps.workers import Done
 from services.frontend.datatypes import INTEGERS, InputRule
 from services.frontend.endpoints import Output, unexpected_output
 from services.frontend.features import FeatureInputs
-from services.frontend.request import InferCall, Tensor
+from services.frontend.request import InferCall
 from services.frontend.request_faults import shown
 
 KEYS, NUMKEYS, OUTPUT0 = "KEYS", "NUMKEYS", "OUTPUT0"
@@ -49,17 +49,17 @@ class LookupEndpoint:
         form = call.form
         if form.prepared is not None:
             submit, call.batch = form.prepared
-            return submit([tensor.flat for tensor in call.tensors.values()], deadline)
+            return submit([*call.inputs.values()], deadline)
         request = self._request(call, deadline)
         if not request.features:
             return Done(LookupResult({}))
         # By table, the numbers of keys are data; offsets and weights are too.
-        if form.kept and not request.by_table and len(request.features) == len(call.tensors):
+        if form.kept and not request.by_table and len(request.features) == len(call.inputs):
             form.prepared = self._engine.prepare(request), call.batch
         return self._engine.submit(request)
 
     def _request(self, call: InferCall, deadline: float) -> LookupRequest:
-        form, tensors = call.form, call.tensors
+        form = call.form
         if form.top_k is not None:
             raise BadRequest(f"parameter 'top_k' is for ranking models, '{self.name}' is a lookup")
         want_source = False
@@ -67,9 +67,9 @@ class LookupEndpoint:
             if name not in self._outputs:
                 raise unexpected_output(name, self.name, self._outputs)
             want_source = want_source or name.endswith(".source")
-        by_table = self._by_table and (KEYS in tensors or NUMKEYS in tensors)
+        by_table = self._by_table and (KEYS in form.shapes or NUMKEYS in form.shapes)
         if by_table:
-            features = self._table_keys(tensors)
+            features = self._table_keys(call)
         else:
             features = self._inputs.gather(call)
             if not features:
@@ -83,17 +83,17 @@ class LookupEndpoint:
             + (f", or '{KEYS}' and '{NUMKEYS}'" if self._by_table else "")
         )
 
-    def _table_keys(self, tensors: dict[str, Tensor]) -> dict[str, JaggedKeys]:
+    def _table_keys(self, call: InferCall) -> dict[str, JaggedKeys]:
         """``KEYS`` cut into each table's share; tables with no keys are left out."""
-        if len(tensors) != 2 or KEYS not in tensors or NUMKEYS not in tensors:
+        shapes = call.form.shapes
+        if shapes.keys() != {KEYS, NUMKEYS}:
             raise BadRequest(
                 f"'{KEYS}' and '{NUMKEYS}' go together and with nothing else, got "
-                + ", ".join(f"'{name}'" for name in tensors)
+                + ", ".join(f"'{name}'" for name in call.inputs)
             )
-        keys, counts = tensors[KEYS], tensors[NUMKEYS].flat.tolist()
-        _one_row(KEYS, keys.shape)
-        _one_row(NUMKEYS, tensors[NUMKEYS].shape)
-        flat = keys.flat
+        _one_row(KEYS, shapes[KEYS])
+        _one_row(NUMKEYS, shapes[NUMKEYS])
+        flat, counts = call.inputs[KEYS], call.inputs[NUMKEYS].tolist()
         if len(counts) != len(self._tables):
             raise BadRequest(
                 f"'{NUMKEYS}' has {len(counts)} counts, model '{self.name}' has {len(self._tables)} tables: "
@@ -115,7 +115,7 @@ class LookupEndpoint:
 
     def outputs(self, call: InferCall, result: LookupResult) -> list[Output]:
         """Outputs that were asked for; one whose input was not sent is left out."""
-        if KEYS in call.tensors and self._by_table:
+        if KEYS in call.form.shapes and self._by_table:
             return _flat_outputs(call, result)
         if call.form.outputs is None:
             return [(name, call.form.binary, vectors) for name, vectors in result.vectors.items()]
@@ -125,7 +125,7 @@ class LookupEndpoint:
                 found.append((name, binary, result.vectors[name]))
             elif (feature := name.removesuffix(".source")) in result.sources:
                 sources = result.sources[feature]
-                found.append((name, binary, sources.reshape(call.tensors[feature].shape)))
+                found.append((name, binary, sources.reshape(call.form.shapes[feature])))
         return found
 
 
@@ -145,7 +145,7 @@ def _flat_outputs(call: InferCall, result: LookupResult) -> list[Output]:
         elif name == KEYS_SOURCE:
             sources = [result.sources[table] for table in result.vectors]
             codes = _joined(sources, np.dtype(np.uint8))
-            found.append((name, binary, codes.reshape(call.tensors[KEYS].shape)))
+            found.append((name, binary, codes.reshape(call.form.shapes[KEYS])))
     return found
 
 

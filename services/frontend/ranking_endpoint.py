@@ -38,19 +38,18 @@ class RankingEndpoint:
 
     def submit(self, call: InferCall, deadline: float) -> Future[PredictResult]:
         """Start the prediction; see ``Endpoint.submit``."""
-        tensors = call.tensors
+        inputs, shapes = call.inputs, call.form.shapes
         for name in self._required:
-            if name not in tensors:
+            if name not in inputs:
                 expected = len(self._required)
                 raise BadRequest(
-                    f"expected {expected} inputs but got {len(tensors)} inputs for model '{self.name}': "
-                    f"missing {', '.join(repr(n) for n in self._required if n not in tensors)}"
+                    f"expected {expected} inputs but got {len(inputs)} inputs for model '{self.name}': "
+                    f"missing {', '.join(repr(n) for n in self._required if n not in inputs)}"
                 )
         dense = {}
         for name, expected_shape in self._dense.items():
-            tensor = tensors[name]
-            _check_shape(name, self.name, expected_shape, tensor.shape)
-            dense[name] = tensor.flat.reshape(tensor.shape)
+            _check_shape(name, self.name, expected_shape, shapes[name])
+            dense[name] = inputs[name].reshape(shapes[name])
         features = self._inputs.gather(call)
         outputs, want_source = None, False
         if call.form.outputs is not None:
@@ -83,7 +82,7 @@ class RankingEndpoint:
             else:
                 feature = name.removesuffix(".source")
                 sources = result.sources[feature]
-                found.append((name, binary, sources.reshape(call.tensors[feature].shape)))
+                found.append((name, binary, sources.reshape(call.form.shapes[feature])))
         return found
 
 

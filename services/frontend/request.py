@@ -32,19 +32,10 @@ _FAULTS = (KeyError, TypeError, ValueError, AttributeError, IndexError, Overflow
 _FORMS_KEPT, _HEADER_KEPT = 256, 8192
 
 
-@dataclass(slots=True)
-class Tensor:
-    """One input: its elements ``(n,)``, flat and aligned, and the shape the request gave them."""
-
-    flat: NDArray[Any]
-    shape: list[int]
-
-
 class _Raw(NamedTuple):
     """Where one binary input lies behind the header; ``aligned`` to its element's size there."""
 
     name: str
-    shape: list[int]
     dtype: np.dtype[Any]
     elements: int
     offset: int
@@ -53,16 +44,18 @@ class _Raw(NamedTuple):
 
 @dataclass(slots=True)
 class Form:
-    """What a JSON header says. ``given`` are the inputs with JSON data, ``raw`` those that follow in
-    ``raw_size`` bytes. ``outputs`` pairs each requested name with whether it goes out as binary; None
-    means all of them, in the form ``binary`` says. ``timeout_us`` 0: the server's default.
+    """What a JSON header says. ``shapes`` has every input's; ``given`` are the elements of those with JSON
+    data, ``raw`` those that follow in ``raw_size`` bytes. ``outputs`` pairs each requested name with
+    whether it goes out as binary; None means all of them, in the form ``binary`` says. ``timeout_us``
+    0: the server's default.
 
     A form that is ``kept`` stands for requests that differ in their raw tensors alone: ``prepared`` is
     how the endpoint begins them, and their batch; ``heads`` the response headers that
     ``response.encode`` has written.
     """
 
-    given: dict[str, Tensor] = field(default_factory=dict)
+    shapes: dict[str, list[int]] = field(default_factory=dict)
+    given: dict[str, NDArray[Any]] = field(default_factory=dict)
     raw: list[_Raw] = field(default_factory=list)
     raw_size: int = 0
     id: str = ""
@@ -77,10 +70,11 @@ class Form:
 
 @dataclass(slots=True)
 class InferCall:
-    """A parsed request. ``batch`` is filled in by the endpoint: samples, for statistics."""
+    """A parsed request. ``inputs`` are the elements of each, ``(n,)``, flat and aligned; the form has
+    their shapes. ``batch`` is filled in by the endpoint: samples, for statistics."""
 
     form: Form
-    tensors: dict[str, Tensor]
+    inputs: dict[str, NDArray[Any]]
     batch: int = 1
 
 
@@ -117,7 +111,7 @@ class Parser:
 
     def _read(self, text: bytes) -> Form:
         form = _form(orjson.loads(text), self._rules)
-        keys = sum(t.flat.size for n, t in form.given.items() if self._rules[n].is_keys)
+        keys = sum(data.size for n, data in form.given.items() if self._rules[n].is_keys)
         keys += sum(raw.elements for raw in form.raw if self._rules[raw.name].is_keys)
         if keys > self._max_keys:
             raise _too_many(keys, self._max_keys)
@@ -144,7 +138,8 @@ class Parser:
         count = len(body) // dtype.itemsize
         if rule.is_keys and count > self._max_keys:
             raise _too_many(count, self._max_keys)
-        return InferCall(Form(binary=True), {name: Tensor(np.frombuffer(body, dtype), [1, count])})
+        form = Form(shapes={name: [1, count]}, binary=True)
+        return InferCall(form, {name: np.frombuffer(body, dtype)})
 
 
 def _form(header: dict[str, Any], rules: Mapping[str, InputRule]) -> Form:
@@ -161,16 +156,17 @@ def _form(header: dict[str, Any], rules: Mapping[str, InputRule]) -> Form:
             if type(dim) is not int or dim < 0:
                 raise ValueError("shape")
             count *= dim
-        if name in form.given or any(name == raw.name for raw in form.raw):
+        if name in form.shapes:
             raise ValueError("duplicate")
+        form.shapes[name] = shape
         parameters = item.get("parameters")
         size = None if parameters is None else parameters.get("binary_data_size")
         if size is None:
-            form.given[name] = Tensor(numbers(item["data"], dtype, count), shape)
+            form.given[name] = numbers(item["data"], dtype, count)
             continue
         if size != count * dtype.itemsize or "data" in item:
             raise ValueError("binary_data_size")
-        form.raw.append(_Raw(name, shape, dtype, count, offset, offset % dtype.itemsize == 0))
+        form.raw.append(_Raw(name, dtype, count, offset, offset % dtype.itemsize == 0))
         offset += count * dtype.itemsize
     form.raw_size = offset
     return _with_options(form, header)
@@ -180,11 +176,11 @@ def _call(form: Form, raw: bytes) -> InferCall:
     """The request of ``form`` with these bytes behind its header."""
     if len(raw) != form.raw_size:
         raise ValueError("size of the body")
-    tensors = dict(form.given)
-    for name, shape, dtype, count, offset, aligned in form.raw:
+    inputs = dict(form.given)
+    for name, dtype, count, offset, aligned in form.raw:
         flat = np.frombuffer(raw, dtype, count, offset)
-        tensors[name] = Tensor(flat if aligned else flat.copy(), shape)
-    return InferCall(form, tensors)
+        inputs[name] = flat if aligned else flat.copy()
+    return InferCall(form, inputs)
 
 
 def _with_options(form: Form, header: dict[str, Any]) -> Form:
