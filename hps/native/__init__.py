@@ -7,7 +7,7 @@ default) takes what is there; ``COMPILED`` tells which one is in use.
 from __future__ import annotations
 
 from hps.config.environment import native_mode
-from hps.native import twin, twin_cache
+from hps.native import twin, twin_cache, twin_resp
 
 _mode = native_mode()
 COMPILED = False
@@ -15,6 +15,8 @@ partition_hash = twin.partition_hash
 dedup = twin.dedup
 cache_buckets = twin_cache.cache_buckets
 CacheProbe = twin_cache.CacheProbe
+RowReplies = twin_resp.RowReplies
+ProtocolError = twin_resp.ProtocolError
 if _mode != "off":
     try:
         from hps.native import _core
@@ -27,5 +29,15 @@ if _mode != "off":
         dedup = _core.dedup
         cache_buckets = _core.cache_buckets
         CacheProbe = _core.CacheProbe  # type: ignore[misc,assignment] # its twin has the same methods
+        RowReplies = _core.RowReplies  # type: ignore[misc,assignment]
+        ProtocolError = _core.ProtocolError  # type: ignore[misc,assignment]
 
-__all__ = ["COMPILED", "CacheProbe", "cache_buckets", "dedup", "partition_hash"]
+__all__ = [
+    "COMPILED",
+    "CacheProbe",
+    "ProtocolError",
+    "RowReplies",
+    "cache_buckets",
+    "dedup",
+    "partition_hash",
+]

@@ -50,3 +50,31 @@ class CacheProbe:
         stamp: int,
     ) -> tuple[int, int]:
         """Give each key, distinct and not resident, a slot; rows and tombstones that had to go."""
+
+class ProtocolError(ValueError):
+    """See twin_resp.ProtocolError."""
+
+class RowReplies:
+    """See twin_resp.RowReplies."""
+
+    def __init__(
+        self,
+        counts: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        out: NDArray[Any],
+        versions: NDArray[np.uint64],
+        source: NDArray[np.uint8],
+        code: int,
+        versioned: bool,
+        oldest_row: int,
+        oldest_tombstone: int,
+    ) -> None: ...
+    def feed(self, buffer: NDArray[np.uint8], begin: int, end: int) -> int: ...
+    @property
+    def done(self) -> bool: ...
+    @property
+    def left(self) -> NDArray[np.int64]: ...
+    @property
+    def errors(self) -> list[tuple[int, str]]: ...
+    @property
+    def wrong_length(self) -> int: ...

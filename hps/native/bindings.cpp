@@ -9,6 +9,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "bindings_resp.hpp"
 #include "hps/bucket_table.hpp"
 #include "hps/dedup.hpp"
 #include "hps/partition_hash.hpp"
@@ -189,6 +190,7 @@ NB_MODULE(_core, m) {
   m.doc() = "Compiled kernels of hps; hps.native chooses between them and their NumPy twins.";
   // A cache that a daemon thread still holds when the interpreter ends is no leak to shout about.
   nb::set_leak_warnings(false);
+  bind_resp(m);
   m.def("partition_hash", &py_partition_hash, nb::arg("keys").noconvert());
   m.def("dedup", &py_dedup, nb::arg("keys").noconvert());
   m.def("cache_buckets", &py_cache_buckets, nb::arg("keys").noconvert(), nb::arg("buckets"));

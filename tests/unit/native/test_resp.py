@@ -1,0 +1,221 @@
+"""The reply decoder, compiled and twin: rows, tombstones, misses, errors, in pieces of any size."""
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hps import native
+from hps.native import twin_resp
+
+DECODERS = [
+    pytest.param((twin_resp.RowReplies, twin_resp.ProtocolError), id="twin"),
+    pytest.param((native.RowReplies, native.ProtocolError), id="native"),
+]
+CODE = 3
+DIM = 4
+
+
+def row(first):
+    return (first + np.arange(DIM)).astype(np.float32).tobytes()
+
+
+def bulk(value):
+    return b"$-1\r\n" if value is None else b"$%d\r\n%s\r\n" % (len(value), value)
+
+
+def reply(*values):
+    return b"*%d\r\n%s" % (len(values), b"".join(map(bulk, values)))
+
+
+def value(version, first):
+    return struct.pack("<QB", version, 0) + row(first)
+
+
+def tombstone(version):
+    return struct.pack("<QB", version, 1)
+
+
+class Decoding:
+    def __init__(self, decoder, counts, positions, n, *, versioned=True, oldest=(0, 0)):
+        self.out = np.full((n, DIM), -1, np.float32)
+        self.versions = np.full(n, 7, np.uint64)
+        self.source = np.zeros(n, np.uint8)
+        self.replies = decoder(
+            np.array(counts, np.int64),
+            np.array(positions, np.int64),
+            self.out,
+            self.versions,
+            self.source,
+            CODE,
+            versioned,
+            *oldest,
+        )
+
+    def feed(self, data, piece=None):
+        """Hand over ``data`` in pieces, as a socket would; returns what was not used."""
+        buffer = np.frombuffer(data, np.uint8)
+        begin, end = 0, 0
+        while end < len(data) and not self.replies.done:
+            end = min(len(data), end + (piece or len(data)))
+            begin = self.replies.feed(buffer, begin, end)
+        return data[begin:]
+
+    def result(self):
+        return (
+            self.out.tolist(),
+            self.versions.tolist(),
+            self.source.tolist(),
+            sorted(self.replies.left.tolist()),
+            self.replies.errors,
+            self.replies.wrong_length,
+            self.replies.done,
+        )
+
+
+@pytest.fixture(params=DECODERS)
+def decoder(request):
+    return request.param[0]
+
+
+@pytest.fixture(params=DECODERS)
+def both(request):
+    return request.param
+
+
+@pytest.mark.parametrize("piece", [None, 1, 7, 40])
+def test_rows_tombstones_and_misses_find_their_places(decoder, piece):
+    d = Decoding(decoder, [3, 0, 2], [4, 1, 0, 3, 2], 5)
+    data = reply(value(9, 10), None, tombstone(8)) + reply() + reply(value(2**64 - 1, 30), None)
+    assert d.feed(data, piece) == b""
+    assert d.replies.done
+    assert d.out[4].tolist() == [10, 11, 12, 13]
+    assert d.out[3].tolist() == [30, 31, 32, 33]
+    assert (d.out[[0, 1, 2]] == -1).all()
+    assert d.versions.tolist() == [8, 7, 7, 2**64 - 1, 9]
+    assert d.source.tolist() == [0, 0, 0, CODE, CODE]
+    assert sorted(d.replies.left.tolist()) == [1, 2]
+    assert d.replies.left.dtype == np.int64
+
+
+def test_bare_rows_have_version_0(decoder):
+    d = Decoding(decoder, [2], [1, 0], 2, versioned=False)
+    assert d.feed(reply(row(1), None)) == b""
+    assert d.versions.tolist() == [7, 0]
+    assert d.out[1].tolist() == [1, 2, 3, 4]
+
+
+def test_what_follows_the_last_reply_is_left_alone(decoder):
+    d = Decoding(decoder, [1], [0], 1)
+    assert d.feed(reply(value(1, 1)) + b"+PONG\r\n") == b"+PONG\r\n"
+
+
+def test_an_error_stands_for_its_reply_only(decoder):
+    d = Decoding(decoder, [2, 1, -1, 1], [0, 1, 2, 3], 4)
+    data = b"-MOVED 42 1.2.3.4:7000\r\n" + reply(value(1, 5)) + b"+OK\r\n" + reply(None)
+    assert d.feed(data, 3) == b""
+    assert d.replies.errors == [(0, "MOVED 42 1.2.3.4:7000")]
+    assert d.replies.left.tolist() == [3]
+    assert d.source.tolist() == [0, 0, CODE, 0]
+
+
+def test_what_is_too_old_is_not_there(decoder):
+    d = Decoding(decoder, [4], [0, 1, 2, 3], 4, oldest=(5, 6))
+    assert d.feed(reply(value(4, 1), value(5, 2), tombstone(5), tombstone(6))) == b""
+    assert d.source.tolist() == [0, CODE, 0, 0]
+    assert d.versions.tolist() == [7, 5, 7, 6]
+    assert (d.out[0] == -1).all()
+    assert sorted(d.replies.left.tolist()) == [0, 2]
+
+
+@pytest.mark.parametrize("length", [0, 8, 9, 24, 26, 3000])
+@pytest.mark.parametrize("piece", [None, 5])
+def test_a_value_of_another_length_is_no_row(decoder, length, piece):
+    d = Decoding(decoder, [2], [0, 1], 2, versioned=False)
+    assert d.feed(reply(b"x" * length, row(7)), piece) == b""
+    assert d.replies.wrong_length == max(length, 1)
+    assert d.source.tolist() == [0, CODE]
+    assert d.replies.left.tolist() == [0]
+
+
+def test_the_null_of_resp3(decoder):
+    d = Decoding(decoder, [2], [0, 1], 2)
+    assert d.feed(b"*2\r\n_\r\n" + bulk(value(1, 1)), 1) == b""
+    assert d.replies.left.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"*3\r\n",
+        b"*x\r\n",
+        b"*-1\r\n",
+        b":1\r\n",
+        b"+OK\r\n",
+        b"*2\r\n:1\r\n",
+        b"*2\r\n$x\r\n",
+        b"*2\r\n$99999999999\r\n",
+        b"*2\r\n$25\r\n" + value(1, 1) + b"$-",
+        b"*2\r\n$9\r\n" + tombstone(1) + b"ab",
+        b"x" * 70_000,
+    ],
+)
+def test_bytes_that_are_no_answer_are_refused(both, data):
+    decoder, error = both
+    d = Decoding(decoder, [2], [0, 1], 2)
+    with pytest.raises(error):
+        d.feed(data)
+
+
+def test_arrays_that_do_not_fit_are_refused(decoder):
+    for counts, positions, n in (([2], [0], 2), ([1], [2], 2), ([1], [-1], 2)):
+        with pytest.raises(ValueError, match="positions must"):
+            Decoding(decoder, counts, positions, n)
+    d = Decoding(decoder, [1], [0], 1)
+    for begin, end in ((0, 9), (3, 2)):
+        with pytest.raises(ValueError, match="buffer"):
+            d.replies.feed(np.zeros(8, np.uint8), begin, end)
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.builds(value, st.integers(0, 2**64 - 1), st.integers(0, 99)),
+    st.builds(tombstone, st.integers(0, 2**64 - 1)),
+    st.binary(max_size=60),
+)
+ERROR = st.sampled_from([b"-OOM no\r\n", b"-ASK 1 \xff:1\r\n"])
+
+
+@given(
+    st.lists(st.one_of(st.lists(VALUES, max_size=5), ERROR), max_size=5),
+    st.integers(1, 200),
+    st.randoms(use_true_random=False),
+)
+def test_both_decode_alike(replies, piece, random):
+    counts = [2 if isinstance(r, bytes) else len(r) for r in replies]
+    data = b"".join(r if isinstance(r, bytes) else reply(*r) for r in replies)
+    n = sum(counts)
+    positions = random.sample(range(n), n)
+    decoded = []
+    for each in DECODERS:
+        d = Decoding(each.values[0][0], counts, positions, n, oldest=(2**40, 2**41))
+        assert d.feed(data, piece) == b""
+        decoded.append(d.result())
+    assert decoded[0] == decoded[1]
+    assert decoded[0][-1]
+
+
+@given(st.binary(max_size=300))
+def test_noise_is_survived(data):
+    outcomes = []
+    for each in DECODERS:
+        decoder, error = each.values[0]
+        d = Decoding(decoder, [2, 1], [0, 1, 2], 3)
+        try:
+            d.feed(b"*2\r\n" + data, 11)
+            outcomes.append(d.result())
+        except error as raised:
+            outcomes.append(str(raised))
+    assert outcomes[0] == outcomes[1]
