@@ -1,4 +1,4 @@
-"""The shape of an ASGI application, and what our connections add to it."""
+"""The shape of an ASGI application, and our one extension of it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,3 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 # An extension, and the type of its one message: ``reply`` is a whole ``Reply``.
 WHOLE = "hps.response.whole"
 EXTENSIONS: dict[str, Any] = {WHOLE: {}}
-
-# In the scope of a request whose head and body came with one read and nothing else: the head's bytes.
-HEAD = "hps.head"

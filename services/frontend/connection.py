@@ -15,8 +15,9 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from services.frontend.asgi import EXTENSIONS, HEAD, WHOLE
+from services.frontend.asgi import EXTENSIONS, WHOLE
 from services.frontend.errors import error_body, error_headers
+from services.frontend.head import Head
 from services.frontend.infer import InferApp
 from services.frontend.response import Reply
 
@@ -55,20 +56,16 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._heard += 1
-        if self._reads == "nothing" and self._is_free() and self._answer_known(data):
-            return
+        if self._reads == "nothing" and self._is_free():
+            head = self.app.known(data)
+            if head is not None and self._answer(head, data[len(data) - head.body_size :]):
+                return
         self._receiving = True
         super().data_received(data)
         while self._begun is not None:  # answering one may begin the next of a pipeline
             (cycle, app), self._begun = self._begun, None
-            if cycle.more_body or cycle.scope["path"] not in self.app.routes:
+            if cycle.more_body or not self._answer_parsed(cycle, data):
                 super()._start_asgi_task(cycle, app)
-            else:
-                size = len(data) - len(cycle.body)
-                if cycle.keep_alive and data.find(b"\r\n\r\n") + 4 == size:
-                    scope: Any = cycle.scope  # to uvicorn a TypedDict without our key
-                    scope[HEAD] = data[:size]
-                self._run(cycle, app)
         self._receiving = False
         if self._reads == "head":
             self._head_bytes += len(data)
@@ -100,18 +97,27 @@ class Protocol(HttpToolsProtocol):
 
     # -- answering ---------------------------------------------------------------------------------
 
-    def _answer_known(self, data: bytes) -> bool:
-        """Answer ``data``, if it is one whole request whose head was read before."""
+    def _answer_parsed(self, cycle: RequestResponseCycle, data: bytes) -> bool:
+        """Answer an inference request whose last byte came with ``data``; False: the application must."""
+        size = len(data) - len(cycle.body)
+        is_alone = cycle.keep_alive and data.find(b"\r\n\r\n") + 4 == size
+        head = self.app.read(cycle.scope, len(cycle.body), data[:size] if is_alone else b"")
+        return head is not None and self._answer(head, bytes(cycle.body), cycle)
+
+    def _answer(self, head: Head, body: bytes, cycle: RequestResponseCycle | None = None) -> bool:
+        """Answer an inference request or begin to; False when it has a fault, which the ordinary way
+        tells. ``cycle`` is uvicorn's if the parser has seen the request."""
         try:
-            inference = self.app.begin(data)
+            inference = self.app.begin(head, body)
         except Exception:
-            return False  # the ordinary way says what is wrong
-        if inference is None:
             return False
-        reply = inference.at_once()
+        reply = None if self.flow.write_paused else inference.at_once()
         if reply is None:
-            self.cycle = self._new_cycle()
-            self._run(self.cycle, inference)
+            if cycle is None:
+                cycle = self.cycle = self._new_cycle()
+            self._run(cycle, inference)
+        elif isinstance(cycle, Cycle):
+            cycle.finish(reply)
         else:
             self.write_reply(reply, keep_alive=True)
             self.server_state.total_requests += 1
@@ -256,9 +262,13 @@ class Cycle(RequestResponseCycle):
             return
         if self.flow.write_paused:
             await self.flow.drain()
+        self.finish(message["reply"])
+
+    def finish(self, reply: Reply) -> None:
+        """Send the answer."""
         self.response_started = True
         self.waiting_for_100_continue = False
-        self.protocol.write_reply(message["reply"], keep_alive=self.keep_alive)
+        self.protocol.write_reply(reply, keep_alive=self.keep_alive)
         self.response_complete = True
         self.message_event.set()
         if not self.keep_alive:

@@ -24,11 +24,11 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 class Head:
     """Whom a request asks, and what its headers want of the answer.
 
-    ``coding`` is the content coding the client takes, None for none. ``plain``: nothing depends on the
-    headers but for what the model is told. ``body_size``: bytes behind a head that is kept.
+    ``coding`` is the content coding the client takes, None for none. ``body_size``: bytes behind a head
+    that is kept.
     """
 
-    __slots__ = ("body_size", "coding", "entry", "headers", "plain", "request_id")
+    __slots__ = ("body_size", "coding", "entry", "headers", "request_id")
 
     def __init__(self, entry: Entry | None, headers: dict[bytes, bytes]) -> None:
         self.entry = entry
@@ -37,7 +37,6 @@ class Head:
         accept = headers.get(b"accept-encoding")
         self.coding = None if accept is None else accepted_coding(accept)
         self.request_id = request_id(headers)
-        self.plain = self.coding is None and not self.request_id
 
     @property
     def comes_again(self) -> bool:

@@ -10,13 +10,14 @@ import asyncio
 import logging
 import re
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from time import perf_counter_ns
 from typing import Any
 
 from hps.config.schema import ServerSettings
 from hps.errors import BadRequest, DeadlineExceeded, HpsError, Unavailable
-from services.frontend.asgi import HEAD, WHOLE, App, Receive, Scope, Send
+from services.frontend.asgi import WHOLE, App, Receive, Scope, Send
 from services.frontend.auth import Guard
 from services.frontend.body import COMPRESS_FROM_BYTES, compress, in_task, read_body
 from services.frontend.errors import TooLarge, TooSlow
@@ -64,8 +65,6 @@ class InferApp:
             permitted = True
             body = await read_body(receive, head.headers, self._max_body, self.timeout_s)
             arrived = perf_counter_ns()  # what the client took to send is not ours
-            if HEAD in scope:
-                self._learn(scope[HEAD], head, len(body))
             inference = Inference(self, head, body, arrived)
         except (Exception, asyncio.CancelledError) as error:
             unread = receive if not permitted or _is_unread(error) else None
@@ -73,24 +72,33 @@ class InferApp:
             return
         await inference(scope, receive, send)
 
-    def begin(self, request: bytes) -> Inference | None:
-        """Begin a request whose head is known already. None when it isn't, or when ``request`` is not
-        exactly one request; raises what is wrong with it. Either way nothing has happened then."""
+    def known(self, request: bytes) -> Head | None:
+        """The head of ``request``, if it was read before and what follows is its body and no more."""
         size = request.find(b"\r\n\r\n") + 4
         head = self._heads.get(request[:size])
-        if head is None or len(request) - size != head.body_size:
-            return None
-        started = perf_counter_ns()
-        self._guard.check(head.headers, "read")
-        return Inference(self, head, request[size:], started)
+        return head if head is not None and len(request) - size == head.body_size else None
 
-    def _learn(self, text: bytes, head: Head, body_size: int) -> None:
-        """Keep ``head``, whose bytes are ``text``, if it may be expected again."""
-        if len(text) <= _HEAD_BYTES and head.comes_again:
+    def read(self, scope: Mapping[str, Any], body_size: int, text: bytes) -> Head | None:
+        """The head of a request that is there with its body, to be kept if ``text``, its bytes, may come
+        again; None when the request is for the application: no inference, or to be read with care."""
+        entry = self.routes.get(scope["path"]) if scope["method"] == "POST" else None
+        if entry is None or body_size > self._max_body:
+            return None
+        head = Head(entry, dict(scope["headers"]))
+        if b"content-encoding" in head.headers:
+            return None
+        if text and len(text) <= _HEAD_BYTES and head.comes_again:
             if len(self._heads) >= _HEADS_KEPT:
                 self._heads.clear()
             head.body_size = body_size
             self._heads[text] = head
+        return head
+
+    def begin(self, head: Head, body: bytes) -> Inference:
+        """Begin a request that is all there. Raises what is wrong with it: nothing has happened then."""
+        started = perf_counter_ns()
+        self._guard.check(head.headers, "read")
+        return Inference(self, head, body, started)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send, arrived: int) -> None:
         """An inference request for a name that is not served, now or ever."""
@@ -129,15 +137,16 @@ class Inference:
         self._future = entry.endpoint.submit(call, self._deadline)
 
     def at_once(self) -> Reply | None:
-        """The answer, if it is there, and is what the model said and nothing else. None: go on as an
-        application."""
-        if not self._head.plain or not self._future.done() or log.isEnabledFor(logging.DEBUG):
+        """The answer, if nothing has to be waited for; else go on as an application."""
+        if not self._future.done() or log.isEnabledFor(logging.DEBUG):
             return None
         try:
             inferred = perf_counter_ns()
-            reply = self._encode(self._future.result())
+            reply = self._reply(self._future.result())
         except Exception:
             return None  # the application says what is wrong
+        if self._head.coding is not None and reply.size >= COMPRESS_FROM_BYTES:
+            return None
         self._count(inferred)
         return reply
 
@@ -146,7 +155,9 @@ class Inference:
         try:
             result = future.result() if future.done() else await outcome(future, self._deadline)
             inferred = perf_counter_ns()
-            reply = await self._dressed(self._encode(result))
+            reply = self._reply(result)
+            if head.coding is not None and reply.size >= COMPRESS_FROM_BYTES:
+                reply = await _compressed(reply, head.coding)
             self._count(inferred)
         except (Exception, asyncio.CancelledError) as error:
             await fail(error, head, self._state, send, self._started)
@@ -158,28 +169,18 @@ class Inference:
         await send({"type": "http.response.start", "status": 200, "headers": reply.headers})
         await send({"type": "http.response.body", "body": reply.body})
 
-    def _encode(self, result: Any) -> Reply:
-        call, entry = self._call, self._head.entry
+    def _reply(self, result: Any) -> Reply:
+        call, head = self._call, self._head
+        entry, form = head.entry, call.form
         assert entry is not None
         outputs = entry.endpoint.outputs(call, result)
-        form = call.form
-        return entry.encoder.encode(form.id, result.defaulted, result.degraded, outputs, form.heads)
-
-    async def _dressed(self, reply: Reply) -> Reply:
-        """The reply as the request's headers want it: compressed, with the request's id."""
-        head = self._head
-        if head.plain:
+        reply = entry.encoder.encode(
+            form.id, result.defaulted, result.degraded, outputs, form.heads
+        )
+        if not head.request_id:
             return reply
-        headers, _, pieces, size = reply
-        headers = headers.copy()
-        if head.coding is not None and size >= COMPRESS_FROM_BYTES:
-            body = await compress(reply.body, head.coding)
-            pieces, size = [body], len(body)
-            headers[-1] = (b"content-length", b"%d" % size)
-            headers.append((b"content-encoding", head.coding.encode()))
-        if head.request_id:
-            headers.append((b"x-request-id", head.request_id.encode()))
-        return Reply.make(headers, pieces, size)
+        known_as = b"x-request-id", head.request_id.encode()
+        return Reply.make([known_as, *reply.headers], reply.pieces, reply.size)
 
     def _count(self, inferred: int) -> None:
         """The statistics know of an answer that is ready to be sent."""
@@ -188,6 +189,13 @@ class Inference:
         done, started = perf_counter_ns(), self._started
         entry.statistics.succeeded(self._call.batch, started, self._parsed, inferred, done)
         entry.observe_ok((done - started) * 1e-9)
+
+
+async def _compressed(reply: Reply, coding: str) -> Reply:
+    body = await compress(reply.body, coding)
+    length = b"content-length", b"%d" % len(body)
+    coded = b"content-encoding", coding.encode()
+    return Reply.make([*reply.headers[:-1], coded, length], [body], len(body))
 
 
 def _is_unread(error: BaseException) -> bool:
