@@ -181,3 +181,54 @@ def auth(mode: str | None, given: Sequence[str]) -> list[Finding]:
     if mode == "api_key" and not given:
         return [Finding(("mode",), "is api_key, but neither auth.keys_file nor auth.keys is given")]
     return []
+
+
+def pair(name: str, value: object, other: str, other_value: object) -> list[Finding]:
+    """Two settings of which one is of no use alone."""
+    for given, found, lacking, absent in (
+        (name, value, other, other_value),
+        (other, other_value, name, value),
+    ):
+        if found is not None and absent is None:
+            return [Finding((lacking,), f"must be given together with {given}", ((given,),))]
+    return []
+
+
+def redis(
+    mode: str,
+    addresses: Sequence[str],
+    service: str | None,
+    database: int,
+    layout: str,
+    ttls: Sequence[str],
+) -> list[Finding]:
+    findings = []
+    if mode == "single" and len(addresses) > 1:
+        message = f"has {len(addresses)} entries, but mode single has one server"
+        findings.append(Finding(("addresses",), message, (("mode",),)))
+    for i, address in enumerate(addresses):
+        port = int(address.rpartition(":")[2])
+        if not 0 < port < 65_536:
+            message = f"has port {port}; a port is a number from 1 to 65535"
+            findings.append(Finding(("addresses", i), message))
+    if mode == "sentinel" and service is None:
+        message = "must be given with mode sentinel: the name the sentinels watch the server under"
+        findings.append(Finding(("sentinel_service",), message, (("mode",),)))
+    if mode == "cluster" and database:
+        message = f"is {database}, but a cluster has only database 0"
+        findings.append(Finding(("database",), message, (("mode",),)))
+    if layout == "hps":
+        message = "needs layout native: rows of HPS's layout have no version to tell their age"
+        findings += [Finding((name,), message, (("layout",),)) for name in ttls]
+    return findings
+
+
+def layouts(redis: str | None, rocksdb: str) -> list[Finding]:
+    """Beside rows with versions, those without would always count as the older ones."""
+    if redis is None or redis == rocksdb:
+        return []
+    message = (
+        f"is {redis}, but tiers.rocksdb.layout is {rocksdb}; rows without versions would always "
+        "lose against rows with versions: take the same layout for both"
+    )
+    return [Finding(("redis", "layout"), message, (("rocksdb", "layout"),))]

@@ -7,7 +7,7 @@ what is in force and where each value came from.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,8 @@ from hps.config import checks
 from hps.config.model_schema import DenseSpec, MissPolicySpec, Name, Strict
 
 KEY_PATTERN = r"^[\x21-\x7e]{16,512}$"
+ADDRESS_PATTERN = r"^(\[[0-9a-fA-F:.]+\]|[^\s:/\[\],;]+):[0-9]{1,5}$"
+TABLE_PATTERN = r"^[a-zA-Z0-9_\-]{1,120}/[a-zA-Z0-9_\-]{1,120}$"
 
 
 class TableOverride(Strict):
@@ -101,6 +103,100 @@ class RocksDbSettings(Strict):
     """What happens when it fails or is late."""
 
 
+class RedisGuardSettings(GuardSettings):
+    """Protection around Redis."""
+
+    deadline_ms: float = Field(50.0, gt=0)
+    """Longest time one fetch may take, within the request's own deadline."""
+
+
+class RedisTlsSettings(Strict):
+    """Encryption of the connections to Redis."""
+
+    ca: Path | None = None
+    """Certificates to trust: a file, or a folder of them; null: the system's."""
+    certificate: Path | None = None
+    """This client's certificate, where the server asks for one."""
+    key: Path | None = None
+    """The key of `certificate`."""
+    server_name: str | None = None
+    """Name the servers' certificates must bear, sent to them (SNI); null: each server's address."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        return self.consistent(checks.pair("certificate", self.certificate, "key", self.key))
+
+
+class RedisSettings(Strict):
+    """Warm rows in a Redis or Valkey that all nodes share."""
+
+    addresses: list[Annotated[str, Field(pattern=ADDRESS_PATTERN)]] = Field(
+        ["127.0.0.1:6379"], min_length=1
+    )
+    """`host:port` of the server; of some nodes of the cluster; or of the sentinels."""
+    mode: Literal["single", "sentinel", "cluster"] = "single"
+    """One server, one that sentinels name, or a cluster."""
+    sentinel_service: str | None = None
+    """The name under which the sentinels watch the server."""
+    sentinel_username: str | None = None
+    """User for the sentinels, where they ask for one."""
+    sentinel_password: str | None = Field(None, repr=False)
+    """Password for the sentinels, where they ask for one."""
+    username: str | None = None
+    """User of Redis' access control lists; null: Redis' default user."""
+    password: str | None = Field(None, repr=False)
+    """Password of that user; better given as HPS__TIERS__REDIS__PASSWORD than in the file."""
+    database: int = Field(0, ge=0)
+    """Number of the database; a cluster has only 0."""
+    tls: RedisTlsSettings | None = None
+    """Encrypt the connections; null: plain TCP."""
+    layout: Literal["native", "hps"] = "native"
+    """`native` keeps a version per row; `hps` is HPS's own layout, where the last write wins."""
+    partitions: int = Field(8, ge=1, le=4096)
+    """Parts each table is spread over; must stay the same as long as its rows are there."""
+    connections: int = Field(8, ge=1, le=1024)
+    """Connections to each server, and calls at a time; above `guard.concurrency`, so that writes get one."""
+    connect_timeout_ms: float = Field(500.0, gt=0)
+    """Longest time to connect to a server, within the call's own deadline."""
+    timeout_ms: float = Field(5000.0, gt=0)
+    """Longest time for a write, and for a read that brings no deadline."""
+    overflow_margin: int | None = Field(None, ge=1)
+    """Most entries per partition; beyond it, entries are evicted. null: no limit of ours."""
+    overflow_policy: Literal["random", "least_used", "oldest"] = "random"
+    """Which entries go: any, those used least often, or those whose last use is longest ago."""
+    overflow_resolution_target: float = Field(0.8, gt=0, le=1)
+    """A partition with too many entries is shrunk to this share of `overflow_margin`."""
+    ttl_s: float | None = Field(None, gt=0)
+    """Rows whose version is older than this are not served and are removed; `native` layout only."""
+    table_ttl_s: dict[Annotated[str, Field(pattern=TABLE_PATTERN)], float | None] = {}
+    """`ttl_s` for single tables, by `model/table`; null: no end."""
+    initial_cache_rate: float = Field(0.0, ge=0, le=1)
+    """Share of a table's rows that is put into Redis when a model is loaded."""
+    cache_missed_embeddings: bool = True
+    """Put rows that only RocksDB held into Redis as well; never defaults."""
+    guard: RedisGuardSettings = RedisGuardSettings()
+    """What happens when it fails or is late."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        return self.consistent(
+            checks.redis(
+                self.mode,
+                self.addresses,
+                self.sentinel_service,
+                self.database,
+                self.layout,
+                self.ttls,
+            )
+        )
+
+    @property
+    def ttls(self) -> list[str]:
+        """The settings that limit the age of rows."""
+        given = ["ttl_s"] if self.ttl_s is not None else []
+        return given + (["table_ttl_s"] if any(self.table_ttl_s.values()) else [])
+
+
 class TiersSettings(Strict):
     """Where rows are kept, fastest first, and how lookups reach them."""
 
@@ -108,10 +204,17 @@ class TiersSettings(Strict):
     """The cache in host memory."""
     rocksdb: RocksDbSettings = RocksDbSettings()
     """The store on the local disk."""
+    redis: RedisSettings | None = None
+    """A store that all nodes share, asked before the local one; null: none."""
     lookup_threads: int = Field(4, ge=1)
     """Threads for lookups that must ask a store."""
     lookup_queue: int = Field(1024, ge=1)
     """Lookups that may wait for such a thread before new ones are refused (503)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        redis = self.redis.layout if self.redis is not None else None
+        return self.consistent(checks.layouts(redis, self.rocksdb.layout))
 
 
 class UpdatesSettings(Strict):
