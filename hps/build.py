@@ -165,6 +165,7 @@ class _Builder:
             guard.failures_to_open,
             guard.retry_after_s,
             threads=self._settings.tiers.lookup_threads + 1,
+            skipped=self._meter(tier).passed_over,
         )
         self._resources.callback(guarded.close)
         return guarded
@@ -227,9 +228,10 @@ class _Builder:
 
     def _asked(self, tiers: list[TierStatus]) -> TierChain:
         """The tiers as lookups ask them: one after the other, each with its own figures."""
-        return TierChain(
-            [Metered(t.tier, TierMeter(self._metrics, t.tier.info.name)) for t in tiers]
-        )
+        return TierChain([Metered(t.tier, self._meter(t.tier)) for t in tiers])
+
+    def _meter(self, tier: Tier) -> TierMeter:
+        return TierMeter(self._metrics, tier.info.name)
 
     def _count_promotion(self, result: str, keys: int) -> None:
         self._metrics.counter(m.PROMOTIONS, result).add(keys)

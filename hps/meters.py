@@ -16,6 +16,7 @@ from hps.metrics import (
     SCORES_NOT_FINITE,
     TIER_KEYS,
     TIER_SECONDS,
+    TIER_SKIPPED,
     Counter,
     Metrics,
     add_all,
@@ -87,23 +88,35 @@ class TierMeter:
         self._metrics = metrics
         self._tier = tier
         self._seconds = metrics.histogram(TIER_SECONDS, tier)
-        self._keys: dict[EmbeddingTable, tuple[Counter, Counter]] = {}
+        self._keys: dict[EmbeddingTable, tuple[Counter, Counter, Counter]] = {}
 
-    def __call__(self, counts: list[tuple[EmbeddingTable, int, int]], seconds: float) -> None:
+    def __call__(
+        self,
+        counts: list[tuple[EmbeddingTable, int, int]],
+        seconds: float,
+        skipped: bool = False,
+        /,
+    ) -> None:
         amounts = []
         for table, asked, found in counts:
             counters = self._keys.get(table) or self._counters(table)
             if found:
                 amounts.append((counters[0], found))
             if asked > found:
-                amounts.append((counters[1], asked - found))
+                amounts.append((counters[2 if skipped else 1], asked - found))
         add_all(amounts)
-        self._seconds.observe(seconds)
+        if not skipped:
+            self._seconds.observe(seconds)
 
-    def _counters(self, table: EmbeddingTable) -> tuple[Counter, Counter]:
+    def passed_over(self, reason: str) -> None:
+        """A fetch skipped the tier (the ``skipped`` of ``Guarded``)."""
+        self._metrics.counter(TIER_SKIPPED, self._tier, reason).add()
+
+    def _counters(self, table: EmbeddingTable) -> tuple[Counter, Counter, Counter]:
         labels = (self._tier, table.model, table.name)
         self._keys[table] = counters = (
             self._metrics.counter(TIER_KEYS, *labels, "found"),
             self._metrics.counter(TIER_KEYS, *labels, "missed"),
+            self._metrics.counter(TIER_KEYS, *labels, "skipped"),
         )
         return counters

@@ -41,6 +41,7 @@ LOOKUP_DEGRADED = "hps_lookup_degraded_total"
 LOOKUP_WAITING = "hps_lookup_waiting"
 TIER_KEYS = "hps_tier_keys_total"
 TIER_SECONDS = "hps_tier_fetch_seconds"
+TIER_SKIPPED = "hps_tier_skipped_total"
 TABLE_ROWS = "hps_table_rows"
 PROMOTIONS = "hps_promotions_total"
 PROMOTE_QUEUE = "hps_promote_queue_keys"
@@ -80,8 +81,16 @@ METRICS: tuple[MetricSpec, ...] = (
         TIER_KEYS,
         "counter",
         ("tier", "model", "table", "result"),
-        "Keys a tier was asked for; result=found or missed, their ratio is the hit rate. Repeated keys of "
-        "a request count once, but where memory answered all of it they all count.",
+        "Keys a tier was asked for; result=found or missed, their ratio is the hit rate, or skipped: the "
+        "tier was passed over. Repeated keys of a request count once, but where memory answered all of "
+        "it they all count.",
+    ),
+    MetricSpec(
+        TIER_SKIPPED,
+        "counter",
+        ("tier", "reason"),
+        "Fetches that passed over a tier; reason=open (its circuit), failed, late, full (all of its "
+        "threads were busy), no_time (the request's deadline had passed).",
     ),
     MetricSpec(
         TIER_SECONDS,

@@ -7,26 +7,38 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-
-import numpy as np
+from typing import Protocol
 
 from hps.errors import TierError, TierTimeout, Unavailable
 from hps.tiers.base import FetchContext, Part, Tier, TierInfo
 from hps.tiers.breaker import CircuitBreaker, State
 from hps.tiers.checks import check_part
+from hps.tiers.parts import apart, hand_over
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 from hps.workers import Workers
 
-Observe = Callable[[list[tuple[EmbeddingTable, int, int]], float], None]
-"""``observe([(table, asked, found), ...], seconds)``: one entry per part of a fetch that took ``seconds``.
-``found`` counts the keys that need not be asked for further down: rows and tombstones."""
-
-# Calls that wait for a thread of a guarded tier. More can only come once every thread hangs, and before
-# the circuit opens.
-_QUEUED = 1_024
+# A fetch waits for a thread of a guarded tier for this share of the tier's deadline: long enough for one
+# that is merely busy, and a slow tier soon holds up nobody beyond its own threads.
+_WAIT_FOR_THREAD = 0.1
 
 
-class _Wrapper:
+class Observe(Protocol):
+    """Told of each fetch that took ``seconds``: one ``(table, asked, found)`` per part.
+
+    ``found`` counts the keys that need not be asked for further down: rows and tombstones. ``skipped``:
+    the tier was passed over, so that the others were not looked for.
+    """
+
+    def __call__(
+        self,
+        counts: list[tuple[EmbeddingTable, int, int]],
+        seconds: float,
+        skipped: bool = False,
+        /,
+    ) -> None: ...
+
+
+class Wrapper:
     """A tier that passes everything on to ``inner``."""
 
     def __init__(self, inner: Tier) -> None:
@@ -56,7 +68,7 @@ class _Wrapper:
         self.inner.close()
 
 
-class Metered(_Wrapper):
+class Metered(Wrapper):
     """Calls ``observe`` once after each fetch that did not raise. As safe beside other
     threads as ``inner`` and ``observe`` are."""
 
@@ -66,15 +78,16 @@ class Metered(_Wrapper):
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
         asked = [len(part.missing) for part in parts]
+        before = len(ctx.degraded)
         start = time.perf_counter()
         self.inner.fetch(parts, ctx)
         seconds = time.perf_counter() - start
         counts = [(p.table, n, n - len(p.missing)) for p, n in zip(parts, asked, strict=True)]
-        self.observe(counts, seconds)
+        self.observe(counts, seconds, self.info.name in ctx.degraded[before:])
 
 
-class Guarded(_Wrapper):
-    """A tier that is skipped while it is broken or late, and named in ``ctx.degraded`` then.
+class Guarded(Wrapper):
+    """A tier that is skipped while it is broken, late or busy, and named in ``ctx.degraded`` then.
 
     A fetch that raises TierError, or that isn't done within ``deadline_s`` or the request's own
     deadline, leaves the parts as they were. Other errors are faults of the program or the request and
@@ -83,10 +96,15 @@ class Guarded(_Wrapper):
 
     A blocking call can't be interrupted, so it runs on one of ``threads`` threads of this wrapper, into
     arrays of its own, which are copied to the caller's when it is done in time. A late answer is
-    dropped, and the thread is free again when the call returns. A tier that does not block is called in
-    place, into arrays of its own too, because a tier that fails half-way may have written some rows.
+    dropped, and the thread is free again when the call returns. While all threads stay busy, further
+    fetches skip the tier, so that a slow one holds up ``threads`` callers at most; that is a
+    failure of the tier only when every one of its calls has been given up. A tier that does not block
+    is called in place, into arrays of its own too, because a tier that fails half-way may have
+    written some rows.
 
-    The mutating verbs pass through unguarded: a write must be done or raise, never be skipped.
+    ``skipped(reason)`` is told why: ``open`` (circuit), ``failed``, ``late``, ``full``, or ``no_time``
+    (the request had none left). The mutating verbs pass through unguarded: a write must be done or
+    raise, never be skipped.
     """
 
     def __init__(
@@ -97,12 +115,16 @@ class Guarded(_Wrapper):
         retry_after_s: float,
         *,
         threads: int = 8,
+        skipped: Callable[[str], None] = lambda _reason: None,
     ) -> None:
         super().__init__(inner)
         self._deadline_s = deadline_s
         self._breaker = CircuitBreaker(failures_to_open, retry_after_s)
-        self._workers = Workers(threads, _QUEUED, name=inner.info.name)
-        self._late: deque[tuple[_Call, int]] = deque()
+        self._threads = threads
+        # As many may wait as run: more would be skipped anyway, and what waits holds arrays.
+        self._workers = Workers(threads, threads, name=inner.info.name)
+        self._skipped = skipped
+        self._given_up: deque[_Call] = deque()
 
     @property
     def state(self) -> State:
@@ -112,113 +134,117 @@ class Guarded(_Wrapper):
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
         for part in parts:
             check_part(part)
-        self._judge_late_calls()
+        self._judge_given_up()
         now = time.monotonic()
         own = ctx.deadline is None or ctx.deadline >= now + self._deadline_s
         limit = now + self._deadline_s if own or ctx.deadline is None else ctx.deadline
-        permit = self._breaker.admit() if limit > now else None
-        if permit is None:
-            self._skip(ctx)
+        if limit <= now:
+            self._skip(ctx, "no_time")
             return
-        answer = [_private(part) for part in parts]
-        private = FetchContext(limit, ctx.stream)
+        permit = self._breaker.admit()
+        if permit is None:
+            self._skip(ctx, "open")
+            return
+        call = _Call(self.inner, [apart(p) for p in parts], FetchContext(limit, ctx.stream), permit)
         try:
-            self._call(answer, private, permit, own=own)
+            self._call(call, limit)
         except TierError as error:
-            if own or not isinstance(error, TierTimeout):
-                self._breaker.failed(permit)
-            else:
-                self._breaker.undecided(permit)
-            self._skip(ctx)
+            self._skip(ctx, self._judge(error, call, own=own))
             return
         except BaseException:
             self._breaker.undecided(permit)
             raise
         self._breaker.succeeded(permit)
-        for mine, part in zip(answer, parts, strict=True):
-            _hand_over(mine, part)
-        ctx.degraded.extend(name for name in private.degraded if name not in ctx.degraded)
+        for mine, part in zip(call.parts, parts, strict=True):
+            hand_over(mine, part)
+        ctx.degraded.extend(name for name in call.ctx.degraded if name not in ctx.degraded)
 
     def close(self) -> None:
         """Close the tier once no call is in it any more. Waits ``deadline_s`` for that; a call that
         hangs for longer closes the tier when it returns. Idempotent."""
         self._workers.close(self._deadline_s, self.inner.close)
 
-    def _call(
-        self, answer: Sequence[Part], private: FetchContext, permit: int, *, own: bool
-    ) -> None:
+    def _call(self, call: _Call, limit: float) -> None:
         if not self.inner.info.blocking:
-            self.inner.fetch(answer, private)
+            call.run()
             return
-        assert private.deadline is not None
-        call = _Call(self.inner, answer, private)
         try:
             future = self._workers.submit(call.run)
-        except Unavailable as error:  # closed, or every thread hangs
-            raise TierError(self.info.name, str(error)) from None
+        except Unavailable as error:  # closed, or as many wait for a thread as there are
+            raise _Full(self.info.name, str(error)) from None
         try:
-            raised = future.exception(private.deadline - time.monotonic())
+            until = min(limit, time.monotonic() + self._deadline_s * _WAIT_FOR_THREAD)
+            raised = future.exception(until - time.monotonic())
         except TimeoutError:
-            if not future.cancel() and not own:
-                self._late.append((call, permit))
-            raise TierTimeout(self.info.name, f"no answer within {self._deadline_s:g} s") from None
+            if future.cancel():
+                raise _Full(self.info.name, "every thread is busy") from None
+            try:
+                raised = future.exception(max(0.0, limit - time.monotonic()))
+            except TimeoutError:
+                self._given_up.append(call)
+                message = f"no answer within {self._deadline_s:g} s"
+                raise TierTimeout(self.info.name, message) from None
         if raised is not None:
             raise raised
 
-    def _judge_late_calls(self) -> None:
-        """Calls that impatient requests gave up count as failures once they exceed ``deadline_s``."""
-        if not self._late:
+    def _judge(self, error: TierError, call: _Call, *, own: bool) -> str:
+        """Tell the breaker what ``error`` says of the tier, and return why the tier is skipped.
+        ``own``: the call had all of the tier's deadline."""
+        if isinstance(error, _Full):
+            failed, reason = len(self._given_up) >= self._threads, "full"
+        elif isinstance(error, TierTimeout):
+            failed, reason = own, "late"
+        else:
+            failed, reason = True, "failed"
+        call.judged = failed
+        (self._breaker.failed if failed else self._breaker.undecided)(call.permit)
+        return reason
+
+    def _judge_given_up(self) -> None:
+        """Forget calls that ended. Those that impatient requests gave up count as failures once they
+        exceed ``deadline_s``."""
+        if not self._given_up:
             return
         longest = time.monotonic() - self._deadline_s
-        for _ in range(len(self._late)):
+        for _ in range(len(self._given_up)):
             try:
-                call, permit = self._late.popleft()
+                call = self._given_up.popleft()
             except IndexError:  # another thread is judging too
                 return
             if call.ended:
                 continue
-            if call.started < longest:
-                self._breaker.failed(permit)
-            else:
-                self._late.append((call, permit))
+            if not call.judged and call.started < longest:
+                call.judged = True
+                self._breaker.failed(call.permit)
+            self._given_up.append(call)
 
-    def _skip(self, ctx: FetchContext) -> None:
+    def _skip(self, ctx: FetchContext, reason: str) -> None:
+        self._skipped(reason)
         if self.info.name not in ctx.degraded:
             ctx.degraded.append(self.info.name)
+
+
+class _Full(TierError):
+    """No thread of the guard became free."""
 
 
 class _Call:
     """One fetch on a thread of its own, which whoever asked for it may have given up."""
 
-    __slots__ = ("_ctx", "_parts", "_tier", "ended", "started")
+    __slots__ = ("_tier", "ctx", "ended", "judged", "parts", "permit", "started")
 
-    def __init__(self, tier: Tier, parts: Sequence[Part], ctx: FetchContext) -> None:
+    def __init__(self, tier: Tier, parts: Sequence[Part], ctx: FetchContext, permit: int) -> None:
         self._tier = tier
-        self._parts = parts
-        self._ctx = ctx
+        self.parts = parts
+        self.ctx = ctx
+        self.permit = permit
         self.started = math.inf
         self.ended = False
+        self.judged = False
 
     def run(self) -> None:
         self.started = time.monotonic()
         try:
-            self._tier.fetch(self._parts, self._ctx)
+            self._tier.fetch(self.parts, self.ctx)
         finally:
             self.ended = True
-
-
-def _private(part: Part) -> Part:
-    """A part of its own for what ``part`` lacks."""
-    return Part.make(part.table, part.keys[part.missing])
-
-
-def _hand_over(answer: Part, part: Part) -> None:
-    """Copy what ``answer``, made by ``_private(part)``, holds."""
-    asked = part.missing
-    done = np.ones(len(asked), bool)
-    done[answer.missing] = False
-    rows = answer.source != 0
-    part.out[asked[rows]] = answer.out[rows]
-    part.versions[asked[done]] = answer.versions[done]
-    part.source[asked[done]] = answer.source[done]
-    part.missing = asked[answer.missing]

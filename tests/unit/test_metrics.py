@@ -139,6 +139,13 @@ def test_tier_and_dense_meter():
     labels = {"tier": "cpu", "model": "clicks", "table": "t"}
     assert of(metrics, m.TIER_KEYS, **labels, result="found") == 7
     assert of(metrics, m.TIER_KEYS, **labels, result="missed") == 2
+    meter([(TABLE, 6, 1)], 0.1, True)
+    meter.passed_over("late")
+    assert of(metrics, m.TIER_KEYS, **labels, result="found") == 8
+    assert of(metrics, m.TIER_KEYS, **labels, result="missed") == 2
+    assert of(metrics, m.TIER_KEYS, **labels, result="skipped") == 5
+    assert of(metrics, f"{m.TIER_SECONDS}_count", tier="cpu") == 2
+    assert of(metrics, m.TIER_SKIPPED, tier="cpu", reason="late") == 1
     dense = DenseMeter(metrics, "clicks")
     dense.ran(0.1)
     dense.not_finite("ctr", 3)

@@ -290,6 +290,101 @@ def test_hanging_calls_do_not_pile_up():
     assert fetch(patient)[1] == []
 
 
+# -- why a tier was skipped, and by whom -----------------------------------------------------------
+
+
+def test_every_reason_is_told(store):
+    reasons = []
+    guarded = guard(store, failures=1, skipped=reasons.append)
+    fetch(guarded, FetchContext(time.monotonic() - 1))
+    store.fault = fail
+    fetch(guarded)
+    fetch(guarded)
+    assert reasons == ["no_time", "failed", "open"]
+
+
+def test_a_busy_tier_is_skipped_without_being_called_broken():
+    store, gate, reasons = Store(blocking=True), threading.Event(), []
+    store.fault = hang_until(gate)
+    guarded = guard(store, deadline_s=2.0, failures=1, threads=2, skipped=reasons.append)
+    callers = [threading.Thread(target=fetch, args=(guarded,)) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    until = time.monotonic() + 10
+    while store.calls < 2 and time.monotonic() < until:
+        time.sleep(0.001)
+    start = time.monotonic()
+    part, degraded = fetch(guarded)
+    waited = time.monotonic() - start
+    assert (reasons, degraded) == (["full"], ["store"])
+    assert_untouched(part)
+    assert 0.1 < waited < 1.0  # a tenth of the deadline, not all of it
+    assert guarded.state == "closed"
+    gate.set()
+    for caller in callers:
+        caller.join()
+    assert fetch(guarded)[1] == []
+    assert store.calls == 3
+
+
+def test_a_thread_that_becomes_free_in_time_is_waited_for():
+    store = Store(blocking=True)
+    store.fault = lambda part: time.sleep(0.05)
+    guarded = guard(store, threads=1)
+    answers = []
+    callers = [threading.Thread(target=lambda: answers.append(fetch(guarded))) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert [degraded for _, degraded in answers] == [[], []]
+
+
+def test_a_tier_in_which_every_call_hangs_is_broken():
+    """Fewer threads than failures that open the circuit: it must open all the same."""
+    store, gate, reasons = Store(blocking=True), threading.Event(), []
+    store.fault = hang_until(gate)
+    guarded = guard(store, deadline_s=0.05, failures=4, threads=2, skipped=reasons.append)
+    for _ in range(4):
+        fetch(guarded)
+    assert guarded.state == "open"
+    assert reasons == ["late", "late", "full", "full"]
+    gate.set()
+
+
+def test_skipped_fetches_leave_no_work_and_no_threads_behind():
+    store, gate = Store(blocking=True), threading.Event()
+    store.fault = hang_until(gate)
+    guarded = guard(store, deadline_s=0.01, failures=1_000_000, threads=2)
+    for _ in range(50):
+        fetch(guarded)
+    assert store.calls == 2
+    assert guarded._workers.waiting <= 2
+    gate.set()
+    guarded.close()
+    assert store.calls == 2
+
+
+def test_only_one_of_many_callers_probes():
+    store, gate = Store(blocking=True), threading.Event()
+    store.fault = fail
+    guarded = guard(store, failures=1, retry_after_s=0.05)
+    fetch(guarded)
+    store.fault = hang_until(gate)
+    time.sleep(0.1)
+    probe = threading.Thread(target=fetch, args=(guarded,))
+    probe.start()
+    until = time.monotonic() + 10
+    while store.calls < 2 and time.monotonic() < until:
+        time.sleep(0.001)
+    assert all(fetch(guarded)[1] == ["store"] for _ in range(20))
+    assert store.calls == 2
+    assert guarded.state == "half-open"
+    gate.set()
+    probe.join()
+    assert guarded.state == "closed"
+
+
 def test_close_waits_for_calls_and_is_idempotent(store):
     guarded = guard(store)
     fetch(guarded)
@@ -343,7 +438,8 @@ def test_the_parts_of_a_fetch_are_observed_at_once():
     metered = Metered(store, lambda *what: seen.append(what))
     parts = [blank(), Part.make(other, np.arange(3))]
     metered.fetch(parts, FetchContext())
-    [(counts, seconds)] = seen
+    [(counts, seconds, skipped)] = seen
+    assert not skipped
     assert counts == [(TABLE, 4, 3), (other, 3, 0)]
     assert seconds > 0
 
@@ -353,6 +449,20 @@ def test_tombstones_count_as_found():
     store.delete(TABLE, np.array([5]), np.array([time.time_ns() // 10**6 << 20], np.uint64))
     fetch(Metered(store, lambda *what: seen.append(what)))
     assert seen[0][0] == [(TABLE, 4, 4)]
+
+
+def test_what_a_skipped_tier_did_not_look_for_is_no_miss(store):
+    seen = []
+    store.fault = fail
+    metered = Metered(guard(store), lambda *what: seen.append(what))
+    fetch(metered)
+    [(counts, _, skipped)] = seen
+    assert (counts, skipped) == ([(TABLE, 4, 0)], True)
+    fetch(metered, FetchContext(degraded=["another"]))
+    assert seen[1][2]
+    store.fault = lambda _part: None
+    fetch(Metered(guard(store), lambda *what: seen.append(what)), FetchContext(degraded=["other"]))
+    assert (seen[2][0], seen[2][2]) == ([(TABLE, 4, 3)], False)
 
 
 def test_a_fetch_that_raises_is_not_observed():
