@@ -13,8 +13,8 @@ _mode = native_mode()
 COMPILED = False
 partition_hash = twin.partition_hash
 dedup = twin.dedup
-cache_buckets = twin_cache.cache_buckets
-CacheProbe = twin_cache.CacheProbe
+cache_bytes = twin_cache.cache_bytes
+CacheTable = twin_cache.CacheTable
 RowReplies = twin_resp.RowReplies
 ProtocolError = twin_resp.ProtocolError
 if _mode != "off":
@@ -27,17 +27,17 @@ if _mode != "off":
         COMPILED = True
         partition_hash = _core.partition_hash
         dedup = _core.dedup
-        cache_buckets = _core.cache_buckets
-        CacheProbe = _core.CacheProbe  # type: ignore[misc,assignment] # its twin has the same methods
+        cache_bytes = _core.cache_bytes
+        CacheTable = _core.CacheTable  # type: ignore[misc,assignment] # its twin has the same methods
         RowReplies = _core.RowReplies  # type: ignore[misc,assignment]
         ProtocolError = _core.ProtocolError  # type: ignore[misc,assignment]
 
 __all__ = [
     "COMPILED",
-    "CacheProbe",
+    "CacheTable",
     "ProtocolError",
     "RowReplies",
-    "cache_buckets",
+    "cache_bytes",
     "dedup",
     "partition_hash",
 ]

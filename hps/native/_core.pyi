@@ -9,29 +9,30 @@ def partition_hash(keys: NDArray[np.int64]) -> NDArray[np.uint64]:
 def dedup(keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Distinct keys in order of first appearance (u,), and each key's position among them (n,)."""
 
-def cache_buckets(keys: NDArray[np.int64], buckets: int) -> NDArray[np.int64]:
-    """The two buckets each key may live in: (n, 2)."""
+def cache_bytes(capacity: int, row_bytes: int) -> int:
+    """What a table of ``capacity`` rows of ``row_bytes`` takes."""
 
-class CacheProbe:
-    """Works on the arrays of a cache; see twin_cache.CacheProbe."""
+def cache_kernels() -> str:
+    """The instruction set the cache is read with on this machine: baseline, avx2 or avx512."""
 
-    def __init__(
-        self,
-        keys: NDArray[np.int64],
-        states: NDArray[np.uint8],
-        stamps: NDArray[np.uint32],
-        versions: NDArray[np.uint64],
-        rows: NDArray[Any],
-        code: int,
-    ) -> None: ...
-    def find(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The slot that holds each key, or -1: (n,)."""
+class CacheTable:
+    """See twin_cache.CacheTable. Raises TypeError or ValueError for arrays that do not fit."""
 
+    def __init__(self, capacity: int, like: NDArray[Any], eviction: str, code: int) -> None: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def tombstones(self) -> int: ...
+    @property
+    def evictions(self) -> int: ...
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
     def fetch(
         self,
         keys: NDArray[np.int64],
         missing: NDArray[np.int64],
-        clock: int,
         oldest_tombstone: int,
         out: NDArray[Any],
         versions: NDArray[np.uint64],
@@ -39,17 +40,24 @@ class CacheProbe:
     ) -> NDArray[np.int64] | None:
         """Answer keys[missing] in place; the positions still missing (m,), or None."""
 
-    def gather(self, keys: NDArray[np.int64], clock: int, out: NDArray[Any]) -> bool:
+    def gather(self, keys: NDArray[np.int64], out: NDArray[Any]) -> bool:
         """The row of every key into out (n, dim); False when one has none."""
 
-    def admit(
+    def write(
         self,
         keys: NDArray[np.int64],
-        versions: NDArray[np.uint64],
         rows: NDArray[Any] | None,
-        stamp: int,
-    ) -> tuple[int, int]:
-        """Give each key, distinct and not resident, a slot; rows and tombstones that had to go."""
+        versions: NDArray[np.uint64],
+        oldest_tombstone: int,
+        resident_only: bool,
+    ) -> None:
+        """Rows, or tombstones, where the version is not below the one held."""
+
+    def evict(self, keys: NDArray[np.int64]) -> None:
+        """Drop the rows and tombstones of keys."""
+
+    def top_k(self, n: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+        """The keys (k,) of the n hottest rows, hottest first, and their scores (k,)."""
 
 class ProtocolError(ValueError):
     """See twin_resp.ProtocolError."""

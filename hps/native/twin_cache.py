@@ -1,74 +1,82 @@
-"""NumPy twins of the CPU cache's kernels (include/hps/bucket_table.hpp), vectorised over the batch."""
+"""NumPy twin of the CPU cache's table (include/hps/cache_table.hpp): the executable reference of what it
+holds, where it puts it and what makes room. Reads go over the batch at once, writes key by key.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from threading import Lock
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.native.twin import partition_hash
 from hps.types import IndexArray, KeyArray, SourceArray, VectorArray, VersionArray
 
-EMPTY, ROW, TOMBSTONE = 0, 1, 2
-"""States of a slot."""
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+SLOTS, STEPS, LOAD_PERCENT = 4, 16, 60
+TICKS_PER_TURNOVER, SWEEP_SHARE, SAMPLE = 64, 16, 8
+OLDEST, TOMBSTONE_AGE = 200, 239
+FIRST_USES, DECAY, USES_DOUBLE = 32, 4, 16
+EVICTIONS = ("lru", "lfu", "random", "fifo")
+_MIX = np.uint64(0xD6E8FEB86659FD93)
 _HALF = np.uint64(32)
-_LOW = np.uint64(0xFFFFFFFF)
 
 
-def cache_buckets(keys: KeyArray, buckets: int) -> IndexArray:
-    """(n, 2): the two buckets that each of ``keys (n,)`` may live in, of 0 < ``buckets`` < 2^32 - 1."""
-    h = partition_hash(keys)
-    h *= _GOLDEN
-    both = np.empty((len(keys), 2), np.uint64)
-    np.right_shift(h, _HALF, out=both[:, 0])
-    np.bitwise_and(h, _LOW, out=both[:, 1])
-    both *= np.uint64(buckets)
-    both >>= _HALF
-    return both.view(np.int64)
+def homes(keys: KeyArray, buckets: int) -> IndexArray:
+    """(n,) the home bucket of each of ``keys (n,)``, of 0 < ``buckets`` < 2^32."""
+    x = keys.view(np.uint64).copy()
+    for _ in range(2):
+        x ^= x >> _HALF
+        x *= _MIX
+    x ^= x >> _HALF
+    return (((x >> _HALF) * np.uint64(buckets)) >> _HALF).view(np.int64)
 
 
-class CacheProbe:
-    """Works on the arrays of a cache, which it keeps. Slot = bucket * ways + way.
+def cache_bytes(capacity: int, row_bytes: int) -> int:
+    """What a table of ``capacity`` rows of ``row_bytes`` takes."""
+    beside = 192 + _buckets(capacity) * 64 + capacity * 8
+    return beside + -beside % 64 + capacity * row_bytes
 
-    ``keys`` and ``states`` (buckets, ways); ``stamps (slots,) uint32``, 0 in an empty slot; ``versions
-    (slots,) uint64`` and ``rows (slots, dim)``; ``code`` is the source code reported for a row.
-    Takes no lock. The compiled twin raises TypeError or ValueError for arrays that do not fit; this
-    one trusts them.
+
+def _buckets(capacity: int) -> int:
+    return -(-capacity * 100 // (SLOTS * LOAD_PERCENT))
+
+
+class CacheTable:
+    """At most ``capacity`` rows and tombstones. ``like (0, dim)`` gives the rows' dim and dtype, ``code``
+    is the source code reported for a row.
+
+    `fetch` and `gather` may be called from any thread; the methods that write take turns. The
+    compiled twin raises TypeError or ValueError for arrays that do not fit; this one trusts them.
     """
 
-    def __init__(
-        self,
-        keys: KeyArray,
-        states: NDArray[np.uint8],
-        stamps: NDArray[np.uint32],
-        versions: VersionArray,
-        rows: NDArray[Any],
-        code: int,
-    ) -> None:
-        self._keys, self._states, self._stamps = keys, states, stamps
-        self._versions, self._rows, self._code = versions, rows, code
+    def __init__(self, capacity: int, like: NDArray[Any], eviction: str, code: int) -> None:
+        if not 0 < capacity < 2**32 - 1:
+            raise ValueError("a cache has 1 to 2^32 - 2 rows")
+        if eviction not in EVICTIONS:
+            raise ValueError(f"eviction must be lru, lfu, random or fifo, not {eviction}")
+        self.capacity, self._eviction, self._code = capacity, eviction, code
+        self.bytes = cache_bytes(capacity, like.shape[1] * like.itemsize)
+        self._buckets = _buckets(capacity)
+        shape = (self._buckets, SLOTS)
+        self._keys, self._numbers = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        self._occupied, self._is_row = np.zeros(shape, bool), np.zeros(shape, bool)
+        self._scores = np.zeros(shape, np.uint8)
+        self._reach = np.zeros(self._buckets, np.uint32)  # a bit per step; 0 is never set
+        self._versions = np.zeros(capacity, np.uint64)
+        self._rows = np.zeros((capacity, like.shape[1]), like.dtype)
+        self._free: list[int] = []
+        self._fresh = self._clock = self._admitted = self._hand = self._swept = 0
+        self.rows = self.tombstones = self.evictions = 0
+        self._lock, self._turn = Lock(), Lock()
+        self._random = np.random.default_rng(capacity)
 
-    def find(self, keys: KeyArray) -> IndexArray:
-        """(n,) the slot that holds each of ``keys (n,)``, or -1."""
-        buckets, ways = self._keys.shape
-        both = cache_buckets(keys, buckets)
-        match = self._keys[both] == keys[:, None, None]
-        match &= self._states[both] != EMPTY
-        flat = match.reshape(len(keys), 2 * ways)
-        at = flat.argmax(axis=1)
-        every = np.arange(len(keys))
-        slots: IndexArray = both[every, at // ways] * ways + at % ways
-        slots[~flat[every, at]] = -1
-        return slots
+    # -- reading ----------------------------------------------------------------------------------
 
     def fetch(
         self,
         keys: KeyArray,
         missing: IndexArray,
-        clock: int,
         oldest_tombstone: int,
         out: VectorArray,
         versions: VersionArray,
@@ -77,84 +85,233 @@ class CacheProbe:
         """Answer ``keys[missing]`` into ``out (n, dim)``, ``versions (n,)`` and ``source (n,)``; see
         `Part`. Returns the positions still missing, None when there are none.
 
-        Hits get the stamp ``clock``; tombstones older than ``oldest_tombstone`` count as not there.
+        Counts as a use; tombstones older than ``oldest_tombstone`` count as not there.
         """
-        slots = self.find(keys[missing])
-        state = self._states.reshape(-1)[slots]
-        state[slots < 0] = EMPTY
-        state[(state == TOMBSTONE) & (self._versions[slots] < oldest_tombstone)] = EMPTY
-        hit = state != EMPTY
-        self._stamps[slots[hit]] = clock
-        versions[missing[hit]] = self._versions[slots[hit]]
-        row = state == ROW
-        out[missing[row]] = self._rows[slots[row]]
-        source[missing[row]] = self._code
+        with self._lock:
+            bucket, slot = self._find(keys[missing])
+            hit = bucket >= 0
+            row = hit & self._is_row[bucket, slot]
+            held = self._versions[self._numbers[bucket, slot]]
+            hit &= row | (held >= oldest_tombstone)
+            self._touch(bucket[hit], slot[hit])
+            versions[missing[hit]] = held[hit]
+            out[missing[row]] = self._rows[self._numbers[bucket[row], slot[row]]]
+            source[missing[row]] = self._code
         return None if hit.all() else missing[~hit]
 
-    def gather(self, keys: KeyArray, clock: int, out: VectorArray) -> bool:
-        """Write the row of each of ``keys (n,)``, which may repeat, to ``out (n, dim)`` and stamp it with
-        ``clock``. False when one has no row; what is in ``out`` has no meaning then."""
-        slots = self.find(keys)
-        if (slots < 0).any() or (self._states.reshape(-1)[slots] != ROW).any():
-            return False
-        self._stamps[slots] = clock
-        out[...] = self._rows[slots]
+    def gather(self, keys: KeyArray, out: VectorArray) -> bool:
+        """Write the row of each of ``keys (n,)``, which may repeat, to ``out (n, dim)``; counts as a use.
+        False when one has no row; what is in ``out`` has no meaning then."""
+        with self._lock:
+            bucket, slot = self._find(keys)
+            if (bucket < 0).any() or not self._is_row[bucket, slot].all():
+                return False
+            self._touch(bucket, slot)
+            out[...] = self._rows[self._numbers[bucket, slot]]
         return True
 
-    def admit(
-        self, keys: KeyArray, versions: VersionArray, rows: VectorArray | None, stamp: int
-    ) -> tuple[int, int]:
-        """Give each of ``keys``, distinct and not resident, a slot in the bucket with more room, else
-        in the one with the older stamp; there the slot with the oldest stamp. Without ``rows``:
-        tombstones. Returns how many rows and tombstones had to go.
+    def _find(self, keys: KeyArray) -> tuple[IndexArray, IndexArray]:
+        """Bucket and slot of each key; -1 and 0 where it has none."""
+        home = homes(keys, self._buckets)
+        bucket, slot = np.full(len(keys), -1), np.zeros(len(keys), np.int64)
+        reach = self._reach[home] | 1
+        for step in range(min(STEPS, self._buckets)):
+            at = np.flatnonzero((bucket < 0) & (reach >> step & 1 == 1))
+            there = self._bucket_at(home[at], step)
+            match = (self._keys[there] == keys[at, None]) & self._occupied[there]
+            found = match.any(axis=1)
+            bucket[at[found]] = there[found]
+            slot[at[found]] = match[found].argmax(axis=1)
+        return bucket, slot
 
-        The compiled twin serves the keys one after the other, this one in rounds: those of one batch
-        that crowd into a bucket may lie elsewhere.
-        """
-        both, left = cache_buckets(keys, len(self._keys)), np.arange(len(keys))
-        states, displaced = self._states.reshape(-1), np.zeros(3, np.int64)
-        while len(left):
-            slots, placed = self._choose(both)
-            at = left[placed]
-            displaced += np.bincount(states[slots], minlength=3)
-            self._keys.reshape(-1)[slots] = keys[at]
-            self._versions[slots] = versions[at]
-            self._stamps[slots] = stamp
-            if rows is not None:
-                self._rows[slots] = rows[at]
-            states[slots] = TOMBSTONE if rows is None else ROW
-            both, left = both[~placed], left[~placed]
-        return int(displaced[ROW]), int(displaced[TOMBSTONE])
+    def _touch(self, bucket: IndexArray, slot: IndexArray) -> None:
+        if self._eviction == "lru":
+            self._scores[bucket, slot] = self._clock
+        elif self._eviction == "lfu":
+            score = self._scores[bucket, slot]
+            raised = self._random.random(len(score)) < 0.5 ** (score // USES_DOUBLE)
+            self._scores[bucket, slot] = score + (raised & (score < 255))
 
-    def _choose(self, both: IndexArray) -> tuple[IndexArray, NDArray[np.bool_]]:
-        """For each row of ``both (n, 2)`` a slot, and the mask (n,) of the rows that got one.
+    # -- writing ----------------------------------------------------------------------------------
 
-        A bucket takes no more keys in one round than a quarter of its room, or one when it is full,
-        lest it fill up and drop rows while the other bucket has room.
-        """
-        room = np.count_nonzero(self._states[both] == EMPTY, axis=2)
-        stamps = self._stamps.reshape(self._keys.shape)
-        oldest = stamps[both].min(axis=2)
-        second = (room[:, 1] > room[:, 0]) | (
-            (room[:, 1] == room[:, 0]) & (oldest[:, 1] < oldest[:, 0])
-        )
-        every = np.arange(len(both))
-        bucket, room = both[every, second.view(np.int8)], room[every, second.view(np.int8)]
-        rank = _rank_within_equals(bucket)
-        placed = rank < np.maximum((room + 3) // 4, 1)
-        by_age = np.argsort(stamps[bucket[placed]], axis=1, kind="stable")
-        way = np.take_along_axis(by_age, rank[placed, None], axis=1)[:, 0]
-        return bucket[placed] * self._keys.shape[1] + way, placed
+    def write(
+        self,
+        keys: KeyArray,
+        rows: VectorArray | None,
+        versions: VersionArray,
+        oldest_tombstone: int,
+        resident_only: bool,
+    ) -> None:
+        """Write ``rows (n, dim)``, or tombstones where it is None, one after the other, where the version
+        is not below the one held; with ``resident_only`` only over keys that are there."""
+        with self._turn:
+            for i, (key, version) in enumerate(zip(keys.tolist(), versions.tolist(), strict=True)):
+                row = None if rows is None else rows[i]
+                with self._lock:
+                    self._write_one(key, row, version, oldest_tombstone, resident_only)
 
+    def evict(self, keys: KeyArray) -> None:
+        """Drop the rows and tombstones of ``keys``."""
+        with self._turn:
+            for key in keys.tolist():
+                with self._lock:
+                    if (at := self._find_one(key)) is not None:
+                        self._free.append(self._drop(*at))
 
-def _rank_within_equals(values: IndexArray) -> IndexArray:
-    """(n,) how many earlier entries have the same value: [5, 7, 5, 5] -> [0, 0, 1, 2]."""
-    order = np.argsort(values, kind="stable")
-    ordered = values[order]
-    first = np.empty(len(values), bool)
-    first[:1] = True
-    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
-    starts = np.flatnonzero(first)
-    rank = np.empty(len(values), np.int64)
-    rank[order] = np.arange(len(values)) - starts[np.cumsum(first) - 1]
-    return rank
+    def top_k(self, n: int) -> tuple[KeyArray, NDArray[np.uint8]]:
+        """The keys (k,) of the ``n`` hottest rows, hottest first, and their scores (k,), 255 the highest."""
+        with self._lock:
+            keys, scores = self._keys[self._is_row], self._scores[self._is_row].astype(np.int64)
+            if self._eviction != "lfu":
+                scores = 255 - (self._clock - scores) % 256
+        order = np.lexsort((keys, -scores))[:n]
+        return keys[order], scores[order].astype(np.uint8)
+
+    def _write_one(
+        self,
+        key: int,
+        row: VectorArray | None,
+        version: int,
+        oldest_tombstone: int,
+        resident_only: bool,
+    ) -> None:
+        at = self._find_one(key)
+        if at is None:
+            if not resident_only:
+                self._admit(key, row, version)
+            return
+        held = int(self._versions[self._numbers[at]])
+        if not self._is_row[at] and held < oldest_tombstone:
+            if resident_only:
+                return
+        elif version < held:
+            return
+        self._count(at, -1)
+        self._fill(at, row, version)
+        if row is not None and not resident_only and self._eviction == "lru":
+            self._scores[at] = self._clock
+
+    def _admit(self, key: int, row: VectorArray | None, version: int) -> None:
+        if row is not None:
+            self._tick()
+        home = self._home(key)
+        full = not self._free and self._fresh == self.capacity
+        coldest = None
+        if self._room(home) is None or (row is None and full):
+            coldest = self._coldest(self._sequence(home))
+        number = self._expel(coldest) if coldest else self._take_row()
+        step, at = self._room(home) or (0, (0, 0))
+        self._keys[at], self._numbers[at] = key, number
+        if self._eviction == "lfu":
+            self._scores[at] = 0 if row is None else FIRST_USES
+        else:
+            self._scores[at] = (self._clock - (TOMBSTONE_AGE if row is None else 0)) % 256
+        if step:
+            self._reach[home] |= 1 << step
+        self._occupied[at] = True
+        self._fill(at, row, version)
+
+    def _fill(self, at: tuple[int, int], row: VectorArray | None, version: int) -> None:
+        number = self._numbers[at]
+        self._versions[number] = version
+        if row is not None:
+            self._rows[number] = row
+        self._is_row[at] = row is not None
+        self._count(at, +1)
+
+    def _count(self, at: tuple[int, int], change: int) -> None:
+        if self._is_row[at]:
+            self.rows += change
+        else:
+            self.tombstones += change
+
+    # -- places -----------------------------------------------------------------------------------
+
+    def _home(self, key: int) -> int:
+        return int(homes(np.array([key], np.int64), self._buckets)[0])
+
+    def _bucket_at(self, home: Any, step: int) -> Any:
+        """The bucket at a step of the sequence that begins at ``home``."""
+        return (home + (step if self._buckets <= STEPS else step * (step + 1) // 2)) % self._buckets
+
+    def _sequence(self, home: int) -> Iterator[int]:
+        for step in range(min(STEPS, self._buckets)):
+            yield self._bucket_at(home, step)
+
+    def _find_one(self, key: int) -> tuple[int, int] | None:
+        bucket, slot = self._find(np.array([key], np.int64))
+        return (int(bucket[0]), int(slot[0])) if bucket[0] >= 0 else None
+
+    def _room(self, home: int) -> tuple[int, tuple[int, int]] | None:
+        """The first free slot of the sequence that begins at ``home``, and its step."""
+        for step, bucket in enumerate(self._sequence(home)):
+            free = np.flatnonzero(~self._occupied[bucket])
+            if len(free):
+                return step, (bucket, int(free[0]))
+        return None
+
+    def _take_row(self) -> int:
+        if self._free:
+            return self._free.pop()
+        if self._fresh < self.capacity:
+            self._fresh += 1
+            return self._fresh - 1
+        coldest = None
+        while coldest is None:
+            end = min(self._hand + SAMPLE, self._buckets)
+            coldest = self._coldest(range(self._hand, end))
+            self._hand = end % self._buckets
+        return self._expel(coldest)
+
+    def _coldest(self, buckets: Iterable[int]) -> tuple[int, int] | None:
+        """The first of the coldest."""
+        worst, coldest = -1, None
+        for bucket in buckets:
+            for slot in np.flatnonzero(self._occupied[bucket]).tolist():
+                cold = self._coldness(bucket, slot)
+                if cold > worst:
+                    worst, coldest = cold, (bucket, slot)
+        return coldest
+
+    def _coldness(self, bucket: int, slot: int) -> int:
+        score = int(self._scores[bucket, slot])
+        if self._eviction == "lfu":
+            return 255 - score
+        if self._eviction == "random":
+            if not self._is_row[bucket, slot]:
+                return 255
+            seed = np.array([(self.evictions << 32) + bucket * SLOTS + slot], np.uint64)
+            return int(homes(seed.view(np.int64), 255)[0])
+        return (self._clock - score) % 256
+
+    def _expel(self, at: tuple[int, int]) -> int:
+        self.evictions += int(self._is_row[at])
+        return self._drop(*at)
+
+    def _drop(self, bucket: int, slot: int) -> int:
+        """Take a slot out of use; its row's number."""
+        at, home = (bucket, slot), self._home(int(self._keys[bucket, slot]))
+        self._count(at, -1)
+        self._occupied[at] = self._is_row[at] = False
+        others = homes(self._keys[bucket], self._buckets)[self._occupied[bucket]]
+        if home != bucket and home not in others:
+            step = next(i for i, b in enumerate(self._sequence(home)) if b == bucket)
+            self._reach[home] &= ~np.uint32(1 << step)
+        return int(self._numbers[at])
+
+    # -- time -------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        self._admitted += 1
+        if self._admitted * TICKS_PER_TURNOVER < self.capacity:
+            return
+        self._admitted = 0
+        self._clock = (self._clock + 1) % 256
+        end = min(self._buckets, self._swept + -(-self._buckets // SWEEP_SHARE))
+        scores = self._scores[self._swept : end]
+        if self._eviction == "lfu":
+            scores -= np.minimum(scores, np.uint8(DECAY))
+        else:
+            age = (self._clock - scores.astype(np.int64)) % 256
+            scores[age > OLDEST] = (self._clock - OLDEST) % 256
+        self._swept = end % self._buckets

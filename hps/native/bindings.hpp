@@ -1,0 +1,36 @@
+// What the binding files share.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cstdint>
+#include <memory>
+
+namespace nb = nanobind;
+
+using Keys = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// Below this many keys handing the GIL over costs more than the work itself.
+constexpr std::size_t kReleaseGilFrom = 4096;
+
+template <typename Work>
+void without_gil(std::size_t n, Work work) {
+  if (n < kReleaseGilFrom) {
+    work();
+  } else {
+    nb::gil_scoped_release release;
+    work();
+  }
+}
+
+// A NumPy array that owns `data`; `capacity` may exceed `size` (the tail is never shown).
+template <typename T>
+inline nb::ndarray<nb::numpy, T, nb::ndim<1>> own(std::unique_ptr<T[]> data, std::size_t size) {
+  T* raw = data.release();
+  nb::capsule owner(raw, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+  return nb::ndarray<nb::numpy, T, nb::ndim<1>>(raw, {size}, owner);
+}
+
+// Adds CacheTable and what belongs to it.
+void bind_cache(nb::module_& m);

@@ -1,0 +1,35 @@
+// Reading a table: what lookups do. Compiled once per instruction set; `read_kernels` chooses.
+#pragma once
+
+#include "hps/cache_layout.hpp"
+
+namespace hps {
+
+// Where a fetch writes, indexed by the key's position.
+struct CacheAnswer {
+  std::uint8_t* out;
+  std::uint64_t* versions;
+  std::uint8_t* source;
+  std::uint8_t code;
+};
+
+struct ReadKernels {
+  // Copies the row of every key, in order, to out, [n][row_bytes]; false when a key has none (out
+  // is then partly written). Keys may repeat. Counts as a use of the keys.
+  bool (*gather)(const CacheView& view, const std::int64_t* keys, std::size_t n, std::uint8_t* out);
+
+  // Answers keys[missing[0..m)]; tombstones older than `oldest_tombstone` count as not there.
+  // Writes the positions it could not answer to left, in order, and returns their number. Counts as
+  // a use of the keys answered. A row that a writer kept changing is left, with traces in out.
+  std::size_t (*fetch)(const CacheView& view, const std::int64_t* keys, const std::int64_t* missing,
+                       std::size_t m, std::uint64_t oldest_tombstone, const CacheAnswer& answer,
+                       std::int64_t* left);
+
+  // The name of the instruction set.
+  const char* name;
+};
+
+// The fastest kernels that this machine can run.
+const ReadKernels& read_kernels();
+
+}  // namespace hps

@@ -1,0 +1,99 @@
+// One table of the CPU cache: at most `capacity` rows and tombstones by key. See cache_layout.hpp
+// for how they lie in memory and how readers get on beside the writer. NumPy twin:
+// hps/native/twin_cache.py.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "hps/cache_layout.hpp"
+#include "hps/cache_read.hpp"
+#include "hps/memory.hpp"
+
+namespace hps {
+
+struct CacheCounts {
+  std::uint64_t rows, tombstones, evictions;
+};
+
+struct HotKey {
+  std::int64_t key;
+  std::uint8_t score;  // 255 is the hottest
+};
+
+// Rows, versions and keys to be written; no rows: tombstones.
+struct CacheWrite {
+  const std::int64_t* keys;
+  const std::uint64_t* versions;
+  const std::uint8_t* rows;  // [n][row_bytes], or null
+  std::size_t n;
+  std::uint64_t oldest_tombstone;  // older tombstones count as not there
+  bool resident_only;
+};
+
+// Any number of threads may read; those that write take turns.
+class CacheTable {
+ public:
+  // Throws std::invalid_argument when the numbers can't be meant, std::bad_alloc for want of
+  // memory.
+  CacheTable(std::uint64_t capacity, std::size_t row_bytes, Eviction eviction);
+
+  // What a table takes, head room and header included.
+  static std::uint64_t bytes_for(std::uint64_t capacity, std::size_t row_bytes);
+
+  bool gather(const std::int64_t* keys, std::size_t n, std::uint8_t* out) const {
+    return read_.gather(view_, keys, n, out);
+  }
+  std::size_t fetch(const std::int64_t* keys, const std::int64_t* missing, std::size_t m,
+                    std::uint64_t oldest_tombstone, const CacheAnswer& answer,
+                    std::int64_t* left) const {
+    return read_.fetch(view_, keys, missing, m, oldest_tombstone, answer, left);
+  }
+
+  // One key after the other: a key's version must be at least the one it has. A key that is not
+  // there takes a free row; when the table is full the coldest of a sample makes room. A row
+  // inserted counts as a use, a refresh and a tombstone do not.
+  void write(const CacheWrite& write);
+  void evict(const std::int64_t* keys, std::size_t n);
+
+  // The keys of the n hottest rows, hottest first.
+  std::vector<HotKey> top_k(std::size_t n) const;
+  CacheCounts counts() const;
+  const Header& header() const { return *view_.header; }
+
+ private:
+  struct Slot {
+    std::uint64_t bucket;
+    unsigned slot;
+  };
+
+  Bucket& bucket(Slot at) const { return view_.buckets[at.bucket]; }
+  std::uint64_t home(std::int64_t key) const { return home_of(key, view_.n_buckets); }
+  bool find(std::int64_t key, Slot& at) const;
+  void write_one(const CacheWrite& write, std::size_t i);
+  void replace(Slot at, std::uint64_t version, const std::uint8_t* row);
+  void admit(std::int64_t key, std::uint64_t version, const std::uint8_t* row);
+  bool find_room(std::uint64_t home, Slot& at, unsigned& step) const;
+  std::uint32_t drop(Slot at);
+  bool has_free_row() const;
+  std::uint32_t take_row();
+  void give_back(std::uint32_t row);
+  std::uint32_t make_room();
+  std::uint32_t make_room_near(std::uint64_t home);
+  void find_coldest(std::uint64_t number, Slot& coldest, int& worst) const;
+  std::uint32_t expel(Slot at);
+  void fill(std::uint32_t number, std::uint64_t version, const std::uint8_t* row);
+  void count(bool is_tombstone, int change);
+  void tick();
+  unsigned coldness(Slot at, std::uint64_t word) const;
+  std::uint8_t first_score(bool is_tombstone) const;
+
+  Memory memory_;
+  CacheView view_;
+  const ReadKernels& read_;
+  std::mutex writer_;
+};
+
+}  // namespace hps

@@ -1,0 +1,361 @@
+// A batch goes through in blocks of keys, and a block in four steps, so that the waits for memory
+// overlap: ask for the keys' home buckets; look for the keys there and ask for their rows (or for
+// the next bucket); look further for those that are not at home; copy the rows. Between a step and
+// the next lie the steps of other blocks.
+//
+// HPS_ISA names the instruction set this is compiled for (CMakeLists.txt).
+#include "hps/cache_read.hpp"
+
+#include "hps/relaxed.hpp"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+#define HPS_INLINE __attribute__((always_inline)) inline
+#define HPS_FLAT __attribute__((always_inline))
+#define HPS_STRINGIFY(x) #x
+#define HPS_NAME(x) HPS_STRINGIFY(x)
+
+namespace hps {
+namespace HPS_ISA {
+namespace {
+
+// Blocks of 8 and of 32 were not faster at any row length.
+constexpr std::size_t kBlock = 16;
+// Of a longer row its first bytes are asked for; the processor sees the rest coming.
+constexpr std::size_t kPrefetchBytes = 1024;
+
+// The slots whose key equals `key`, a bit each, whether occupied or not.
+HPS_INLINE unsigned match(const Bucket& bucket, std::int64_t key) {
+#if defined(HPS_TSAN)
+  unsigned found = 0;
+  for (unsigned slot = 0; slot < kSlots; ++slot)
+    found |= static_cast<unsigned>(load(bucket.keys[slot]) == key) << slot;
+  return found;
+#elif defined(__AVX2__)
+  const __m256i equal = _mm256_cmpeq_epi64(
+      _mm256_load_si256(reinterpret_cast<const __m256i*>(bucket.keys)), _mm256_set1_epi64x(key));
+  return static_cast<unsigned>(_mm256_movemask_pd(_mm256_castsi256_pd(equal)));
+#elif defined(__SSE2__)
+  const __m128i wanted = _mm_set1_epi64x(key);
+  const auto* pairs = reinterpret_cast<const __m128i*>(bucket.keys);
+  const auto equal = [&](const __m128i* pair) {
+    const __m128i words = _mm_cmpeq_epi32(_mm_load_si128(pair), wanted);
+    const __m128i both = _mm_and_si128(words, _mm_shuffle_epi32(words, 0xB1));
+    return static_cast<unsigned>(_mm_movemask_pd(_mm_castsi128_pd(both)));
+  };
+  return equal(pairs) | equal(pairs + 1) << 2;
+#else
+  unsigned found = 0;
+  for (unsigned slot = 0; slot < kSlots; ++slot)
+    found |= static_cast<unsigned>(bucket.keys[slot] == key) << slot;
+  return found;
+#endif
+}
+
+enum class Outcome { kMissing, kRow, kTombstone };
+
+// Where a key's row is, as of its bucket's sequence number; no score: there is no readable row.
+struct Found {
+  std::uint8_t* score;  // tells bucket and slot too
+  std::uint32_t row;
+  std::uint32_t sequence;
+};
+
+HPS_INLINE Bucket& bucket_of(const Found& found) {
+  return *reinterpret_cast<Bucket*>(reinterpret_cast<std::uintptr_t>(found.score) &
+                                    ~std::uintptr_t{63});
+}
+
+HPS_INLINE Found at_slot(Bucket& bucket, std::uint64_t word, unsigned slots) {
+  const auto slot = static_cast<unsigned>(__builtin_ctz(slots));
+  return {bucket.scores + slot, load(bucket.rows[slot]), sequence(word)};
+}
+
+// Finds a readable row.
+HPS_INLINE bool find_in(Bucket& bucket, std::int64_t key, std::uint64_t& word, Found& found) {
+  word = load_acquire(bucket.word);
+  const unsigned slots = match(bucket, key) & readable(word);
+  if (__builtin_expect(slots == 0, 0)) return false;
+  found = at_slot(bucket, word, slots);
+  return true;
+}
+
+// How likely a hit raises an LFU score: 1 / 2^(score / 16).
+HPS_INLINE bool raises(std::uint8_t score, std::uint64_t& random) {
+  random ^= random << 13;
+  random ^= random >> 7;
+  random ^= random << 17;
+  return (random & ((1ULL << (score / 16)) - 1)) == 0;
+}
+
+// Marks the use of a slot. Most hits find the stamp up to date; not writing keeps the line clean.
+struct Toucher {
+  Eviction eviction;
+  std::uint8_t clock;
+  std::uint64_t random = 0;
+
+  explicit Toucher(const CacheView& view)
+      : eviction(view.header->eviction), clock(load(view.header->clock)) {
+    if (eviction != Eviction::kLfu) return;
+    static thread_local std::uint64_t calls = 0;
+    random = ++calls * 0x9E3779B97F4A7C15ULL;
+  }
+
+  HPS_INLINE void operator()(std::uint8_t& score) {
+    if (eviction == Eviction::kLru) {
+      if (load(score) != clock) store(score, clock);
+    } else if (eviction == Eviction::kLfu) {
+      const std::uint8_t now = load(score);
+      if (now != UINT8_MAX && raises(now, random)) store(score, static_cast<std::uint8_t>(now + 1));
+    }
+  }
+};
+
+// One call's work. RowBytes: known when compiled, or 0.
+template <std::size_t RowBytes, bool WithVersions>
+struct Reader {
+  const CacheView& view;
+  Toucher touch;
+  // Of two blocks; left as they are, because a short call uses few.
+  Found found[2 * kBlock];
+  std::uint32_t homes[2 * kBlock];
+
+  explicit Reader(const CacheView& of) : view(of), touch(of) {}
+
+  HPS_INLINE std::size_t row_bytes() const { return RowBytes != 0 ? RowBytes : view.row_bytes; }
+
+  HPS_INLINE Bucket& bucket(std::uint64_t home, unsigned steps) const {
+    const auto nearest = static_cast<unsigned>(__builtin_ctz(steps));
+    return view.buckets[bucket_at(view.n_buckets, home, nearest)];
+  }
+
+  HPS_INLINE const std::uint8_t* row_at(const Found& at) const {
+    return view.rows + at.row * row_bytes();
+  }
+
+  HPS_INLINE void ask_for_row(const Found& at) const {
+    const std::uint8_t* row = row_at(at);
+    const std::size_t n = row_bytes() < kPrefetchBytes ? row_bytes() : kPrefetchBytes;
+    for (std::size_t i = 0; i < n; i += 64) __builtin_prefetch(row + i);
+    if (RowBytes == 0) __builtin_prefetch(row + n - 1);
+    if (WithVersions) __builtin_prefetch(view.versions + at.row);
+  }
+
+  // The steps; `at` is the block's place in the rings, `key_at` yields its keys.
+  template <typename KeyAt>
+  HPS_INLINE void ask_for_homes(std::size_t at, std::size_t n, KeyAt key_at) {
+    for (std::size_t i = 0; i < n; ++i)
+      homes[at + i] = static_cast<std::uint32_t>(home_of(key_at(i), view.n_buckets));
+    for (std::size_t i = 0; i < n; ++i) __builtin_prefetch(view.buckets + homes[at + i]);
+  }
+
+  template <typename KeyAt>
+  HPS_INLINE void look_at_home(std::size_t at, std::size_t n, KeyAt key_at) {
+    for (std::size_t i = 0; i < n; ++i) {
+      std::uint64_t word;
+      Found& result = found[at + i];
+      if (__builtin_expect(find_in(view.buckets[homes[at + i]], key_at(i), word, result), 1)) {
+        ask_for_row(result);
+        continue;
+      }
+      result.score = nullptr;
+      if (const unsigned far = reach(word)) __builtin_prefetch(&bucket(homes[at + i], far));
+    }
+  }
+
+  template <typename KeyAt>
+  HPS_INLINE void look_beyond(std::size_t at, std::size_t n, KeyAt key_at) {
+    for (std::size_t i = 0; i < n; ++i) {
+      if (__builtin_expect(found[at + i].score != nullptr, 1)) continue;
+      find_beyond(key_at(i), homes[at + i], found[at + i]);
+    }
+  }
+
+  __attribute__((noinline)) void find_beyond(std::int64_t key, std::uint64_t home, Found& result) {
+    unsigned steps = reach(load_acquire(view.buckets[home].word));
+    for (; steps != 0; steps &= steps - 1) {
+      std::uint64_t word;
+      if (!find_in(bucket(home, steps), key, word, result)) continue;
+      ask_for_row(result);
+      return;
+    }
+  }
+
+  HPS_INLINE void copy(const Found& at, std::uint8_t* out, std::uint64_t& version) const {
+    if (WithVersions) version = load(view.versions[at.row]);
+    copy_from_shared(out, row_at(at), row_bytes());
+  }
+
+  HPS_INLINE static bool is_unchanged(const Found& at) {
+    acquire_fence();
+    return sequence(load(bucket_of(at).word)) == at.sequence;
+  }
+
+  // Copies what was found, whole.
+  HPS_INLINE Outcome take(const Found& at, std::int64_t key, std::uint8_t* out,
+                          std::uint64_t& version) {
+    if (__builtin_expect(at.score != nullptr, 1)) {
+      copy(at, out, version);
+      if (__builtin_expect(is_unchanged(at), 1)) {
+        touch(*at.score);
+        return Outcome::kRow;
+      }
+    }
+    return look_again(key, out, version);
+  }
+
+  // The slow way for what the steps did not find: there is no such key, it was deleted, or a
+  // writer is at it.
+  __attribute__((noinline)) Outcome look_again(std::int64_t key, std::uint8_t* out,
+                                               std::uint64_t& version) {
+    for (unsigned tries = 0; tries < kRetries; ++tries) {
+      Found at;
+      std::uint64_t word;
+      if (!find_occupied(key, word, at)) return Outcome::kMissing;
+      const auto slot = static_cast<unsigned>(at.score - bucket_of(at).scores);
+      if ((word & busy_bit(slot)) == 0) {
+        const bool deleted = is_tombstone(word, slot);
+        if (deleted) {
+          version = load(view.versions[at.row]);
+        } else {
+          copy(at, out, version);
+        }
+        if (is_unchanged(at)) {
+          touch(*at.score);
+          return deleted ? Outcome::kTombstone : Outcome::kRow;
+        }
+      }
+      pause_a_little();
+    }
+    return Outcome::kMissing;
+  }
+
+  bool find_occupied(std::int64_t key, std::uint64_t& word, Found& result) const {
+    const std::uint64_t home = home_of(key, view.n_buckets);
+    unsigned steps = reach(load_acquire(view.buckets[home].word)) | 1;
+    for (; steps != 0; steps &= steps - 1) {
+      Bucket& there = bucket(home, steps);
+      word = load_acquire(there.word);
+      const unsigned slots = match(there, key) & occupied(word);
+      if (slots == 0) continue;
+      result = at_slot(there, word, slots);
+      return true;
+    }
+    return false;
+  }
+
+  // Calls visit(i, outcome, version) for i in [0, n), in order, until it returns false.
+  template <typename KeyAt, typename OutAt, typename Visit>
+  HPS_INLINE void look_up(std::size_t n, KeyAt key_at, OutAt out_at, Visit visit) {
+    const auto step = [&](std::size_t start, auto work) {
+      if (start >= n) return;
+      const std::size_t at = start % (2 * kBlock);
+      const auto keys = [&](std::size_t i) { return key_at(start + i); };
+      if (__builtin_expect(start + kBlock <= n, 1)) {
+        work(at, kBlock, keys);
+      } else {
+        work(at, n - start, keys);
+      }
+    };
+    const auto ask = [&](auto... block) HPS_FLAT { ask_for_homes(block...); };
+    const auto look = [&](auto... block) HPS_FLAT { look_at_home(block...); };
+    const auto beyond = [&](auto... block) HPS_FLAT { look_beyond(block...); };
+    step(0, ask);
+    step(0, look);
+    step(kBlock, ask);
+    step(0, beyond);
+    for (std::size_t start = 0; start < n; start += kBlock) {
+      step(start + kBlock, look);
+      step(start + 2 * kBlock, ask);
+      const std::size_t end = start + kBlock < n ? start + kBlock : n;
+      for (std::size_t i = start; i < end; ++i) {
+        std::uint64_t version = 0;
+        const Outcome outcome = take(found[i % (2 * kBlock)], key_at(i), out_at(i), version);
+        if (!visit(i, outcome, version)) return;
+      }
+      step(start + kBlock, beyond);
+    }
+  }
+};
+
+template <std::size_t RowBytes>
+bool gather_rows(const CacheView& view, const std::int64_t* keys, std::size_t n,
+                 std::uint8_t* out) {
+  Reader<RowBytes, false> reader(view);
+  bool all = true;
+  reader.look_up(
+      n, [&](std::size_t i) { return keys[i]; },
+      [&](std::size_t i) { return out + i * reader.row_bytes(); },
+      [&](std::size_t, Outcome outcome, std::uint64_t) { return all = outcome == Outcome::kRow; });
+  return all;
+}
+
+template <std::size_t RowBytes>
+std::size_t fetch_rows(const CacheView& view, const std::int64_t* keys, const std::int64_t* missing,
+                       std::size_t m, std::uint64_t oldest_tombstone, const CacheAnswer& answer,
+                       std::int64_t* left) {
+  Reader<RowBytes, true> reader(view);
+  std::size_t unanswered = 0;
+  reader.look_up(
+      m, [&](std::size_t i) { return keys[missing[i]]; },
+      [&](std::size_t i) {
+        return answer.out + static_cast<std::size_t>(missing[i]) * reader.row_bytes();
+      },
+      [&](std::size_t i, Outcome outcome, std::uint64_t version) {
+        const std::int64_t at = missing[i];
+        if (outcome == Outcome::kMissing ||
+            (outcome == Outcome::kTombstone && version < oldest_tombstone)) {
+          left[unanswered++] = at;
+        } else {
+          answer.versions[at] = version;
+          if (outcome == Outcome::kRow) answer.source[at] = answer.code;
+        }
+        return true;
+      });
+  return unanswered;
+}
+
+// Common row lengths have copies of their own; the others take the general one.
+bool gather(const CacheView& view, const std::int64_t* keys, std::size_t n, std::uint8_t* out) {
+  switch (view.row_bytes) {
+    case 32:
+      return gather_rows<32>(view, keys, n, out);
+    case 64:
+      return gather_rows<64>(view, keys, n, out);
+    case 128:
+      return gather_rows<128>(view, keys, n, out);
+    case 256:
+      return gather_rows<256>(view, keys, n, out);
+    case 512:
+      return gather_rows<512>(view, keys, n, out);
+    default:
+      return gather_rows<0>(view, keys, n, out);
+  }
+}
+
+std::size_t fetch(const CacheView& view, const std::int64_t* keys, const std::int64_t* missing,
+                  std::size_t m, std::uint64_t oldest_tombstone, const CacheAnswer& answer,
+                  std::int64_t* left) {
+  switch (view.row_bytes) {
+    case 64:
+      return fetch_rows<64>(view, keys, missing, m, oldest_tombstone, answer, left);
+    case 128:
+      return fetch_rows<128>(view, keys, missing, m, oldest_tombstone, answer, left);
+    case 512:
+      return fetch_rows<512>(view, keys, missing, m, oldest_tombstone, answer, left);
+    default:
+      return fetch_rows<0>(view, keys, missing, m, oldest_tombstone, answer, left);
+  }
+}
+
+}  // namespace
+
+extern const ReadKernels kKernels;
+const ReadKernels kKernels{gather, fetch, HPS_NAME(HPS_ISA)};
+
+}  // namespace HPS_ISA
+}  // namespace hps

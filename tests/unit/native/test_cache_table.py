@@ -1,0 +1,239 @@
+"""The CPU cache's compiled table against its NumPy twin: the same answers, places and victims."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hps.native import _core as native
+from hps.native import twin_cache as twin
+
+KEY = st.integers(-(2**63), 2**63 - 1) | st.integers(-40, 40)
+KEYS = st.lists(KEY, max_size=30)
+CAPACITY = st.sampled_from([1, 2, 5, 24, 40, 60, 100])
+# LFU is left out where uses count: its dice fall otherwise in each twin.
+DETERMINED = st.sampled_from(["lru", "random", "fifo"])
+ROW = st.sampled_from([(1, np.float16), (3, np.float32), (16, np.float32), (32, np.float32)])
+VERB = st.sampled_from(
+    ["insert", "insert", "insert", "update", "delete", "evict", "fetch", "gather"]
+)
+
+
+def both(capacity, row=(3, np.float32), eviction="lru"):
+    like = np.empty((0, row[0]), row[1])
+    return [module.CacheTable(capacity, like, eviction, 2) for module in (native, twin)]
+
+
+def rows_of(keys, versions, row=(3, np.float32)):
+    return ((keys % 97 + versions.astype(np.int64))[:, None] + np.arange(row[0])).astype(row[1])
+
+
+def fetch(table, keys, row=(3, np.float32), missing=None, oldest=0):
+    """All a fetch writes and returns."""
+    n = len(keys)
+    out, versions = np.full((n, row[0]), 7, row[1]), np.full(n, 77, np.uint64)
+    source = np.full(n, 9, np.uint8)
+    missing = np.arange(n) if missing is None else missing
+    left = table.fetch(keys, missing, oldest, out, versions, source)
+    return out, versions, source, np.empty(0, np.int64) if left is None else left
+
+
+def state(table):
+    keys, scores = table.top_k(10_000)
+    return keys.tolist(), scores.tolist(), table.rows, table.tombstones, table.evictions
+
+
+def act(table, verb, keys, versions, row):
+    if verb == "insert":
+        table.write(keys, rows_of(keys, versions, row), versions, 3, False)
+    elif verb == "update":
+        table.write(keys, rows_of(keys, versions, row), versions, 3, True)
+    elif verb == "delete":
+        table.write(keys, None, versions, 3, False)
+    elif verb == "evict":
+        table.evict(keys)
+    elif verb == "gather":
+        out = np.full((len(keys), row[0]), 7, row[1])
+        found = table.gather(keys, out)
+        return [found, out if found else None]
+    else:
+        return fetch(table, keys, row, oldest=3)
+    return []
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    CAPACITY,
+    ROW,
+    DETERMINED,
+    st.lists(st.tuples(VERB, KEYS, st.integers(0, 9)), max_size=25),
+)
+def test_whatever_is_done_the_twins_are_equal(capacity, row, eviction, steps):
+    tables = both(capacity, row, eviction)
+    for verb, keys, version in steps:
+        keys = np.array(keys, np.int64)
+        versions = np.full(len(keys), version, np.uint64)
+        mine, other = (act(table, verb, keys, versions, row) for table in tables)
+        for left, right in zip(mine, other, strict=True):
+            np.testing.assert_array_equal(left, right)
+        assert state(tables[0]) == state(tables[1])
+        assert tables[0].rows + tables[0].tombstones <= capacity
+
+
+def test_lfu_without_uses_has_the_same_victims():
+    tables = both(40, eviction="lfu")
+    for n in range(60):
+        keys = np.arange(n * 7, n * 7 + 7)
+        for table in tables:
+            act(table, "insert", keys, np.ones(7, np.uint64), (3, np.float32))
+        assert state(tables[0]) == state(tables[1])
+
+
+def test_lfu_counts_alike_on_average():
+    tables = both(2000, eviction="lfu")
+    keys = np.arange(1000)
+    scores = []
+    for table in tables:
+        act(table, "insert", keys, np.ones(1000, np.uint64), (3, np.float32))
+        for _ in range(100):
+            fetch(table, keys)
+        scores.append(table.top_k(1000)[1].mean())
+    assert abs(scores[0] - scores[1]) < 1.0
+    assert 32 + 10 < scores[0] < 32 + 60
+
+
+ROW_BYTES = [2, 32, 64, 128, 256, 512, 400, 2800]
+
+
+@pytest.mark.parametrize("row", [(size // 2, np.float16) for size in ROW_BYTES])
+def test_every_row_length_and_batch_length(row):
+    """Around the edges of blocks, of the threshold from which the GIL is released, and beyond."""
+    tables = both(6000, row)
+    keys = np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 6000)
+    versions = np.arange(6000).astype(np.uint64)
+    for table in tables:
+        table.write(keys, rows_of(keys, versions, row), versions, 0, False)
+    for n in (0, 1, 15, 16, 17, 31, 32, 33, 48, 100, 4095, 6000):
+        out = np.empty((n, row[0]), row[1])
+        assert tables[0].gather(keys[:n], out)
+        np.testing.assert_array_equal(out, rows_of(keys[:n], versions[:n], row))
+        for at in {0, n // 2, n - 1} if n else ():
+            lacking = keys[:n].copy()
+            lacking[at] = 12345
+            assert not tables[0].gather(lacking, out)
+        asked = np.concatenate([keys[:n], keys[:n] + 1])
+        missing = np.flatnonzero(np.random.default_rng(n).random(2 * n) < 0.7)
+        for mine, other in zip(
+            fetch(tables[0], asked, row, missing),
+            fetch(tables[1], asked, row, missing),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(mine, other)
+
+
+@pytest.mark.parametrize("buckets", [1, 7, 4096, 2**32 - 1])
+def test_every_bucket_is_a_home(buckets):
+    home = twin.homes(np.arange(-20_000, 20_000), buckets)
+    assert home.min() >= 0
+    assert home.max() < buckets
+    if buckets <= 4096:
+        mean = 40_000 / buckets
+        assert abs(np.bincount(home, minlength=buckets) - mean).max() <= 6 * mean**0.5 + 1
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        np.arange(200_000) << 40,
+        np.arange(200_000) << 20 | 5,
+        np.arange(200_000) * -(2**13),
+        np.arange(3_200_000)[native.partition_hash(np.arange(3_200_000)) % np.uint64(16) == 3],
+        np.arange(3_200_000)[native.partition_hash(np.arange(3_200_000)) >> np.uint64(60) == 3],
+    ],
+)
+def test_no_pattern_of_keys_crowds_the_buckets(keys):
+    """Strides, keys with their entropy on top, the keys of one partition: all find room."""
+    table, twins = both(len(keys))
+    table.write(keys, None, np.ones(len(keys), np.uint64), 0, False)
+    assert (table.tombstones, table.evictions) == (len(keys), 0)
+    load = np.bincount(twin.homes(keys, 4096), minlength=4096)
+    assert load.max() < 2 * len(keys) / 4096
+    del twins
+
+
+def test_bytes_equal_the_twins():
+    for capacity in (1, 2, 3, 100, 12_345, 10**9):
+        for row_bytes in (2, 12, 64, 500):
+            assert native.cache_bytes(capacity, row_bytes) == twin.cache_bytes(capacity, row_bytes)
+    assert native.cache_kernels() in ("baseline", "avx2", "avx512")
+
+
+BAD = {
+    "out of another dim": lambda a: a.update(out=np.zeros((3, 5), np.float32)),
+    "out of another dtype": lambda a: a.update(out=np.zeros((3, 4), np.float64)),
+    "out too short": lambda a: a.update(out=np.zeros((2, 4), np.float32)),
+    "strided out": lambda a: a.update(out=np.zeros((3, 8), np.float32)[:, ::2]),
+    "read-only out": lambda a: a["out"].setflags(write=False),
+    "versions too short": lambda a: a.update(versions=np.zeros(2, np.uint64)),
+    "source of another dtype": lambda a: a.update(source=np.zeros(3, np.int8)),
+    "position beyond the keys": lambda a: a.update(missing=np.array([0, 3])),
+    "negative position": lambda a: a.update(missing=np.array([-1])),
+    "32-bit keys": lambda a: a.update(keys=np.zeros(3, np.int32)),
+}
+
+
+@pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
+def test_wrong_arrays_are_refused_before_anything_is_written(spoil):
+    table = native.CacheTable(10, np.empty((0, 4), np.float32), "lru", 2)
+    table.write(np.arange(3), np.ones((3, 4), np.float32), np.ones(3, np.uint64), 0, False)
+    arrays = {
+        "keys": np.arange(3), "missing": np.arange(3), "oldest_tombstone": 0,
+        "out": np.zeros((3, 4), np.float32), "versions": np.zeros(3, np.uint64),
+        "source": np.zeros(3, np.uint8),
+    }  # fmt: skip
+    spoil(arrays)
+    with pytest.raises((TypeError, ValueError)):
+        table.fetch(**arrays)
+    assert not arrays["out"].any()
+    assert not arrays["source"].any()
+    if arrays["out"].shape != (3, 4) or arrays["keys"].dtype != np.int64:
+        with pytest.raises((TypeError, ValueError)):
+            table.gather(arrays["keys"], arrays["out"])
+
+
+BAD_WRITES = {
+    "rows of another dim": {"rows": np.zeros((3, 5), np.float32)},
+    "rows of another dtype": {"rows": np.zeros((3, 4), np.float16)},
+    "too few rows": {"rows": np.zeros((2, 4), np.float32)},
+    "too few versions": {"versions": np.zeros(2, np.uint64)},
+    "signed versions": {"versions": np.zeros(3, np.int64)},
+    "32-bit keys": {"keys": np.zeros(3, np.int32)},
+}
+
+
+@pytest.mark.parametrize("wrong", BAD_WRITES.values(), ids=BAD_WRITES)
+def test_wrong_rows_are_not_written(wrong):
+    table = native.CacheTable(10, np.empty((0, 4), np.float32), "lru", 2)
+    good = {
+        "keys": np.arange(3), "versions": np.zeros(3, np.uint64),
+        "rows": np.zeros((3, 4), np.float32), "oldest_tombstone": 0, "resident_only": False,
+    }  # fmt: skip
+    with pytest.raises((TypeError, ValueError)):
+        table.write(**good | wrong)
+    assert table.rows == 0
+
+
+@pytest.mark.parametrize("module", [native, twin])
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"capacity": 0}, ValueError),
+        ({"capacity": 2**32 - 1}, ValueError),
+        ({"eviction": "mru"}, ValueError),
+    ],
+)
+def test_what_can_not_be_a_table_is_refused(module, wrong, error):
+    good = {"capacity": 10, "like": np.empty((0, 4), np.float32), "eviction": "lru", "code": 2}
+    module.CacheTable(**good)
+    with pytest.raises(error):
+        module.CacheTable(**good | wrong)
