@@ -56,7 +56,8 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._heard += 1
-        if self._reads == "nothing" and self._is_free():
+        whole = self._reads == "nothing"
+        if whole and self._is_free():
             head = self.app.known(data)
             if head is not None and self._answer(head, data[len(data) - head.body_size :]):
                 return
@@ -64,7 +65,7 @@ class Protocol(HttpToolsProtocol):
         super().data_received(data)
         while self._begun is not None:  # answering one may begin the next of a pipeline
             (cycle, app), self._begun = self._begun, None
-            if cycle.more_body or not self._answer_parsed(cycle, data):
+            if cycle.more_body or not self._answer_parsed(cycle, data if whole else b""):
                 super()._start_asgi_task(cycle, app)
         self._receiving = False
         if self._reads == "head":
@@ -98,7 +99,9 @@ class Protocol(HttpToolsProtocol):
     # -- answering ---------------------------------------------------------------------------------
 
     def _answer_parsed(self, cycle: RequestResponseCycle, data: bytes) -> bool:
-        """Answer an inference request whose last byte came with ``data``; False: the application must."""
+        """Answer an inference request that is all there; False: the application must. ``data``: what
+        came last, if the connection was between two requests then. Only bytes that are this request,
+        from its first to its last, may teach what its head says."""
         size = len(data) - len(cycle.body)
         is_alone = cycle.keep_alive and data.find(b"\r\n\r\n") + 4 == size
         head = self.app.read(cycle.scope, len(cycle.body), data[:size] if is_alone else b"")

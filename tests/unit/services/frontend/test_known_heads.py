@@ -145,6 +145,58 @@ def test_what_looks_like_a_known_request_within_another_is_none(http, connect):
     http.run(scenario)
 
 
+def test_nobody_can_teach_a_head_that_was_never_sent(http, connect):
+    """A request for one model, cut so that its second piece looks like a request for another."""
+
+    async def scenario():
+        protocol, wire = connect()
+        whole = binary([1, 2])
+        start = b"POST /v2/models/ctr.lookup/infer HTTP/1.1\r\nX: "
+        await http.read(protocol, start)
+        await http.read(protocol, whole)
+        await http.until(lambda: wire.statuses == [400])
+        assert b"'ctr.lookup'" in wire.data
+        await http.read(protocol, whole)
+        assert wire.statuses == [400, 200]
+        assert vectors(wire) == [[1, 2]]
+        fed = protocol.parser.fed
+        await http.read(protocol, whole)
+        assert protocol.parser.fed == fed
+
+    http.run(scenario)
+
+
+def test_a_compressed_raw_body_is_no_key(http, connect):
+    async def scenario():
+        protocol, wire = connect()
+        bodies = (gzip.compress(np.arange(n).tobytes()) for n in range(1, 10_000))
+        body = next(b for b in bodies if len(b) % 8 == 0)
+        head = b"POST /v2/models/halves.lookup/infer HTTP/1.1\r\nContent-Encoding: gzip\r\n"
+        head += b"Inference-Header-Content-Length: 0\r\nContent-Length: %d\r\n\r\n" % len(body)
+        await http.read(protocol, head + body)
+        await http.until(lambda: wire.statuses == [200])
+        keys = len(gzip.decompress(body)) // 8
+        assert b'"shape":[1,4]' in wire.data  # pooled
+        assert b'"hps_defaulted":%d,' % max(0, keys - 20) in wire.data
+
+    http.run(scenario)
+
+
+def test_an_answer_waits_while_the_client_reads_nothing(http, connect):
+    async def scenario():
+        protocol, wire = connect()
+        await http.read(protocol, binary([1, 2]))
+        protocol.pause_writing()
+        await http.read(protocol, binary([3, 4]))
+        await asyncio.sleep(0.02)
+        assert wire.statuses == [200]
+        protocol.resume_writing()
+        await http.until(lambda: wire.statuses == [200, 200])
+        assert vectors(wire) == [[1, 2], [3, 4]]
+
+    http.run(scenario)
+
+
 def test_a_known_request_that_has_to_wait_keeps_its_place(small, http, connect):
     async def scenario():
         protocol, wire = connect()
