@@ -7,6 +7,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from threading import Semaphore
 from typing import Protocol
 
 from hps.errors import TierError, TierTimeout, Unavailable
@@ -121,7 +123,7 @@ class Guarded(Wrapper):
         self._deadline_s = deadline_s
         self._breaker = CircuitBreaker(failures_to_open, retry_after_s)
         self._threads = threads
-        # As many may wait as run: more would be skipped anyway, and what waits holds arrays.
+        self._free = Semaphore(threads)
         self._workers = Workers(threads, threads, name=inner.info.name)
         self._skipped = skipped
         self._given_up: deque[_Call] = deque()
@@ -168,24 +170,31 @@ class Guarded(Wrapper):
         if not self.inner.info.blocking:
             call.run()
             return
+        left = max(0.0, limit - time.monotonic())
+        if not self._free.acquire(timeout=min(left, self._deadline_s * _WAIT_FOR_THREAD)):
+            raise _Full(self.info.name, "every thread is busy")
         try:
-            future = self._workers.submit(call.run)
-        except Unavailable as error:  # closed, or as many wait for a thread as there are
+            future = self._workers.submit(partial(self._run, call))
+        except Unavailable as error:  # closed
+            self._free.release()
             raise _Full(self.info.name, str(error)) from None
         try:
-            until = min(limit, time.monotonic() + self._deadline_s * _WAIT_FOR_THREAD)
-            raised = future.exception(until - time.monotonic())
+            raised = future.exception(max(0.0, limit - time.monotonic()))
         except TimeoutError:
             if future.cancel():
-                raise _Full(self.info.name, "every thread is busy") from None
-            try:
-                raised = future.exception(max(0.0, limit - time.monotonic()))
-            except TimeoutError:
+                self._free.release()
+            else:
                 self._given_up.append(call)
-                message = f"no answer within {self._deadline_s:g} s"
-                raise TierTimeout(self.info.name, message) from None
+            message = f"no answer within {self._deadline_s:g} s"
+            raise TierTimeout(self.info.name, message) from None
         if raised is not None:
             raise raised
+
+    def _run(self, call: _Call) -> None:
+        try:
+            call.run()
+        finally:
+            self._free.release()
 
     def _judge(self, error: TierError, call: _Call, *, own: bool) -> str:
         """Tell the breaker what ``error`` says of the tier, and return why the tier is skipped.

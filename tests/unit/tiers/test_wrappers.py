@@ -396,8 +396,9 @@ def test_close_waits_for_calls_and_is_idempotent(store):
 def test_a_call_that_hangs_closes_the_tier_when_it_returns():
     store, gate = Store(blocking=True), threading.Event()
     store.fault = hang_until(gate)
-    guarded = guard(store, deadline_s=0.01)
-    fetch(guarded)
+    guarded = guard(store, deadline_s=0.01, failures=1_000)
+    while not store.calls:  # its thread may come too late
+        fetch(guarded)
     guarded.close()
     assert not store.closed.is_set()
     gate.set()
