@@ -57,7 +57,7 @@ class Protocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._heard += 1
         whole = self._reads == "nothing"
-        if whole and self._is_free():
+        if whole and self._is_idle() and not self._last:
             head = self.app.known(data)
             if head is not None and self._answer(head, data[len(data) - head.body_size :]):
                 return
@@ -88,10 +88,6 @@ class Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._reads = "nothing"
         super().on_message_complete()
-
-    def _is_free(self) -> bool:
-        """Whether no request is being answered, and an answer could be sent."""
-        return self._is_idle() and not self._last and not self.flow.write_paused
 
     def _is_idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
