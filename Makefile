@@ -38,7 +38,7 @@ test: setup test-services
 GPU_PYTHON ?= $(BIN)/python
 test-gpu:
 	@$(GPU_PYTHON) -c 'from hps.cuda.loader import cupy; cupy()'
-	@$(GPU_PYTHON) -m pytest -m gpu tests/unit/tiers/test_gpu_cache.py tests/contract tests/model
+	@$(GPU_PYTHON) -m pytest -m gpu tests/unit/tiers tests/contract tests/model
 
 # What the tests use beside the product. What can't be had here is named and its tests skip; in
 # continuous integration (CI is set) they fail.

@@ -99,6 +99,7 @@ class Filled:
     table: EmbeddingTable
     held: int
     clock: Clock
+    version: int = NOW
 
     @staticmethod
     def make(dim: int, capacity: int, load: float) -> Filled:
@@ -126,7 +127,7 @@ class Filled:
         misses = cp.zeros(4 + n, np.uint32)
 
         def prepare() -> Any:
-            held.now = (held.now + ticking) % 64
+            held.clock += ticking
             misses[:4] = 0
             return self.keys(n)
 
@@ -262,15 +263,17 @@ def measure_writes(report: Report, capacity: int, dims: tuple[int, ...]) -> None
 
 
 def _write_rate(filled: Filled, verb: str, calls: int, *, new: bool = False) -> float:
+    """B rows/s of ``calls`` calls, each of unique keys and newer than all before."""
     cp, times = cupy(), []
-    for call in range(calls + 1):
-        first = (1 << 40) + filled.held + call * CALL
+    for _ in range(calls + 1):
+        filled.version += 1
+        first = (1 << 40) + (filled.version - NOW) * CALL
         keys = cp.arange(first, first + CALL) if new else cp.random.permutation(CALL)
         vectors = cp.random.random((CALL, filled.table.dim), np.float32)
-        stamps = cp.full(CALL, NOW + call + 1, np.uint64)
+        stamps = cp.full(CALL, filled.version, np.uint64)
         cp.cuda.get_current_stream().synchronize()
         start = time.perf_counter()
-        getattr(filled.cache, verb)(filled.table, keys, vectors, stamps)
+        getattr(filled.cache, verb)(filled.table, keys, vectors, stamps, unique=True)
         times.append(time.perf_counter() - start)
     return CALL / statistics.median(times[1:]) / 1e9
 

@@ -117,22 +117,27 @@ def rocksdb(path: Path, tables: TableSet, layout: Any = "native") -> RocksDbTier
 
 
 class OnHost:
-    """A GPU cache that answers parts on the host."""
+    """A tier on the device that answers parts on the host. The keys of every other part go up with it."""
 
-    def __init__(self, cache: Any) -> None:
-        self.cache = cache
+    def __init__(self, tier: Any) -> None:
+        self.tier = tier
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.cache, name)
+        return getattr(self.tier, name)
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
         for part in parts:
             check_part(part)
         there = [
-            Part(p.table, p.keys, *map(cupy().asarray, (p.out, p.versions, p.source)), p.missing)
-            for p in parts
+            Part(
+                p.table,
+                cupy().asarray(p.keys) if i % 2 else p.keys,
+                *map(cupy().asarray, (p.out, p.versions, p.source)),
+                p.missing,
+            )
+            for i, p in enumerate(parts)
         ]
-        self.cache.fetch(there, ctx)
+        self.tier.fetch(there, ctx)
         for here, part in zip(parts, there, strict=True):
             here.out[:], here.versions[:] = part.out.get(), part.versions.get()
             here.source[:], here.missing = part.source.get(), part.missing
@@ -142,6 +147,20 @@ def gpu_cache(_path: Path, tables: TableSet) -> Any:
     from hps.tiers.gpu_cache import GpuCache
 
     return OnHost(GpuCache(dict.fromkeys(tables, 2 * ROWS)))
+
+
+def gpu_chain(_path: Path, tables: TableSet) -> Any:
+    from hps.tiers.bridge import HostBridge
+    from hps.tiers.gpu_cache import GpuCache
+
+    cache = GpuCache(dict.fromkeys(tables, 2 * ROWS))
+    return OnHost(TierChain([cache, HostBridge(memory(Source.ROCKSDB))]))
+
+
+def gpu_bridge(_path: Path, tables: TableSet) -> Any:
+    from hps.tiers.bridge import HostBridge
+
+    return OnHost(HostBridge(cpu_cache(_path, tables)))
 
 
 CPU, ROCKS = frozenset({Source.CPU}), frozenset({Source.ROCKSDB})
@@ -156,6 +175,8 @@ TIERS = {
     "cpu_cache_float16": TierCase(cpu_cache, CPU, np.float16),
     "gpu_cache": TierCase(gpu_cache, frozenset({Source.GPU})),
     "gpu_cache_float16": TierCase(gpu_cache, frozenset({Source.GPU}), np.float16),
+    "gpu_bridge": TierCase(gpu_bridge, CPU),
+    "gpu_chain": TierCase(gpu_chain, frozenset({Source.GPU, Source.ROCKSDB})),
     "rocksdb": TierCase(rocksdb, ROCKS),
     "rocksdb_float16": TierCase(rocksdb, ROCKS, np.float16),
     "rocksdb_hps": TierCase(lambda p, t: rocksdb(p, t, "hps"), ROCKS, versioned=False),

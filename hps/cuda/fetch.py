@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import numpy as np
@@ -20,17 +22,15 @@ from hps.cuda.launch import (
     tile_of,
     unit_of,
 )
-from hps.cuda.loader import args_of, cupy, kernel
+from hps.cuda.loader import Kernel, Struct, cupy, kernel
 from hps.cuda.readers import Readers
+from hps.cuda.staging import Staging, padded, staged
 from hps.cuda.table import GpuTable
 
-_RESULT_BYTES = 16
-_IN_PLACE = 1 << 19
-"""Staging buffers up to this size are read and written by the kernel where they are, in pinned host memory:
-the latency of two copies is worth more than the bus traffic."""
 # FETCH_PART, packed in one go: setting the fields one by one takes longer than the fetch.
-_PART = struct.Struct("<9Q8I")
-_PARTS_AT = FETCH_ARGS.fields["part"][1]  # type: ignore[index]
+_PLANS_KEPT = 64
+_PART = struct.Struct("<10Q10I")
+_PARTS_AT = FETCH_ARGS.fields["part"][1]  # type: ignore[index] # None for a plain dtype
 
 
 @dataclass(slots=True)
@@ -49,113 +49,106 @@ class Ask:
 
 
 class Workspace:
-    """Staging buffers of one fetch at a time on the current device."""
+    """Buffers and counters of one fetch (or pooling) at a time on the current device."""
 
     def __init__(self) -> None:
-        self.args = args_of(FETCH_ARGS)
-        self._bytes = 0
-        self._counts = cupy().zeros(2, np.uint32)
-        self.args["miss_count"] = self._counts.data.ptr
-        self.args["done"] = self._counts.data.ptr + 4
-        cupy().cuda.get_current_stream().synchronize()
-        self._grow(1 << 16)
+        cp = cupy()
+        self.staging = Staging()
+        self.counts = cp.zeros(2, np.uint32)
+        self._pinned = cp.cuda.alloc_pinned_memory(4)
+        self.result = np.frombuffer(self._pinned, np.uint32, 1)
+        self.result_at = self._pinned.ptr
+        self._plans: dict[tuple[GpuTable, ...], _Plan] = {}
+        self._args = Struct(FETCH_ARGS)
+        self._args["miss_count"] = self.counts.data.ptr
+        self._args["done"] = self.counts.data.ptr + 4
+        self._args["result"] = self.result_at
+        cp.cuda.get_current_stream().synchronize()
 
     def fetch(
         self, readers: Readers, stream: Any, asks: Sequence[Ask], code: int
     ) -> NDArray[np.uint32]:
         """Run ``asks`` (1 … PARTS of them, none empty) on ``stream``. Returns, ascending, the misses as
         positions in the batch: ask after ask, each key asked for counted. Waits for the stream."""
-        total = sum(ask.n for ask in asks)
-        used = self._reserve(asks, total)
-        in_place = used <= _IN_PLACE
-        base = self._pinned.ptr if in_place else self._device.data.ptr
-        end = self._stage(asks, code, base)
-        self.args["misses"] = base + end
-        name, blocks = self._choose(asks)
-        copy = cupy().cuda.runtime.memcpyAsync
-        if not in_place:
-            copy(base, self._pinned.ptr, end, 1, stream.ptr)
-        readers.run(stream, lambda: kernel(name).launch(blocks, self.args, stream.ptr))
+        staging = self.staging
+        needed, total = 0, 0
+        for ask in asks:
+            needed += staged(ask.keys, ask.positions)
+            total += ask.n
+        staging.begin(needed + padded(4 * total))
+        plan = self._plan(tuple([ask.table for ask in asks]))
+        blocks, run = self._fill(asks, code, plan)
+        staging.send(stream)
+        start = staging.used
+        self._args["misses"] = staging.base + start
+        readers.run(stream, lambda: run.launch(blocks, self._args, stream.ptr))
         stream.synchronize()
-        misses = int(self._result[0])
-        if misses and not in_place:
-            copy(self._pinned.ptr + end, base + end, 4 * misses, 2, stream.ptr)
-            stream.synchronize()
-        return np.sort(self._host[end : end + 4 * misses].view(np.uint32))
+        misses = staging.bring(start, 4 * int(self.result[0]), stream)
+        return np.sort(misses.view(np.uint32))
 
-    def _stage(self, asks: Sequence[Ask], code: int, start: int) -> int:
-        """Fill in the arguments and the staging buffer, which the kernel sees at ``start``; returns the bytes
-        used, by the result and by keys and positions that were on the host."""
-        at, base, blocks = _RESULT_BYTES, 0, 0
-        tile = self._tile(asks)
-        for index, ask in enumerate(asks):
-            keys, at = self._put(ask.keys, at, start)
-            positions, at = self._put(ask.positions, at, start)
+    def _fill(self, asks: Sequence[Ask], code: int, plan: _Plan) -> tuple[int, Kernel]:
+        """The arguments and the staging buffer; the blocks to launch, and the kernel."""
+        base, blocks, addresses = 0, 0, plan.row_bytes
+        data, at, put = self._args.array.data, _PARTS_AT, self.staging.put
+        for ask in asks:
+            table, out = ask.table, ask.out.data.ptr
             _PART.pack_into(
-                self.args.data,
-                _PARTS_AT + index * _PART.size,
-                *ask.table.pointers,
-                keys,
-                positions,
-                ask.out.data.ptr,
+                data,
+                at,
+                *table.pointers,
+                put(ask.keys),
+                put(ask.positions),
+                out,
                 ask.versions.data.ptr,
                 ask.source.data.ptr,
                 ask.oldest_tombstone,
-                *ask.table.sizes,
+                *table.sizes,
                 ask.n,
                 base,
                 blocks,
-                ask.table.now,
+                table.now,
+                table.stamping,
                 code,
             )
+            at += _PART.size
+            addresses |= out
             base += ask.n
-            blocks += blocks_of(ask.n, tile)
-        self.args["parts"] = len(asks)
-        return at
+            blocks += blocks_of(ask.n, plan.tile)
+        self._args["parts"] = len(asks)
+        return blocks, plan.kernel(unit_of(addresses))
 
-    def _put(self, array: Any, at: int, start: int) -> tuple[int, int]:
-        """The device address of ``array``, which is copied to ``at`` in the staging buffer if it is on the
-        host, and where the next one goes."""
-        if array is None:
-            return 0, at
-        if not isinstance(array, np.ndarray):
-            return int(array.data.ptr), at
-        end = at + array.nbytes
-        self._host[at:end].view(array.dtype)[:] = array
-        end = -(-end // 16) * 16
-        return start + at, end
+    def _plan(self, tables: tuple[GpuTable, ...]) -> _Plan:
+        """How to launch for ``tables``; kept, because requests of a model look alike."""
+        plan = self._plans.get(tables)
+        if plan is None:
+            if len(self._plans) >= _PLANS_KEPT:
+                self._plans.clear()
+            plan = self._plans[tables] = _Plan(tables)
+        return plan
 
-    @staticmethod
-    def _tile(asks: Sequence[Ask]) -> int:
-        return tile_of(max(ask.table.table.row_bytes for ask in asks))
 
-    def _choose(self, asks: Sequence[Ask]) -> tuple[str, int]:
-        unit = min(unit_of(ask.table.table.row_bytes, [ask.out.data.ptr]) for ask in asks)
-        tile = self._tile(asks)
-        sizes = {ask.table.table.row_bytes for ask in asks}
-        moves = moves_of(max(sizes), tile, unit) if len(sizes) == 1 else 0
-        keep = all(ask.table.keep for ask in asks)
-        blocks = sum(blocks_of(ask.n, tile) for ask in asks)
-        return fetch_name(tile, unit, moves, launch.TIER, stamp=True, keep=keep), blocks
+class _Plan:
+    """What a launch over some tables has in common with the next one. ``row_bytes``: all their sizes in
+    one, for what divides them."""
 
-    def _reserve(self, asks: Sequence[Ask], total: int) -> int:
-        needed = _RESULT_BYTES + 4 * total
-        for ask in asks:
-            for array in (ask.keys, ask.positions):
-                if isinstance(array, np.ndarray):
-                    needed += array.nbytes + 16
-        if needed > self._bytes:
-            self._grow(1 << (needed - 1).bit_length())
-        return needed
+    def __init__(self, tables: Sequence[GpuTable]) -> None:
+        sizes = {table.table.row_bytes for table in tables}
+        self.row_bytes = reduce(or_, sizes)
+        self.tile = tile_of(max(sizes))
+        self._size = max(sizes) if len(sizes) == 1 else 0
+        self._flags = {
+            "stamp": any(table.stamping for table in tables),
+            "keep": all(table.keep for table in tables),
+        }
+        self._kernels: dict[int, Kernel] = {}
 
-    def _grow(self, size: int) -> None:
-        cp = cupy()
-        self._bytes = size
-        self._device = cp.empty(size, np.uint8)
-        self._pinned = cp.cuda.alloc_pinned_memory(size)
-        self._host = np.frombuffer(self._pinned, np.uint8, size)
-        self._result = self._host[:4].view(np.uint32)
-        self.args["result"] = self._pinned.ptr
+    def kernel(self, unit: int) -> Kernel:
+        found = self._kernels.get(unit)
+        if found is None:
+            moves = moves_of(self._size, self.tile, unit) if self._size else 0
+            name = fetch_name(self.tile, unit, moves, launch.TIER, **self._flags)
+            found = self._kernels[unit] = kernel(name)
+        return found
 
 
 class Direct:
@@ -182,17 +175,18 @@ class Direct:
         (4 + n,) uint32``: [0] must be zero and counts them, from [4] on stand their positions, in no
         order."""
         tile = tile or tile_of(table.table.row_bytes)
-        args = args_of(FETCH_ARGS)
+        args = Struct(FETCH_ARGS)
         args["misses"], args["miss_count"] = misses.data.ptr + 16, misses.data.ptr
         args["parts"] = 1
         part = args["part"][0]
-        part["lines"], part["rows"], part["row_versions"] = table.pointers
+        part["lines"], part["rows"], part["host_rows"], part["row_versions"] = table.pointers
+        part["buckets"], part["stride"], part["row_bytes"], part["on_device"] = table.sizes
         part["keys"], part["out"], part["n"] = keys.data.ptr, out.data.ptr, len(keys)
-        part["buckets"], part["stride"], part["row_bytes"] = table.sizes
-        part["now"] = table.now
-        unit = 16 if form == launch.NUMBERS else unit_of(table.table.row_bytes, [out.data.ptr])
+        part["now"], part["policy"] = table.now, table.stamping
+        unit = 16 if form == launch.NUMBERS else unit_of(table.table.row_bytes | out.data.ptr)
         moves = 0 if form == launch.NUMBERS else moves_of(table.table.row_bytes, tile, unit)
         keep = table.keep if keep is None else keep
+        stamp = stamp and bool(table.stamping)
         run = kernel(fetch_name(tile, unit, moves, form, stamp=stamp, keep=keep), defines)
         stream = cupy().cuda.get_current_stream()
         blocks = blocks_of(len(keys), tile)

@@ -1,7 +1,7 @@
 // The table's layout and the probe that all kernels share; see layout.py and README.md.
 //
-// A tile is T neighbouring threads of a warp that work on one key together: each loads 8 / T pieces
-// of 16 bytes of a bucket's line. Twin: layout.py, twin.py.
+// A tile is T neighbouring threads of a warp that work on one key together; its first four each
+// look at one slot of a half bucket. Twin: layout.py, twin.py.
 #pragma once
 
 typedef unsigned long long u64;
@@ -9,20 +9,23 @@ typedef unsigned int u32;
 typedef unsigned char u8;
 typedef long long i64;
 
-constexpr int WAYS = 10;
+constexpr int WAYS = 8;
+constexpr int HALF = 4;
 constexpr int BUCKET_BYTES = 128;
-constexpr int WORDS_AT = 80;
-constexpr int STAMPS_AT = 120;
-constexpr int STAMP_BITS = 6;
-constexpr int AGES = 1 << STAMP_BITS;
+constexpr int SLOT_BYTES = 16;
 constexpr u32 EMPTY = 1u << 31;
 constexpr u32 TOMBSTONE = 1u << 30;
-constexpr u32 CLAIMED = EMPTY | TOMBSTONE;
-constexpr u32 ROW_MASK = TOMBSTONE - 1;
+constexpr u32 CLAIMED = 1u << 29;
+constexpr u32 ROW_MASK = CLAIMED - 1;
 constexpr u32 NO_ROW = 0xffffffffu;
-constexpr int PREFER = 9;
 constexpr int MARGIN = 2;
+constexpr int COUNT_BITS = 20;
 constexpr int BLOCK = 256;  // threads of a block, in every kernel
+
+constexpr int NONE = 0;  // policies, layout.py's Policy
+constexpr int LRU = 1;
+constexpr int LFU = 2;
+constexpr int SCORE = 3;
 
 __device__ __forceinline__ u64 mix(u64 k) {
   k ^= k >> 33;
@@ -32,22 +35,62 @@ __device__ __forceinline__ u64 mix(u64 k) {
   return k ^ (k >> 33);
 }
 
-__device__ __forceinline__ u32 first_bucket(u64 hash, u32 buckets) {
-  return __umulhi((u32)(hash >> 32), buckets);
+// Halves are numbered 2 * bucket + half.
+__device__ __forceinline__ u32 home_half(u64 hash, u32 buckets) {
+  return __umulhi((u32)(hash >> 32), buckets) * 2 + ((u32)hash & 1);
 }
 
-__device__ __forceinline__ u32 second_bucket(u64 hash, u32 buckets, u32 first) {
+// The first half of the second bucket of a key that has its home in `home`.
+__device__ __forceinline__ u32 second_half(u64 hash, u32 buckets, u32 home) {
   u32 b = __umulhi((u32)hash, buckets);
-  if (b == first) b = b + 1 == buckets ? 0 : b + 1;
-  return b;
+  if (b == home >> 1) b = b + 1 == buckets ? 0 : b + 1;
+  return b * 2;
 }
 
-__device__ __forceinline__ char* line_at(char* lines, u32 bucket) {
-  return lines + (size_t)bucket * BUCKET_BYTES;
+// A slot's three fields, always read as one; written as one unless only the word or the score
+// changes.
+struct Slot {
+  u64 key;
+  u32 word, score;
+};
+
+__device__ __forceinline__ char* slot_at(char* lines, u32 half, int rank) {
+  return lines + (size_t)half * (HALF * SLOT_BYTES) + rank * SLOT_BYTES;
 }
 
-__device__ __forceinline__ u32* word_at(char* line, int slot) {
-  return (u32*)(line + WORDS_AT) + slot;
+__device__ __forceinline__ u32* word_of(char* slot) { return (u32*)(slot + 8); }
+__device__ __forceinline__ u32* score_of(char* slot) { return (u32*)(slot + 12); }
+
+__device__ __forceinline__ Slot slot_of(u64 key, u64 rest) {
+  Slot slot = {key, (u32)rest, (u32)(rest >> 32)};
+  return slot;
+}
+
+// A 16-byte load of one thread comes from one sector, so key and word belong together.
+__device__ __forceinline__ Slot load_slot(const char* at) {
+  u64 key, rest;
+  asm volatile("ld.global.cg.v2.u64 {%0, %1}, [%2];" : "=l"(key), "=l"(rest) : "l"(at));
+  return slot_of(key, rest);
+}
+
+// The same, asking the second-level cache to keep the line.
+__device__ __forceinline__ Slot load_slot_kept(const char* at, u64 policy) {
+  u64 key, rest;
+  asm volatile("ld.global.cg.L2::cache_hint.v2.u64 {%0, %1}, [%2], %3;"
+               : "=l"(key), "=l"(rest)
+               : "l"(at), "l"(policy));
+  return slot_of(key, rest);
+}
+
+__device__ __forceinline__ void store_slot(char* at, const Slot& slot) {
+  asm volatile(
+      "{.reg .b128 s; mov.b128 s, {%1, %2}; st.relaxed.gpu.global.b128 [%0], s;}" ::"l"(at),
+      "l"(slot.key), "l"((u64)slot.score << 32 | slot.word)
+      : "memory");
+}
+
+__device__ __forceinline__ void store_word(char* slot, u32 word) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(slot + 8), "r"(word) : "memory");
 }
 
 template <int T>
@@ -59,68 +102,78 @@ struct Tile {
     rank = lane & (T - 1);
     mask = (u32)((1ULL << T) - 1) << (lane & ~(T - 1));
   }
-  // The value of the tile's thread `source`.
-  template <typename V>
-  __device__ __forceinline__ V from(V value, int source) const {
-    return __shfl_sync(mask, value, source, T);
+  // The lane of the thread of the tile for which `it` is true, or -1. At most one may be.
+  __device__ __forceinline__ int which(bool it) const {
+    return __ffs(__ballot_sync(mask, it) & mask) - 1;
   }
 };
 
+template <bool KEEP>
+__device__ __forceinline__ Slot load(const char* at, u64 policy) {
+  return KEEP ? load_slot_kept(at, policy) : load_slot(at);
+}
+
+template <bool KEEP>
+__device__ __forceinline__ u64 keep_policy() {
+  u64 policy = 0;
+  if (KEEP) asm("createpolicy.fractional.L2::evict_last.b64 %0,1.0;" : "=l"(policy));
+  return policy;
+}
+
+// The lane of the tile that holds `key` in `slot`, or -1.
 template <int T>
-struct Line {
-  static constexpr int PIECES = 8 / T;
-  ulonglong2 piece[PIECES];
+__device__ __forceinline__ int holder(const Slot& slot, u64 key, const Tile<T>& tile) {
+  const bool probes = T == HALF || tile.rank < HALF;
+  return tile.which(probes && slot.key == key && !(slot.word & EMPTY));
+}
 
-  // Plain loads through the second-level cache.
-  __device__ __forceinline__ void load(const char* line, const Tile<T>& tile) {
-#pragma unroll
-    for (int p = 0; p < PIECES; p++) piece[p] = __ldcg((const ulonglong2*)line + tile.rank + p * T);
-  }
-
-  // The same, asking the second-level cache to keep the line.
-  __device__ __forceinline__ void load_kept(const char* line, const Tile<T>& tile, u64 policy) {
-#pragma unroll
-    for (int p = 0; p < PIECES; p++)
-      asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v2.u64 {%0,%1},[%2],%3;"
-                   : "=l"(piece[p].x), "=l"(piece[p].y)
-                   : "l"((const ulonglong2*)line + tile.rank + p * T), "l"(policy));
-  }
-
-  // The slot that carries `key`, or -1. The same for all threads of the tile.
-  __device__ __forceinline__ int find(u64 key, const Tile<T>& tile) const {
-    int slot = -1;
-#pragma unroll
-    for (int p = 0; p < PIECES; p++) {
-      const int at = tile.rank + p * T;
-      if (at < 5) {
-        if (piece[p].x == key) slot = at * 2;
-        if (piece[p].y == key) slot = at * 2 + 1;
-      }
-    }
-    const u32 votes = __ballot_sync(tile.mask, slot >= 0) & tile.mask;
-    if (!votes) return -1;
-    return __shfl_sync(tile.mask, slot, __ffs(votes) - 1);
-  }
-
-  // The word of `slot` (>= 0, the same for all threads of the tile).
-  __device__ __forceinline__ u32 word(int slot, const Tile<T>& tile) const {
-    const int at = 5 + (slot >> 2);
-    const ulonglong2 held = T == 2 && at == 5 ? piece[PIECES - 2] : piece[PIECES - 1];
-    const u64 pair = slot & 2 ? held.y : held.x;
-    const u32 word = slot & 1 ? (u32)(pair >> 32) : (u32)pair;
-    return tile.from(word, at & (T - 1));
-  }
-
-  // The stamps; only in the tile's last thread.
-  __device__ __forceinline__ u64 stamps() const { return piece[PIECES - 1].y; }
+// Where a key is: `lane` of the tile (or -1) has its slot, at `place`.
+struct Found {
+  Slot slot;
+  char* place;
+  int lane;
 };
 
-// Sets one stamp while others set theirs in the same line.
-__device__ __forceinline__ void set_stamp(char* line, int slot, u32 stamp) {
-  u64* stamps = (u64*)(line + STAMPS_AT);
-  const int shift = slot * STAMP_BITS;
-  const u64 change = ((__ldcg(stamps) >> shift) ^ stamp) & (AGES - 1);
-  if (change) atomicXor(stamps, change << shift);
+// Looks for a key whose slot of the home half, at this thread's rank, is loaded already.
+template <int T, bool KEEP>
+__device__ __forceinline__ Found look(char* lines, u32 buckets, u64 key, u64 hash, u32 home,
+                                      const Slot& loaded, const Tile<T>& tile, u64 policy) {
+  const int rank = tile.rank & (HALF - 1);
+  Found found = {loaded, slot_at(lines, home, rank), holder(loaded, key, tile)};
+  if (found.lane >= 0) return found;
+  const u32 second = second_half(hash, buckets, home);
+  char* const other = slot_at(lines, home ^ 1, rank);
+  char* const third = slot_at(lines, second, rank);
+  const Slot a = load<KEEP>(other, policy), b = load<KEEP>(third, policy),
+             c = load<KEEP>(third + HALF * SLOT_BYTES, policy);
+  found.slot = a, found.place = other;
+  if (b.key == key && !(b.word & EMPTY)) found.slot = b, found.place = third;
+  if (c.key == key && !(c.word & EMPTY)) found.slot = c, found.place = third + HALF * SLOT_BYTES;
+  found.lane = holder(found.slot, key, tile);
+  return found;
+}
+
+// A hit's trace in the score of its slot. Scores are hints: a trace that meets a write of the slot
+// may be lost or fall to the slot's next key.
+__device__ __forceinline__ void stamp_slot(char* slot, u32 score, u32 now, u32 policy) {
+  if (policy == LRU) {
+    if (score != now)  // cheaper than a store, which two fetches could set back besides
+      asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;" ::"l"(score_of(slot)), "r"(now)
+                   : "memory");
+  } else if (policy == LFU) {
+    constexpr u32 most = (1u << COUNT_BITS) - 1;
+    if ((score ^ now) >> COUNT_BITS)
+      *(volatile u32*)score_of(slot) = now + 1;
+    else if ((score & most) < most)
+      atomicAdd(score_of(slot), 1u);
+  }
+}
+
+// Rows by number: the first `on_device` of a table in device memory, the others in pinned host
+// memory, whose address is given as if those on the device stood before them.
+template <typename P>
+__device__ __forceinline__ char* row_at(const P& p, u32 row, u32 stride) {
+  return (char*)(row < p.on_device ? p.rows : p.host_rows) + (size_t)row * stride;
 }
 
 template <int UNIT>

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from hps.cuda.layout import SECTOR
@@ -14,10 +12,11 @@ PARTS = 32
 
 FETCH_PART = np.dtype(
     [
-        *((name, np.uint64) for name in ("lines", "rows", "row_versions", "keys", "positions")),
-        *((name, np.uint64) for name in ("out", "versions", "source", "oldest_tombstone")),
-        *((name, np.uint32) for name in ("buckets", "stride", "row_bytes", "n")),
-        *((name, np.uint32) for name in ("base", "first_block", "now", "code")),
+        *((name, np.uint64) for name in ("lines", "rows", "host_rows", "row_versions", "keys")),
+        *((name, np.uint64) for name in ("positions", "out", "versions", "source")),
+        ("oldest_tombstone", np.uint64),
+        *((name, np.uint32) for name in ("buckets", "stride", "row_bytes", "on_device", "n")),
+        *((name, np.uint32) for name in ("base", "first_block", "now", "policy", "code")),
     ],
     align=True,
 )
@@ -35,33 +34,71 @@ FETCH_ARGS = np.dtype(
 )
 WRITE_ARGS = np.dtype(
     [
-        *((name, np.uint64) for name in ("lines", "rows", "row_versions", "spare", "keys")),
-        *((name, np.uint64) for name in ("vectors", "versions", "plan", "position", "scratch")),
-        *((name, np.uint64) for name in ("counters", "oldest_tombstone")),
-        *((name, np.uint32) for name in ("buckets", "stride", "row_bytes", "n")),
-        *((name, np.uint32) for name in ("scratch_mask", "now", "unused", "tombstone")),
+        *((name, np.uint64) for name in ("lines", "rows", "host_rows", "row_versions", "spare")),
+        *((name, np.uint64) for name in ("keys", "vectors", "versions", "scores")),
+        *((name, np.uint64) for name in ("position", "scratch", "counters", "result")),
+        ("oldest_tombstone", np.uint64),
+        *((name, np.uint32) for name in ("buckets", "stride", "row_bytes", "on_device", "n")),
+        *((name, np.uint32) for name in ("scratch_mask", "start", "policy")),
+        *((name, np.uint32) for name in ("tombstone", "unused")),
     ],
     align=True,
 )
 SCAN_ARGS = np.dtype(
     [
-        *((name, np.uint64) for name in ("lines", "rows", "row_versions", "fillers", "keys")),
-        *((name, np.uint64) for name in ("numbers", "ages", "versions", "out", "count", "limit")),
-        *((name, np.uint32) for name in ("buckets", "stride", "row_bytes", "n", "now", "max_age")),
+        *((name, np.uint64) for name in ("lines", "rows", "host_rows", "row_versions", "keys")),
+        *((name, np.uint64) for name in ("numbers", "scores", "versions", "out", "count", "limit")),
+        *((name, np.uint32) for name in ("buckets", "stride", "row_bytes", "on_device", "n")),
+        *((name, np.uint32) for name in ("least", "fresh", "unused")),
     ],
     align=True,
 )
+POOL_PART = np.dtype(
+    [
+        *((name, np.uint64) for name in ("lines", "rows", "host_rows", "keys", "offsets")),
+        *((name, np.uint64) for name in ("weights", "out")),
+        *((name, np.uint32) for name in ("buckets", "stride", "dim", "on_device", "bags")),
+        *((name, np.uint32) for name in ("hotness", "first_block", "now", "policy", "mean")),
+        *((name, np.uint32) for name in ("half", "unused")),
+    ],
+    align=True,
+)
+POOL_ARGS = np.dtype(
+    [
+        *((name, np.uint64) for name in ("missing", "done", "result")),
+        *((name, np.uint32) for name in ("parts", "unused")),
+        ("part", POOL_PART, PARTS),
+    ],
+    align=True,
+)
+SCATTER_PART = np.dtype(
+    [
+        *((name, np.uint64) for name in ("rows", "row_versions", "sources", "positions", "out")),
+        *((name, np.uint64) for name in ("versions", "source")),
+        *((name, np.uint32) for name in ("row_bytes", "n", "first_block", "unused")),
+    ],
+    align=True,
+)
+SCATTER_ARGS = np.dtype(
+    [
+        *((name, np.uint32) for name in ("parts", "unused")),
+        ("part", SCATTER_PART, PARTS),
+    ],
+    align=True,
+)
+UNANSWERED = 255
+"""Among the sources given to scatter: neither row nor version is there."""
 
 ROWS, TIER, NUMBERS = 0, 1, 2
 """Forms of fetch: rows only; rows, versions and sources; row numbers."""
 
-WRITE_TILE = 8
+WRITE_TILE = 4
 
 
-def unit_of(row_bytes: int, pointers: Iterable[int] = ()) -> int:
-    """The bytes that one thread moves at a time: 16, 4 or 2, whatever divides sizes and addresses."""
-    sizes = [row_bytes, *pointers]
-    return next(unit for unit in (16, 4, 2) if all(size % unit == 0 for size in sizes))
+def unit_of(sizes: int) -> int:
+    """The bytes that one thread moves at a time: 16, 4 or 2, whatever divides ``sizes``, which are all sizes
+    and addresses in one (by or)."""
+    return 4 if sizes & 15 and not sizes & 3 else 2 if sizes & 3 else 16
 
 
 def tile_of(row_bytes: int) -> int:

@@ -1,18 +1,20 @@
 """How a table lies in device memory: constants that hash_table.cuh repeats, and sizes.
 
-*Bucket*: one 128-byte line of 10 slots: keys (10 x 8 bytes), words (10 x 4 bytes), stamps (10 x 6 bits in 8
-bytes). A key may live in two buckets. *Word*: a row's number in its low 30 bits and the slot's state
-in the high two. *Rows* and their versions lie in arrays of their own, by row number: a writer fills a
-row nobody sees and shows it by storing one word. Every slot owns a row, also while it is empty; the
-rows beyond those are spare. README.md beside this file says why readers need no lock.
+*Slot*: 16 bytes that are read and written as one: a key, a word, a score. *Word*: a row's number in
+its low 29 bits and the slot's state in the high three. *Bucket*: one 128-byte line of 8 slots in two
+halves. A key has a home half and a second bucket; it may live in any slot of both buckets. *Rows* and
+their versions lie in arrays of their own, by row number: a writer fills a row nobody sees and shows it
+by storing one slot. Every slot owns a row, also while it is empty; the rows beyond those are spare. (In
+a static table, which nobody reads while it is filled, all rows are spare and slots get theirs once.)
+README.md beside this file says why readers need no lock.
 
-No key value is reserved: an empty slot's word says that it is empty, and the key it still carries is one
-that can't be met (its own last key, or at the start a key that belongs to other buckets).
+No key value is reserved: a slot's word says whether it is empty.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,27 +22,27 @@ from numpy.typing import NDArray
 from hps.errors import ConfigError
 from hps.types import EmbeddingTable, IndexArray, KeyArray
 
-WAYS = 10
+WAYS = 8
+HALF = 4
 BUCKET_BYTES = 128
-WORDS_AT = 80
-STAMPS_AT = 120
-STAMP_BITS = 6
-AGES = 1 << STAMP_BITS
-ROW_BITS = 30
+SLOT_BYTES = 16
 EMPTY = 1 << 31
 TOMBSTONE = 1 << 30
-CLAIMED = EMPTY | TOMBSTONE
-"""States of a slot, the two high bits of its word: 0 is a row; claimed slots look empty to readers."""
-ROW_MASK = TOMBSTONE - 1
+CLAIMED = 1 << 29
+"""States of a slot, the three high bits of its word: 0 is a row. `CLAIMED` is seen only while a write
+runs, and by the writer only: another key of the same batch is about to take the slot."""
+ROW_MASK = CLAIMED - 1
 NO_ROW = 2**32 - 1
 """Reported for a key that is not there, where row numbers are asked for."""
 
-PREFER = 9
-"""A key goes to its first bucket while that holds fewer than this; else to the emptier of the two."""
 MARGIN = 2
-"""In full buckets: how many ticks older the second bucket's stalest slot must be to be taken."""
+"""In full buckets: how many ticks older a slot elsewhere must be than one of the home half."""
 TICKS_A_TURN = 16
 """Ticks of the clock while the table admits as many rows as it has slots."""
+STATIC_LOAD = 0.45
+"""Rows per slot of a static table: few enough that each finds a slot without another's leaving."""
+COUNT_BITS = 20
+"""Low bits of a score that count uses, where a policy counts; the epoch stands above them."""
 
 SECTOR = 32
 """Rows start at multiples of this many bytes, so that no two share a sector of the first-level cache."""
@@ -48,56 +50,96 @@ MIN_BUCKETS = 8
 MAX_SPARE, MIN_SPARE = 1 << 20, 1 << 10
 MAX_ROWS = (ROW_MASK - MAX_SPARE) // WAYS * WAYS
 
-BUCKET = np.dtype(
-    [("keys", np.int64, WAYS), ("words", np.uint32, WAYS), ("stamps", np.uint64)], align=True
-)
+SLOT = np.dtype([("key", np.int64), ("word", np.uint32), ("score", np.uint32)])
+
+
+class Policy(IntEnum):
+    """What a slot's score means. The lowest score goes first, tombstones before all rows.
+
+    ``NONE``: nothing, no row makes room for another (static tables). ``LRU``: the clock's tick at the
+    last use. ``LFU``: how often the row was used in the epoch of its last use (`GpuTable.epoch`, 0 unless
+    the caller advances it; older epochs go first). ``SCORE``: what the caller gave with the row; a row
+    with a lower score than all it could replace is not admitted.
+    """
+
+    NONE = 0
+    LRU = 1
+    LFU = 2
+    SCORE = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of one table. ``capacity`` slots in ``buckets``; ``spare`` rows besides, which is also the
-    most keys that one launch of a write takes; ``stride`` bytes from row to row."""
+    """Sizes of one table. ``buckets`` of 8 slots; ``rows`` that lie ``stride`` bytes apart, the last
+    ``host_rows`` of them in pinned host memory; ``spare`` of them belong to no slot at first."""
 
     buckets: int
+    rows: int
     spare: int
     stride: int
+    host_rows: int = 0
 
     @property
-    def capacity(self) -> int:
+    def slots(self) -> int:
         return self.buckets * WAYS
 
     @property
-    def rows(self) -> int:
-        return self.capacity + self.spare
+    def capacity(self) -> int:
+        """The most rows that can be found."""
+        return min(self.slots, self.rows)
+
+    @property
+    def batch(self) -> int:
+        """The most keys that one launch of a write takes. A static table is filled in small ones: keys that
+        choose their slots at the same time don't see each other, and none may be left over."""
+        if self.spare == self.rows:
+            return min(MAX_SPARE, max(MIN_SPARE, self.rows // 32))
+        return min(self.spare, MAX_SPARE)
+
+    @property
+    def device_rows(self) -> int:
+        return self.rows - self.host_rows
 
     @property
     def bytes(self) -> int:
         """Device memory: lines, rows, versions, spare list."""
-        return self.buckets * BUCKET_BYTES + self.rows * (self.stride + 8) + self.spare * 4
+        lines = self.buckets * BUCKET_BYTES
+        return lines + self.device_rows * self.stride + self.rows * 8 + self.spare * 4
+
+    @property
+    def host_bytes(self) -> int:
+        """Pinned host memory."""
+        return self.host_rows * self.stride
 
 
-def shape_of(table: EmbeddingTable, capacity: int) -> Shape:
-    """Room for ``capacity`` (> 0) rows of ``table``, rounded up to whole buckets.
+def shape_of(
+    table: EmbeddingTable, capacity: int, host_rows: int = 0, *, static: bool = False
+) -> Shape:
+    """Room for ``capacity`` (> 0) rows of ``table``, rounded up to whole buckets, ``host_rows`` of them
+    in pinned host memory. Of a ``static`` table all ``capacity`` rows find a slot.
 
-    Raises ConfigError when the rows can't be numbered in 30 bits.
+    Raises ConfigError when the rows can't be numbered in 29 bits.
     """
-    buckets = max(MIN_BUCKETS, -(-capacity // WAYS))
+    slots = int(capacity / STATIC_LOAD) if static else capacity
+    buckets = max(MIN_BUCKETS, -(-slots // WAYS))
     spare = min(MAX_SPARE, max(MIN_SPARE, buckets * WAYS // 16))
-    shape = Shape(buckets, spare, -(-table.row_bytes // SECTOR) * SECTOR)
-    if shape.capacity > MAX_ROWS:
+    stride = -(-table.row_bytes // SECTOR) * SECTOR
+    if capacity > MAX_ROWS:
         raise ConfigError(
             f"the GPU cache of table {table.id} can't have {capacity:,} rows; a table has at most "
             f"{MAX_ROWS:,}. Lower its cache_rows"
         )
-    return shape
+    if static:
+        return Shape(buckets, capacity, capacity, stride)
+    return Shape(buckets, buckets * WAYS + spare, spare, stride, min(host_rows, buckets * WAYS))
 
 
-def fitting_capacity(table: EmbeddingTable, free_bytes: int) -> int:
+def fitting_capacity(table: EmbeddingTable, free_bytes: int, *, static: bool = False) -> int:
     """The largest capacity in rows whose arrays fit into ``free_bytes``; 0 when none does."""
     low, high = 0, MAX_ROWS
     while low < high:
         middle = (low + high + 1) // 2
-        if shape_of(table, middle).bytes <= free_bytes:
+        if shape_of(table, middle, static=static).bytes <= free_bytes:
             low = middle
         else:
             high = middle - 1
@@ -115,24 +157,14 @@ def mix(keys: KeyArray) -> NDArray[np.uint64]:
     return h
 
 
-def buckets_of(keys: KeyArray, buckets: int) -> IndexArray:
-    """(n, 2): the two different buckets each of ``keys (n,)`` may live in."""
+def halves_of(keys: KeyArray, buckets: int) -> IndexArray:
+    """(n, 4): the halves each of ``keys (n,)`` may live in, half h of bucket b being 2 * b + h: its home
+    half, the other half of that bucket, the two of its second bucket."""
     h = mix(keys)
     count = np.uint64(buckets)
     first = (h >> np.uint64(32)) * count >> np.uint64(32)
     second = (h & np.uint64(0xFFFF_FFFF)) * count >> np.uint64(32)
     second = np.where(second == first, (second + np.uint64(1)) % count, second)
-    return np.stack([first, second], axis=1).view(np.int64)
-
-
-def fillers(buckets: int) -> KeyArray:
-    """(buckets,): for each bucket a key that belongs to others, to stand in its unused slots."""
-    keys = np.zeros(buckets, np.int64)
-    unsettled = np.arange(buckets)
-    candidate = 0
-    while len(unsettled):
-        own = buckets_of(np.array([candidate], np.int64), buckets)[0]
-        keys[unsettled] = candidate
-        unsettled = unsettled[np.isin(unsettled, own)]
-        candidate += 1
-    return keys
+    home = first * np.uint64(2) + (h & np.uint64(1))
+    both = second * np.uint64(2)
+    return np.stack([home, home ^ np.uint64(1), both, both + np.uint64(1)], axis=1).view(np.int64)

@@ -21,13 +21,13 @@ FOLDER = Path(__file__).resolve().parent
 FILES = {
     "fetch_kernel": "fetch.cu",
     "dedup_kernel": "write.cu",
-    "choose_kernel": "write.cu",
-    "fill_kernel": "write.cu",
-    "publish_kernel": "write.cu",
+    "write_kernel": "write.cu",
     "evict_kernel": "write.cu",
     "clear_kernel": "scan.cu",
     "export_kernel": "scan.cu",
     "gather_kernel": "scan.cu",
+    "pool_kernel": "pool.cu",
+    "scatter_kernel": "scatter.cu",
 }
 """Kernel -> the file that holds it."""
 
@@ -76,6 +76,23 @@ def options() -> list[str]:
     return ["-std=c++17", f"-I{FOLDER}", f"-DHPS_SOURCES=0x{digest()}"]
 
 
+class Struct:
+    """A kernel's argument struct, all zero at first; fields are set by name."""
+
+    __slots__ = ("_pointers", "array", "at")
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self.array: NDArray[Any] = np.zeros((), dtype)
+        self._pointers = (ctypes.c_void_p * 1)(self.array.ctypes.data)
+        self.at = ctypes.addressof(self._pointers)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.array[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.array[name] = value
+
+
 class Kernel:
     """A compiled kernel that takes one struct by value."""
 
@@ -83,13 +100,10 @@ class Kernel:
         self._pointer, self._owner = pointer, owner
         self._launch = cupy().cuda.driver.launchKernel
 
-    def launch(self, blocks: int, args: NDArray[Any], stream: int) -> None:
-        """Start ``blocks`` blocks of `BLOCK` threads with ``args``, a 0-d structured array, on ``stream`` (a
-        CUDA stream's pointer). ``args`` is read before this returns."""
-        pointers = (ctypes.c_void_p * 1)(args.ctypes.data)
-        self._launch(
-            self._pointer, blocks, 1, 1, BLOCK, 1, 1, 0, stream, ctypes.addressof(pointers), 0
-        )
+    def launch(self, blocks: int, args: Struct, stream: int) -> None:
+        """Start ``blocks`` blocks of `BLOCK` threads with ``args`` on ``stream`` (a CUDA stream's pointer).
+        ``args`` is read before this returns."""
+        self._launch(self._pointer, blocks, 1, 1, BLOCK, 1, 1, 0, stream, args.at, 0)
 
 
 def kernel(expression: str, defines: tuple[str, ...] = ()) -> Kernel:
@@ -107,8 +121,3 @@ def _kernel(_device: int, expression: str, defines: tuple[str, ...]) -> Kernel:
     )
     function = module.get_function(expression)
     return Kernel(function.kernel.ptr, (module, function))
-
-
-def args_of(dtype: np.dtype[Any]) -> NDArray[Any]:
-    """An argument struct, all zero."""
-    return np.zeros((), dtype)

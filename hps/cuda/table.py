@@ -1,4 +1,4 @@
-"""One table in device memory: its arrays, and the launches of every kernel but fetch's."""
+"""One table in device memory: its arrays, and the launches of every kernel but fetch's and the writes'."""
 
 from __future__ import annotations
 
@@ -9,65 +9,100 @@ from numpy.typing import NDArray
 
 from hps.cuda import layout
 from hps.cuda.launch import SCAN_ARGS, blocks_of, unit_of
-from hps.cuda.layout import BUCKET_BYTES, TICKS_A_TURN, Shape, shape_of
-from hps.cuda.loader import args_of, cupy, kernel
+from hps.cuda.layout import BUCKET_BYTES, COUNT_BITS, TICKS_A_TURN, Policy, Shape, shape_of
+from hps.cuda.loader import Struct, cupy, kernel
 from hps.errors import ConfigError
 from hps.types import EmbeddingTable
 
-KEEP_LINES_BELOW, KEEP_ROWS_FROM = 64 << 20, 128
-"""Lines of this size in all are asked to stay in the second-level cache if rows are this large."""
-OLDEST = layout.AGES - 1
+KEEP_LINES_BELOW = 80 << 20
+"""Lines of this size in all are asked to stay in the second-level cache."""
 
 
 class GpuTable:
     """Arrays of ``table`` on the current device, with room for ``capacity`` (> 0) rows; empty at first.
+    ``host_rows`` of them lie in pinned host memory, where the kernels reach them over the bus.
+
+    A ``static`` table is filled before anyone reads it, with unique keys, and then sealed.
 
     Raises ConfigError, with the capacity that would fit, when there is no memory for it. Attributes
     may be read from any thread; the methods are the writer's.
     """
 
-    def __init__(self, table: EmbeddingTable, capacity: int) -> None:
+    def __init__(
+        self,
+        table: EmbeddingTable,
+        capacity: int,
+        policy: Policy = Policy.LRU,
+        host_rows: int = 0,
+        *,
+        static: bool = False,
+    ) -> None:
         cp = cupy()
         self.table = table
-        self.shape: Shape = shape_of(table, capacity)
+        self.static = static
+        self.policy = Policy.NONE if static else policy
+        self.shape: Shape = shape_of(table, capacity, host_rows, static=static)
         shape = self.shape
         if shape.bytes > _free_bytes():
             raise self._too_large()
         try:
             self.lines = cp.empty(shape.buckets * BUCKET_BYTES, np.uint8)
-            self.rows = cp.empty(shape.rows * shape.stride, np.uint8)
+            self.rows = cp.empty(shape.device_rows * shape.stride, np.uint8)
             self.versions = cp.zeros(shape.rows, np.uint64)
-            self.spare = cp.arange(shape.capacity, shape.rows, dtype=np.uint32)
+            self.spare = cp.arange(shape.rows - shape.spare, shape.rows, dtype=np.uint32)
         except cp.cuda.memory.OutOfMemoryError as error:
             raise self._too_large() from error
-        self.pointers = (self.lines.data.ptr, self.rows.data.ptr, self.versions.data.ptr)
-        self.sizes = (shape.buckets, shape.stride, table.row_bytes)
-        self.keep = self.lines.nbytes <= KEEP_LINES_BELOW and shape.stride >= KEEP_ROWS_FROM
-        self.now = 0
+        self.host = _pinned(table, shape.host_bytes)
+        host = self.host.ptr - shape.device_rows * shape.stride if self.host else 0
+        self.pointers = (
+            self.lines.data.ptr,
+            self.rows.data.ptr,
+            host % 2**64,
+            self.versions.data.ptr,
+        )
+        self.sizes = (shape.buckets, shape.stride, table.row_bytes, shape.device_rows)
+        self.keep = self.lines.nbytes <= KEEP_LINES_BELOW
+        self.filled = 0  # of a static table: rows written, which no later write takes
+        self.sealed = False
+        self.clock = 1
+        self.epoch = 0
         self._admitted = 0
         self.evicted = 0
         self.dropped = 0
-        fillers = cp.asarray(layout.fillers(shape.buckets))
-        stream = cp.cuda.get_current_stream()
-        args = self.scan_args(fillers=fillers.data.ptr)
-        kernel("clear_kernel").launch(blocks_of(shape.capacity), args, stream.ptr)
-        stream.synchronize()
+        self._clear(cp.cuda.get_current_stream(), fresh=True)
+        cp.cuda.get_current_stream().synchronize()
 
     def _too_large(self) -> ConfigError:
         free = _free_bytes()
-        fitting = layout.fitting_capacity(self.table, int(free * 0.95))
+        fitting = layout.fitting_capacity(self.table, int(free * 0.95), static=self.static)
         return ConfigError(
             f"the GPU cache of table {self.table.id} needs {self.shape.bytes:,} bytes for "
             f"{self.shape.capacity:,} rows, and {free:,} are free on the device; at most "
             f"{fitting:,} rows fit"
         )
 
-    def scan_args(self, **fields: int) -> NDArray[Any]:
+    @property
+    def now(self) -> int:
+        """What a hit brings a score up to: the clock, or the epoch where uses are counted."""
+        if self.policy is Policy.LFU:
+            return (self.epoch % (1 << 32 - COUNT_BITS)) << COUNT_BITS
+        return self.clock
+
+    @property
+    def first_score(self) -> int:
+        """The score of a row when it comes, unless the caller gives one."""
+        return {Policy.LRU: self.now, Policy.LFU: self.now + 1}.get(self.policy, 0)
+
+    @property
+    def stamping(self) -> int:
+        """What fetch is told of the policy: 0 when hits leave no trace."""
+        return 0 if self.policy is Policy.SCORE else int(self.policy)
+
+    def scan_args(self, **fields: int) -> Struct:
         """Arguments of scan.cu's kernels for this table."""
-        args = args_of(SCAN_ARGS)
-        args["lines"], args["rows"], args["row_versions"] = self.pointers
-        args["buckets"], args["stride"], args["row_bytes"] = self.sizes
-        args["now"] = self.now
+        args = Struct(SCAN_ARGS)
+        args["lines"], args["rows"], args["host_rows"], args["row_versions"] = self.pointers
+        args["buckets"], args["stride"], args["row_bytes"], args["on_device"] = self.sizes
         for name, value in fields.items():
             args[name] = value
         return args
@@ -78,36 +113,40 @@ class GpuTable:
         self.dropped += dropped
         self._admitted += admitted
         ticks, self._admitted = divmod(self._admitted, max(1, self.shape.capacity // TICKS_A_TURN))
-        self.now = (self.now + ticks) % layout.AGES
+        self.clock += ticks
 
     def clear(self, stream: Any) -> None:
         """Empty every slot, on ``stream``."""
-        kernel("clear_kernel").launch(blocks_of(self.shape.capacity), self.scan_args(), stream.ptr)
+        self._clear(stream, fresh=False)
+
+    def _clear(self, stream: Any, *, fresh: bool) -> None:
+        args = self.scan_args(fresh=0 if not fresh else 2 if self.static else 1)
+        kernel("clear_kernel").launch(blocks_of(self.shape.slots), args, stream.ptr)
 
     def count(self, stream: Any) -> tuple[int, int]:
         """Rows and tombstones held. Waits for ``stream``."""
-        counts = self._scan(stream, max_age=OLDEST)
+        counts = self._scan(stream)
         return int(counts[0]), int(counts[1])
 
-    def export(self, stream: Any, max_age: int = OLDEST) -> tuple[Any, Any, Any, Any]:
-        """Device arrays of the resident rows used within the last ``max_age`` ticks: keys (n,), vectors (n,
-        dim), versions (n,), ages (n,) uint8 in ticks. In no order. Waits for ``stream``."""
+    def export(self, stream: Any, least: int = 0) -> tuple[Any, Any, Any, Any]:
+        """Device arrays of the resident rows whose score is at least ``least``: keys (n,), vectors (n, dim),
+        versions (n,), scores (n,) uint32. In no order. Waits for ``stream``."""
         cp = cupy()
         with stream:
-            room = int(self._scan(stream, max_age=max_age)[0])
+            room = int(self._scan(stream, least=least)[0])
             keys, numbers = cp.empty(room, np.int64), cp.empty(room, np.uint32)
-            ages, versions = cp.empty(room, np.uint8), cp.empty(room, np.uint64)
+            scores, versions = cp.empty(room, np.uint32), cp.empty(room, np.uint64)
             vectors = cp.empty((room, self.table.dim), self.table.dtype)
             if room:
                 pointers = {"keys": keys.data.ptr, "numbers": numbers.data.ptr}
-                self._scan(stream, max_age=max_age, ages=ages.data.ptr, limit=room, **pointers)
+                self._scan(stream, least=least, scores=scores.data.ptr, limit=room, **pointers)
                 self.gather(stream, numbers, vectors, versions)
             stream.synchronize()
-        return keys, vectors, versions, ages
+        return keys, vectors, versions, scores
 
     def gather(self, stream: Any, numbers: Any, out: Any, versions: Any = None) -> None:
         """Rows by number, ``numbers (n,) uint32``, into ``out (n, dim)`` on ``stream``."""
-        unit = unit_of(self.table.row_bytes, [out.data.ptr])
+        unit = unit_of(self.table.row_bytes | out.data.ptr)
         threads = 4 if self.table.row_bytes <= 64 else 8
         if self.table.row_bytes <= 32 and unit == 16:
             threads = 2
@@ -126,9 +165,23 @@ class GpuTable:
         with stream:
             count = cp.zeros(2, np.uint64)
             args = self.scan_args(count=count.data.ptr, **fields)
-            kernel("export_kernel").launch(blocks_of(self.shape.capacity), args, stream.ptr)
+            kernel("export_kernel").launch(blocks_of(self.shape.slots), args, stream.ptr)
             counts: NDArray[np.uint64] = count.get()
         return counts
+
+
+def _pinned(table: EmbeddingTable, size: int) -> Any:
+    """Pinned host memory that kernels can read and write; None for none."""
+    cp = cupy()
+    if not size:
+        return None
+    try:
+        return cp.cuda.PinnedMemoryPointer(cp.cuda.PinnedMemory(size), 0)
+    except cp.cuda.runtime.CUDARuntimeError as error:
+        raise ConfigError(
+            f"the GPU cache of table {table.id} needs {size:,} bytes of pinned host memory, which can't "
+            f"be had: {error}"
+        ) from error
 
 
 def _free_bytes() -> int:

@@ -1,6 +1,6 @@
 """The NumPy twin of a table on the device: where keys are placed, what is dropped for them.
 
-One key after the other, as the kernels do when keys don't compete for a bucket; where they do, the kernels
+One key after the other, as the kernels do when keys don't compete for a slot; where they do, the kernels
 may settle on another order, never on another result for the keys themselves. Written to be obvious.
 """
 
@@ -12,40 +12,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.cuda import layout
-from hps.cuda.layout import (
-    AGES,
-    EMPTY,
-    MARGIN,
-    PREFER,
-    ROW_MASK,
-    TOMBSTONE,
-    WAYS,
-    Shape,
-)
+from hps.cuda.layout import COUNT_BITS, EMPTY, HALF, MARGIN, ROW_MASK, TOMBSTONE, Policy, Shape
 from hps.types import KeyArray, VectorArray, VersionArray
+
+Place = tuple[int, int]
+"""A half and a slot in it."""
 
 
 class TwinTable:
     """Rows of ``dim`` values in host arrays shaped as the device's. One thread at a time."""
 
-    def __init__(self, shape: Shape, dim: int, dtype: Any = np.float32) -> None:
+    def __init__(
+        self, shape: Shape, dim: int, dtype: Any = np.float32, policy: Policy = Policy.LRU
+    ) -> None:
         self.shape = shape
-        self.keys = np.repeat(layout.fillers(shape.buckets)[:, None], WAYS, axis=1)
-        self.words = np.arange(shape.capacity, dtype=np.uint32).reshape(-1, WAYS) | np.uint32(EMPTY)
-        self.stamps = np.zeros((shape.buckets, WAYS), np.uint8)
+        self.policy = policy
+        self.keys = np.zeros((2 * shape.buckets, HALF), np.int64)
+        self.words = np.arange(shape.slots, dtype=np.uint32).reshape(-1, HALF) | np.uint32(EMPTY)
+        self.scores = np.zeros((2 * shape.buckets, HALF), np.uint32)
         self.rows = np.zeros((shape.rows, dim), dtype)
         self.versions = np.zeros(shape.rows, np.uint64)
-        self.spare = np.arange(shape.capacity, shape.rows, dtype=np.uint32)
-        self.now = 0
+        self.spare = np.arange(shape.rows - shape.spare, shape.rows, dtype=np.uint32)
+        self.clock = 1
+        self.epoch = 0
         self.evicted = 0
+        self.dropped = 0
         self._admitted = 0
 
-    def find(self, key: int) -> tuple[int, int] | None:
-        """The bucket and slot that carry ``key``, be it as a row, a tombstone or as what was there last."""
-        for bucket in self._both(key):
-            at = np.flatnonzero(self.keys[bucket] == key)
+    def find(self, key: int) -> Place | None:
+        """Where the row or tombstone of ``key`` is."""
+        for half in self._halves(key):
+            at = np.flatnonzero((self.keys[half] == key) & (self.words[half] < EMPTY))
             if len(at):
-                return bucket, int(at[0])
+                return half, int(at[0])
         return None
 
     def fetch(
@@ -57,13 +56,13 @@ class TwinTable:
         versions = np.zeros(len(keys), np.uint64)
         for i, key in enumerate(keys.tolist()):
             place = self.find(key)
-            if place is None or self.words[place] & EMPTY:
+            if place is None:
                 continue
             word = int(self.words[place])
             version = self.versions[word & ROW_MASK]
             if word & TOMBSTONE and version < oldest_tombstone:
                 continue
-            self.stamps[place] = self.now
+            self._stamp(place)
             words[i], versions[i] = word, version
             if not word & TOMBSTONE:
                 vectors[i] = self.rows[word]
@@ -76,20 +75,35 @@ class TwinTable:
         versions: VersionArray,
         oldest_tombstone: int = 0,
         *,
+        scores: NDArray[np.uint32] | None = None,
         update: bool = False,
     ) -> None:
         """Insert or update unique ``keys``; deletions where ``vectors`` is None. At most `spare` keys."""
-        admitted = []
+        admitted = 0
+        first = self.clock
+        if self.policy is not Policy.LRU:
+            first = (self.epoch << COUNT_BITS) + 1 if self.policy is Policy.LFU else 0
         for i, key in enumerate(keys.tolist()):
             row = None if vectors is None else vectors[i]
+            score = 0 if row is None else first if scores is None else int(scores[i])
             place = self.find(key)
-            if place is not None and not self.words[place] & EMPTY:
-                self._replace(i, place, row, int(versions[i]), oldest_tombstone, update)
-            elif not update:
-                admitted.append(self._admit(place, key, row, versions[i]))
-        self._tick(len(admitted))
-        for place in admitted:
-            self.stamps[place] = self.now if vectors is not None else (self.now + 1) % AGES
+            if place is not None:
+                if self._outdated(place, int(versions[i]), oldest_tombstone, update):
+                    continue
+                if not update and (row is None or scores is not None or self.policy is Policy.LRU):
+                    self.scores[place] = score
+            elif update or (place := self._choose(key, first if scores is None else score)) is None:
+                self.dropped += not update
+                continue
+            else:
+                admitted += 1
+                self.evicted += self.words[place] < TOMBSTONE
+                self.keys[place], self.scores[place] = key, score
+            self._fill(i, place, row, versions[i])
+        ticks, self._admitted = divmod(
+            self._admitted + admitted, self.shape.capacity // layout.TICKS_A_TURN
+        )
+        self.clock += ticks
 
     def evict(self, keys: KeyArray) -> None:
         for key in keys.tolist():
@@ -97,73 +111,62 @@ class TwinTable:
             if place is not None:
                 self.words[place] = int(self.words[place]) & ROW_MASK | EMPTY
 
-    def resident(self) -> KeyArray:
-        """The keys that have a row, ascending."""
-        return np.sort(self.keys[self.words < TOMBSTONE])
+    def resident(self, least: int = 0) -> KeyArray:
+        """The keys that have a row with a score of at least ``least``, ascending."""
+        return np.sort(self.keys[(self.words < TOMBSTONE) & (self.scores >= least)])
 
-    def _both(self, key: int) -> list[int]:
-        both: list[int] = layout.buckets_of(np.array([key], np.int64), self.shape.buckets)[
+    def _halves(self, key: int) -> list[int]:
+        halves: list[int] = layout.halves_of(np.array([key], np.int64), self.shape.buckets)[
             0
         ].tolist()
-        return both
+        return halves
 
-    def _replace(
-        self,
-        i: int,
-        place: tuple[int, int],
-        row: VectorArray | None,
-        version: int,
-        oldest_tombstone: int,
-        update: bool,
-    ) -> None:
+    def _stamp(self, place: Place) -> None:
+        if self.policy is Policy.LRU:
+            self.scores[place] = self.clock
+        elif self.policy is Policy.LFU:
+            score = int(self.scores[place])
+            if score >> COUNT_BITS != self.epoch:
+                self.scores[place] = (self.epoch << COUNT_BITS) + 1
+            elif (score + 1) % (1 << COUNT_BITS):
+                self.scores[place] = score + 1
+
+    def _outdated(self, place: Place, version: int, oldest_tombstone: int, update: bool) -> bool:
         word = int(self.words[place])
         held = int(self.versions[word & ROW_MASK])
         forgotten = bool(word & TOMBSTONE) and held < oldest_tombstone
-        if (forgotten if update else not forgotten and version < held) or (
-            update and version < held
-        ):
-            return
-        fresh = int(self.spare[i])
-        self.spare[i] = word & ROW_MASK
-        self._fill(place, fresh, row, version)
-        if row is not None and not update:
-            self.stamps[place] = self.now
+        return forgotten or version < held if update else not forgotten and version < held
 
-    def _admit(
-        self, stale: tuple[int, int] | None, key: int, row: VectorArray | None, version: Any
-    ) -> tuple[int, int]:
-        place = stale or self._choose(*self._both(key))
-        word = int(self.words[place])
-        self.evicted += word < TOMBSTONE
-        self.keys[place] = key
-        self._fill(place, word & ROW_MASK, row, version)
-        self.stamps[place] = self.now
-        return place
-
-    def _tick(self, admitted: int) -> None:
-        ticks, self._admitted = divmod(
-            self._admitted + admitted, self.shape.capacity // layout.TICKS_A_TURN
-        )
-        self.now = (self.now + ticks) % AGES
-
-    def _fill(
-        self, place: tuple[int, int], number: int, row: VectorArray | None, version: Any
-    ) -> None:
+    def _fill(self, i: int, place: Place, row: VectorArray | None, version: Any) -> None:
+        """Row and version into the i-th spare row, which takes the place of the slot's own."""
+        number = int(self.spare[i])
+        self.spare[i] = int(self.words[place]) & ROW_MASK
         self.versions[number] = version
         if row is not None:
             self.rows[number] = row
         self.words[place] = number | (TOMBSTONE if row is None else 0)
 
-    def _choose(self, first: int, second: int) -> tuple[int, int]:
-        """An empty slot if there is one, else the stalest; see `layout.PREFER` and `layout.MARGIN`."""
-        free = [np.flatnonzero(self.words[b] & EMPTY) for b in (first, second)]
-        if len(free[0]) > WAYS - PREFER:
-            return first, int(free[0][0])
-        if len(free[0]) or len(free[1]):
-            bucket, at = (second, free[1]) if len(free[1]) > len(free[0]) else (first, free[0])
-            return bucket, int(at[0])
-        now = np.uint8(self.now)
-        ages = [(now - self.stamps[b]) % AGES for b in (first, second)]
-        scores = np.concatenate([ages[0] + MARGIN, ages[1]])
-        best = int(scores.argmax())
-        return (first, best) if best < WAYS else (second, best - WAYS)
+    def _choose(self, key: int, score: int) -> Place | None:
+        """An empty slot, of the home half (unless it is the bucket's last and the second bucket has more) or
+        else of the emptier bucket; without any the lowest score, of the home half before others by
+        `MARGIN` ticks. None when ``score`` is lower than all."""
+        halves = self._halves(key)
+        vacant = [np.flatnonzero(self.words[half] & EMPTY) for half in halves]
+        here, there = len(vacant[0]) + len(vacant[1]), len(vacant[2]) + len(vacant[3])
+        if len(vacant[0]) and (here > 1 or there < 2):
+            order = [0]
+        else:
+            order = [2, 3] if there > len(vacant[1]) else [1]
+        for choice in order:
+            if len(vacant[choice]):
+                return halves[choice], int(vacant[choice][0])
+        if self.policy is Policy.NONE:
+            return None
+        scores = self.scores[halves].astype(np.int64)
+        if self.policy is Policy.LRU:
+            scores[1:] += MARGIN
+        scores[self.words[halves] >= TOMBSTONE] = -1
+        best = int(scores.reshape(-1).argmin())
+        if self.policy is Policy.SCORE and scores.reshape(-1)[best] > score:
+            return None
+        return halves[best // HALF], best % HALF

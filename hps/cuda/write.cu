@@ -1,50 +1,56 @@
-// insert, update and delete, in four launches; README.md says what must lie between them and why.
+// insert, update and delete: dedup, then place and show in turns over slices of the batch;
+// README.md says what must lie between two writes and why.
 //
-// keys (n,) i64, vectors (n, dim), versions (n,) u64; plan, position (n,) u32; scratch (a power of
-// two >= 2 n,) u32, filled with NO_ROW; spare (>= n,) u32. One writer at a time; any number of
-// fetches beside it. Twin: twin.py TwinTable.write (and newest_of_each of hps/tiers/base.py for
-// dedup_kernel).
+// keys (n,) i64, vectors (n, dim), versions (n,) u64, optional scores (n,) u32; plan (n,) u64,
+// position (n,) u32; scratch (a power of two >= 2 n,) u32, filled with NO_ROW; spare (>= n,) u32.
+// One writer at a time; any number of fetches beside it. Twin: twin.py TwinTable.write (and
+// newest_of_each of hps/tiers/base.py for dedup_kernel).
 #include "hash_table.cuh"
 
 struct WriteArgs {
   char* lines;
   char* rows;
+  char* host_rows;
   u64* row_versions;
   u32* spare;
   const u64* keys;
   const char* vectors;
   const u64* versions;
-  u32* plan;
-  u32* position;
+  const u32* scores;  // null: start
+  u32* position;      // null: every key stands once
   u32* scratch;
-  u64* counters;  // admitted, evicted, dropped, unused
+  u32* counters;  // admitted, evicted, dropped, blocks that have ended; zero before and after
+  u32* result;    // in host memory: admitted, evicted, dropped
   u64 oldest_tombstone;
   u32 buckets;
   u32 stride;
   u32 row_bytes;
+  u32 on_device;
   u32 n;
   u32 scratch_mask;
-  u32 now;
-  u32 unused;
+  u32 start;  // a new row's score
+  u32 policy;
   u32 tombstone;  // deletions: no vectors
+  u32 unused;
 };
 
-static_assert(sizeof(WriteArgs) == 128, "as launch.py has it");
+static_assert(sizeof(WriteArgs) == 152, "as launch.py has it");
 
-constexpr u32 NOTHING = 0xffffffffu;  // in plan: no slot was claimed for this key
-constexpr int TILE = 8;
+constexpr u64 NOTHING = ~0ULL;
+constexpr int TILE = 4;
+constexpr int CHOICES = 4;  // halves that a key may live in
 
 // Which of several entries with the same key counts: the highest version, on equal versions the
 // last. A thread per key; scratch ends up holding the winner of each key, position says where.
 __global__ void __launch_bounds__(BLOCK) dedup_kernel(const __grid_constant__ WriteArgs a) {
   const u32 i = blockIdx.x * BLOCK + threadIdx.x;
   if (i >= a.n) return;
-  const u64 key = a.keys[i], version = a.versions[i];
+  const u64 key = a.keys[i];
   u32 at = (u32)mix(key) & a.scratch_mask;
   for (;;) {
     u32 other = atomicCAS(&a.scratch[at], NO_ROW, i);
     while (other != NO_ROW && a.keys[other] == key) {
-      const u64 theirs = a.versions[other];
+      const u64 theirs = a.versions[other], version = a.versions[i];
       if (theirs > version || (theirs == version && other > i)) {
         a.position[i] = at;
         return;
@@ -61,6 +67,13 @@ __global__ void __launch_bounds__(BLOCK) dedup_kernel(const __grid_constant__ Wr
   a.position[i] = at;
 }
 
+// The slot taken for a key, whether it held another key or none, and the word it had.
+struct Place {
+  u32 half, word;
+  int rank;
+  bool is_new;
+};
+
 template <int UNIT>
 __device__ __forceinline__ void fill_row(const WriteArgs& a, u32 row, u32 i,
                                          const Tile<TILE>& tile) {
@@ -68,188 +81,189 @@ __device__ __forceinline__ void fill_row(const WriteArgs& a, u32 row, u32 i,
   if (tile.rank == 0) a.row_versions[row] = a.versions[i];
   if (a.tombstone) return;
   const unit* from = (const unit*)(a.vectors + (size_t)i * a.row_bytes);
-  unit* to = (unit*)(a.rows + (size_t)row * a.stride);
-  for (int c = tile.rank; c < (int)a.row_bytes / UNIT; c += TILE) to[c] = from[c];
+  unit* to = (unit*)row_at(a, row, a.stride);
+#pragma unroll 4
+  for (int c = tile.rank; c < (int)a.row_bytes / UNIT; c += TILE) to[c] = __ldcs(from + c);
 }
 
-// The slot to take for a key that is not resident, as bucket choice * WAYS + slot, or -1 when all
-// are claimed. `words` gets the chosen slot's word.
-__device__ __forceinline__ int choose(char* first, char* other, u64 first_stamps, u64 other_stamps,
-                                      u32 now, const Tile<TILE>& tile, u32& word) {
-  u32 words[3];
-  int score[3];
-  int free_slots[2] = {0, 0};
+// The slot to take for a key that is not resident, as choice * 4 + rank, or -1 when there is none:
+// an empty one of the home half (unless it is the bucket's last and the second bucket has more),
+// else of the emptier bucket, else the one with the lowest score. `slot` are the four halves' slots
+// at this thread's rank.
+__device__ __forceinline__ int choose(const Slot* slot, u32 score, u32 policy,
+                                      const Tile<TILE>& tile) {
+  int vacant[CHOICES];
 #pragma unroll
-  for (int k = 0; k < 3; k++) {
-    const int q = tile.rank + k * TILE, second = q >= WAYS, slot = q - second * WAYS;
-    const bool real = q < 2 * WAYS;
-    words[k] = real ? __ldcg(word_at(second ? other : first, slot)) : CLAIMED;
-    const bool empty = (words[k] & CLAIMED) == EMPTY;
-    free_slots[0] += __popc(__ballot_sync(tile.mask, real && empty && !second) & tile.mask);
-    free_slots[1] += __popc(__ballot_sync(tile.mask, real && empty && second) & tile.mask);
+  for (int k = 0; k < CHOICES; k++) {
+    const bool it = (slot[k].word & (EMPTY | CLAIMED)) == EMPTY;
+    vacant[k] = __popc(__ballot_sync(tile.mask, it) & tile.mask);
   }
-  const bool room = free_slots[0] || free_slots[1];
-  const int wanted = free_slots[0] > WAYS - PREFER ? 0 : free_slots[1] > free_slots[0];
-  int best = -1;
+  const int here = vacant[0] + vacant[1], there = vacant[2] + vacant[3];
+  const bool room = here + there;
+  const bool home = vacant[0] && (here > 1 || there < 2);
+  const bool second = !home && there > vacant[1];
+  u64 best = NOTHING;
 #pragma unroll
-  for (int k = 0; k < 3; k++) {
-    const int q = tile.rank + k * TILE, second = q >= WAYS, slot = q - second * WAYS;
-    score[k] = -1;
+  for (int k = 0; k < CHOICES; k++) {
+    const u32 word = slot[k].word;
+    u64 rank = NOTHING;
     if (room) {
-      if (q < 2 * WAYS && (words[k] & CLAIMED) == EMPTY && second == wanted) score[k] = 0;
-    } else if (q < 2 * WAYS && (words[k] & CLAIMED) != CLAIMED) {
-      const u32 stamp =
-          (u32)((second ? other_stamps : first_stamps) >> (slot * STAMP_BITS)) & (AGES - 1);
-      score[k] = (int)((now - stamp) & (AGES - 1)) + (second ? 0 : MARGIN);
+      const bool wanted = home ? k == 0 : second ? k >= 2 : k == 1;
+      if (wanted && (word & (EMPTY | CLAIMED)) == EMPTY) rank = 0;
+    } else if (policy != NONE && !(word & CLAIMED)) {
+      const int margin = policy == LRU && k ? MARGIN : 0;
+      rank = word & TOMBSTONE ? 0 : (u64)slot[k].score + 1 + margin;
     }
-    if (score[k] >= 0) best = max(best, score[k] * 32 + 31 - q);
+    if (rank != NOTHING) best = min(best, rank * 32 + k * HALF + tile.rank);
   }
 #pragma unroll
   for (int step = TILE / 2; step; step /= 2)
-    best = max(best, __shfl_xor_sync(tile.mask, best, step, TILE));
-  if (best < 0) return -1;
-  const int q = 31 - (best & 31);
-  word = tile.from(q < TILE ? words[0] : q < 2 * TILE ? words[1] : words[2], q & (TILE - 1));
-  return q;
+    best = min(best, __shfl_xor_sync(tile.mask, best, step, TILE));
+  if (best == NOTHING) return -1;
+  if (policy == SCORE && !room && best / 32 > (u64)score + 1) return -1;  // worth less than all
+  return (int)(best & 31);
 }
 
-// Gives a resident key its new row (or tombstone): filled in a spare row, then shown by one
-// exchange of the slot's word. False when the key was dropped for another one a moment ago: look
-// again.
-template <int UNIT, bool UPDATE>
-__device__ __forceinline__ bool replace(const WriteArgs& a, u32 i, char* line, int slot, u32 word,
-                                        const Tile<TILE>& tile) {
-  const u32 row = word & ROW_MASK, fresh = a.spare[i];
-  const u64 held = __ldcg(&a.row_versions[row]), version = a.versions[i];
-  const bool forgotten = word & TOMBSTONE && held < a.oldest_tombstone;
-  if (UPDATE ? forgotten || version < held : !forgotten && version < held) return true;
-  fill_row<UNIT>(a, fresh, i, tile);
-  __threadfence();
-  __syncwarp(tile.mask);
-  u32 seen = 0;
-  if (tile.rank == 0)
-    seen = atomicCAS(word_at(line, slot), word, fresh | (a.tombstone ? TOMBSTONE : 0));
-  if (tile.from(seen, 0) != word) return false;
-  if (tile.rank == 0) {
-    a.spare[i] = row;
-    if (!UPDATE && !a.tombstone) set_stamp(line, slot, a.now);
+// Finds key i's place. Returns false when it gets none.
+template <bool UPDATE>
+__device__ __forceinline__ bool find_place(const WriteArgs& a, u32 i, Place& place, u32* counted,
+                                           const Tile<TILE>& tile) {
+  const u64 key = a.keys[i], hash = mix(key);
+  u32 half[CHOICES];
+  half[0] = home_half(hash, a.buckets);
+  half[1] = half[0] ^ 1;
+  half[2] = second_half(hash, a.buckets, half[0]);
+  half[3] = half[2] + 1;
+  for (;;) {
+    Slot slot[CHOICES];
+    int lane = -1;
+#pragma unroll
+    for (int k = 0; k < CHOICES; k++) {
+      if (!UPDATE || k == 0) slot[k] = load_slot(slot_at(a.lines, half[k], tile.rank));
+    }
+    int choice = 0;
+#pragma unroll
+    for (int k = 0; k < CHOICES; k++) {
+      if (lane >= 0) break;
+      if (UPDATE && k == 1)
+#pragma unroll
+        for (int l = 1; l < CHOICES; l++) slot[l] = load_slot(slot_at(a.lines, half[l], tile.rank));
+      lane = tile.which(slot[k].key == key && !(slot[k].word & (EMPTY | CLAIMED)));
+      if (lane >= 0) choice = k;
+    }
+    place.is_new = lane < 0;
+    u32 word = slot[0].word;
+    if (lane >= 0) {
+#pragma unroll
+      for (int k = 1; k < CHOICES; k++)
+        if (choice == k) word = slot[k].word;
+      place.rank = lane & (TILE - 1);
+      word = __shfl_sync(tile.mask, word, lane);
+      const u64 held = a.row_versions[word & ROW_MASK], version = a.versions[i];
+      const bool forgotten = word & TOMBSTONE && held < a.oldest_tombstone;
+      if (UPDATE ? forgotten || version < held : !forgotten && version < held) return false;
+    } else {
+      if (UPDATE) return false;
+      const int q = choose(slot, a.scores ? a.scores[i] : a.start, a.policy, tile);
+      if (q < 0) {
+        if (tile.rank == 0) atomicAdd(&counted[2], 1u);
+        return false;
+      }
+      choice = q / HALF;
+#pragma unroll
+      for (int k = 1; k < CHOICES; k++)
+        if (choice == k) word = slot[k].word;
+      place.rank = q & (HALF - 1);
+      word = __shfl_sync(tile.mask, word, place.rank, TILE);
+    }
+    place.half = choice == 0 ? half[0] : choice == 1 ? half[1] : half[2] + (choice - 2);
+    place.word = word;
+    if (UPDATE) return true;
+    u32 seen = 0;
+    if (tile.rank == 0)
+      seen = atomicCAS(word_of(slot_at(a.lines, place.half, place.rank)), word, CLAIMED | word);
+    if (__shfl_sync(tile.mask, seen, 0, TILE) == word) break;
+  }
+  if (tile.rank == 0 && place.is_new) {
+    atomicAdd(&counted[0], 1u);
+    if (!(place.word & (EMPTY | TOMBSTONE))) atomicAdd(&counted[1], 1u);
   }
   return true;
 }
 
-// Finds key i's place. Resident keys are done with then; for another one a slot is claimed, which
-// ends the life of the row in it, and returned. counted: admitted, evicted, dropped.
-template <int UNIT, bool UPDATE>
-__device__ __forceinline__ u32 place(const WriteArgs& a, u32 i, u32* counted,
-                                     const Tile<TILE>& tile) {
-  const u64 key = a.keys[i], hash = mix(key);
-  const u32 first = first_bucket(hash, a.buckets), other = second_bucket(hash, a.buckets, first);
-  for (;;) {
-    Line<TILE> line, second;
-    line.load(line_at(a.lines, first), tile);
-    if (!UPDATE) second.load(line_at(a.lines, other), tile);
-    const u64 stamps = line.stamps();
-    u32 bucket = first, word = CLAIMED;
-    int slot = line.find(key, tile);
-    if (slot < 0) {
-      if (UPDATE) second.load(line_at(a.lines, other), tile);
-      bucket = other;
-      line = second;
-      slot = line.find(key, tile);
-    }
-    if (slot >= 0) word = line.word(slot, tile);
-    if (!(word & EMPTY)) {
-      if (replace<UNIT, UPDATE>(a, i, line_at(a.lines, bucket), slot, word, tile)) return NOTHING;
-      continue;
-    }
-    if (UPDATE) return NOTHING;
-    if ((word & CLAIMED) == CLAIMED) {  // else: the key's own slot of old
-      const int q =
-          choose(line_at(a.lines, first), line_at(a.lines, other), tile.from(stamps, TILE - 1),
-                 tile.from(second.stamps(), TILE - 1), a.now, tile, word);
-      if (q < 0) {
-        if (tile.rank == 0) atomicAdd(&counted[2], 1u);
-        return NOTHING;
-      }
-      bucket = q >= WAYS ? other : first;
-      slot = q >= WAYS ? q - WAYS : q;
-    }
-    u32 seen = 0;
-    if (tile.rank == 0)
-      seen = atomicCAS(word_at(line_at(a.lines, bucket), slot), word, CLAIMED | word);
-    if (tile.from(seen, 0) != word) continue;
-    if (tile.rank == 0) {
-      atomicAdd(&counted[0], 1u);
-      if (!(word & CLAIMED)) atomicAdd(&counted[1], 1u);
-    }
-    return bucket * WAYS + slot;
-  }
+// Whether entry i is the one that counts for its key. All threads of the tile call it, once.
+__device__ __forceinline__ bool counts(const WriteArgs& a, u32 i, const Tile<TILE>& tile) {
+  if (!a.position) return true;
+  u32* const winner = &a.scratch[a.position[i]];
+  const bool wins = *(volatile u32*)winner == i;  // others of its key see i or NO_ROW
+  __syncwarp(tile.mask);
+  if (wins && tile.rank == 0) *winner = NO_ROW;
+  return wins;
 }
 
-// plan gets the slot claimed for each key, or NOTHING. A tile of 8 threads per key.
+// Makes the row of key i visible, by one store; the row that it replaces becomes spare.
+template <bool UPDATE>
+__device__ __forceinline__ void show(const WriteArgs& a, u32 i, const Place& place) {
+  char* slot = slot_at(a.lines, place.half, place.rank);
+  const u32 word = a.spare[i] | (a.tombstone ? TOMBSTONE : 0);
+  const u32 score = a.tombstone ? 0 : a.scores ? a.scores[i] : a.start;
+  if (place.is_new) {
+    const Slot whole = {a.keys[i], word, score};
+    store_slot(slot, whole);
+  } else {
+    store_word(slot, word);
+    if (!UPDATE && (a.scores || a.policy == LRU || a.tombstone))
+      *(volatile u32*)score_of(slot) = score;
+  }
+  a.spare[i] = place.word & ROW_MASK;
+}
+
+// Each key that counts gets a spare row, filled before it is shown in a slot. Updates leave keys
+// alone that are not resident. A tile of 4 threads per key.
 template <int UNIT, bool UPDATE>
-__global__ void __launch_bounds__(BLOCK, UPDATE ? 5 : 6)
-    choose_kernel(const __grid_constant__ WriteArgs a) {
+__global__ void __launch_bounds__(BLOCK, UPDATE ? 8 : 5)
+    write_kernel(const __grid_constant__ WriteArgs a) {
   __shared__ u32 counted[3];
   if (threadIdx.x < 3) counted[threadIdx.x] = 0;
   __syncthreads();
   const Tile<TILE> tile;
   const u32 i = (blockIdx.x * BLOCK + threadIdx.x) / TILE;
-  if (i < a.n) {
-    u32 plan = NOTHING;
-    if (a.scratch[a.position[i]] == i) plan = place<UNIT, UPDATE>(a, i, counted, tile);
-    if (tile.rank == 0) a.plan[i] = plan;
+  if (i < a.n && counts(a, i, tile)) {
+    Place place;
+    if (!UPDATE) fill_row<UNIT>(a, a.spare[i], i, tile);
+    if (find_place<UPDATE>(a, i, place, counted, tile)) {
+      if (UPDATE) fill_row<UNIT>(a, a.spare[i], i, tile);
+      __threadfence();
+      __syncwarp(tile.mask);
+      if (tile.rank == 0) show<UPDATE>(a, i, place);
+    }
   }
   __syncthreads();
   if (threadIdx.x < 3 && counted[threadIdx.x])
-    atomicAdd(&a.counters[threadIdx.x], (u64)counted[threadIdx.x]);
-}
-
-// Keys and rows into the claimed slots. No reader that saw the slots' former rows runs any more.
-template <int UNIT>
-__global__ void __launch_bounds__(BLOCK) fill_kernel(const __grid_constant__ WriteArgs a) {
-  const Tile<TILE> tile;
-  const u32 i = (blockIdx.x * BLOCK + threadIdx.x) / TILE;
-  if (i >= a.n) return;
-  const u32 plan = a.plan[i];
-  if (plan == NOTHING) return;
-  char* line = line_at(a.lines, plan / WAYS);
-  const int slot = plan % WAYS;
-  const u32 row = *word_at(line, slot) & ROW_MASK;
-  if (tile.rank == 0) {
-    ((u64*)line)[slot] = a.keys[i];
-    set_stamp(line, slot, a.tombstone ? a.now + 1 : a.now);
+    atomicAdd(&a.counters[threadIdx.x], counted[threadIdx.x]);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    if (atomicAdd(&a.counters[3], 1u) == gridDim.x - 1) {
+      for (int k = 0; k < 3; k++) a.result[k] = atomicExch(&a.counters[k], 0u);
+      a.counters[3] = 0;
+    }
   }
-  fill_row<UNIT>(a, row, i, tile);
 }
 
-// The claimed slots become visible. No reader that saw the slots' former keys runs any more.
-__global__ void __launch_bounds__(BLOCK) publish_kernel(const __grid_constant__ WriteArgs a) {
-  const u32 i = blockIdx.x * BLOCK + threadIdx.x;
-  if (i >= a.n || a.plan[i] == NOTHING) return;
-  u32* word = word_at(line_at(a.lines, a.plan[i] / WAYS), a.plan[i] % WAYS);
-  *(volatile u32*)word = (*word & ROW_MASK) | (a.tombstone ? TOMBSTONE : 0);
-}
-
-// Resident keys leave; their slots and rows are free for the next insert. A tile of 8 threads per
+// Resident keys leave; their slots and rows are free for the next insert. A tile of 4 threads per
 // key.
 __global__ void __launch_bounds__(BLOCK) evict_kernel(const __grid_constant__ WriteArgs a) {
   const Tile<TILE> tile;
   const u32 i = (blockIdx.x * BLOCK + threadIdx.x) / TILE;
   if (i >= a.n) return;
   const u64 key = a.keys[i], hash = mix(key);
-  u32 bucket = first_bucket(hash, a.buckets);
-  for (int choice = 0; choice < 2; choice++) {
-    Line<TILE> line;
-    char* at = line_at(a.lines, bucket);
-    line.load(at, tile);
-    const int slot = line.find(key, tile);
-    if (slot >= 0) {
-      const u32 word = line.word(slot, tile);
-      if (tile.rank == 0 && !(word & EMPTY))
-        atomicCAS(word_at(at, slot), word, EMPTY | (word & ROW_MASK));
-      return;
-    }
-    bucket = second_bucket(hash, a.buckets, bucket);
+  const u32 home = home_half(hash, a.buckets);
+  const u32 second = second_half(hash, a.buckets, home);
+#pragma unroll
+  for (int k = 0; k < CHOICES; k++) {
+    char* at = slot_at(a.lines, k < 2 ? home ^ k : second + k - 2, tile.rank);
+    const Slot slot = load_slot(at);
+    if (slot.key == key && !(slot.word & EMPTY)) store_word(at, EMPTY | (slot.word & ROW_MASK));
   }
 }

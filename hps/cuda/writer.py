@@ -1,15 +1,14 @@
-"""The steps of insert, update, delete and evict, and what lies between them; README.md says why."""
+"""What insert, update, delete and evict launch, and what lies between two of them; README.md says why."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hps.cuda.launch import WRITE_ARGS, WRITE_TILE, blocks_of, unit_of
 from hps.cuda.layout import MAX_SPARE, NO_ROW
-from hps.cuda.loader import args_of, cupy, kernel
+from hps.cuda.loader import Struct, cupy, kernel
 from hps.cuda.readers import Readers
 from hps.cuda.table import GpuTable
 
@@ -21,13 +20,18 @@ class Writer:
         cp = cupy()
         self.stream = cp.cuda.Stream(non_blocking=True)
         self._readers = readers
-        self._done = cp.cuda.Event(disable_timing=True)
-        self._plan = cp.empty(MAX_SPARE, np.uint32)
+        self._given = cp.cuda.Event(disable_timing=True)
         self._position = cp.empty(MAX_SPARE, np.uint32)
-        self._scratch = cp.empty(2 * MAX_SPARE, np.uint32)
-        self._counters = cp.zeros(4, np.uint64)
-        pinned = cp.cuda.alloc_pinned_memory(32)
-        self._counted = np.frombuffer(pinned, np.uint64, 4)
+        self._scratch = cp.full(2 * MAX_SPARE, NO_ROW, np.uint32)
+        self._counters = cp.zeros(4, np.uint32)
+        self._pinned = cp.cuda.alloc_pinned_memory(12)
+        self._counted = np.frombuffer(self._pinned, np.uint32, 3)
+        cp.cuda.get_current_stream().synchronize()
+
+    def after(self, stream: Any) -> None:
+        """Make what follows wait for what ``stream`` was given so far."""
+        self._given.record(stream)
+        self.stream.wait_event(self._given)
 
     def write(
         self,
@@ -37,21 +41,31 @@ class Writer:
         versions: Any,
         oldest_tombstone: int,
         *,
+        scores: Any = None,
         update: bool = False,
+        unique: bool = False,
     ) -> None:
         """Insert or update ``keys (n,)`` with ``vectors (n, dim)``; delete them where it is None. Device
-        arrays, C-contiguous. Every fetch launched after the return sees the result."""
-        for start in range(0, len(keys), table.shape.spare):
-            some = slice(start, start + table.shape.spare)
-            rows = None if vectors is None else vectors[some]
-            args = self._args(table, keys[some], rows, versions[some])
-            args["oldest_tombstone"] = oldest_tombstone
-            self._write_some(table, args, "true" if update else "false")
+        arrays, C-contiguous; ``unique`` says that no key stands twice. Every fetch launched after the
+        return sees the result."""
+        which = "true" if update else "false"
+        for start in range(0, len(keys), table.shape.batch):
+            n = min(table.shape.batch, len(keys) - start)
+            args = self._args(table, keys.data.ptr + 8 * start, n)
+            args["versions"] = versions.data.ptr + 8 * start
+            if vectors is not None:
+                args["vectors"] = vectors.data.ptr + table.table.row_bytes * start
+            if scores is not None:
+                args["scores"] = scores.data.ptr + 4 * start
+            args["tombstone"], args["oldest_tombstone"] = vectors is None, oldest_tombstone
+            if not unique:
+                self._dedup(args, n)
+            self._write_some(table, args, n, which)
 
     def evict(self, table: GpuTable, keys: Any) -> None:
         """Drop ``keys (n,)``, a device array."""
-        args = self._args(table, keys, None, None)
-        self._launch("evict_kernel", args, WRITE_TILE)
+        n = len(keys)
+        self._launch("evict_kernel", self._args(table, keys.data.ptr, n), n, WRITE_TILE)
         self.finish()
 
     def clear(self, table: GpuTable) -> None:
@@ -60,51 +74,33 @@ class Writer:
 
     def finish(self) -> None:
         """Wait for what was launched. The steps are short: sleeping would cost more than they take."""
-        self._done.record(self.stream)
-        self._done.synchronize()
+        self.stream.synchronize()
 
-    def _write_some(self, table: GpuTable, args: NDArray[Any], update: str) -> None:
-        """As many keys as there are spare rows, step by step. Everything launched before is complete."""
-        n, unit = int(args["n"]), self._unit(args)
-        size = 1 << (2 * n - 1).bit_length()
-        args["scratch_mask"] = size - 1
-        with self.stream:
-            self._scratch[:size].fill(NO_ROW)
-            self._counters.fill(0)
-        self._launch("dedup_kernel", args)
+    def _dedup(self, args: Struct, n: int) -> None:
+        args["position"] = self._position.data.ptr
+        args["scratch_mask"] = (1 << (2 * n - 1).bit_length()) - 1
+        self._launch("dedup_kernel", args, n)
+
+    def _write_some(self, table: GpuTable, args: Struct, n: int, update: str) -> None:
+        """At most as many keys as there are spare rows. Everything launched before is complete."""
+        unit = unit_of(table.table.row_bytes | int(args["vectors"]))
         self._readers.hold_back(self.stream)  # the spare rows were shown until the last write
-        self._launch(f"choose_kernel<{unit}, {update}>", args, WRITE_TILE)
-        self._counters.get(stream=self.stream, out=self._counted, blocking=False)
+        self._launch(f"write_kernel<{unit}, {update}>", args, n, WRITE_TILE)
         self.finish()
-        admitted, evicted, dropped, _ = self._counted.tolist()
-        table.account(admitted, evicted, dropped)
-        args["now"] = table.now
-        if admitted:
-            self._readers.hold_back(self.stream)  # the rows in the claimed slots were shown
-            self._launch(f"fill_kernel<{unit}>", args, WRITE_TILE)
-            self.finish()
-            self._readers.hold_back(self.stream)  # the slots' former keys were there
-            self._launch("publish_kernel", args)
-            self.finish()
+        table.account(*self._counted.tolist())
+        if table.static:
+            table.filled += n
 
-    def _launch(self, name: str, args: NDArray[Any], threads_a_key: int = 1) -> None:
-        kernel(name).launch(blocks_of(int(args["n"]), threads_a_key), args, self.stream.ptr)
+    def _launch(self, name: str, args: Struct, keys: int, threads_a_key: int = 1) -> None:
+        kernel(name).launch(blocks_of(keys, threads_a_key), args, self.stream.ptr)
 
-    def _args(self, table: GpuTable, keys: Any, vectors: Any, versions: Any) -> NDArray[Any]:
-        args = args_of(WRITE_ARGS)
-        args["lines"], args["rows"], args["row_versions"] = table.pointers
-        args["buckets"], args["stride"], args["row_bytes"] = table.sizes
-        args["spare"], args["now"] = table.spare.data.ptr, table.now
-        args["keys"], args["n"] = keys.data.ptr, len(keys)
-        if versions is not None:
-            args["versions"] = versions.data.ptr
-        if vectors is not None:
-            args["vectors"] = vectors.data.ptr
-        args["plan"], args["position"] = self._plan.data.ptr, self._position.data.ptr
-        args["scratch"], args["counters"] = self._scratch.data.ptr, self._counters.data.ptr
-        args["tombstone"] = vectors is None
+    def _args(self, table: GpuTable, keys: int, n: int) -> Struct:
+        args = Struct(WRITE_ARGS)
+        args["lines"], args["rows"], args["host_rows"], args["row_versions"] = table.pointers
+        args["buckets"], args["stride"], args["row_bytes"], args["on_device"] = table.sizes
+        args["spare"] = table.spare.data.ptr + 4 * table.filled
+        args["policy"], args["start"] = int(table.policy), table.first_score
+        args["keys"], args["n"] = keys, n
+        args["scratch"] = self._scratch.data.ptr
+        args["counters"], args["result"] = self._counters.data.ptr, self._pinned.ptr
         return args
-
-    @staticmethod
-    def _unit(args: NDArray[Any]) -> int:
-        return unit_of(int(args["row_bytes"]), [int(args["vectors"])])

@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 
 from hps.cuda.fetch import PARTS, Ask, Direct, Workspace
+from hps.cuda.layout import NO_ROW, Policy
 from hps.cuda.loader import cupy
+from hps.cuda.pool import Bags, pool
 from hps.cuda.readers import Readers
 from hps.cuda.table import GpuTable
 from hps.cuda.writer import Writer
 from hps.errors import BadRequest, ConfigError, TierTimeout
 from hps.tiers.base import FetchContext, Part, TierInfo
-from hps.tiers.gpu_checks import check_part, checked
-from hps.types import EmbeddingTable, KeyArray, Source, oldest_tombstone
+from hps.tiers.gpu_checks import Pooling, check_part, check_pooling, checked
+from hps.types import EmbeddingTable, IndexArray, KeyArray, Source, oldest_tombstone
 
 _INFO = TierInfo("gpu", Source.GPU, memory="cuda", cache=True)
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
@@ -47,7 +49,7 @@ class GpuCache:
         self._device = self._cupy.cuda.Device(device)
         self._clock = clock
         self._tables: dict[EmbeddingTable, GpuTable] = {}
-        self._workspaces: queue.LifoQueue[Workspace] = queue.LifoQueue()
+        self._workspaces: queue.SimpleQueue[Workspace] = queue.SimpleQueue()
         with self._device:
             self._readers = Readers()
             self._writer = Writer(self._readers)
@@ -61,9 +63,21 @@ class GpuCache:
     def info(self) -> TierInfo:
         return _INFO
 
-    def add_table(self, table: EmbeddingTable, rows: int) -> None:
-        """Begin to keep ``table``, with room for ``rows`` rows (rounded up to whole buckets); 0 keeps it
-        out."""
+    def add_table(
+        self,
+        table: EmbeddingTable,
+        rows: int,
+        *,
+        policy: Policy = Policy.LRU,
+        host_rows: int = 0,
+        static: bool = False,
+    ) -> None:
+        """Begin to keep ``table``, with room for ``rows`` rows (rounded up to whole buckets), ``host_rows``
+        of them in pinned host memory; 0 rows keep it out.
+
+        A ``static`` table keeps all of its ``rows``: insert each key once, then `seal` it; until then
+        it must not be read, and afterwards it can't be changed.
+        """
         if rows < 0:
             raise ConfigError(
                 f"the GPU cache of table {table.id} can't have {rows} rows; 0 is none"
@@ -76,7 +90,13 @@ class GpuCache:
             self.drop_table(table)
             return
         with self._device:
-            self._tables[table] = GpuTable(table, rows)
+            self._tables[table] = GpuTable(table, rows, policy, host_rows, static=static)
+
+    def seal(self, table: EmbeddingTable) -> int:
+        """End the filling of a static table; returns how many keys found no slot (next to never any)."""
+        held = self.held(table)
+        held.sealed = True
+        return held.dropped
 
     def drop_table(self, table: EmbeddingTable) -> None:
         """Forget ``table``; its memory is free once the fetches under way have ended."""
@@ -106,7 +126,33 @@ class GpuCache:
                     misses = space.fetch(
                         self._readers, stream, [ask for _, ask in some], int(Source.GPU)
                     )
-                    _hand_out([part for part, _ in some], misses)
+                    if len(some) == 1:
+                        part = some[0][0]
+                        part.missing = _left(part, misses.astype(np.int64))
+                    else:
+                        _hand_out([part for part, _ in some], misses)
+            finally:
+                self._workspaces.put(space)
+
+    def pool(self, asks: Sequence[Pooling], stream: Any = None) -> bool:
+        """Pool every table's keys straight into ``out``; see `Pooling`. False when a key has no row here, be
+        it deleted: what is in the outs has no meaning then. Counts as a use of the keys. Thread-safe as
+        `fetch`, and waits for its stream as that does."""
+        bags = []
+        for ask in asks:
+            table = self._tables.get(ask.table)
+            check_pooling(ask, self._device.id)
+            if table is None and len(ask.keys.keys):
+                return False
+            if table is not None and len(ask.out):
+                bags.append(_bags(table, ask))
+            elif len(ask.out):
+                ask.out.fill(0)
+        with self._device:
+            space = self._workspace(FetchContext())
+            try:
+                stream = stream or self._cupy.cuda.get_current_stream()
+                return pool(space, self._readers, stream, bags) == 0
             finally:
                 self._workspaces.put(space)
 
@@ -125,18 +171,59 @@ class GpuCache:
 
     # -- writing ----------------------------------------------------------------------------------
 
-    def insert(self, table: EmbeddingTable, keys: Any, vectors: Any, versions: Any) -> None:
-        self._write(table, keys, vectors, versions, update=False)
+    def insert(
+        self,
+        table: EmbeddingTable,
+        keys: Any,
+        vectors: Any,
+        versions: Any,
+        scores: Any = None,
+        *,
+        unique: bool = False,
+    ) -> None:
+        """As `Tier.insert`; ``scores (n,) uint32`` say how much each row is worth where the caller does
+        (`Policy.SCORE`); ``unique`` that no key stands twice, which saves looking for that."""
+        self._write(table, keys, vectors, versions, scores, unique=unique)
 
-    def update(self, table: EmbeddingTable, keys: Any, vectors: Any, versions: Any) -> None:
-        self._write(table, keys, vectors, versions, update=True)
+    def find_or_insert(
+        self, table: EmbeddingTable, keys: Any, vectors: Any, versions: Any, scores: Any = None
+    ) -> int:
+        """Replace those of ``vectors (n, dim)``, on the device, whose key has a row by that row; insert the
+        others. Returns how many had one. ``keys (n,)`` must be unique. The writer's to call."""
+        held, given = self._prepare(table, keys=keys, vectors=vectors, versions=versions)
+        if held is None:
+            return 0
+        cp, n = self._cupy, len(given["keys"])
+        with self._device:
+            misses = cp.zeros(4 + n, np.uint32)
+            self.direct.fetch(held, given["keys"], given["vectors"], misses)
+            count = int(misses[0])
+            if count:
+                new = misses[4 : 4 + count]
+                chosen = {name: array[new] for name, array in given.items()}
+                if scores is not None:
+                    chosen["scores"] = cp.asarray(scores)[new]
+                self.insert(table, **chosen, unique=True)
+        return n - count
+
+    def update(
+        self,
+        table: EmbeddingTable,
+        keys: Any,
+        vectors: Any,
+        versions: Any,
+        *,
+        unique: bool = False,
+    ) -> None:
+        """As `Tier.update`; ``unique`` as for `insert`."""
+        self._write(table, keys, vectors, versions, update=True, unique=unique)
 
     def delete(self, table: EmbeddingTable, keys: Any, versions: Any) -> None:
         held, arrays = self._prepare(table, keys=keys, versions=versions)
         if held is not None:
             with self._device:
                 oldest = oldest_tombstone(table, self._clock())
-                self._writer.write(held, arrays["keys"], None, arrays["versions"], oldest)
+                self._writer.write(held, vectors=None, **arrays, oldest_tombstone=oldest)
 
     def evict(self, table: EmbeddingTable, keys: Any) -> None:
         held, arrays = self._prepare(table, keys=keys)
@@ -147,20 +234,30 @@ class GpuCache:
     def clear(self, table: EmbeddingTable) -> None:
         """Drop every row and tombstone of ``table``."""
         if held := self._tables.get(table):
+            _refuse_sealed(held)
             with self._device:
                 self._writer.clear(held)
 
     def _write(
-        self, table: EmbeddingTable, keys: Any, vectors: Any, versions: Any, *, update: bool
+        self,
+        table: EmbeddingTable,
+        keys: Any,
+        vectors: Any,
+        versions: Any,
+        scores: Any = None,
+        *,
+        update: bool = False,
+        unique: bool = False,
     ) -> None:
-        held, arrays = self._prepare(table, keys=keys, vectors=vectors, versions=versions)
-        if held is None:
-            return
-        with self._device:
-            oldest = oldest_tombstone(table, self._clock())
-            self._writer.write(
-                held, arrays["keys"], arrays["vectors"], arrays["versions"], oldest, update=update
-            )
+        given = {"keys": keys, "vectors": vectors, "versions": versions}
+        if scores is not None:
+            given["scores"] = scores
+        held, arrays = self._prepare(table, **given)
+        if held is not None:
+            with self._device:
+                oldest = oldest_tombstone(table, self._clock())
+                how = {"update": update, "unique": unique}
+                self._writer.write(held, **arrays, oldest_tombstone=oldest, **how)
 
     def _prepare(
         self, table: EmbeddingTable, **arrays: Any
@@ -174,18 +271,19 @@ class GpuCache:
             for name, array in arrays.items():
                 arrays[name] = checked(table, name, array, n, self._device.id)
             held = self._tables.get(table)
+            if held is not None:
+                _refuse_sealed(held)
             if held is None or n == 0:
                 return None, arrays
-            here = self._cupy.cuda.get_current_stream()
             on_device = {name: self._cupy.asarray(array) for name, array in arrays.items()}
-            self._writer.stream.wait_event(here.record())
+            self._writer.after(self._cupy.cuda.get_current_stream())
         return held, on_device
 
     # -- what it holds ----------------------------------------------------------------------------
 
     def contains(self, table: EmbeddingTable, keys: Any) -> Any:
         """``(n,) bool`` on the device: which of ``keys (n,)`` have a row here. Not a use of the keys."""
-        return self.row_numbers(table, keys) != np.uint32(2**32 - 1)
+        return self.row_numbers(table, keys) != np.uint32(NO_ROW)
 
     def row_numbers(self, table: EmbeddingTable, keys: Any) -> Any:
         """``(n,) uint32`` on the device: the number of each key's row, `NO_ROW` where there is none. A number
@@ -194,17 +292,17 @@ class GpuCache:
         keys = checked(table, "keys", keys, keys.size, self._device.id)
         held = self._tables.get(table)
         with self._device:
-            out = cp.full(len(keys), 2**32 - 1, np.uint32)
+            out = cp.full(len(keys), NO_ROW, np.uint32)
             if held is not None and len(keys):
                 misses = cp.empty(4, np.uint32)
                 self.direct.fetch(held, cp.asarray(keys), out, misses, form=2, stamp=False)
         return out
 
-    def export(self, table: EmbeddingTable, max_age: int = 63) -> tuple[Any, Any, Any, Any]:
-        """Device arrays keys, vectors, versions and ages (in ticks of the table's clock) of the rows that
-        were used within ``max_age`` ticks. The writer's to call."""
+    def export(self, table: EmbeddingTable, least: int = 0) -> tuple[Any, Any, Any, Any]:
+        """Device arrays keys, vectors, versions and scores of the rows with a score of at least ``least``
+        (see `Policy`). The writer's to call."""
         with self._device:
-            return self.held(table).export(self._writer.stream, max_age)
+            return self.held(table).export(self._writer.stream, least)
 
     def size(self, table: EmbeddingTable) -> int:
         """Rows held of ``table``, tombstones not counted. The writer's to call: it waits for the device."""
@@ -231,16 +329,31 @@ class GpuCache:
         self._tables.clear()
 
 
+def _bags(table: GpuTable, ask: Pooling) -> Bags:
+    keys = ask.keys
+    mean = ask.combiner == "mean"
+    return Bags(table, keys.keys, keys.offsets, keys.weights, ask.out, keys.hotness or 0, mean)
+
+
+def _refuse_sealed(held: GpuTable) -> None:
+    if held.sealed:
+        raise BadRequest(f"table {held.table.id} is static in the GPU cache: it can't be changed")
+
+
 def _hand_out(parts: Sequence[Part], misses: Any) -> None:
     """Give each part its share of ``misses``, ascending positions in the batch of all parts."""
-    start = 0
+    start, first = 0, 0
     ends = np.cumsum([len(part.missing) for part in parts])
-    cuts = np.searchsorted(misses, ends)
-    first = 0
-    for part, end, cut in zip(parts, ends.tolist(), cuts.tolist(), strict=True):
-        left: KeyArray = misses[first:cut].astype(np.int64) - start
-        if len(part.keys) != len(part.missing):
-            missing = part.missing if isinstance(part.missing, np.ndarray) else part.missing.get()
-            left = missing[left]
-        part.missing = left
+    cuts = np.searchsorted(misses, ends).tolist()
+    for part, end, cut in zip(parts, ends.tolist(), cuts, strict=True):
+        part.missing = _left(part, misses[first:cut].astype(np.int64) - start)
         start, first = end, cut
+
+
+def _left(part: Part, misses: KeyArray) -> IndexArray:
+    """The positions that stay missing, of those of ``part.missing`` that ``misses`` names."""
+    if len(part.keys) == len(part.missing):
+        return misses
+    missing: Any = part.missing
+    left: IndexArray = (missing if isinstance(missing, np.ndarray) else missing.get())[misses]
+    return left

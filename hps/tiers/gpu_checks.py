@@ -6,16 +6,62 @@ converted. All functions raise BadRequest before anything is launched, and may b
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hps.cuda.loader import cupy
 from hps.errors import BadRequest
 from hps.tiers.base import Part
-from hps.types import EmbeddingTable
+from hps.types import EmbeddingTable, JaggedKeys
 
-_INT64, _UINT64, _UINT8 = np.dtype(np.int64), np.dtype(np.uint64), np.dtype(np.uint8)
+_INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)
+_UINT32, _UINT8 = np.dtype(np.uint32), np.dtype(np.uint8)
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "versions": _UINT64,
+    "source": _UINT8,
+    "scores": _UINT32,
+    "weights": np.dtype(np.float32),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """One table's share of a pooling on the device: bags of ``keys`` (NumPy or CuPy arrays; offsets int64,
+    weights float32), their ``combiner``, and ``out (batch, dim)`` on the device."""
+
+    table: EmbeddingTable
+    keys: JaggedKeys
+    combiner: Literal["sum", "mean"]
+    out: Any
+
+
+def check_pooling(ask: Pooling, device: int) -> None:
+    """Check every array of ``ask``; what offsets on the device say is not looked at."""
+    table, keys = ask.table, ask.keys
+    n = keys.keys.size
+    checked(table, "keys", keys.keys, n, device)
+    if keys.weights is not None:
+        checked(table, "weights", keys.weights, n, device)
+    if keys.offsets is not None:
+        checked(table, "offsets", keys.offsets, keys.batch + 1, device)
+        if isinstance(keys.offsets, np.ndarray) and not _are_offsets(keys.offsets, n):
+            raise BadRequest(
+                f"table {table.id}: offsets must ascend from 0 to the number of keys, {n:,}"
+            )
+    elif keys.batch and n % keys.batch:
+        raise BadRequest(
+            f"table {table.id}: {n:,} keys can't be shared out over {keys.batch:,} bags"
+        )
+    if isinstance(ask.out, np.ndarray):
+        raise BadRequest(f"table {table.id}: out must be on device {device}, got a NumPy array")
+    checked(table, "out", ask.out, keys.batch, device)
+
+
+def _are_offsets(offsets: NDArray[np.int64], n: int) -> bool:
+    return bool(offsets[0] == 0 and offsets[-1] == n and (np.diff(offsets) >= 0).all())
 
 
 def check_part(part: Part, device: int) -> None:
@@ -65,7 +111,7 @@ def checked(table: EmbeddingTable, name: str, array: Any, n: int, device: int) -
 def _wanted(table: EmbeddingTable, name: str, n: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
     if name in ("out", "vectors"):
         return (n, table.dim), table.dtype
-    return (n,), _UINT64 if name == "versions" else _UINT8 if name == "source" else _INT64
+    return (n,), _DTYPES.get(name, _INT64)
 
 
 def _is_usual(part: Part, device: int) -> bool:
@@ -91,5 +137,5 @@ def _is_usual(part: Part, device: int) -> bool:
         and out.flags.c_contiguous
         and versions.flags.c_contiguous
         and source.flags.c_contiguous
-        and out.device.id == versions.device.id == source.device.id == device
+        and out.data.device_id == versions.data.device_id == source.data.device_id == device
     )

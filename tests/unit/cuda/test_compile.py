@@ -21,14 +21,11 @@ EXPRESSIONS = {
         for stamp, keep in [(True, True), (False, False)]
     ],
     "write.cu": [
-        *("dedup_kernel", "publish_kernel", "evict_kernel"),
-        *(f"fill_kernel<{unit}>" for unit in (16, 4, 2)),
-        *(
-            f"choose_kernel<{unit}, {update}>"
-            for unit in (16, 4, 2)
-            for update in ("true", "false")
-        ),
+        *("dedup_kernel", "evict_kernel"),
+        *(f"write_kernel<{unit}, {update}>" for unit in (16, 4, 2) for update in ("true", "false")),
     ],
+    "pool.cu": [f"pool_kernel<{tile}, {unit}>" for tile in (4, 8, 16, 32) for unit in (4, 1)],
+    "scatter.cu": [f"scatter_kernel<{tile}, {unit}>" for tile in (4, 8, 32) for unit in (16, 4, 2)],
     "scan.cu": [
         *("clear_kernel", "export_kernel"),
         *(f"gather_kernel<{threads}, {unit}>" for threads in (2, 4, 8) for unit in (16, 4, 2)),

@@ -13,8 +13,8 @@ from hps.types import EmbeddingTable
 
 HEADER = (loader.FOLDER / "hash_table.cuh").read_text()
 SHARED = [
-    *("WAYS", "BUCKET_BYTES", "WORDS_AT", "STAMPS_AT", "STAMP_BITS", "AGES", "EMPTY", "TOMBSTONE"),
-    *("CLAIMED", "ROW_MASK", "NO_ROW", "PREFER", "MARGIN"),
+    *("WAYS", "HALF", "BUCKET_BYTES", "SLOT_BYTES", "EMPTY", "TOMBSTONE", "CLAIMED", "ROW_MASK"),
+    *("NO_ROW", "MARGIN", "COUNT_BITS"),
 ]
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
@@ -30,13 +30,14 @@ def test_the_header_repeats_the_constants():
     header = constants_of_the_header()
     assert {name: header[name] for name in SHARED} == {n: getattr(layout, n) for n in SHARED}
     assert header["BLOCK"] == loader.BLOCK
+    for policy in layout.Policy:
+        assert header[policy.name] == policy
 
 
-def test_a_bucket_is_one_line():
-    assert layout.BUCKET.itemsize == layout.BUCKET_BYTES
-    assert layout.BUCKET.fields["words"][1] == layout.WORDS_AT
-    assert layout.BUCKET.fields["stamps"][1] == layout.STAMPS_AT
-    assert layout.WAYS * layout.STAMP_BITS <= 64
+def test_a_bucket_is_one_line_and_a_slot_what_is_read_as_one():
+    assert layout.SLOT.itemsize == layout.SLOT_BYTES == 16
+    assert layout.BUCKET_BYTES == 128 == layout.WAYS * layout.SLOT_BYTES
+    assert [layout.SLOT.fields[name][1] for name in ("key", "word", "score")] == [0, 8, 12]
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,8 @@ def test_a_bucket_is_one_line():
         ("fetch.cu", "FetchPart", launch.FETCH_PART),
         ("write.cu", "WriteArgs", launch.WRITE_ARGS),
         ("scan.cu", "ScanArgs", launch.SCAN_ARGS),
+        ("pool.cu", "PoolPart", launch.POOL_PART),
+        ("scatter.cu", "ScatterPart", launch.SCATTER_PART),
     ],
 )
 def test_argument_structs_have_the_same_fields(file, struct, dtype):
@@ -56,27 +59,26 @@ def test_argument_structs_have_the_same_fields(file, struct, dtype):
     assert widths == [dtype[name].itemsize for name in dtype.names]
 
 
-@given(st.lists(INT64, min_size=1, max_size=50), st.integers(layout.MIN_BUCKETS, 2**27))
-def test_a_key_has_two_different_buckets(keys, buckets):
-    both = layout.buckets_of(np.array(keys, np.int64), buckets)
-    assert (both >= 0).all()
-    assert (both < buckets).all()
-    assert (both[:, 0] != both[:, 1]).all()
+@given(st.lists(INT64, min_size=1, max_size=50), st.integers(layout.MIN_BUCKETS, 2**26))
+def test_a_key_has_four_halves_in_two_buckets(keys, buckets):
+    halves = layout.halves_of(np.array(keys, np.int64), buckets)
+    assert (halves >= 0).all()
+    assert (halves < 2 * buckets).all()
+    both = halves // 2
+    assert (both[:, 0] == both[:, 1]).all()
+    assert (both[:, 2] == both[:, 3]).all()
+    assert (both[:, 0] != both[:, 2]).all()
+    assert (halves[:, 0] != halves[:, 1]).all()
+    assert (halves[:, 2] + 1 == halves[:, 3]).all()
 
 
-def test_buckets_are_filled_evenly():
-    both = layout.buckets_of(np.arange(-50_000, 50_000), 1000)
-    for choice in both.T:
-        load = np.bincount(choice, minlength=1000)
+def test_halves_are_filled_evenly():
+    halves = layout.halves_of(np.arange(-50_000, 50_000), 500)
+    for choice in (0, 1):
+        load = np.bincount(halves[:, choice], minlength=1000)
         assert load.min() > 50
         assert load.max() < 160
-
-
-@given(st.integers(layout.MIN_BUCKETS, 5000))
-def test_fillers_belong_to_other_buckets(buckets):
-    keys = layout.fillers(buckets)
-    assert keys.shape == (buckets,)
-    assert (layout.buckets_of(keys, buckets) != np.arange(buckets)[:, None]).all()
+    assert np.bincount(halves[:, 2] // 2, minlength=500).min() > 120
 
 
 @pytest.mark.parametrize(("dim", "dtype", "stride"), [(3, "f2", 32), (8, "f4", 32), (9, "f4", 64)])
@@ -85,7 +87,7 @@ def test_rows_share_no_sector(dim, dtype, stride):
     assert layout.shape_of(table, 1000).stride == stride
 
 
-@given(st.integers(1, 10**9))
+@given(st.integers(1, layout.MAX_ROWS))
 def test_capacity_is_rounded_up_to_buckets(capacity):
     shape = layout.shape_of(EmbeddingTable.make("t", 8), capacity)
     assert shape.capacity >= capacity
@@ -107,11 +109,10 @@ def test_the_fitting_capacity_fits_and_no_more_would(free):
 
 
 @pytest.mark.parametrize(
-    ("row_bytes", "pointers", "unit"),
-    [(128, [], 16), (128, [8], 4), (12, [], 4), (6, [], 2), (128, [2], 2)],
+    ("sizes", "unit"), [(128, 16), (128 | 8, 4), (12, 4), (6, 2), (128 | 2, 2), (512 | 256, 16)]
 )
-def test_copies_use_the_widest_unit_that_divides(row_bytes, pointers, unit):
-    assert launch.unit_of(row_bytes, pointers) == unit
+def test_copies_use_the_widest_unit_that_divides(sizes, unit):
+    assert launch.unit_of(sizes) == unit
 
 
 def test_blocks_cover_all_keys():

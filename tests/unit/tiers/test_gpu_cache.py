@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hps.cuda import layout
-from hps.cuda.layout import BUCKET, EMPTY, NO_ROW, ROW_MASK, TOMBSTONE
+from hps.cuda.layout import EMPTY, NO_ROW, ROW_MASK, SLOT, TOMBSTONE, Policy
 from hps.cuda.loader import cupy
 from hps.cuda.twin import TwinTable
 from hps.errors import BadRequest, ConfigError, TierTimeout
@@ -47,33 +47,30 @@ def fetch(cache, table, keys):
     return part
 
 
-def lines_of(held):
-    return held.lines.get().view(BUCKET)
-
-
-def stamps_of(lines):
-    shifts = np.arange(layout.WAYS, dtype=np.uint64) * np.uint64(layout.STAMP_BITS)
-    return ((lines["stamps"][:, None] >> shifts) & np.uint64(63)).astype(np.uint8)
+def slots_of(held):
+    return held.lines.get().view(SLOT).reshape(-1, layout.HALF)
 
 
 def check(held):
-    """Every row has one owner; every key stands once, in a bucket of its own; nothing stays claimed."""
-    lines = lines_of(held)
-    owned = np.concatenate([(lines["words"] & np.uint32(ROW_MASK)).reshape(-1), held.spare.get()])
+    """Every row has one owner; every key stands once, in a half of its own; nothing stays claimed."""
+    slots = slots_of(held)
+    owned = np.concatenate([(slots["word"] & np.uint32(ROW_MASK)).reshape(-1), held.spare.get()])
     np.testing.assert_array_equal(np.sort(owned), np.arange(held.shape.rows))
-    assert not (lines["words"] >= layout.CLAIMED).any()
-    at = np.nonzero(lines["words"] < EMPTY)
-    keys = lines["keys"][at]
+    assert not (slots["word"] & np.uint32(layout.CLAIMED)).any()
+    at = np.nonzero(slots["word"] < EMPTY)
+    keys = slots["key"][at]
     assert len(np.unique(keys)) == len(keys)
-    both = layout.buckets_of(np.ascontiguousarray(keys), held.shape.buckets)
-    assert (both == at[0][:, None]).any(axis=1).all()
+    halves = layout.halves_of(np.ascontiguousarray(keys), held.shape.buckets)
+    assert (halves == at[0][:, None]).any(axis=1).all()
 
 
-def test_one_key_at_a_time_it_is_its_twin():
+@pytest.mark.parametrize("policy", [Policy.LRU, Policy.LFU, Policy.SCORE], ids=lambda p: p.name)
+def test_one_key_at_a_time_it_is_its_twin(policy):
     table = EmbeddingTable.make("t", 4)
-    cache = GpuCache({table: 80})
+    cache = GpuCache({})
+    cache.add_table(table, 80, policy=policy)
     held = cache.held(table)
-    twin = TwinTable(held.shape, 4)
+    twin = TwinTable(held.shape, 4, policy=policy)
     rng = np.random.default_rng(5)
     for step in range(1500):
         keys = rng.integers(-70, 70, 1)
@@ -92,18 +89,28 @@ def test_one_key_at_a_time_it_is_its_twin():
         elif verb == "delete":
             twin.write(keys, None, versions)
             cache.delete(table, keys, versions)
+        elif verb == "update":
+            rows = rows_of(table, keys, step)
+            twin.write(keys, rows, versions, update=True)
+            cache.update(table, keys, rows, versions)
         else:
             rows = rows_of(table, keys, step)
-            twin.write(keys, rows, versions, update=verb == "update")
-            getattr(cache, verb)(table, keys, rows, versions)
-        assert twin.now == held.now
+            given = policy is Policy.SCORE
+            scores = rng.integers(0, 2**32, 1).astype(np.uint32) if given else None
+            twin.write(keys, rows, versions, scores=scores)
+            cache.insert(table, keys, rows, versions, scores=scores)
+        if step % 500 == 499:
+            twin.epoch = held.epoch = twin.epoch + 1
+        assert twin.clock == held.clock
         if step % 100 == 99:
-            lines = lines_of(held)
-            np.testing.assert_array_equal(lines["keys"], twin.keys)
-            np.testing.assert_array_equal(lines["words"], twin.words)
-            np.testing.assert_array_equal(stamps_of(lines), twin.stamps)
+            slots = slots_of(held)
+            full = twin.words < EMPTY
+            np.testing.assert_array_equal(slots["word"], twin.words)
+            np.testing.assert_array_equal(slots["key"][full], twin.keys[full])
+            np.testing.assert_array_equal(slots["score"][full], twin.scores[full])
             np.testing.assert_array_equal(held.spare.get(), twin.spare)
-    assert twin.evicted > 50
+    assert twin.evicted > 20
+    assert (twin.evicted, twin.dropped) == (held.evicted, held.dropped)
     check(held)
 
 
@@ -147,6 +154,20 @@ def test_duplicates_in_a_large_batch():
         assert len(part.missing) == 0
         np.testing.assert_array_equal(part.out.get(), rows[last])
         np.testing.assert_array_equal(part.versions.get(), versions[last])
+        check(cache.held(table))
+
+
+def test_keys_said_to_be_unique_are_written_like_others():
+    table = EmbeddingTable.make("t", 8)
+    cache = GpuCache({table: 20_000})
+    keys = np.random.default_rng(4).permutation(10_000)
+    for sequence, verb in enumerate((cache.insert, cache.update, cache.insert)):
+        rows = rows_of(table, keys, sequence)
+        verb(table, keys, rows, versions_of(keys, sequence), unique=True)
+        part = fetch(cache, table, keys)
+        assert len(part.missing) < 20
+        found = np.setdiff1d(np.arange(len(keys)), part.missing)
+        np.testing.assert_array_equal(part.out.get()[found], rows[found])
         check(cache.held(table))
 
 
@@ -210,11 +231,11 @@ def test_contains_row_numbers_and_export():
     numbers = cache.row_numbers(table, cupy().asarray(asked)).get()
     assert (numbers[~there] == NO_ROW).all()
     assert len(np.unique(numbers[there])) == there.sum()
-    exported, vectors, versions, ages = (array.get() for array in cache.export(table))
+    exported, vectors, versions, scores = (array.get() for array in cache.export(table))
     np.testing.assert_array_equal(np.sort(exported), keys[100:])
     np.testing.assert_array_equal(vectors, rows_of(table, exported))
     assert (versions == NOW).all()
-    assert (ages < 64).all()
+    assert (scores >= 1).all()
     cache.clear(table)
     assert cache.size(table) == 0
     assert len(fetch(cache, table, keys).missing) == len(keys)
@@ -227,13 +248,80 @@ def test_export_can_leave_out_what_is_old():
     table = EmbeddingTable.make("t", 4)
     cache = GpuCache({table: 1600})
     old, new = np.arange(300), np.arange(1000, 1300)
-    cache.insert(table, old, rows_of(table, old), versions_of(old))
-    filler = np.arange(5000, 5300)
-    cache.insert(table, filler, rows_of(table, filler), versions_of(filler))
-    cache.insert(table, new, rows_of(table, new), versions_of(new))
-    exported = cache.export(table, max_age=1)[0].get()
+    for keys in (old, np.arange(5000, 5300), new):
+        cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
+    exported = cache.export(table, least=cache.held(table).clock - 3)[0].get()
     assert np.isin(new, exported).all()
     assert not np.isin(old, exported).any()
+
+
+def test_find_or_insert_gives_what_is_there_and_keeps_what_is_not():
+    table = EmbeddingTable.make("t", 8)
+    cache = GpuCache({table: 5000})
+    held, asked = np.arange(0, 1000, 2), np.arange(1000)
+    cache.insert(table, held, rows_of(table, held, 1), versions_of(held))
+    vectors = cupy().asarray(rows_of(table, asked, 2))
+    found = cache.find_or_insert(table, asked, vectors, versions_of(asked))
+    assert found == len(held)
+    expected = np.where(asked[:, None] % 2 == 0, rows_of(table, asked, 1), rows_of(table, asked, 2))
+    np.testing.assert_array_equal(vectors.get(), expected)
+    np.testing.assert_array_equal(fetch(cache, table, asked).out.get(), expected)
+    check(cache.held(table))
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("dim", [3, 32])
+def test_rows_in_pinned_host_memory_are_rows_like_others(share, dim):
+    table = EmbeddingTable.make("t", dim)
+    cache = GpuCache({})
+    cache.add_table(table, 40_000, host_rows=int(40_000 * share))
+    assert cache.held(table).shape.host_rows == int(40_000 * share)
+    keys = np.arange(-6000, 6000)
+    cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
+    cache.update(table, keys[::3].copy(), rows_of(table, keys[::3], 5), versions_of(keys[::3], 1))
+    cache.delete(table, keys[:100].copy(), versions_of(keys[:100], 2))
+    part = fetch(cache, table, keys)
+    assert len(part.missing) == 0
+    expected = rows_of(table, keys)
+    expected[::3] = rows_of(table, keys[::3], 5)
+    np.testing.assert_array_equal(part.out.get()[100:], expected[100:])
+    assert (part.source.get()[:100] == 0).all()
+    exported, vectors, _, _ = (array.get() for array in cache.export(table))
+    order = np.argsort(exported)
+    np.testing.assert_array_equal(vectors[order], expected[100:])
+    check(cache.held(table))
+
+
+def test_a_static_table_holds_every_row_and_nothing_else():
+    table = EmbeddingTable.make("t", 16)
+    cache = GpuCache({})
+    keys = np.random.default_rng(7).integers(-(2**63), 2**63 - 1, 300_000)
+    cache.add_table(table, len(keys), static=True)
+    for some in np.array_split(keys, 3):
+        cache.insert(table, some, rows_of(table, some), versions_of(some))
+    assert cache.seal(table) == 0
+    slots = slots_of(cache.held(table)).copy()
+    asked = np.concatenate([keys, keys + 1])
+    part = fetch(cache, table, asked)
+    np.testing.assert_array_equal(part.missing, np.flatnonzero(~np.isin(asked, keys)))
+    np.testing.assert_array_equal(part.out.get()[: len(keys)], rows_of(table, keys))
+    np.testing.assert_array_equal(slots_of(cache.held(table)), slots)  # no trace of the uses
+    assert cache.size(table) == len(keys)
+    for change in (
+        lambda: cache.insert(table, keys[:1], rows_of(table, keys[:1]), versions_of(keys[:1])),
+        lambda: cache.evict(table, keys[:1]),
+        lambda: cache.clear(table),
+    ):
+        with pytest.raises(BadRequest, match="static"):
+            change()
+
+
+def test_a_static_table_that_does_not_fit_is_refused_with_both_sizes():
+    table = EmbeddingTable.make("t", 1024)
+    with pytest.raises(
+        ConfigError, match=r"needs [\d,]+ bytes for 100,000,000 rows.* [\d,]+ are free"
+    ):
+        GpuCache({}).add_table(table, 100_000_000, static=True)
 
 
 def test_a_cache_larger_than_the_device_is_refused_with_what_would_fit():
@@ -343,7 +431,7 @@ def race(cache, table, seconds, defines=()):
     return rounds, sum(wrong), sum(found)
 
 
-SLOW = ("HPS_SLOW_READS=100000",)
+SLOW = ("HPS_SLOW_READS=500000",)
 
 
 @pytest.mark.parametrize("defines", [(), SLOW], ids=["as shipped", "slow reads"])

@@ -1,0 +1,171 @@
+// pool_kernel: the rows of each bag of keys, summed or averaged, straight from the cache; all
+// tables at once.
+//
+// Per part: keys (n,) i64; offsets (bags + 1,) i64, or null and `hotness` keys a bag; optional
+// weights (n,) f32; out (bags, dim). Sums in float32, in the order of the keys; a mean divides by
+// the weights' sum (the number of keys without weights), and is zero where that is 0, as an empty
+// bag is. A key without a row is counted in `missing`: the outs have no meaning then. Launch: BLOCK
+// threads; a tile of T threads works on a bag, UNIT values each at a time; a part begins with a
+// whole block. Runs beside any number of fetches and one writer (README.md). Reference:
+// hps/lookup/pooling.py.
+#include "hash_table.cuh"
+
+struct PoolPart {
+  char* lines;
+  const char* rows;
+  const char* host_rows;
+  const u64* keys;
+  const i64* offsets;
+  const float* weights;
+  char* out;
+  u32 buckets;
+  u32 stride;
+  u32 dim;
+  u32 on_device;
+  u32 bags;
+  u32 hotness;
+  u32 first_block;
+  u32 now;
+  u32 policy;
+  u32 mean;  // else the sum
+  u32 half;  // float16, else float32
+  u32 unused;
+};
+
+constexpr int PARTS = 32;
+
+struct PoolArgs {
+  u32* missing;
+  u32* done;    // (1,) blocks that have ended
+  u32* result;  // in host memory: gets missing, which is zero again afterwards
+  u32 parts;
+  u32 unused;
+  PoolPart part[PARTS];
+};
+
+static_assert(sizeof(PoolPart) == 104, "as launch.py has it");
+static_assert(sizeof(PoolArgs) == 32 + PARTS * 104, "as launch.py has it");
+
+template <int UNIT>
+struct Values {
+  float of[UNIT];
+};
+
+__device__ __forceinline__ float widen(u32 half) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)half));
+  return value;
+}
+
+__device__ __forceinline__ unsigned short narrow(float value) {
+  unsigned short half;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(value));
+  return half;
+}
+
+template <int UNIT>
+__device__ __forceinline__ Values<UNIT> load_values(const char* row, u32 at, bool half) {
+  Values<UNIT> values;
+  if (UNIT == 4 && half) {
+    const uint2 raw = __ldg((const uint2*)row + at);
+    values.of[0] = widen(raw.x), values.of[1 % UNIT] = widen(raw.x >> 16);
+    values.of[2 % UNIT] = widen(raw.y), values.of[3 % UNIT] = widen(raw.y >> 16);
+  } else if (UNIT == 4) {
+    const float4 raw = __ldg((const float4*)row + at);
+    values.of[0] = raw.x, values.of[1 % UNIT] = raw.y;
+    values.of[2 % UNIT] = raw.z, values.of[3 % UNIT] = raw.w;
+  } else if (half) {
+    values.of[0] = widen(__ldg((const unsigned short*)row + at));
+  } else {
+    values.of[0] = __ldg((const float*)row + at);
+  }
+  return values;
+}
+
+template <int UNIT>
+__device__ __forceinline__ void store_values(char* row, u32 at, bool half,
+                                             const Values<UNIT>& values) {
+#pragma unroll
+  for (int k = 0; k < UNIT; k++) {
+    if (half)
+      ((unsigned short*)row)[at * UNIT + k] = narrow(values.of[k]);
+    else
+      ((float*)row)[at * UNIT + k] = values.of[k];
+  }
+}
+
+// The values `at` of a bag's result, summed over keys begin … end. Returns the keys without a row.
+template <int T, int UNIT>
+__device__ __forceinline__ u32 sum_bag(const PoolPart& p, i64 begin, i64 end, u32 at, bool real,
+                                       Values<UNIT>& sum, float& total, const Tile<T>& tile) {
+  const int rank = tile.rank & (HALF - 1);
+  u32 missing = 0;
+  u64 key = p.keys[begin], hash = mix(key);
+  u32 home = home_half(hash, p.buckets);
+  Slot slot = load_slot(slot_at(p.lines, home, rank));
+  for (i64 k = begin; k < end; k++) {
+    const Found found = look<T, false>(p.lines, p.buckets, key, hash, home, slot, tile, 0);
+    if (k + 1 < end) {  // the next key's slot is under way while this one's row is
+      key = p.keys[k + 1], hash = mix(key);
+      home = home_half(hash, p.buckets);
+      slot = load_slot(slot_at(p.lines, home, rank));
+    }
+    const u32 word =
+        found.lane < 0 ? TOMBSTONE : __shfl_sync(tile.mask, found.slot.word, found.lane);
+    if (word & TOMBSTONE) {
+      missing++;
+      continue;
+    }
+    const float weight = p.weights ? p.weights[k] : 1.0f;
+    total += weight;
+    if (real) {
+      const Values<UNIT> row = load_values<UNIT>(row_at(p, word & ROW_MASK, p.stride), at, p.half);
+#pragma unroll
+      for (int v = 0; v < UNIT; v++)
+        sum.of[v] = __fadd_rn(sum.of[v], p.weights ? __fmul_rn(row.of[v], weight) : row.of[v]);
+    }
+    if (p.policy && (threadIdx.x & 31) == found.lane)
+      stamp_slot(found.place, found.slot.score, p.now, p.policy);
+  }
+  return missing;
+}
+
+template <int T, int UNIT>
+__device__ __forceinline__ u32 pool_bag(const PoolPart& p, u32 bag, const Tile<T>& tile) {
+  const i64 begin = p.offsets ? p.offsets[bag] : (i64)bag * p.hotness;
+  const i64 end = p.offsets ? p.offsets[bag + 1] : begin + p.hotness;
+  const u32 units = p.dim / UNIT;
+  char* row = p.out + (size_t)bag * p.dim * (p.half ? 2 : 4);
+  u32 missing = 0;
+  for (u32 first = 0; first < units; first += T) {
+    const u32 at = first + tile.rank;
+    Values<UNIT> sum = {};
+    float total = 0;
+    if (begin < end) missing = sum_bag<T, UNIT>(p, begin, end, at, at < units, sum, total, tile);
+    if (p.mean) {
+#pragma unroll
+      for (int v = 0; v < UNIT; v++) sum.of[v] = total == 0 ? 0 : __fdiv_rn(sum.of[v], total);
+    }
+    if (at < units) store_values<UNIT>(row, at, p.half, sum);
+  }
+  return missing;
+}
+
+template <int T, int UNIT>
+__global__ void __launch_bounds__(BLOCK) pool_kernel(const __grid_constant__ PoolArgs a) {
+  int index = 0;
+  while (index + 1 < (int)a.parts && a.part[index + 1].first_block <= blockIdx.x) index++;
+  const PoolPart& p = a.part[index];
+  const Tile<T> tile;
+  const u32 bag = (blockIdx.x - p.first_block) * (BLOCK / T) + threadIdx.x / T;
+  const u32 missing = bag < p.bags ? pool_bag<T, UNIT>(p, bag, tile) : 0;
+  if (missing && tile.rank == 0) atomicAdd(a.missing, missing);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    if (atomicAdd(a.done, 1u) == gridDim.x - 1) {
+      *a.result = atomicExch(a.missing, 0u);
+      *a.done = 0;
+    }
+  }
+}

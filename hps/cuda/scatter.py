@@ -1,0 +1,83 @@
+"""One launch of scatter over all tables of a batch."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.cuda.launch import PARTS, SCATTER_ARGS, blocks_of, unit_of
+from hps.cuda.loader import Struct, kernel
+from hps.cuda.staging import Staging, padded
+from hps.types import EmbeddingTable
+
+_PART = struct.Struct("<7Q4I")
+_PARTS_AT = SCATTER_ARGS.fields["part"][1]  # type: ignore[index] # None for a plain dtype
+
+
+@dataclass(slots=True)
+class Answers:
+    """Arrays in a staging buffer for ``n`` keys of one table: rows (n, dim), versions (n,), sources (n,)
+    and positions (n,) on the host, and ``at``, their addresses for kernels."""
+
+    table: EmbeddingTable
+    rows: NDArray[Any]
+    versions: NDArray[np.uint64]
+    sources: NDArray[np.uint8]
+    positions: NDArray[np.int64]
+    at: tuple[int, int, int, int]
+
+    @staticmethod
+    def bytes(table: EmbeddingTable, n: int) -> int:
+        """What `make` takes of a staging buffer."""
+        return padded(n * table.row_bytes) + 2 * padded(8 * n) + padded(n)
+
+    @staticmethod
+    def make(staging: Staging, table: EmbeddingTable, n: int) -> Answers:
+        rows, rows_at = staging.room(n * table.row_bytes)
+        versions, versions_at = staging.room(8 * n)
+        sources, sources_at = staging.room(n)
+        positions, positions_at = staging.room(8 * n)
+        return Answers(
+            table,
+            rows.view(table.dtype).reshape(n, table.dim),
+            versions.view(np.uint64),
+            sources,
+            positions.view(np.int64),
+            (rows_at, versions_at, sources_at, positions_at),
+        )
+
+
+def scatter(
+    args: Struct, stream: Any, answers: Sequence[Answers], targets: Sequence[tuple[Any, Any, Any]]
+) -> None:
+    """Write ``answers`` to ``targets``, each the device arrays out, versions and source of its table, on
+    ``stream``. Keys whose source is `UNANSWERED` are left out. ``args`` of `SCATTER_ARGS` are used up."""
+    for start in range(0, len(answers), PARTS):
+        some = slice(start, start + PARTS)
+        _scatter_some(args, stream, answers[some], targets[some])
+
+
+def _scatter_some(
+    args: Struct, stream: Any, answers: Sequence[Answers], targets: Sequence[tuple[Any, Any, Any]]
+) -> None:
+    blocks, at = 0, _PARTS_AT
+    addresses, widest = 0, 0
+    for answer, target in zip(answers, targets, strict=True):
+        addresses |= answer.table.row_bytes | target[0].data.ptr
+        widest = max(widest, answer.table.row_bytes)
+    unit = unit_of(addresses)  # staging buffers are aligned
+    tile = 4 if widest <= 4 * unit else 8 if widest <= 16 * unit else 32
+    for answer, (out, versions, source) in zip(answers, targets, strict=True):
+        n = len(answer.sources)
+        addressed = (out.data.ptr, versions.data.ptr, source.data.ptr)
+        sizes = (answer.table.row_bytes, n, blocks, 0)
+        _PART.pack_into(args.array.data, at, *answer.at, *addressed, *sizes)
+        at += _PART.size
+        blocks += blocks_of(n, tile)
+    args["parts"] = len(answers)
+    kernel(f"scatter_kernel<{tile}, {unit}>").launch(blocks, args, stream.ptr)

@@ -1,0 +1,81 @@
+"""Pinned host memory by which arrays get to a kernel and its results back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.cuda.loader import cupy
+
+IN_PLACE = 1 << 19
+"""Up to this size a kernel reads and writes the memory where it is, over the bus: the latency of two
+copies is worth more than the traffic."""
+_ALIGN = 16
+
+
+class Staging:
+    """One buffer of the current device, filled anew for each launch. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._grow(1 << 16)
+
+    def begin(self, needed: int) -> None:
+        """Start over with room for ``needed`` bytes, `padded` array by array. What was launched on the
+        buffer must have ended."""
+        if needed > self._size:
+            self._grow(1 << (needed - 1).bit_length())
+        self.in_place = needed <= IN_PLACE
+        self.base = self._pinned.ptr if self.in_place else self._device.data.ptr
+        self.used = 0
+
+    def room(self, nbytes: int) -> tuple[NDArray[np.uint8], int]:
+        """The next ``nbytes`` of the buffer, and their address for kernels."""
+        start = self.used
+        self.used = start + padded(nbytes)
+        return self.host[start : start + nbytes], self.base + start
+
+    def put(self, array: Any) -> int:
+        """The address for kernels of ``array``, which is copied into the buffer if it is on the host; 0 for
+        None."""
+        if array is None:
+            return 0
+        if not isinstance(array, np.ndarray):
+            return int(array.data.ptr)
+        view, address = self.room(array.nbytes)
+        view.view(array.dtype)[:] = array
+        return address
+
+    def send(self, stream: Any) -> None:
+        """Copy to the device what was filled so far, unless kernels read it in place."""
+        if not self.in_place:
+            copy = cupy().cuda.runtime.memcpyAsync
+            copy(self.base, self._pinned.ptr, self.used, 1, stream.ptr)
+
+    def bring(self, start: int, nbytes: int, stream: Any) -> NDArray[np.uint8]:
+        """What kernels wrote at ``start`` of the buffer, once ``stream`` has come this far; waits for that
+        when the bytes must be copied."""
+        if nbytes and not self.in_place:
+            copy = cupy().cuda.runtime.memcpyAsync
+            copy(self._pinned.ptr + start, self.base + start, nbytes, 2, stream.ptr)
+            stream.synchronize()
+        return self.host[start : start + nbytes]
+
+    def _grow(self, size: int) -> None:
+        cp = cupy()
+        self._size = size
+        self._device = cp.empty(size, np.uint8)
+        self._pinned = cp.cuda.alloc_pinned_memory(size)
+        self.host: NDArray[np.uint8] = np.frombuffer(self._pinned, np.uint8, size)
+
+
+def padded(nbytes: int) -> int:
+    """What ``nbytes`` take of a buffer."""
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def staged(*arrays: Any) -> int:
+    """What those of ``arrays`` that are on the host take of a buffer."""
+    return sum(padded(array.nbytes) for array in arrays if isinstance(array, np.ndarray))
