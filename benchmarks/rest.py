@@ -4,6 +4,8 @@ The same lookup (one table of 200,000 rows × 16 float32, all rows in memory; 26
 request, Zipf-distributed with s = 0.85 over rows in random order) is asked of
 
 * hps: ``hps serve`` with its defaults (metrics, limits and statistics on), binary tensors;
+* hps traced: the same, with an ``X-Request-ID`` of its own in each request; elsewhere a client's requests
+  have one head, byte for byte, which hps reads once and then knows;
 * echo, the floor: a bare raw-ASGI app on uvicorn (uvloop, httptools) that reads a body and answers with
   its bytes, repeated to the size of hps's answer;
 * fastapi: the lookup written with FastAPI and pydantic models, JSON, ``table[row_numbers]``;
@@ -22,6 +24,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -67,7 +70,7 @@ class Side:
         return drive(self.server, self.requests, connections=CONNECTIONS, seconds=seconds)
 
 
-def binary_request(path: str, name: str, keys: NDArray[np.int64]) -> bytes:
+def binary_request(path: str, name: str, keys: NDArray[np.int64], **headers: str) -> bytes:
     """An Open Inference Protocol request with one binary INT64 tensor ``(1, n)``."""
     tensor = {
         "name": name,
@@ -77,7 +80,12 @@ def binary_request(path: str, name: str, keys: NDArray[np.int64]) -> bytes:
     }
     header = orjson.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}})
     size = {"Inference-Header-Content-Length": str(len(header))}
-    return http_request(path, header + keys.tobytes(), size)
+    return http_request(path, header + keys.tobytes(), size | headers)
+
+
+def traced_request(path: str, name: str, keys: NDArray[np.int64]) -> bytes:
+    """As ``binary_request``, with an id that no other request has."""
+    return binary_request(path, name, keys, **{"X-Request-ID": uuid.uuid4().hex})
 
 
 def json_request(path: str, name: str, keys: NDArray[np.int64]) -> bytes:
@@ -110,7 +118,7 @@ def servers(table: NDArray[np.float32], report: Report) -> Iterator[dict[str, Se
         if client is not None:
             stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
             os.sched_setaffinity(0, {client})
-        running: dict[str, Server] = {"hps": ours, "hps json": ours}
+        running: dict[str, Server] = {"hps": ours, "hps traced": ours, "hps json": ours}
 
         def python(kind: str, ready: str, *arguments: str) -> None:
             port = free_ports(1)[0]
@@ -141,6 +149,7 @@ def sides(
     path = "/v2/models/lookup/infer"
     forms: dict[str, tuple[Callable[[NDArray[np.int64]], bytes], Reader | None]] = {
         "hps": (lambda k: binary_request(path, "f", k), binary_vectors),
+        "hps traced": (lambda k: traced_request(path, "f", k), binary_vectors),
         "echo": (lambda k: binary_request(f"/{size}", "f", k), None),
         "fastapi": (lambda k: json_request(path, "KEYS", k), json_vectors),
         "triton": (lambda k: binary_request(path, "KEYS", k), binary_vectors),
