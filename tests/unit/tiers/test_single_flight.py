@@ -1,0 +1,303 @@
+"""SingleFlight: what several fetches lack at a time is asked for once, and nobody is worse off for it."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from hps.errors import BadRequest, TierError
+from hps.tiers.base import FetchContext, Part, TierInfo
+from hps.tiers.memory import MemoryTier
+from hps.tiers.single_flight import SingleFlight
+from hps.types import EmbeddingTable, Source, version_now
+
+TABLE, OTHER = EmbeddingTable.make("items", 2), EmbeddingTable.make("users", 2)
+NOW = version_now()
+
+
+class Store(MemoryTier):
+    """Rows 0..99 of both tables, whose first value is the key. A fetch stays inside until ``gate``
+    opens; ``fault(call, parts, ctx)`` then does what it likes."""
+
+    def __init__(self):
+        super().__init__(TierInfo("store", Source.ROCKSDB, blocking=True))
+        for table in (TABLE, OTHER):
+            put(self, table, np.arange(100))
+        self.asked = []  # per call: the keys by table name
+        self.inside = threading.Semaphore(0)
+        self.gate = threading.Event()
+        self.fault = lambda call, parts, ctx: None
+
+    def fetch(self, parts, ctx):
+        call = len(self.asked)
+        self.asked.append({p.table.name: p.keys[p.missing].tolist() for p in parts})
+        self.inside.release()
+        assert self.gate.wait(30)
+        super().fetch(parts, ctx)
+        self.fault(call, parts, ctx)
+
+
+def put(tier, table, keys):
+    rows = np.repeat(np.float32(keys)[:, None], 2, axis=1)
+    tier.insert(table, keys, rows, np.full(len(keys), NOW, np.uint64))
+
+
+@pytest.fixture
+def store():
+    store = Store()
+    yield store
+    store.gate.set()
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(32) as pool:
+        yield pool
+
+
+@pytest.fixture
+def flights(store, pool):
+    """``start(keys, ...)`` begins a fetch on a thread and returns once it is in the store, or waits for
+    another; its future is ``(parts, degraded)``."""
+    return Flights(SingleFlight(store), store, pool)
+
+
+class Flights:
+    def __init__(self, tier, store, pool):
+        self.tier, self.store, self.pool = tier, store, pool
+
+    def start(self, *keys, table=TABLE, more=(), timeout=None, asks=True):
+        deadline = None if timeout is None else time.monotonic() + timeout
+        parts = [Part.make(table, np.array(keys, np.int64)), *more]
+        begun = len(self.tier._flying) + 1
+        future = self.pool.submit(self.run, parts, FetchContext(deadline))
+        if asks:
+            assert self.store.inside.acquire(timeout=30)
+        else:
+            until = time.monotonic() + 30
+            while len(self.tier._flying) < begun and time.monotonic() < until:
+                time.sleep(0.001)
+            time.sleep(0.05)  # let it find what it need not ask for
+        return future
+
+    def run(self, parts, ctx):
+        self.tier.fetch(parts, ctx)
+        return parts, ctx.degraded
+
+    def land(self):
+        self.store.gate.set()
+
+
+def rows(future):
+    """Per key its row's first value, or None, and what was skipped."""
+    (part, *_), degraded = future.result(30)
+    assert part.missing.tolist() == np.flatnonzero(part.source == 0).tolist()
+    assert (part.versions[part.source != 0] == NOW).all()
+    found = [float(r[0]) if s else None for r, s in zip(part.out, part.source, strict=True)]
+    return found, degraded
+
+
+def test_many_fetches_of_the_same_keys_ask_once(flights):
+    first = flights.start(3, 1, 2)
+    others = [flights.start(2, 3, 1, asks=False) for _ in range(20)]
+    flights.land()
+    assert rows(first) == ([3, 1, 2], [])
+    assert all(rows(other) == ([2, 3, 1], []) for other in others)
+    assert flights.store.asked == [{"items": [3, 1, 2]}]
+    assert flights.tier._flying == []
+
+
+def test_what_nobody_asks_for_is_asked_for_at_once(flights):
+    first = flights.start(1, 2, 3)
+    second = flights.start(9, 3, 4, 1)
+    third = flights.start(4, 2, 500, 5)
+    assert flights.store.asked == [{"items": k} for k in ([1, 2, 3], [9, 4], [500, 5])]
+    flights.land()
+    assert rows(third) == ([4, 2, None, 5], [])
+    assert rows(second) == ([9, 3, 4, 1], [])
+    assert rows(first) == ([1, 2, 3], [])
+
+
+def test_tables_are_kept_apart(flights):
+    first = flights.start(1, 2, more=[Part.make(OTHER, np.array([7, 8]))])
+    second = flights.start(8, 1, table=OTHER)
+    flights.land()
+    assert flights.store.asked[1] == {"users": [1]}
+    assert rows(second) == ([8, 1], [])
+    (_, users), _ = first.result(30)
+    assert users.out[:, 0].tolist() == [7, 8]
+
+
+def test_only_missing_keys_are_shared_and_other_rows_stay(flights):
+    first = flights.start(1, 2, 3)
+    part = Part.make(TABLE, np.array([1, 2, 3]), np.full((3, 2), -7, np.float32))
+    part.missing = np.array([0, 2])
+    second = flights.pool.submit(flights.run, [part], FetchContext())
+    time.sleep(0.05)
+    flights.land()
+    second.result(30)
+    first.result(30)
+    assert part.out[:, 0].tolist() == [1, -7, 3]
+    assert part.missing.tolist() == []
+    assert len(flights.store.asked) == 1
+
+
+def test_tombstones_and_misses_are_answers_too(flights):
+    flights.store.delete(TABLE, np.array([2]), np.array([NOW + 1], np.uint64))
+    first = flights.start(1, 2, 777)
+    second = flights.start(777, 2, asks=False)
+    flights.land()
+    (part,), degraded = second.result(30)
+    assert part.missing.tolist() == [0]
+    assert part.source.tolist() == [0, 0]
+    assert part.versions.tolist() == [0, NOW + 1]
+    assert degraded == []
+    first.result(30)
+    assert len(flights.store.asked) == 1
+
+
+def test_followers_get_arrays_of_their_own(flights):
+    """The caller of the first fetch writes to its arrays as soon as it has them."""
+    part = Part.make(TABLE, np.array([1, 2]))
+
+    def fetch_and_spoil():
+        flights.tier.fetch([part], FetchContext())
+        part.out[:] = -1
+        part.keys[:] = 0
+
+    first = flights.pool.submit(fetch_and_spoil)
+    assert flights.store.inside.acquire(timeout=30)
+    others = [flights.start(1, 2, asks=False) for _ in range(4)]
+    flights.land()
+    first.result(30)
+    assert all(rows(other) == ([1, 2], []) for other in others)
+
+
+def test_a_follower_waits_no_longer_than_its_deadline(flights):
+    first = flights.start(1, 2)
+    start = time.monotonic()
+    second = flights.start(1, timeout=0.2, asks=False)
+    assert rows(second) == ([None], ["store"])
+    assert 0.2 <= time.monotonic() - start < 5
+    flights.land()
+    assert rows(first) == ([1, 2], [])
+
+
+def test_a_deadline_that_has_passed_does_not_wait(flights):
+    first = flights.start(1)
+    start = time.monotonic()
+    second = flights.pool.submit(
+        flights.run, [Part.make(TABLE, np.array([1]))], FetchContext(time.monotonic() - 1)
+    )
+    assert rows(second) == ([None], ["store"])
+    assert time.monotonic() - start < 5
+    flights.land()
+    first.result(30)
+
+
+def test_a_degraded_fetch_degrades_its_followers(flights):
+    def skip(_call, parts, ctx):
+        ctx.degraded.append("redis")
+
+    flights.store.fault = skip
+    first = flights.start(1, 500)
+    second = flights.start(500, 1, asks=False)
+    flights.land()
+    assert rows(first) == ([1, None], ["redis"])
+    assert rows(second) == ([None, 1], ["redis"])
+    assert len(flights.store.asked) == 1
+
+
+def test_followers_of_a_fetch_without_time_ask_themselves(flights):
+    """Its own deadline cut it short; that says nothing of the store."""
+
+    def out_of_time(call, parts, ctx):
+        if call == 0:
+            ctx.degraded.append("store")
+            for part in parts:
+                part.missing = np.arange(len(part.keys))
+                part.source[:] = 0
+
+    flights.store.fault = out_of_time
+    first = flights.start(1, 2, timeout=0.05)
+    second = flights.start(2, timeout=30, asks=False)
+    time.sleep(0.1)
+    flights.land()
+    assert rows(second) == ([2], [])
+    assert rows(first) == ([None, None], ["store"])
+    assert flights.store.asked == [{"items": [1, 2]}, {"items": [2]}]
+
+
+@pytest.mark.parametrize("error", [TierError("store", "on fire"), BadRequest("odd"), KeyError("x")])
+def test_followers_of_a_fetch_that_raised_ask_themselves(flights, error):
+    def fail_first(call, _parts, _ctx):
+        if call == 0:
+            raise error
+
+    flights.store.fault = fail_first
+    first = flights.start(1, 2)
+    second = flights.start(2, 1, asks=False)
+    flights.land()
+    with pytest.raises(type(error)):
+        first.result(30)
+    assert rows(second) == ([2, 1], [])
+    assert flights.tier._flying == []
+
+
+def test_an_error_of_its_own_is_raised_and_ends_the_fetch(flights):
+    def fail_second(call, _parts, _ctx):
+        if call == 1:
+            raise TierError("store", "on fire")
+
+    flights.store.fault = fail_second
+    first = flights.start(1)
+    second = flights.start(1, 2)
+    flights.land()
+    with pytest.raises(TierError, match="on fire"):
+        second.result(30)
+    assert rows(first) == ([1], [])
+    assert flights.tier._flying == []
+
+
+def test_a_fetch_after_the_end_asks_again(flights):
+    flights.land()
+    for _ in range(2):
+        (part,), _ = flights.run([Part.make(TABLE, np.array([1]))], FetchContext())
+        assert part.out[0, 0] == 1
+    assert len(flights.store.asked) == 2
+
+
+def test_writes_pass_and_keys_left_to_others_are_counted(store, pool):
+    counted = []
+    flights = Flights(SingleFlight(store, counted.append), store, pool)
+    put(flights.tier, TABLE, np.array([500]))
+    first = flights.start(500, 1)
+    second = flights.start(1, 500, 3)
+    flights.land()
+    assert rows(second) == ([1, 500, 3], [])
+    first.result(30)
+    assert counted == [2]
+
+
+def test_many_threads_with_overlapping_keys_get_their_rows(store, pool):
+    """Every answer is right, whoever asked for it."""
+    store.gate.set()
+    store.fault = lambda *_: time.sleep(0.0005)
+    tier = SingleFlight(store)
+
+    def work(seed):
+        random = np.random.default_rng(seed)
+        for _ in range(30):
+            keys = random.permutation(140)[: random.integers(1, 60)]
+            part = Part.make(TABLE, keys)
+            tier.fetch([part], FetchContext(time.monotonic() + 30))
+            known = keys < 100
+            assert (part.out[known, 0] == keys[known]).all()
+            assert part.missing.tolist() == np.flatnonzero(~known).tolist()
+
+    for done in [pool.submit(work, seed) for seed in range(8)]:
+        done.result(60)
+    assert tier._flying == []
+    assert sum(len(asked["items"]) for asked in store.asked) < 8 * 30 * 30
