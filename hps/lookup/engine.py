@@ -10,19 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-
-import numpy as np
 
 from hps.errors import BadRequest, DeadlineExceeded
 from hps.lookup.base import Feature, LookupModel, Submit
 from hps.lookup.checks import check_keys, check_out_names, check_sizes, check_targets, unknown
 from hps.lookup.fused import Group, ShortWay
 from hps.lookup.pooling import pool
+from hps.lookup.share import Share, make_share
 from hps.meters import Answers, LookupMeter
 from hps.metrics import Metrics
-from hps.native import dedup
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.tiers.fused import fused
 from hps.types import (
@@ -46,23 +44,12 @@ _DEFAULT = int(Source.DEFAULT)
 Promote = Callable[[EmbeddingTable, KeyArray], None]
 
 
-@dataclass(slots=True)
-class _Share:
-    """One table's share of a request. ``inverse (n,)`` finds each key's row in ``part``; None when
-    every key stood once. ``keys[i]`` belongs to ``features[i]``."""
-
-    part: Part
-    inverse: IndexArray | None
-    features: tuple[Feature, ...]
-    keys: list[JaggedKeys]
-
-
 class _Job:
     """A request on its way: its shares and what they met."""
 
     __slots__ = ("context", "request", "shares", "started")
 
-    def __init__(self, request: LookupRequest, shares: list[_Share]) -> None:
+    def __init__(self, request: LookupRequest, shares: list[Share]) -> None:
         self.request = request
         self.shares = shares
         self.context = FetchContext(request.deadline)
@@ -197,7 +184,7 @@ class LookupEngine:
 
     # -- request -> parts --------------------------------------------------------------------------
 
-    def _shares(self, request: LookupRequest) -> tuple[list[_Share], int]:
+    def _shares(self, request: LookupRequest) -> tuple[list[Share], int]:
         """The request's keys, checked, gathered by table, each key once."""
         groups = self._plan(tuple(request.features), request.by_table)
         total = check_sizes(self.model, request)
@@ -209,7 +196,7 @@ class LookupEngine:
             keys = [check_keys(feature, request.features[feature.name]) for feature in features]
             if out:
                 check_targets(table, features, keys, out)
-            shares.append(_share(table, features, keys, out))
+            shares.append(make_share(table, features, keys, out))
         return shares, total
 
     def _plan(self, names: tuple[str, ...], by_table: bool) -> tuple[Group, ...]:
@@ -283,33 +270,7 @@ def _is_past(deadline: float | None) -> bool:
     return deadline is not None and time.monotonic() > deadline
 
 
-def _share(
-    table: EmbeddingTable,
-    features: tuple[Feature, ...],
-    keys: list[JaggedKeys],
-    out: Mapping[str, VectorArray],
-) -> _Share:
-    """Every distinct key of ``features`` once, in order of first appearance."""
-    if len(features) == 1:
-        flat = features[0].shift(keys[0].keys)
-    else:
-        flat = np.concatenate([f.shift(k.keys) for f, k in zip(features, keys, strict=True)])
-    if len(flat) < 2:
-        unique, inverse = flat, None
-    else:
-        unique, positions = dedup(flat)
-        inverse = None if len(unique) == len(flat) else positions
-    target = None
-    if out and inverse is None and len(features) == 1 and _one_row_per_key(features[0], keys[0]):
-        target = out.get(features[0].name)  # rows land in the caller's array
-    return _Share(Part.make(table, unique, target), inverse, features, keys)
-
-
-def _one_row_per_key(feature: Feature, keys: JaggedKeys) -> bool:
-    return feature.pooling == "none" or (keys.weights is None and keys.hotness == 1)
-
-
-def _report(result: LookupResult, name: str, share: _Share, keys: slice) -> None:
+def _report(result: LookupResult, name: str, share: Share, keys: slice) -> None:
     """Per-key sources and versions of the feature that owns ``keys`` of the share."""
     if share.inverse is None:
         positions: slice | Sequence[int] | IndexArray = keys

@@ -43,7 +43,7 @@ class Side:
             rows = (keys[:, None] + np.arange(table.dim) / 4).astype(table.dtype)
             self.cache.insert(table, keys, rows, np.ones(ROWS, np.uint64))
         self.observed, self.finished = [], []
-        metered = Metered(self.cache, lambda counts, _seconds: self.observed.append(counts))
+        metered = Metered(self.cache, lambda counts, *_: self.observed.append(counts))
         store = MemoryTier(TierInfo("store", Source.ROCKSDB))
         caches = TierChain([metered])
         self.engine = LookupEngine(MODEL, caches, store, workers, meter=_Meter(self))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 
+import numpy as np
+import orjson
 import pytest
 import uvicorn
 from uvicorn.server import ServerState
@@ -70,6 +72,34 @@ class Http:
         body = json.dumps({"inputs": [tensor], "id": request_id})
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{more}Content-Length: {len(body)}\r\n\r\n"
         return (head + body).encode()
+
+    @staticmethod
+    def binary(keys, *, more="", length=None):
+        tensor = {
+            "name": "left",
+            "shape": [len(keys), 1],
+            "datatype": "INT64",
+            "parameters": {"binary_data_size": 8 * len(keys)},
+        }
+        text = orjson.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}})
+        body = text + np.array(keys, np.int64).tobytes()
+        head = (
+            f"POST {PATH} HTTP/1.1\r\nHost: x\r\nInference-Header-Content-Length: {len(text)}\r\n"
+            f"{more}Content-Length: {length or len(body)}\r\n\r\n"
+        )
+        return head.encode() + body
+
+    @staticmethod
+    def vectors(wire):
+        """The vectors ``(n, 3)`` of each answer on the wire, JSON cut off."""
+        found = []
+        for answer in wire.data.split(b"HTTP/1.1 200 OK\r\n")[1:]:
+            head, _, body = answer.partition(b"\r\n\r\n")
+            lines = dict(line.split(b": ", 1) for line in head.split(b"\r\n"))
+            assert int(lines[b"content-length"]) == len(body)
+            size = int(lines[b"inference-header-content-length"])
+            found.append(np.frombuffer(body[size:], np.float32).reshape(-1, 3)[:, 0].tolist())
+        return found
 
     @staticmethod
     def run(scenario):

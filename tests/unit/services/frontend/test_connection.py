@@ -152,3 +152,48 @@ def test_what_is_no_http(http):
         assert wire.closed
 
     http.run(scenario)
+
+
+def test_the_last_answer_of_a_server_that_stops_says_so(http):
+    async def scenario():
+        protocol, wire = http.connect()
+        await http.read(protocol, http.binary([1, 2]))
+        protocol.shutdown()
+        await http.read(protocol, http.binary([3, 4]))
+        assert wire.data.count(b"connection: close\r\n") == 1
+        assert wire.closed
+        assert http.vectors(wire) == [[1, 2], [3, 4]]
+
+    http.run(scenario)
+
+
+def test_the_date_is_renewed(http):
+    async def scenario():
+        protocol, wire = http.connect()
+        for date in (b"now", b"now", b"later"):
+            if date not in wire.data:
+                protocol.server_state.default_headers = [(b"date", date)]
+            await http.read(protocol, http.binary([1, 2]))
+        assert wire.data.count(b"date: now\r\n") == 2
+        assert wire.data.count(b"date: later\r\n") == 1
+
+    http.run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("sent", "sweeps"),
+    [(0, 1), (20, 1), (-5, 1), (None, 8)],
+)
+def test_silent_connections_are_closed_in_time(http, sent, sweeps):
+    async def scenario():
+        protocol, wire = http.connect()
+        if sent != 0:
+            await http.read(protocol, http.binary([1, 2])[:sent])
+            await asyncio.sleep(0)
+        for _ in range(sweeps):  # the first one begins to count
+            protocol.sweep(10)
+            assert not wire.closed
+        protocol.sweep(10)
+        assert wire.closed
+
+    http.run(scenario)

@@ -1,0 +1,50 @@
+"""One table's share of a request: each key once, and the way back from it to the request's features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from hps.lookup.base import Feature
+from hps.native import dedup
+from hps.tiers.base import Part
+from hps.types import EmbeddingTable, IndexArray, JaggedKeys, VectorArray
+
+
+@dataclass(slots=True)
+class Share:
+    """One table's share of a request. ``inverse (n,)`` finds each key's row in ``part``; None when
+    every key stood once. ``keys[i]`` belongs to ``features[i]``."""
+
+    part: Part
+    inverse: IndexArray | None
+    features: tuple[Feature, ...]
+    keys: list[JaggedKeys]
+
+
+def make_share(
+    table: EmbeddingTable,
+    features: tuple[Feature, ...],
+    keys: list[JaggedKeys],
+    out: Mapping[str, VectorArray],
+) -> Share:
+    """Every distinct key of ``features`` once, in order of first appearance."""
+    if len(features) == 1:
+        flat = features[0].shift(keys[0].keys)
+    else:
+        flat = np.concatenate([f.shift(k.keys) for f, k in zip(features, keys, strict=True)])
+    if len(flat) < 2:
+        unique, inverse = flat, None
+    else:
+        unique, positions = dedup(flat)
+        inverse = None if len(unique) == len(flat) else positions
+    target = None
+    if out and inverse is None and len(features) == 1 and _one_row_per_key(features[0], keys[0]):
+        target = out.get(features[0].name)  # rows land in the caller's array
+    return Share(Part.make(table, unique, target), inverse, features, keys)
+
+
+def _one_row_per_key(feature: Feature, keys: JaggedKeys) -> bool:
+    return feature.pooling == "none" or (keys.weights is None and keys.hotness == 1)
