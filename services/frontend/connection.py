@@ -56,8 +56,8 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._heard += 1
-        whole = self._reads == "nothing"
-        if whole and self._is_idle() and not self._last:
+        is_start = self._reads == "nothing"
+        if is_start and self._is_idle() and not self._last:
             head = self.app.known(data)
             if head is not None and self._answer(head, data[len(data) - head.body_size :]):
                 return
@@ -65,7 +65,7 @@ class Protocol(HttpToolsProtocol):
         super().data_received(data)
         while self._begun is not None:  # answering one may begin the next of a pipeline
             (cycle, app), self._begun = self._begun, None
-            if cycle.more_body or not self._answer_parsed(cycle, data if whole else b""):
+            if cycle.more_body or not self._answer_parsed(cycle, data if is_start else b""):
                 super()._start_asgi_task(cycle, app)
         self._receiving = False
         if self._reads == "head":

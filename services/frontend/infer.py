@@ -45,6 +45,8 @@ class InferApp:
         self._guard = guard
         self._rest = rest
         self._max_body = settings.max_body_bytes
+        # Heads that were read, by their bytes. They hold on to the entries of ``routes``, which are
+        # set once; whoever makes those change has to clear this.
         self._heads: dict[bytes, Head] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
