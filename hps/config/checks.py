@@ -223,9 +223,16 @@ def redis(
     return findings
 
 
-def layouts(redis: str | None, rocksdb: str) -> list[Finding]:
-    """Beside rows with versions, those without would always count as the older ones."""
-    if redis is None or redis == rocksdb:
+def stores(redis: str | None, rocksdb: str | None, *, overflow: bool) -> list[Finding]:
+    """Every row has a place to stay (the stores are given by their layouts, ``overflow``: Redis drops
+    rows); and beside rows with versions, those without would always count as the older ones."""
+    if redis is None and rocksdb is None:
+        message = "is false, and there is no tiers.redis either; every row needs a place"
+        return [Finding(("rocksdb", "enabled"), message, (("redis",),))]
+    if rocksdb is None and overflow:
+        message = "would lose rows for good, because tiers.rocksdb.enabled is false; leave it null"
+        return [Finding(("redis", "overflow_margin"), message, (("rocksdb", "enabled"),))]
+    if redis is None or rocksdb is None or redis == rocksdb:
         return []
     message = (
         f"is {redis}, but tiers.rocksdb.layout is {rocksdb}; rows without versions would always "

@@ -80,11 +80,15 @@ class GuardSettings(Strict):
     """Failures in a row after which the tier is skipped."""
     retry_after_s: float = Field(1.0, gt=0)
     """Time until a skipped tier is tried again with one request."""
+    concurrency: int | None = Field(None, ge=1)
+    """Fetches at a time, further ones skip the tier; null: one per thread that may ask."""
 
 
 class RocksDbSettings(Strict):
     """The store on the local disk; it holds every row."""
 
+    enabled: bool = True
+    """Off: every row is kept in `tiers.redis` alone, which then must not lose any."""
     path: Path = Path("hps-data/rocksdb")
     """Folder of the database; owned by one node process."""
     layout: Literal["native", "hps"] = "native"
@@ -108,6 +112,8 @@ class RedisGuardSettings(GuardSettings):
 
     deadline_ms: float = Field(50.0, gt=0)
     """Longest time one fetch may take, within the request's own deadline."""
+    concurrency: int | None = Field(None, ge=1)
+    """Fetches at a time, further ones skip the tier; null: fewer than `lookup_threads` and `connections`."""
 
 
 class RedisTlsSettings(Strict):
@@ -214,7 +220,9 @@ class TiersSettings(Strict):
     @model_validator(mode="after")
     def _check(self) -> Self:
         redis = self.redis.layout if self.redis is not None else None
-        return self.consistent(checks.layouts(redis, self.rocksdb.layout))
+        rocksdb = self.rocksdb.layout if self.rocksdb.enabled else None
+        overflow = self.redis is not None and self.redis.overflow_margin is not None
+        return self.consistent(checks.stores(redis, rocksdb, overflow=overflow))
 
 
 class UpdatesSettings(Strict):

@@ -62,6 +62,16 @@ def test_versions_beside_none_are_refused(tmp_path, redis, rocksdb):
     assert load(tmp_path, {"layout": redis}, rocksdb={"layout": redis})
 
 
+def test_every_row_needs_a_place(tmp_path):
+    off = {"enabled": False}
+    with pytest.raises(ConfigError, match=r"rocksdb.enabled: is false, and there is no tiers.redis"):
+        load(tmp_path, None, rocksdb=off)
+    with pytest.raises(ConfigError, match=r"redis.overflow_margin: would lose rows for good"):
+        load(tmp_path, {"overflow_margin": 1000}, rocksdb=off)
+    assert load(tmp_path, {"layout": "hps"}, rocksdb=off).layout == "hps"
+    assert load(tmp_path, {"overflow_margin": 1000}).overflow_margin == 1000
+
+
 def test_ipv6_addresses(tmp_path):
     assert load(tmp_path, {"addresses": ["[::1]:6379"]}).addresses == ["[::1]:6379"]
 
