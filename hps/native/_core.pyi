@@ -12,13 +12,21 @@ def dedup(keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]
 def cache_bytes(capacity: int, row_bytes: int) -> int:
     """What a table of ``capacity`` rows of ``row_bytes`` takes."""
 
-def cache_kernels() -> str:
-    """The instruction set the cache is read with on this machine: baseline, avx2 or avx512."""
+def cache_kernels() -> list[str]:
+    """The instruction sets the cache can be read with on this machine, the fastest first."""
 
 class CacheTable:
-    """See twin_cache.CacheTable. Raises TypeError or ValueError for arrays that do not fit."""
+    """See twin_cache.CacheTable. Raises TypeError or ValueError for arrays that do not fit.
+    ``kernels``: of ``cache_kernels``; None takes the fastest."""
 
-    def __init__(self, capacity: int, like: NDArray[Any], eviction: str, code: int) -> None: ...
+    def __init__(
+        self,
+        capacity: int,
+        like: NDArray[Any],
+        eviction: str,
+        code: int,
+        kernels: str | None = None,
+    ) -> None: ...
     @property
     def rows(self) -> int: ...
     @property

@@ -23,14 +23,21 @@ hps::Eviction eviction_named(const std::string& name) {
   throw std::invalid_argument("eviction must be lru, lfu, random or fifo, not " + name);
 }
 
+const hps::ReadKernels& kernels_named(const std::optional<std::string>& name) {
+  for (const hps::ReadKernels* kernels : hps::runnable_kernels())
+    if (!name || *name == kernels->name) return *kernels;
+  throw std::invalid_argument("this machine can't run the kernels " + *name);
+}
+
 class CacheTable {
  public:
   CacheTable(std::uint64_t capacity, const ReadOnlyRows& like, const std::string& eviction,
-             std::uint8_t code)
+             std::uint8_t code, const std::optional<std::string>& kernels)
       : dtype_(like.dtype()),
         dim_(like.shape(1)),
         code_(code),
-        table_(capacity, like.shape(1) * like.itemsize(), eviction_named(eviction)) {}
+        table_(capacity, like.shape(1) * like.itemsize(), eviction_named(eviction),
+               kernels_named(kernels)) {}
 
   nb::object fetch(Keys keys, Keys missing, std::uint64_t oldest_tombstone, Rows out,
                    Array<std::uint64_t> versions, Array<std::uint8_t> source) const {
@@ -118,8 +125,10 @@ class CacheTable {
 
 void bind_cache(nb::module_& m) {
   nb::class_<CacheTable>(m, "CacheTable")
-      .def(nb::init<std::uint64_t, const ReadOnlyRows&, const std::string&, std::uint8_t>(),
-           nb::arg("capacity"), nb::arg("like").noconvert(), nb::arg("eviction"), nb::arg("code"))
+      .def(nb::init<std::uint64_t, const ReadOnlyRows&, const std::string&, std::uint8_t,
+                    const std::optional<std::string>&>(),
+           nb::arg("capacity"), nb::arg("like").noconvert(), nb::arg("eviction"), nb::arg("code"),
+           nb::arg("kernels") = nb::none())
       .def("fetch", &CacheTable::fetch, nb::arg("keys").noconvert(), nb::arg("missing").noconvert(),
            nb::arg("oldest_tombstone"), nb::arg("out").noconvert(), nb::arg("versions").noconvert(),
            nb::arg("source").noconvert())
@@ -135,5 +144,9 @@ void bind_cache(nb::module_& m) {
       .def_prop_ro("capacity", &CacheTable::capacity)
       .def_prop_ro("bytes", &CacheTable::bytes);
   m.def("cache_bytes", &hps::CacheTable::bytes_for, nb::arg("capacity"), nb::arg("row_bytes"));
-  m.def("cache_kernels", [] { return std::string(hps::read_kernels().name); });
+  m.def("cache_kernels", [] {
+    nb::list names;
+    for (const hps::ReadKernels* kernels : hps::runnable_kernels()) names.append(kernels->name);
+    return names;
+  });
 }

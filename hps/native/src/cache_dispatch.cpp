@@ -14,17 +14,20 @@ extern const ReadKernels kKernels;
 }
 #endif
 
-const ReadKernels& read_kernels() {
+std::vector<const ReadKernels*> runnable_kernels() {
+  std::vector<const ReadKernels*> found;
 #ifdef HPS_HAVE_X86_LEVELS
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+  // The features of x86-64-v4 and -v3 that compilers make use of.
+  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
+                  __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma");
+  if (v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512cd"))
-    return avx512::kKernels;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
-      __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma"))
-    return avx2::kKernels;
+    found.push_back(&avx512::kKernels);
+  if (v3) found.push_back(&avx2::kKernels);
 #endif
-  return baseline::kKernels;
+  found.push_back(&baseline::kKernels);
+  return found;
 }
 
 }  // namespace hps

@@ -52,8 +52,9 @@ std::uint64_t CacheTable::bytes_for(std::uint64_t capacity, std::size_t row_byte
   return plan(capacity, row_bytes).bytes;
 }
 
-CacheTable::CacheTable(std::uint64_t capacity, std::size_t row_bytes, Eviction eviction)
-    : memory_(bytes_for(capacity, row_bytes)), read_(read_kernels()) {
+CacheTable::CacheTable(std::uint64_t capacity, std::size_t row_bytes, Eviction eviction,
+                       const ReadKernels& read)
+    : memory_(bytes_for(capacity, row_bytes)), read_(read) {
   const Plan made = plan(capacity, row_bytes);
   std::uint8_t* base = memory_.data();
   auto* header = reinterpret_cast<Header*>(base);

@@ -19,9 +19,12 @@ VERB = st.sampled_from(
 )
 
 
-def both(capacity, row=(3, np.float32), eviction="lru"):
+def both(capacity, row=(3, np.float32), eviction="lru", **kernels):
     like = np.empty((0, row[0]), row[1])
-    return [module.CacheTable(capacity, like, eviction, 2) for module in (native, twin)]
+    return [
+        native.CacheTable(capacity, like, eviction, 2, **kernels),
+        twin.CacheTable(capacity, like, eviction, 2),
+    ]
 
 
 def rows_of(keys, versions, row=(3, np.float32)):
@@ -105,10 +108,11 @@ def test_lfu_counts_alike_on_average():
 ROW_BYTES = [2, 32, 64, 128, 256, 512, 400, 2800]
 
 
+@pytest.mark.parametrize("kernels", native.cache_kernels())
 @pytest.mark.parametrize("row", [(size // 2, np.float16) for size in ROW_BYTES])
-def test_every_row_length_and_batch_length(row):
+def test_every_row_length_and_batch_length(row, kernels):
     """Around the edges of blocks, of the threshold from which the GIL is released, and beyond."""
-    tables = both(6000, row)
+    tables = both(6000, row, kernels=kernels)
     keys = np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 6000)
     versions = np.arange(6000).astype(np.uint64)
     for table in tables:
@@ -165,7 +169,9 @@ def test_bytes_equal_the_twins():
     for capacity in (1, 2, 3, 100, 12_345, 10**9):
         for row_bytes in (2, 12, 64, 500):
             assert native.cache_bytes(capacity, row_bytes) == twin.cache_bytes(capacity, row_bytes)
-    assert native.cache_kernels() in ("baseline", "avx2", "avx512")
+    assert native.cache_kernels()[-1] == "baseline"
+    with pytest.raises(ValueError, match="can't run the kernels neon9"):
+        both(1, kernels="neon9")
 
 
 BAD = {

@@ -1,5 +1,7 @@
-// Reading a table: what lookups do. Compiled once per instruction set; `read_kernels` chooses.
+// Reading a table: what lookups do. Compiled once per instruction set.
 #pragma once
+
+#include <vector>
 
 #include "hps/cache_layout.hpp"
 
@@ -29,7 +31,7 @@ struct ReadKernels {
   const char* name;
 };
 
-// The fastest kernels that this machine can run.
-const ReadKernels& read_kernels();
+// Those that this machine can run, the fastest first.
+std::vector<const ReadKernels*> runnable_kernels();
 
 }  // namespace hps

@@ -38,7 +38,8 @@ class CacheTable {
  public:
   // Throws std::invalid_argument when the numbers can't be meant, std::bad_alloc for want of
   // memory.
-  CacheTable(std::uint64_t capacity, std::size_t row_bytes, Eviction eviction);
+  CacheTable(std::uint64_t capacity, std::size_t row_bytes, Eviction eviction,
+             const ReadKernels& read = *runnable_kernels().front());
 
   // What a table takes, head room and header included.
   static std::uint64_t bytes_for(std::uint64_t capacity, std::size_t row_bytes);
