@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE_SOURCES := pyproject.toml $(shell find hps/native -name '*.?pp' -o -name CMakeLists.txt)
 
-.PHONY: help setup demo test test-gpu test-services check format bench bench-peers lock clean
+.PHONY: help setup demo test test-gpu test-services check check-native format bench bench-peers lock clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -3
@@ -39,6 +39,18 @@ GPU_PYTHON ?= $(BIN)/python
 test-gpu:
 	@$(GPU_PYTHON) -c 'from hps.cuda.loader import cupy; cupy()'
 	@$(GPU_PYTHON) -m pytest -m gpu tests/unit/tiers tests/contract tests/model
+
+# The CPU cache's readers beside its writer under sanitizers: make check-native SECONDS=600
+SECONDS ?= 20
+check-native: setup
+	@for sanitizer in address,undefined thread; do \
+	  echo "-fsanitize=$$sanitizer"; \
+	  $(BIN)/cmake -S hps/native -B build/$$sanitizer -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	    -DHPS_PYTHON=OFF -DHPS_STRESS=ON \
+	    -DCMAKE_CXX_FLAGS="-g -fsanitize=$$sanitizer -fno-sanitize-recover=all" > /dev/null && \
+	  $(BIN)/cmake --build build/$$sanitizer > /dev/null && \
+	  build/$$sanitizer/stress $(SECONDS) || exit 1; \
+	done
 
 # What the tests use beside the product. What can't be had here is named and its tests skip; in
 # continuous integration (CI is set) they fail.
