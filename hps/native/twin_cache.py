@@ -101,12 +101,14 @@ class CacheTable:
 
     def gather(self, keys: KeyArray, out: VectorArray) -> bool:
         """Write the row of each of ``keys (n,)``, which may repeat, to ``out (n, dim)``; counts as a use.
-        False when one has no row; what is in ``out`` has no meaning then."""
+        Stops with False at the first that has no row; what is in ``out`` has no meaning then."""
         with self._lock:
             bucket, slot = self._find(keys)
-            if (bucket < 0).any() or not self._is_row[bucket, slot].all():
+            lacking = (bucket < 0) | ~self._is_row[bucket, slot]
+            found = int(lacking.argmax()) if lacking.any() else len(keys)
+            self._touch(bucket[:found], slot[:found])
+            if found < len(keys):
                 return False
-            self._touch(bucket, slot)
             out[...] = self._rows[self._numbers[bucket, slot]]
         return True
 

@@ -16,8 +16,9 @@ struct CacheAnswer {
 };
 
 struct ReadKernels {
-  // Copies the row of every key, in order, to out, [n][row_bytes]; false when a key has none (out
-  // is then partly written). Keys may repeat. Counts as a use of the keys.
+  // Copies the row of every key, in order, to out, [n][row_bytes]; stops with false at the first
+  // that has none (out is then partly written). Keys may repeat. Counts as a use of the keys
+  // copied.
   bool (*gather)(const CacheView& view, const std::int64_t* keys, std::size_t n, std::uint8_t* out);
 
   // Answers keys[missing[0..m)]; tombstones older than `oldest_tombstone` count as not there.
