@@ -5,6 +5,11 @@ afterwards, through ``update`` or ``delete``. And a promotion is queued as keys,
 reads the rows from every store at the moment it inserts them. So whichever comes first, the newest
 row is the one that stays; and so changes may overtake the promotions that wait, of which there can be
 many seconds' worth after a cold start, and are seen at once.
+
+A store that could not be asked may hold a newer row, or its deletion, and then nothing is promoted. But not
+when that store is shared and another one is not: the node applies every update to its own store as well,
+so its rows lag no more than lookups do that pass over the shared store. Otherwise a Redis that is down
+would keep the CPU cache cold for as long.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from functools import partial
 
 import numpy as np
 
+from hps.errors import TierError
 from hps.native import dedup
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
@@ -65,6 +71,7 @@ class CacheWriter:
     ) -> None:
         self._caches = caches
         self._stores = tuple(stores)
+        self._have_own = any(not store.info.shared for store in self._stores)
         self.queue_keys = queue_keys
         self._count = count
         self._changes: deque[_Change] = deque()
@@ -79,7 +86,7 @@ class CacheWriter:
 
     @property
     def waiting_keys(self) -> int:
-        """Keys waiting to be promoted."""
+        """Keys whose promotion is not finished: those that wait, and those at hand."""
         return self._waiting_keys
 
     def promote(self, table: EmbeddingTable, keys: KeyArray) -> None:
@@ -159,10 +166,15 @@ class CacheWriter:
             if isinstance(job, _Change):
                 _finish(job)
                 continue
-            for table, keys in _slices(job):
+            refused = False
+            for table, keys, queued in _slices(job):
                 if self._closed:
                     return
-                self._promote_slice(table, keys)
+                if refused:
+                    self._count("failed", len(keys))
+                else:
+                    refused = not self._promote_slice(table, keys)
+                self._done(queued)
                 while change := self._next_change():
                     _finish(change)
 
@@ -178,7 +190,6 @@ class CacheWriter:
             promotions = []
             while self._promotions and isinstance(job := self._promotions[0], _Promotion):
                 promotions.append(job)
-                self._waiting_keys -= len(job.keys)
                 self._promotions.popleft()
             if promotions:
                 return promotions
@@ -190,34 +201,52 @@ class CacheWriter:
         with self._wake:
             return self._changes.popleft() if self._changes else None
 
-    def _promote_slice(self, table: EmbeddingTable, keys: KeyArray) -> None:
+    def _done(self, keys: int) -> None:
+        with self._wake:
+            if not self._closed:
+                self._waiting_keys -= keys
+
+    def _promote_slice(self, table: EmbeddingTable, keys: KeyArray) -> bool:
+        """False when the caches refused the rows: they would refuse others, each after a while."""
         try:
-            ctx = FetchContext()
-            rows = self._newest(table, keys, ctx)
-            if ctx.degraded:
-                # A store that could not be asked may hold a newer row, or its deletion.
-                self._count("degraded", len(keys))
-                return
-            found = np.flatnonzero(rows.source)
+            rows, skipped = self._newest(table, keys)
+        except Exception:
+            self._failed(table, keys)
+            return True
+        if rows is None:
+            self._count("degraded", len(keys))
+            return True
+        found = np.flatnonzero(rows.source)
+        try:
             if len(found):
                 self._caches.insert(table, keys[found], rows.out[found], rows.versions[found])
                 self._count("inserted", len(found))
-            if len(found) < len(keys):
-                self._count("gone", len(keys) - len(found))
-        except Exception:
-            self._count("failed", len(keys))
-            if time.monotonic() - self._logged_at > _LOG_EVERY_S:
-                self._logged_at = time.monotonic()
-                log.exception("promotion of %d keys of table %s failed", len(keys), table.id)
+        except Exception as error:
+            self._failed(table, keys)
+            return not isinstance(error, TierError)
+        if len(found) < len(keys):
+            self._count("degraded" if skipped else "gone", len(keys) - len(found))
+        return True
 
-    def _newest(self, table: EmbeddingTable, keys: KeyArray, ctx: FetchContext) -> Part:
-        """Each key's row of the highest version over all stores; source 0 where that is a deletion
-        or no store knows the key."""
+    def _failed(self, table: EmbeddingTable, keys: KeyArray) -> None:
+        self._count("failed", len(keys))
+        if time.monotonic() - self._logged_at > _LOG_EVERY_S:
+            self._logged_at = time.monotonic()
+            log.exception("promotion of %d keys of table %s failed", len(keys), table.id)
+
+    def _newest(self, table: EmbeddingTable, keys: KeyArray) -> tuple[Part | None, bool]:
+        """Each key's row of the highest version over all stores, source 0 where that is a deletion or no
+        store knows the key; and whether a store was skipped. None when that one may know better."""
         newest = Part.make(table, keys)
         known = np.zeros(len(keys), bool)
+        skipped = False
         for store in self._stores:
-            part = Part.make(table, keys)
+            part, ctx = Part.make(table, keys), FetchContext()
             store.fetch([part], ctx)
+            if ctx.degraded:
+                if not (store.info.shared and self._have_own):
+                    return None, True
+                skipped = True
             answered = np.ones(len(keys), bool)
             answered[part.missing] = False
             newer = answered & (~known | (part.versions > newest.versions))
@@ -225,18 +254,23 @@ class CacheWriter:
             newest.versions[newer] = part.versions[newer]
             newest.source[newer] = part.source[newer]
             known |= answered
-        return newest
+        return newest, skipped
 
 
-def _slices(promotions: list[_Promotion]) -> Iterator[tuple[EmbeddingTable, KeyArray]]:
-    """The keys by table, each once, ``SLICE_KEYS`` at a time."""
+def _slices(promotions: list[_Promotion]) -> Iterator[tuple[EmbeddingTable, KeyArray, int]]:
+    """The keys by table, each once, ``SLICE_KEYS`` at a time; and how many of those in the queue are done
+    with it, repeated ones included."""
     chosen: dict[EmbeddingTable, list[KeyArray]] = {}
     for job in promotions:
         chosen.setdefault(job.table, []).append(job.keys)
     for table, queued in chosen.items():
-        keys = dedup(np.concatenate(queued))[0]
+        every = np.concatenate(queued)
+        keys = dedup(every)[0]
+        repeated = len(every) - len(keys)
         for start in range(0, len(keys), SLICE_KEYS):
-            yield table, keys[start : start + SLICE_KEYS]
+            part = keys[start : start + SLICE_KEYS]
+            yield table, part, len(part) + repeated
+            repeated = 0
 
 
 def _finish(change: _Change) -> None:

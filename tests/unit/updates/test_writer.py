@@ -136,6 +136,59 @@ def test_a_store_that_cannot_be_asked_stops_the_promotion(make):
     guarded.close()
 
 
+@pytest.mark.parametrize("down", ["shared", "own"])
+def test_a_shared_store_that_is_down_does_not_keep_the_cache_cold(make, down):
+    """Every update goes to the own store too, so it is no older than what lookups get meanwhile."""
+    own, shared = Store(), Store()
+    shared._info = TierInfo("redis", Source.REDIS, shared=True)
+    for store in (own, shared):
+        put(store, [1], 1.0)
+    broken = {"shared": shared, "own": own}[down]
+    broken.error = TierError("gone", "gone")
+    stores = [Guarded(shared, 1.0, 1, 60.0), Guarded(own, 1.0, 1, 60.0)]
+    writer, cache, counts = make(stores)
+    writer.promote(TABLE, arrays(1, 2))
+    assert writer.flush(5)
+    if down == "shared":
+        assert held(cache, 1, 2) == [1.0, None]
+        assert counts == {"inserted": 1, "degraded": 1}  # the shared store may have had key 2
+    else:
+        assert held(cache, 1, 2) == [None, None]
+        assert counts == {"degraded": 2}
+
+
+def test_a_shared_store_alone_must_be_asked(make):
+    shared = Store()
+    shared._info = TierInfo("redis", Source.REDIS, shared=True)
+    shared.error = TierError("redis", "gone")
+    writer, cache, counts = make([Guarded(shared, 1.0, 1, 60.0)])
+    writer.promote(TABLE, arrays(1))
+    assert writer.flush(5)
+    assert held(cache, 1) == [None]
+    assert counts == {"degraded": 1}
+
+
+def test_a_cache_that_refuses_a_slice_is_not_asked_for_the_rest(make):
+    """Each refusal may take as long as a network's timeout."""
+    store, refused = Store(), []
+    put(store, range(5000), 1.0)
+
+    class Redis(MemoryTier):
+        def insert(self, table, keys, vectors, versions):
+            refused.append(len(keys))
+            raise TierError("redis", "no answer")
+
+    writer, _cache, counts = make([store], cache=Redis(CACHE))
+    writer.promote(TABLE, arrays(*range(5000)))
+    assert writer.flush(5)
+    assert refused == [SLICE_KEYS]
+    assert counts == {"failed": 5000}
+    assert writer.waiting_keys == 0
+    writer.promote(TABLE, arrays(1))
+    assert writer.flush(5)
+    assert refused == [SLICE_KEYS, 1]
+
+
 def test_errors_are_counted_and_logged_and_the_thread_lives_on(make, caplog):
     store = Store()
     put(store, [1], 1.0)
@@ -165,10 +218,24 @@ def test_the_queue_is_bounded_and_promote_never_blocks(make):
     writer.promote(TABLE, arrays(*range(7, 14)))
     writer.promote(TABLE, arrays(15))
     assert writer.waiting_keys == 10
-    assert counts == {"dropped": 4}
+    assert counts == {"dropped": 5}  # the key at hand has a place in the queue until it is done
     store.leave.set()
     assert writer.flush(5)
-    assert held(cache, *range(16)) == [1.0] * 11 + [None] * 5
+    assert held(cache, *range(16)) == [1.0] * 10 + [None] * 6
+    assert writer.waiting_keys == 0
+
+
+def test_keys_at_hand_are_waiting_until_they_are_done(make):
+    store = Store()
+    put(store, range(SLICE_KEYS + 10), 1.0)
+    store.leave.clear()
+    writer, _cache, _counts = make([store])
+    writer.promote(TABLE, arrays(*range(SLICE_KEYS + 10), 5, 5))
+    assert store.begun.wait(5)
+    assert writer.waiting_keys == SLICE_KEYS + 12
+    store.leave.set()
+    assert writer.flush(5)
+    assert writer.waiting_keys == 0
 
 
 def test_keys_queued_twice_are_read_once_and_in_slices(make):
