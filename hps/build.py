@@ -3,6 +3,7 @@ they are asked, who guards, meters and closes them, and which threads do what.""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -29,7 +30,7 @@ from hps.tiers.wrappers import Guarded, Metered
 from hps.types import EmbeddingTable, KeyArray, NoProgress, Progress
 from hps.updates.warm import insert_rows, promote_keys
 from hps.updates.writer import CacheWriter
-from hps.workers import Workers
+from hps.workers import Lanes, Workers
 
 if TYPE_CHECKING:
     from hps.tiers.rocksdb import RocksDbTier
@@ -76,7 +77,7 @@ class _Serving:
     caches: Tier
     stores: Tier
     promote: Promote
-    lookups: Workers
+    lookups: Lanes
     runs: Workers
 
 
@@ -119,13 +120,21 @@ class _Builder:
             self._asked(caches),
             self._asked(stores),
             _promote_to(caches, writer),
-            self._workers("lookup", tiers.lookup_threads, "tiers.lookup_queue", tiers.lookup_queue),
+            self._lanes(),
             runs,
         )
         models = {model.version.name: self._serve(model, serving) for model in self._opened}
         node = Node(models, self._metrics, [*caches, *stores], writer, serving.lookups, warnings)
         self._publish(node, serving)
         return node
+
+    def _lanes(self) -> Lanes:
+        tiers = self._settings.tiers
+        setting, queued = "tiers.lookup_queue", tiers.lookup_queue
+        stores = self._workers("lookup", tiers.lookup_threads, setting, queued)
+        # What memory answers keeps a core busy. Its lane hands on to the other one, so closes before.
+        threads = min(tiers.lookup_threads, os.cpu_count() or 1)
+        return Lanes(self._workers("gather", threads, setting, queued), stores)
 
     def _workers(self, name: str, threads: int, setting: str, queued: int) -> Workers:
         workers = Workers(threads, queued, name=name, setting=setting)

@@ -32,7 +32,7 @@ from hps.types import (
     as_keys,
 )
 from hps.updates.writer import CacheWriter
-from hps.workers import Workers
+from hps.workers import Lanes
 
 Features = Mapping[str, Any]
 """Keys by feature: ``JaggedKeys``, or integers ``(batch,)`` or ``(batch, hotness)`` as an array, a list
@@ -78,7 +78,7 @@ class Node:
     metrics: Metrics
     tiers: list[TierStatus]
     writer: CacheWriter
-    workers: Workers
+    workers: Lanes
     warnings: tuple[str, ...] = ()
     _resources: ExitStack = field(default_factory=ExitStack)
     _opened: float = field(default_factory=time.monotonic)

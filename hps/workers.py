@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from hps.errors import DeadlineExceeded, Unavailable
 
 T = TypeVar("T")
+U = TypeVar("U")
 _STATE_DONE = "FINISHED"  # concurrent.futures' own word, read by asyncio and by wait()
 
 
@@ -61,6 +62,29 @@ class Done(Future[T], Generic[T]):
             self._waiters: list[Any] = []
             return self._condition
         raise AttributeError(name)
+
+
+def then(first: Future[T], go_on: Callable[[T], Future[U]]) -> Future[U]:
+    """The future of what ``go_on`` starts with the result of ``first``, on the thread that has it; the
+    errors of all three are its own. Once it is cancelled nothing more is started."""
+    answer: Future[U] = Future()
+
+    def first_is_done(done: Future[T]) -> None:
+        if not answer.set_running_or_notify_cancel():
+            return
+        try:
+            go_on(done.result()).add_done_callback(second_is_done)
+        except BaseException as error:  # whatever it was, the caller must hear of it
+            answer.set_exception(error)
+
+    def second_is_done(done: Future[U]) -> None:
+        if (error := done.exception()) is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(done.result())
+
+    first.add_done_callback(first_is_done)
+    return answer
 
 
 class Workers:
@@ -157,6 +181,18 @@ class Workers:
             last = None if self._running else self._last
         if last is not None:
             last()
+
+
+class Lanes(NamedTuple):
+    """Where lookups go that can't be answered on the caller's thread: ``memory`` for those that are only
+    large, ``stores`` for those that wait for a disk or a network, and must not hold up the others."""
+
+    memory: Workers
+    stores: Workers
+
+    @property
+    def waiting(self) -> int:
+        return self.memory.waiting + self.stores.waiting
 
 
 class _Job(Generic[T]):

@@ -1,8 +1,8 @@
 """The lookup in this process: dedup -> fetch -> defaults -> scatter -> pool.
 
-Caches are asked on the caller's thread, stores on a bounded pool of threads, so an event loop may
-call ``submit``. Keys found below the caches, or owed a row under ``default_then_promote``, are
-handed to the cache writer; nothing here writes to a tier.
+Caches are asked on the caller's thread, or on the memory lane's when there is much to copy; stores on
+another bounded pool of threads. So an event loop may call ``submit``. Keys found below the caches, or
+owed a row under ``default_then_promote``, are handed to the cache writer; nothing here writes to a tier.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hps.types import (
     Source,
     VectorArray,
 )
-from hps.workers import Done, Workers
+from hps.workers import Done, Lanes, Workers, then
 
 # A request with more keys than this is worth a thread hop even when memory holds them all: it would
 # hold up an event loop for milliseconds.
@@ -59,7 +59,8 @@ class _Job:
 class LookupEngine:
     """Serves one model. Any number of threads may call it; it holds no state of a request.
 
-    ``promote`` must not block; ``caches`` and ``stores`` are the two stages of tiers.
+    ``promote`` must not block; ``caches`` and ``stores`` are the two stages of tiers; ``workers`` may be
+    one pool of threads for both or a lane for each.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class LookupEngine:
         model: LookupModel,
         caches: Tier,
         stores: Tier,
-        workers: Workers,
+        workers: Workers | Lanes,
         promote: Promote = lambda _table, _keys: None,
         meter: LookupMeter | None = None,
     ) -> None:
@@ -75,7 +76,7 @@ class LookupEngine:
         self._caches = caches
         self._stores = stores
         self._stores_block = stores.info.blocking
-        self._workers = workers
+        self._lanes = workers if isinstance(workers, Lanes) else Lanes(workers, workers)
         self._promote = promote
         self._meter = meter or LookupMeter(Metrics(), model.name)
         self._plans: dict[tuple[str, ...], tuple[Group, ...]] = {}
@@ -136,16 +137,18 @@ class LookupEngine:
         if _is_past(request.deadline):
             raise DeadlineExceeded("the request's deadline had passed when it came")
         if keys > INLINE_KEYS:
-            return self._workers.submit(partial(self._run, job), request.deadline)
-        waiting = self._ask_caches(job)
-        if waiting and self._stores_block:
-            return self._workers.submit(partial(self._run_below, job, waiting), request.deadline)
-        return Done(self._run_below(job, waiting))
+            asked = self._lanes.memory.submit(partial(self._ask_caches, job), request.deadline)
+            return then(asked, partial(self._go_on, job))
+        return self._go_on(job, self._ask_caches(job))
 
     # -- stages ------------------------------------------------------------------------------------
 
-    def _run(self, job: _Job) -> LookupResult:
-        return self._run_below(job, self._ask_caches(job))
+    def _go_on(self, job: _Job, waiting: list[Part]) -> Future[LookupResult]:
+        """After the caches: answer, on a thread that may wait if a store must be asked."""
+        if waiting and self._stores_block:
+            run = partial(self._run_below, job, waiting)
+            return self._lanes.stores.submit(run, job.request.deadline)
+        return Done(self._run_below(job, waiting))
 
     def _ask_caches(self, job: _Job) -> list[Part]:
         """Fetch what memory holds; the parts that must wait for the stores."""

@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
 import pytest
 
 from hps.errors import DeadlineExceeded, Unavailable
-from hps.workers import Done, Workers
+from hps.workers import Done, Workers, then
 
 
 @pytest.fixture
@@ -178,3 +178,36 @@ def test_close_without_any_thread_runs_the_last_work_in_place():
     order = []
     Workers(2, 9, name="test").close(None, lambda: order.append(threading.current_thread()))
     assert order == [threading.current_thread()]
+
+
+# -- then ------------------------------------------------------------------------------------------
+
+
+def test_then_goes_on_with_the_result(workers):
+    answer = then(workers.submit(lambda: 20), lambda n: workers.submit(lambda: n + 1))
+    assert answer.result(10) == 21
+    assert then(Done(1), lambda n: Done(n + 1)).done()
+
+
+@pytest.mark.parametrize("fails", ["first", "between", "second"])
+def test_then_hands_on_every_error(workers, fails):
+    def step(name):
+        if name == fails:
+            raise KeyError(name)
+        return name
+
+    def go_on(_result):
+        step("between")
+        return workers.submit(lambda: step("second"))
+
+    with pytest.raises(KeyError, match=fails):
+        then(workers.submit(lambda: step("first")), go_on).result(10)
+
+
+def test_then_starts_nothing_more_once_cancelled(workers):
+    gate, started = threading.Event(), []
+    answer = then(workers.submit(lambda: gate.wait(10)), lambda _: started.append(1))
+    assert answer.cancel()
+    gate.set()
+    workers.submit(lambda: None).result(10)
+    assert started == []

@@ -9,9 +9,11 @@ import pytest
 
 from hps.errors import DeadlineExceeded, TierError, Unavailable
 from hps.lookup import engine as engine_module
+from hps.lookup.engine import LookupEngine
 from hps.tiers.chain import TierChain
 from hps.tiers.wrappers import Guarded
 from hps.types import JaggedKeys, LookupRequest, Source, version_now
+from hps.workers import Lanes, Workers
 
 
 def request(**features):
@@ -241,6 +243,27 @@ def test_an_event_loop_never_waits_for_the_store(make_world):
     assert len(gaps) > 20
     assert sorted(gaps)[len(gaps) * 9 // 10] < 0.02
     assert max(gaps) < 0.15
+
+
+def test_a_large_request_in_memory_does_not_wait_behind_a_slow_store(make_world, monkeypatch):
+    monkeypatch.setattr(engine_module, "INLINE_KEYS", 10)
+    world = make_world(threads=2)
+    memory = Workers(1, 8, name="memory")
+    lanes = Lanes(memory, world.workers)
+    engine = LookupEngine(world.model, TierChain([world.cache]), TierChain([world.store]), lanes)
+    world.put(world.cache, "item", range(20))
+    world.put(world.store, "item", [500])
+    world.store.leave.clear()
+    slow = [engine.submit(request(item=[400 + i])) for i in range(4)]  # both threads, and a queue
+    large = engine.submit(request(item=list(range(20)))).result(10)
+    assert large.defaulted == 0
+    assert not any(future.done() for future in slow)
+    mixed = engine.submit(request(item=[*range(20), 500]))
+    world.store.leave.set()
+    rows = world.row(world.tables["item"], [*range(20), 500])
+    assert mixed.result(10).vectors["item"].tolist() == rows.tolist()
+    assert all(future.result(10).defaulted == 1 for future in slow)
+    memory.close()
 
 
 def test_a_large_request_leaves_the_callers_thread(make_world, monkeypatch):
