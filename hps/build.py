@@ -143,16 +143,21 @@ class _Builder:
 
     def _open_store(self) -> tuple[RocksDbTier, TierStatus]:
         """The store with every table loaded; the same behind a guard, as it is asked."""
-        from hps.tiers.rocksdb import RocksDbTier
+        from hps.tiers.rocksdb import RocksDbTier, Tuning
 
         chosen = self._settings.tiers.rocksdb
         store = RocksDbTier(
             chosen.path,
             layout=chosen.layout,
-            block_cache_bytes=chosen.block_cache_bytes,
-            block_size=chosen.block_size,
-            threads=chosen.threads,
-            read_only=chosen.read_only,
+            access=chosen.access,
+            tuning=Tuning(
+                chosen.block_cache_bytes,
+                chosen.block_size,
+                chosen.threads,
+                chosen.mmap_reads,
+                chosen.min_free_bytes,
+                chosen.catch_up_s,
+            ),
         )
         guarded = self._guarded(store, chosen.guard)
         store.open_tables(self._tables)

@@ -17,7 +17,7 @@ from hps.tiers.chain import TierChain
 from hps.tiers.checks import check_part
 from hps.tiers.cpu_cache import CpuCache
 from hps.tiers.memory import MemoryTier
-from hps.tiers.rocksdb import RocksDbTier
+from hps.tiers.rocksdb import Access, RocksDbTier, Tuning
 from hps.tiers.wrappers import Guarded, Metered
 from hps.types import EmbeddingTable, Source
 
@@ -111,9 +111,63 @@ def chain_of_chains(path: Path, tables: TableSet) -> TierChain:
 
 
 def rocksdb(path: Path, tables: TableSet, layout: Any = "native") -> RocksDbTier:
-    tier = RocksDbTier(path, layout=layout, block_cache_bytes=1 << 20)
+    tier = RocksDbTier(path, layout=layout, tuning=Tuning(block_cache_bytes=1 << 20))
     tier.open_tables(tables)
     return tier
+
+
+class BesidePrimary:
+    """Writes go to a primary and fetches to a reader of the same folder: a secondary that follows it, or
+    one opened anew for each fetch that sees the rows as they are then."""
+
+    def __init__(self, primary: RocksDbTier, tables: TableSet, access: Access) -> None:
+        self._primary, self._tables, self._access = primary, tables, access
+        self._reader = self._open() if access == "secondary" else None
+        for verb in ("insert", "update", "delete", "evict"):
+            setattr(self, verb, getattr(primary, verb))
+
+    @property
+    def info(self) -> TierInfo:
+        return self._primary.info
+
+    def _open(self) -> RocksDbTier:
+        primary = self._primary
+        reader = RocksDbTier(
+            primary.path, layout=primary.layout, access=self._access, tuning=Tuning(catch_up_s=0.0)
+        )
+        reader.open_tables(self._tables)
+        return reader
+
+    def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
+        reader = self._reader or self._open()
+        try:
+            reader.fetch(parts, ctx)
+        finally:
+            if reader is not self._reader:
+                reader.close()
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+        self._primary.close()
+
+
+def beside_primary(path: Path, tables: TableSet, access: Access, layout: Any = "native") -> Any:
+    return BesidePrimary(rocksdb(path, tables, layout), tables, access)
+
+
+def redis_tier(_path: Path, _tables: TableSet, **given: Any) -> Any:
+    from hps.tiers.redis import RedisTier
+    from tests.support.redis_servers import settings, shared_server
+
+    return RedisTier(settings(shared_server(), **given))
+
+
+def redis_cluster(_path: Path, _tables: TableSet) -> Any:
+    from hps.tiers.redis import RedisTier
+    from tests.support.redis_servers import shared_cluster
+
+    return RedisTier(shared_cluster().settings())
 
 
 class OnHost:
@@ -180,6 +234,8 @@ TIERS = {
     "rocksdb": TierCase(rocksdb, ROCKS),
     "rocksdb_float16": TierCase(rocksdb, ROCKS, np.float16),
     "rocksdb_hps": TierCase(lambda p, t: rocksdb(p, t, "hps"), ROCKS, versioned=False),
+    "rocksdb_secondary": TierCase(lambda p, t: beside_primary(p, t, "secondary"), ROCKS),
+    "rocksdb_read_only": TierCase(lambda p, t: beside_primary(p, t, "read_only"), ROCKS),
 }
 
 

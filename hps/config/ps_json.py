@@ -116,7 +116,8 @@ class _Settings:
         self._set((*at, "layout"), "hps", f"{P}.type")
         self._set((*at, "path"), str(self._reader.folder / path), f"{P}.path")
         self._set((*at, "threads"), int(values["num_threads"]), f"{P}.num_threads")
-        self._set((*at, "read_only"), bool(values["read_only"]), f"{P}.read_only")
+        access = "read_only" if values["read_only"] else "primary"
+        self._set((*at, "access"), access, f"{P}.read_only")
         key = "read_only" if values["read_only"] else "initialize_after_startup"
         self._set((*at, "load"), load, f"{P}.{key}")
 

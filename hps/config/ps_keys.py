@@ -113,7 +113,7 @@ KEYS: tuple[PsKey, ...] = (
           ignored_values={"disabled": "every row is kept in a RocksDB of our own at tiers.rocksdb.path, because a cache may drop rows"}),
     PsKey(P, "path", "path", "<tmp>/rocksdb", "Folder of the database (`tiers.rocksdb.path`)."),
     PsKey(P, "num_threads", "int", 16, "Background threads of RocksDB (`tiers.rocksdb.threads`)."),
-    PsKey(P, "read_only", "bool", False, "Open without the right to write (`tiers.rocksdb.read_only`); nothing is loaded at start."),
+    PsKey(P, "read_only", "bool", False, "Open without the right to write (`tiers.rocksdb.access`); nothing is loaded at start."),
     PsKey(P, "max_batch_size", "int", 65_536, "Keys per read.", BATCHED),
     PsKey(P, "update_filters", "list", FILTERS, "Models that Kafka updates.", KAFKA, items="text"),
     PsKey(P, "initialize_after_startup", "bool", True, "false: the sparse files are not loaded, the database is served as it is (`tiers.rocksdb.load`). HPS does not read it from JSON."),

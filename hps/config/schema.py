@@ -93,14 +93,21 @@ class RocksDbSettings(Strict):
     """Folder of the database; owned by one node process."""
     layout: Literal["native", "hps"] = "native"
     """`native` keeps a version per row; `hps` is HPS's own layout, where the last write wins."""
-    block_cache_bytes: int = Field(256 << 20, ge=0)
-    """Memory for data blocks read from disk."""
+    block_cache_bytes: int = Field(0, ge=0)
+    """Memory for blocks read from disk; 0 leaves it to the operating system's file cache: faster."""
     block_size: int = Field(1024, ge=256)
     """Bytes per data block; small blocks make point reads cheap."""
     threads: int = Field(2, ge=1)
     """Background threads for compaction; flushes have two of their own."""
-    read_only: bool = False
-    """Open without the right to write; the tables must have been loaded before."""
+    mmap_reads: bool = False
+    """Read mapped files: a seventh faster, but a disk that fails under them ends the process."""
+    min_free_bytes: int = Field(256 << 20, ge=0)
+    """Space on the disk that is left to others: below it writes are refused, and rows are still served."""
+    access: Literal["primary", "read_only", "secondary"] = "primary"
+    """`primary` owns the folder. Others may read tables it has loaded: `read_only` as they are when it
+    opens, `secondary` following the primary's writes."""
+    catch_up_s: float = Field(1.0, ge=0)
+    """How far a `secondary` may be behind the primary when it answers."""
     load: bool = True
     """Load tables that the database does not hold yet; off: what is there is served as it is."""
     guard: GuardSettings = GuardSettings()

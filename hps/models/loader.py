@@ -119,11 +119,11 @@ def _load(
         record = store.loaded(table)
         assert record is not None
         return LoadReport(table.name, how, record.rows, 0, time.monotonic() - began)
-    if store.read_only:
+    if store.access != "primary":
         raise TierError(
             store.info.name,
-            f"table {table.id} is not loaded into {store.path}, and read_only forbids it; load it once "
-            "without",
+            f"table {table.id} is not loaded into {store.path}, and access: {store.access} forbids it; "
+            "load it once with access: primary",
         )
     record = LoadRecord(
         files.digest, files.rows, _row_version(version, files), table.dim, table.dtype.name

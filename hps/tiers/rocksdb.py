@@ -20,22 +20,28 @@ import numpy as np
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.checks import check_keys, check_part, check_rows
 from hps.tiers.rocksdb_database import Database
+from hps.tiers.rocksdb_errors import NAME
 from hps.tiers.rocksdb_layout import CodeArray
 from hps.tiers.rocksdb_load import BulkLoad, LoadRecord, ingest_folder
-from hps.tiers.rocksdb_open import NAME, OpenSettings
+from hps.tiers.rocksdb_open import Access, OpenSettings, Tuning
 from hps.tiers.rocksdb_rows import VersionedRows
 from hps.tiers.row_values import Layout
 from hps.types import EmbeddingTable, KeyArray, Source, VectorArray, VersionArray
 
-__all__ = ["LoadRecord", "RocksDbTier"]
+__all__ = ["Access", "LoadRecord", "RocksDbTier", "Tuning"]
+
+_TUNING = Tuning()
 
 
 class RocksDbTier:
-    """Implements `Tier`. One instance owns ``path``; a second process gets a TierError.
+    """Implements `Tier`. One instance, the primary, owns ``path``; a second one gets a TierError.
+
+    Readers may stand beside it, in other processes: ``access="read_only"`` sees the rows as they were
+    when it was opened and never writes to the folder; ``"secondary"`` follows the primary (`catch_up`).
+    Their mutating verbs raise TierError.
 
     ``layout="hps"`` reads and writes HPS's own layout: no versions, no tombstones, last write wins.
-    ``block_cache_bytes`` are shared by all tables; ``block_size`` is a data block's bytes; ``threads``
-    run compactions; ``clock`` gives Unix seconds and drives the forgetting of tombstones.
+    ``clock`` gives Unix seconds and drives the forgetting of tombstones.
     """
 
     def __init__(
@@ -43,13 +49,11 @@ class RocksDbTier:
         path: Path | str,
         *,
         layout: Layout = "native",
-        block_cache_bytes: int = 256 << 20,
-        block_size: int = 1024,
-        threads: int = 2,
-        read_only: bool = False,
+        access: Access = "primary",
+        tuning: Tuning = _TUNING,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        settings = OpenSettings(Path(path), block_cache_bytes, block_size, threads, read_only)
+        settings = OpenSettings(Path(path), access, tuning)
         self._layout: Layout = layout
         self._database = Database(settings, layout)
         self._rows = VersionedRows(self._database, clock)
@@ -73,8 +77,8 @@ class RocksDbTier:
         return self._layout
 
     @property
-    def read_only(self) -> bool:
-        return self._database.settings.read_only
+    def access(self) -> Access:
+        return self._database.settings.access
 
     # -- tables -----------------------------------------------------------------------------------
 
@@ -131,7 +135,7 @@ class RocksDbTier:
         """
         database = self._database
         with database.errors():
-            database.writable()
+            database.writable(record.rows * database.family(table).codec.value_bytes)
             with database.lock:
                 family = database.family(table)
                 database.records.put(family.name, record.started())
@@ -165,14 +169,22 @@ class RocksDbTier:
 
     # -- reading ----------------------------------------------------------------------------------
 
+    def catch_up(self) -> None:
+        """A secondary reads what the primary wrote until now; others have nothing to do. `fetch` does it
+        by itself every ``Tuning.catch_up_s`` seconds."""
+        self._database.catch_up()
+
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
+        self._database.keep_up()
         for part in parts:
             check_part(part)
             if len(part.missing):
                 self._fetch_part(part)
 
     def _fetch_part(self, part: Part) -> None:
-        family = self._database.family(part.table)
+        family = self._database.find(part.table)
+        if family is None:
+            return
         code = family.codec.codes(part.keys[part.missing])
         order = np.argsort(code)
         stored = self._rows.read(family, code[order])

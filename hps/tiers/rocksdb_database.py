@@ -8,28 +8,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from threading import RLock
 from typing import Any, NoReturn
 
 from rocksdict import ColumnFamily, Options, Rdict
 
 from hps.errors import TierError
+from hps.tiers.rocksdb_errors import NAME, translate
 from hps.tiers.rocksdb_layout import RowCodec, family_name
 from hps.tiers.rocksdb_load import LoadRecord, Records, clean_leftovers
-from hps.tiers.rocksdb_open import (
-    NAME,
-    OpenSettings,
-    existing_families,
-    linked_copy,
-    make_options,
-    open_database,
-    translate,
-)
+from hps.tiers.rocksdb_open import Opened, OpenSettings, existing_families
+from hps.tiers.rocksdb_space import Room
 from hps.tiers.rocksdb_tombstones import Tombstones
 from hps.tiers.row_values import Layout
 from hps.types import EmbeddingTable
@@ -63,27 +56,29 @@ class Database:
         self.layout: Layout = layout
         self.lock = RLock()
         self._families: dict[EmbeddingTable, Family] = {}
-        self._names = set(existing_families(settings.path))
-        self.options: Options = make_options(settings, len(self._names))
         self._used = False
-        if settings.read_only and not self._names:
-            raise TierError(
-                NAME,
-                f"{settings.path} holds no database, and read_only forbids to create one; "
-                "load it once without",
-            )
-        self._links = linked_copy(settings.path) if settings.read_only else None
-        opened = replace(settings, path=Path(self._links.name)) if self._links else settings
-        self._db: Rdict | None = open_database(opened, self.options, self._names)
+        self._opened: Opened | None = Opened(settings)
+        self._caught_up = time.monotonic()
+        # Asked for, but made by the primary after this reader opened, if ever.
+        self._unknown: set[str] = set()
         self.records = Records(lambda: self.db)
-        if not settings.read_only:
+        self.room = Room(lambda: self.db, settings.path, settings.tuning.min_free_bytes)
+        if settings.access == "primary":
             clean_leftovers(settings.path)
 
     @property
-    def db(self) -> Rdict:
-        if self._db is None:
+    def opened(self) -> Opened:
+        if self._opened is None:
             raise TierError(NAME, f"{self.settings.path} is closed")
-        return self._db
+        return self._opened
+
+    @property
+    def db(self) -> Rdict:
+        return self.opened.db
+
+    @property
+    def options(self) -> Options:
+        return self.opened.options
 
     @contextmanager
     def errors(self) -> Any:
@@ -101,11 +96,16 @@ class Database:
             raise translate(error, self.settings.path) from error
         raise error
 
-    def writable(self) -> None:
-        if self.settings.read_only:
+    def writable(self, needed: int = 0) -> None:
+        """Raises TierError unless this instance may write, and the disk has room for ``needed`` bytes."""
+        access = self.settings.access
+        if access != "primary":
             raise TierError(
-                NAME, f"{self.settings.path} was opened with read_only: true; writing is off"
+                NAME,
+                f"{self.settings.path} was opened with access: {access}; writing is off. Write where "
+                "it is open with access: primary",
             )
+        self.room.check(needed)
 
     # -- column families --------------------------------------------------------------------------
 
@@ -118,52 +118,108 @@ class Database:
         self._used = True
         return found
 
+    def find(self, table: EmbeddingTable) -> Family | None:
+        """The same for a fetch: None where a reader's database holds no such table (yet)."""
+        if table not in self._families and self.settings.access != "primary":
+            name = family_name(table, self.layout)
+            with self.lock:
+                if name not in self.opened.families:
+                    self._unknown.add(name)
+                    return None
+        return self.family(table)
+
     def open_tables(self, tables: Sequence[EmbeddingTable]) -> None:
         with self.lock, self.errors():
             wanted = {t: family_name(t, self.layout) for t in tables if t not in self._families}
-            missing = sorted(set(wanted.values()) - self._names)
+            missing = sorted(set(wanted.values()) - self.opened.families)
+            if missing and self.settings.access == "secondary":
+                self._reopen()
+                missing = sorted(set(missing) - self.opened.families)
             if missing:
-                if self.settings.read_only:
+                if self.settings.access != "primary":
                     raise TierError(
                         NAME,
-                        f"{self.settings.path} holds no table {missing[0]}, and read_only forbids to "
-                        "create it; load it once without",
+                        f"{self.settings.path} holds no table {missing[0]}, and access: "
+                        f"{self.settings.access} forbids to create it; load it once with access: primary",
                     )
                 self._create(missing)
-            streamed = self.records.streamed(list(wanted.values()))
-            for table, name in wanted.items():
-                self._bind(table, streamed=name in streamed)
+            self._bind(wanted)
 
-    def _bind(self, table: EmbeddingTable, *, streamed: bool) -> None:
-        name = family_name(table, self.layout)
-        self._families[table] = Family(
-            table,
-            name,
-            RowCodec(table, self.layout),
-            self.db.get_column_family(name),
-            self.db.get_column_family_handle(name),
-            Tombstones(lambda: self.db, name),
-            streamed,
-        )
+    def _bind(self, tables: Mapping[EmbeddingTable, str]) -> None:
+        streamed = self.records.streamed(list(tables.values()))
+        for table, name in tables.items():
+            self._families[table] = Family(
+                table,
+                name,
+                RowCodec(table, self.layout),
+                self.db.get_column_family(name),
+                self.db.get_column_family_handle(name),
+                Tombstones(lambda: self.db, name),
+                streamed=name in streamed,
+            )
 
     def _create(self, names: list[str]) -> None:
         """RocksDB rewrites its OPTIONS file at each creation, which is quadratic in the number of
         tables. Opening anew makes them all with one rewrite, and is safe until the first use."""
         if len(names) > 2 and not self._used:
-            self._names |= set(names)
-            self._reopen()
+            self._reopen(names)
             return
         for name in names:
             self.db.create_column_family(name, self.options)
-            self._names.add(name)
+            self.opened.families.add(name)
 
-    def _reopen(self) -> None:
-        bound = {table: family.streamed for table, family in self._families.items()}
-        self._release()
-        self.options = make_options(self.settings, len(self._names))
-        self._db = open_database(self.settings, self.options, self._names)
-        for table, streamed in bound.items():
-            self._bind(table, streamed=streamed)
+    def _reopen(self, more: Iterable[str] = ()) -> None:
+        """Open anew, with ``more`` column families. A primary must not be in use; of a reader, calls
+        that run finish on the database as it was."""
+        bound = {table: family.name for table, family in self._families.items()}
+        if self.settings.access == "primary":
+            self._release()
+            self._opened = Opened(self.settings, more)
+            self._families = {}
+        else:
+            old, self._opened = self.opened, Opened(self.settings)
+            old.clean()
+            self._families = {}
+            bound = {t: name for t, name in bound.items() if name in self.opened.families}
+        self._bind(bound)
+
+    # -- beside a primary ----------------------------------------------------------------------------
+
+    def keep_up(self) -> None:
+        """Catch up with the primary when the last time is long enough ago and nobody else is at it."""
+        if self.settings.access != "secondary":
+            return
+        if time.monotonic() - self._caught_up < self.settings.tuning.catch_up_s:
+            return
+        if self.lock.acquire(blocking=False):
+            try:
+                self.catch_up()
+            finally:
+                self.lock.release()
+
+    def catch_up(self) -> None:
+        """Read what the primary wrote until now. A secondary that cannot follow any more, as its folder
+        was replaced, is opened anew."""
+        with self.lock, self.errors():
+            if self.settings.access != "secondary":
+                return
+            path = self.settings.path
+            try:
+                anew = self.opened.replaced(path) or (
+                    bool(self._unknown) and not self._unknown.isdisjoint(existing_families(path))
+                )
+                if not anew:
+                    self.db.try_catch_up_with_primary()
+            except Exception:
+                anew = True
+            if anew:
+                self._reopen()
+            self._unknown.clear()
+            names = {family.name: family for family in self._families.values()}
+            streamed = self.records.streamed(list(names))
+            for name, family in names.items():
+                family.streamed = name in streamed
+            self._caught_up = time.monotonic()
 
     # -- contents ---------------------------------------------------------------------------------
 
@@ -195,7 +251,7 @@ class Database:
             if len(families) <= 16:
                 for family in families:
                     self.db.drop_column_family(family.name)
-                    self._names.discard(family.name)
+                    self.opened.families.discard(family.name)
 
     def record(self, table: EmbeddingTable) -> LoadRecord | None:
         with self.errors():
@@ -233,22 +289,23 @@ class Database:
     def close(self) -> None:
         """Flush what fits the budget, so that the next start need not replay it, and let go."""
         with self.lock, self.errors():
-            if self._db is None:
+            if self._opened is None:
                 return
-            if not self.settings.read_only:
-                self._db.flush_wal(True)
-                self._flush(time.monotonic() + _CLOSE_BUDGET_S)
-            self._release()
-            if self._links is not None:
-                self._links.cleanup()
+            try:
+                if self.settings.access == "primary":
+                    self.db.flush_wal(True)
+                    self._flush(time.monotonic() + _CLOSE_BUDGET_S)
+            finally:
+                self._release()
 
     def _release(self) -> None:
         """Close without RocksDB's binding flushing each table on the way."""
-        db, self._db = self.db, None
-        db.cancel_all_background(True)
+        opened, self._opened = self.opened, None
+        opened.db.cancel_all_background(True)
         self._families.clear()
+        opened.clean()
         try:
-            db.close()
+            opened.db.close()
         except Exception as error:
             # Its own last flush comes after the end of background work.
             if "Shutdown in progress" not in str(error):

@@ -30,8 +30,8 @@ from rocksdict import (
 )
 
 from hps.errors import TierError
+from hps.tiers.rocksdb_errors import NAME
 from hps.tiers.rocksdb_layout import CodeArray, RowCodec
-from hps.tiers.rocksdb_open import NAME
 from hps.types import VectorArray
 
 _INGEST = "hps-ingest"

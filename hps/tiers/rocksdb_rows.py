@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -14,8 +15,8 @@ from rocksdict import WriteBatch
 from hps.errors import TierError
 from hps.tiers.base import newest_of_each
 from hps.tiers.rocksdb_database import Database, Family
+from hps.tiers.rocksdb_errors import NAME
 from hps.tiers.rocksdb_layout import CodeArray
-from hps.tiers.rocksdb_open import NAME
 from hps.tiers.row_values import Stored, WrongLength
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray, oldest_tombstone
 
@@ -65,8 +66,8 @@ class VersionedRows:
         tombstones whose time is over as well, at most as many as there are keys: so they never pile up,
         and no write takes long."""
         with self._database.lock, self._database.errors():
-            self._database.writable()
             family = self._database.family(table)
+            self._database.writable(len(keys) * family.codec.value_bytes)
             keys = table.narrow(keys)
             # Where versions are not stored the last of equal keys wins, whatever version it carries.
             ranks = versions if family.codec.versioned else np.zeros(len(keys), np.uint64)
@@ -118,28 +119,32 @@ class VersionedRows:
     ) -> None:
         """Write (or, without ``values``, remove) in slices of bounded length."""
         handle = repeat(family.handle)
-        for part, batch in self._batches(family, code):
+
+        def fill(part: slice, batch: WriteBatch) -> None:
             names = family.codec.stored_keys(code[part])
             if values is None:
                 deque(map(batch.delete, names, handle), 0)
             else:
                 deque(map(batch.put, names, values(part), handle), 0)
 
+        self._write(family, len(code), fill)
+
     def _put_tombstones(self, family: Family, code: CodeArray, versions: VersionArray) -> None:
         handle = repeat(family.handle)
-        for part, batch in self._batches(family, code):
+
+        def fill(part: slice, batch: WriteBatch) -> None:
             values = family.codec.encode_tombstones(versions[part])
             deque(map(batch.put, family.codec.stored_keys(code[part]), values, handle), 0)
             family.tombstones.note(batch, code[part], versions[part])
 
-    def _batches(self, family: Family, code: CodeArray) -> Iterator[tuple[slice, WriteBatch]]:
-        """Batches to be filled, each of which is written when the next one is asked for."""
-        if len(code):
+        self._write(family, len(code), fill)
+
+    def _write(self, family: Family, rows: int, fill: Callable[[slice, WriteBatch], None]) -> None:
+        if rows:
             self._database.mark_streamed(family)
-        for start in range(0, len(code), _WRITE_SLICE):
-            batch = WriteBatch(raw_mode=True)
-            yield slice(start, start + _WRITE_SLICE), batch
-            self._database.db.write(batch)
+        for start in range(0, rows, _WRITE_SLICE):
+            part = slice(start, start + _WRITE_SLICE)
+            self._database.room.write(partial(fill, part))
 
     def _sweep(self, family: Family, most: int) -> None:
         """Remove tombstones whose time is over, oldest first."""
@@ -150,11 +155,13 @@ class VersionedRows:
             code = np.unique(some["code"].astype(np.uint64))
             stored = self.read(family, code)
             over = stored.dead_at[stored.dead_versions < np.uint64(before)]
-            batch = WriteBatch(raw_mode=True)
-            names = family.codec.stored_keys(code[over])
-            deque(map(batch.delete, names, repeat(family.handle)), 0)
-            family.tombstones.remove(batch, some)
-            self._database.db.write(batch)
+            self._database.room.write(partial(_forget, family, code[over], some))
+
+
+def _forget(family: Family, code: CodeArray, entries: NDArray[np.void], batch: WriteBatch) -> None:
+    """Have ``batch`` remove tombstones and their entries."""
+    deque(map(batch.delete, family.codec.stored_keys(code), repeat(family.handle)), 0)
+    family.tombstones.remove(batch, entries)
 
 
 def _decode(family: Family, values: Sequence[bytes]) -> Stored:

@@ -30,7 +30,7 @@ def test_what_the_page_says_of_other_processes(tmp_path: Path) -> None:
     settings = {"models": {"repository": demo}, "tiers": {"rocksdb": {"path": tmp_path / "db"}}}
     with hps.open(settings), pytest.raises(hps.HpsError, match="already open"):
         hps.open(settings)
-    settings["tiers"]["rocksdb"]["read_only"] = True
+    settings["tiers"]["rocksdb"]["access"] = "read_only"
     with hps.open(settings) as one, hps.open(settings) as other:
         for node in (one, other):
             assert node.lookup("ctr", {"user": [0]}).defaulted == 0

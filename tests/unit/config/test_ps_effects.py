@@ -146,7 +146,7 @@ def test_paths_start_at_the_file(ps: Ps, tmp_path: Path) -> None:
 
 def test_a_read_only_database_is_not_loaded(ps: Ps) -> None:
     rocksdb = ps.load(ps.put("persistent_db.read_only", True)).settings.tiers.rocksdb
-    assert (rocksdb.read_only, rocksdb.load) == (True, False)
+    assert (rocksdb.access, rocksdb.load) == ("read_only", False)
 
 
 def test_overrides_lie_above_the_file(ps: Ps, tmp_path: Path) -> None:

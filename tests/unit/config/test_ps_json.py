@@ -64,7 +64,7 @@ def test_the_example(ps: Ps) -> None:
     assert settings.tiers.cpu_cache.share == 0.5
     rocksdb = settings.tiers.rocksdb
     assert (rocksdb.path, rocksdb.layout, rocksdb.threads) == (Path("/var/hps/rocksdb"), "hps", 16)
-    assert (rocksdb.read_only, rocksdb.load) == (False, True)
+    assert (rocksdb.access, rocksdb.load) == ("primary", True)
     (model,) = configuration.legacy
     assert model.directories == {"t0": Path("/m/wdl/1/t0"), "t1": Path("/m/wdl/1/t1")}
     spec = model.spec

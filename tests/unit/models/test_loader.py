@@ -31,10 +31,10 @@ def load(tmp_path):
     """Opens the store and loads the newest version, as a start does."""
     stores = []
 
-    def start(opened=None, *, layout="native", read_only=False, **settings):
+    def start(opened=None, *, layout="native", access="primary", **settings):
         for store in stores:
             store.close()
-        store = RocksDbTier(tmp_path / "db", layout=layout, read_only=read_only)
+        store = RocksDbTier(tmp_path / "db", layout=layout, access=access)
         stores.append(store)
         version = opened or Repository(tmp_path / "models").open("ctr")
         tables = version.embedding_tables()
@@ -238,14 +238,14 @@ class TestTrouble:
     def test_read_only_reuses_but_never_loads(self, make_version, load):
         make_version(1, spec=USERS)
         load()
-        _, _, (report,) = load(read_only=True)
+        _, _, (report,) = load(access="read_only")
         assert report.reused
         make_version(1, spec=USERS, n=7, replace=True)
-        with pytest.raises(TierError, match=r"ctr/1/users is not loaded .*read_only forbids"):
-            load(read_only=True)
+        with pytest.raises(TierError, match=r"ctr/1/users is not loaded .*access: read_only forbids"):
+            load(access="read_only")
         make_version(2, spec=USERS)
         with pytest.raises(TierError, match=r"holds no table ctr/2/users"):
-            load(read_only=True)
+            load(access="read_only")
 
 
 @pytest.mark.slow
@@ -295,7 +295,7 @@ def anonymous():
             return int(line.split()[1]) >> 10
 
 sorting.SORT_ROWS = int(sys.argv[3])
-store = RocksDbTier(sys.argv[2], block_cache_bytes=1 << 20)
+store = RocksDbTier(sys.argv[2])
 version = Repository(sys.argv[1]).open("ctr")
 tables = version.embedding_tables()
 store.open_tables(list(tables.values()))

@@ -15,8 +15,8 @@ from rocksdict import Options, Rdict
 
 from hps.errors import TierError
 from hps.tiers.base import FetchContext, Part
-from hps.tiers.rocksdb import LoadRecord, RocksDbTier
-from hps.tiers.rocksdb_open import translate
+from hps.tiers.rocksdb import LoadRecord, RocksDbTier, Tuning
+from hps.tiers.rocksdb_errors import translate
 from hps.types import EmbeddingTable, Source, make_version, version_now
 
 DIM = 4
@@ -443,7 +443,7 @@ class TestReadOnly:
         tier.insert(table(), KEYS, VECTORS, VERSIONS)
         tier.close()
         before = {p.name: (p.stat().st_mtime_ns, p.stat().st_size) for p in tmp_path.iterdir()}
-        tier = RocksDbTier(tmp_path, read_only=True)
+        tier = RocksDbTier(tmp_path, access="read_only")
         items = table()
         assert fetch(tier, items, KEYS).out.tolist() == VECTORS.tolist()
         for call in (
@@ -453,7 +453,7 @@ class TestReadOnly:
             lambda: tier.drop(items),
             lambda: tier.bulk_load(items, [], LoadRecord("x")),
         ):
-            with pytest.raises(TierError, match="read_only: true"):
+            with pytest.raises(TierError, match="access: read_only; writing is off"):
                 call()
         with pytest.raises(TierError, match=r"holds no table ctr/7/other"):
             tier.open_tables([table("other")])
@@ -464,14 +464,14 @@ class TestReadOnly:
     def test_beside_the_owner(self, tmp_path):
         owner = RocksDbTier(tmp_path)
         owner.insert(table(), KEYS, VECTORS, VERSIONS)
-        reader = RocksDbTier(tmp_path, read_only=True)
+        reader = RocksDbTier(tmp_path, access="read_only")
         assert fetch(reader, table(), KEYS).out.tolist() == VECTORS.tolist()
         reader.close()
         owner.close()
 
     def test_needs_a_database(self, tmp_path):
         with pytest.raises(TierError, match="holds no database"):
-            RocksDbTier(tmp_path / "none", read_only=True)
+            RocksDbTier(tmp_path / "none", access="read_only")
         assert not (tmp_path / "none").exists()
 
 
@@ -502,12 +502,12 @@ class TestBrokenFolders:
         for path in tmp_path.glob(file):
             path.write_bytes(os.urandom(path.stat().st_size))
         with pytest.raises(
-            TierError, match=r"damaged: .*Restore the folder from a copy, or remove"
+            TierError, match=r"damaged: .*Restore the folder from a checkpoint, or remove"
         ):
             fetch(RocksDbTier(tmp_path), table(), keys)
 
     def test_a_flipped_bit_is_an_error_and_not_a_wrong_row(self, tmp_path):
-        tier = RocksDbTier(tmp_path, block_cache_bytes=0)
+        tier = RocksDbTier(tmp_path, tuning=Tuning())
         items = table()
         keys = np.arange(1000)
         code = tier.codes(items, keys)
@@ -547,7 +547,7 @@ class TestBrokenFolders:
             "rows = np.ones((4000, 256), np.float32)\n"
             "tier.insert(items, np.arange(4000), rows, np.ones(4000, np.uint64))"
         )
-        assert f"TierError: rocksdb: {tmp_path}: IO error: While appending" in said
+        assert f"TierError: rocksdb: {tmp_path}: the disk is full" in said
         assert "File too large" in said
         tier = RocksDbTier(tmp_path)
         part = fetch(tier, EmbeddingTable.make("items", 256), np.arange(4000))
@@ -559,7 +559,7 @@ class TestBrokenFolders:
     @pytest.mark.parametrize(
         ("text", "said"),
         [
-            ("IO error: No space left on device: While appending to file: x", "no space left on"),
+            ("IO error: No space left on device: While appending to file: x", "the disk is full"),
             ("IO error: Read-only file system: While opening", "read-only file system"),
             ("Corruption: block checksum mismatch", "damaged: Corruption"),
             ("Something else", "db: Something else"),

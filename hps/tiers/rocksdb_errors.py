@@ -1,0 +1,108 @@
+"""RocksDB's messages as errors that name the cause and the mend, and who holds a locked folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import struct
+from pathlib import Path
+
+from hps.errors import TierError
+
+NAME = "rocksdb"
+_DAMAGE = (
+    "corruption",
+    "checksum mismatch",
+    "no such file",
+    "file is too short",
+    "truncated record",
+    "does not exist (create_if_missing is false)",
+    "while stat a file for size",
+)
+
+
+def translate(error: BaseException, path: Path) -> TierError:
+    """RocksDB's message -> a TierError that names the cause and the mend."""
+    text = str(error)
+    low = text.lower()
+    if "lock hold by current process" in low:
+        return TierError(
+            NAME, f"{path} is already open in this process; close what opened it first"
+        )
+    if "lock file" in low or "resource temporarily unavailable" in low:
+        return TierError(
+            NAME,
+            f"{path} is locked by {_lock_owner(path)}; a database folder belongs to one node: "
+            "stop that process or set tiers.rocksdb.path to another folder",
+        )
+    if "no space left" in low or "file too large" in low:
+        return full_disk(path, 0, text)
+    if "permission denied" in low or isinstance(error, PermissionError):
+        return TierError(NAME, f"no permission for {path}; make it writable for this user ({text})")
+    if "read-only file system" in low:
+        return TierError(NAME, f"{path} is on a read-only file system ({text})")
+    if "too many open files" in low:
+        return TierError(
+            NAME,
+            f"{path}: too many open files; raise the limit (ulimit -n) to 4 per table ({text})",
+        )
+    if "not a directory" in low or isinstance(error, (NotADirectoryError, FileExistsError)):
+        return TierError(NAME, f"{path} is not a folder ({text})")
+    if any(word in low for word in _DAMAGE):
+        return TierError(
+            NAME,
+            f"{path} is damaged: {text}. Restore the folder from a checkpoint, or remove it: tables "
+            "are loaded again from the model repository, but rows streamed in since are lost with it",
+        )
+    return TierError(NAME, f"{path}: {text}")
+
+
+def full_disk(path: Path, needed: int, why: str) -> TierError:
+    """Writing stops for want of space; ``needed`` bytes, 0 = unknown."""
+    try:
+        free = shutil.disk_usage(nearest(path)).free
+    except OSError:
+        free = 0
+    wanted = f", {needed:,} bytes are needed" if needed else ""
+    return TierError(
+        NAME,
+        f"{path}: the disk is full: {free:,} bytes are free{wanted}. Free some, or move "
+        f"tiers.rocksdb.path to a larger disk; rows are still served, and writing goes on by itself "
+        f"within seconds once there is space ({why})",
+    )
+
+
+def nearest(path: Path) -> Path:
+    """The folder, or the closest one above it that exists."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _lock_owner(path: Path) -> str:
+    """Asks the kernel who holds the lock. Only called when another process does: closing the lock
+    file in the owning process would give up the lock."""
+    try:
+        fd = os.open(path / "LOCK", os.O_RDWR)
+    except OSError:
+        return "another process"
+    try:
+        layout = "hhqqi4x"
+        asked = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        _kind, _whence, _start, _len, pid = struct.unpack(
+            layout, fcntl.fcntl(fd, fcntl.F_GETLK, asked)
+        )
+    except (OSError, struct.error):
+        return "another process"
+    finally:
+        os.close(fd)
+    if pid <= 0:
+        return "another process"
+    try:
+        command = (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except (OSError, UnicodeDecodeError):
+        return f"process {pid}"
+    command = command.strip()
+    # Long enough for the file of `hps serve --config FILE`, short enough for a line.
+    return f"process {pid} ({command if len(command) <= 400 else command[:399] + '…'})"

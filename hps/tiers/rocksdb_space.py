@@ -1,0 +1,118 @@
+"""Room for writes: space on the disk, and compactions that keep up with what is written.
+
+A full disk stops writes, not reads; RocksDB itself takes writes again within five seconds of there being
+space. RocksDB also stops writes while compactions are too far behind, and the binding would hold the
+interpreter lock, and so every thread of the node, for as long; so `write` has such a write refused and
+waits without the lock.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rocksdict import Rdict, WriteBatch, WriteOptions
+
+from hps.errors import TierError
+from hps.tiers.rocksdb_errors import NAME, full_disk, nearest
+
+# Longest a batch waits for compactions.
+STALL_SECONDS = 10.0
+_POLL_SECONDS = 0.005
+
+
+def _options(*, no_slowdown: bool) -> WriteOptions:
+    options = WriteOptions()
+    options.no_slowdown = no_slowdown
+    return options
+
+
+_REFUSE, _SLOW = _options(no_slowdown=True), _options(no_slowdown=False)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFigures:
+    """How a database is doing. Bytes of its table files and of the free disk; bytes that compactions
+    still have to rewrite; whether writes are stopped now, and bytes/s they are slowed down to (0 = not);
+    background jobs that failed since the start; seconds that writes have waited for compactions."""
+
+    table_bytes: int
+    free_bytes: int
+    pending_compaction_bytes: int
+    running_compactions: int
+    writes_stopped: bool
+    delayed_write_rate: int
+    background_errors: int
+    stalled_seconds: float
+
+
+class Room:
+    """Of one database. `write` is called by one thread at a time; the rest by any."""
+
+    def __init__(self, db: Callable[[], Rdict], path: Path, min_free_bytes: int) -> None:
+        self._db = db
+        self._path = path
+        self._min_free = min_free_bytes
+        self._stalled_seconds = 0.0
+
+    def free_bytes(self) -> int:
+        disk = os.statvfs(nearest(self._path))
+        return disk.f_bavail * disk.f_frsize
+
+    def check(self, needed: int = 0) -> None:
+        """Raises TierError when writing ``needed`` bytes would leave less than ``min_free_bytes``."""
+        if self._min_free and self.free_bytes() < self._min_free + needed:
+            why = f"tiers.rocksdb.min_free_bytes: {self._min_free:,} are kept free"
+            raise full_disk(self._path, self._min_free + needed, why)
+
+    def write(self, fill: Callable[[WriteBatch], None]) -> None:
+        """Write one batch; ``fill`` may be called twice. Raises TierError when compactions don't catch up
+        within ``STALL_SECONDS``."""
+        options = _REFUSE
+        while True:
+            batch = WriteBatch(raw_mode=True)
+            fill(batch)
+            try:
+                self._db().write(batch, options)
+                return
+            except Exception as error:
+                if options is _SLOW or "write stall" not in str(error).lower():
+                    raise
+            self._wait()
+            # What is left is a slow-down of some milliseconds, which lets compactions catch up.
+            options = _SLOW
+
+    def _wait(self) -> None:
+        began = time.monotonic()
+        while self._int("is-write-stopped"):
+            waited = time.monotonic() - began
+            if waited > STALL_SECONDS:
+                self._stalled_seconds += waited
+                raise TierError(
+                    NAME,
+                    f"{self._path}: writes have been stopped for {waited:.0f} s, as compactions are "
+                    f"behind; write more slowly, or raise tiers.rocksdb.threads",
+                )
+            time.sleep(_POLL_SECONDS)
+        self._stalled_seconds += time.monotonic() - began
+
+    def _int(self, name: str) -> int:
+        return int(self._db().property_int_value(f"rocksdb.{name}") or 0)
+
+    def figures(self, families: list[Rdict]) -> StoreFigures:
+        def total(name: str) -> int:
+            return sum(int(f.property_int_value(f"rocksdb.{name}") or 0) for f in families)
+
+        return StoreFigures(
+            total("total-sst-files-size"),
+            self.free_bytes(),
+            total("estimate-pending-compaction-bytes"),
+            self._int("num-running-compactions"),
+            bool(self._int("is-write-stopped")),
+            self._int("actual-delayed-write-rate"),
+            self._int("background-errors"),
+            self._stalled_seconds,
+        )

@@ -1,0 +1,210 @@
+"""Readers beside the process that writes: what they see, when, and that they never write."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hps.errors import TierError
+from hps.tiers.base import FetchContext, Part
+from hps.tiers.rocksdb import LoadRecord, RocksDbTier, Tuning
+from hps.types import EmbeddingTable, version_now
+
+DIM = 4
+AT_ONCE = Tuning(catch_up_s=0.0)
+ON_DEMAND = Tuning(catch_up_s=1e9)
+
+
+def table(name: str = "items") -> EmbeddingTable:
+    return EmbeddingTable.make(name, DIM, model="ctr", version=7)
+
+
+def put(tier: RocksDbTier, of: EmbeddingTable, keys: list[int], value: float) -> None:
+    rows = np.full((len(keys), DIM), value, np.float32)
+    tier.insert(of, np.array(keys), rows, np.full(len(keys), version_now(), np.uint64))
+
+
+def fetch(tier: RocksDbTier, of: EmbeddingTable, keys: list[int]) -> list[float]:
+    """The rows' first values, -1 for what was not found."""
+    part = Part.make(of, np.array(keys), np.full((len(keys), DIM), -1, np.float32))
+    tier.fetch([part], FetchContext())
+    return part.out[:, 0].tolist()
+
+
+def load(tier: RocksDbTier, of: EmbeddingTable, keys: list[int], value: float) -> None:
+    codes = tier.codes(of, np.array(keys))
+    rows = np.full((len(keys), DIM), value, np.float32)
+    tier.bulk_load(of, [(codes, rows)], LoadRecord(f"{value}"))
+
+
+@pytest.fixture
+def primary(tmp_path):
+    tier = RocksDbTier(tmp_path / "db")
+    put(tier, table(), [1, 2], 1.0)
+    yield tier
+    tier.close()
+
+
+@pytest.fixture
+def secondary(primary):
+    tier = RocksDbTier(primary.path, access="secondary", tuning=ON_DEMAND)
+    yield tier
+    tier.close()
+
+
+class TestSecondary:
+    def test_sees_what_was_written_once_it_catches_up(self, primary, secondary):
+        assert fetch(secondary, table(), [1, 2, 3]) == [1.0, 1.0, -1.0]
+        put(primary, table(), [1, 3], 2.0)
+        primary.delete(table(), np.array([2]), np.array([version_now()], np.uint64))
+        assert fetch(secondary, table(), [1, 2, 3]) == [1.0, 1.0, -1.0]
+        secondary.catch_up()
+        assert fetch(secondary, table(), [1, 2, 3]) == [2.0, -1.0, 2.0]
+
+    def test_a_fetch_catches_up_by_itself_when_it_is_time(self, primary):
+        tier = RocksDbTier(primary.path, access="secondary", tuning=AT_ONCE)
+        for value in (2.0, 3.0):
+            put(primary, table(), [1], value)
+            assert fetch(tier, table(), [1]) == [value]
+        tier.close()
+
+    def test_sees_bulk_loads_flushes_and_compactions(self, primary, secondary):
+        load(primary, table(), list(range(3000)), 5.0)
+        primary.flush()
+        secondary.catch_up()
+        assert fetch(secondary, table(), [0, 2999]) == [5.0, 5.0]
+        assert secondary.loaded(table()).digest == "5.0"
+        assert not secondary.streamed(table())
+        load(primary, table(), list(range(10)), 6.0)
+        # The files that held these rows are gone from the folder by now.
+        assert fetch(secondary, table(), [2999]) == [5.0]
+        secondary.catch_up()
+        assert fetch(secondary, table(), [0, 2999]) == [6.0, -1.0]
+        put(primary, table(), [1], 7.0)
+        secondary.catch_up()
+        assert secondary.streamed(table())
+
+    def test_a_table_made_after_it_opened_is_found(self, primary, secondary):
+        with pytest.raises(TierError, match="holds no table ctr/7/new, and access: secondary"):
+            secondary.open_tables([table("new")])
+        assert fetch(secondary, table("new"), [1]) == [-1.0]
+        put(primary, table("new"), [1], 4.0)
+        assert fetch(secondary, table("new"), [1]) == [-1.0]
+        secondary.catch_up()
+        assert fetch(secondary, table("new"), [1]) == [4.0]
+        put(primary, table("newer"), [1], 5.0)
+        secondary.open_tables([table("newer")])
+        assert fetch(secondary, table("newer"), [1]) == [5.0]
+        assert fetch(secondary, table(), [1]) == [1.0]
+
+    def test_in_another_process_beside_a_writer(self, primary):
+        put(primary, table(), [1], 9.0)
+        code = (
+            "import numpy as np\nfrom hps.tiers.rocksdb import RocksDbTier\n"
+            "from hps.tiers.base import FetchContext, Part\nfrom hps.types import EmbeddingTable\n"
+            f"tier = RocksDbTier({str(primary.path)!r}, access='secondary')\n"
+            "part = Part.make(EmbeddingTable.make('items', 4, model='ctr', version=7), np.array([1]))\n"
+            "tier.fetch([part], FetchContext())\nprint(part.out[0, 0])\ntier.close()"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.stdout == "9.0\n", done.stderr
+
+    def test_readers_while_it_catches_up_see_whole_rows(self, primary):
+        tier = RocksDbTier(primary.path, access="secondary", tuning=AT_ONCE)
+        stop, wrong = threading.Event(), []
+
+        def read() -> None:
+            while not stop.is_set():
+                part = Part.make(table(), np.array([1, 2]))
+                tier.fetch([part], FetchContext())
+                if len(part.missing) or (part.out != part.out[:, :1]).any():
+                    wrong.append(part.out)
+
+        readers = [threading.Thread(target=read) for _ in range(2)]
+        for reader in readers:
+            reader.start()
+        for value in range(50):
+            put(primary, table(), [1, 2], float(value))
+            put(primary, table(f"t{value % 5}"), [1], 1.0)
+            fetch(tier, table(f"t{value % 5}"), [1])
+        stop.set()
+        for reader in readers:
+            reader.join()
+        tier.close()
+        assert not wrong
+
+    def test_after_its_database_was_replaced_it_finds_the_new_one(self, primary, tmp_path):
+        tier = RocksDbTier(primary.path, access="secondary", tuning=ON_DEMAND)
+        assert fetch(tier, table(), [1]) == [1.0]
+        primary.close()
+        primary.path.rename(tmp_path / "old")
+        other = RocksDbTier(tmp_path / "db")
+        for turn in range(3):
+            put(other, table(), [1], 8.0 + turn)
+        other.flush()
+        tier.catch_up()
+        assert fetch(tier, table(), [1]) == [10.0]
+        tier.close()
+        other.close()
+
+
+class TestReadOnly:
+    def test_keeps_seeing_the_rows_as_they_were(self, primary):
+        reader = RocksDbTier(primary.path, access="read_only", tuning=AT_ONCE)
+        assert fetch(reader, table(), [1, 3]) == [1.0, -1.0]
+        put(primary, table(), [1, 3], 2.0)
+        load(primary, table(), list(range(3000)), 5.0)
+        reader.catch_up()
+        assert fetch(reader, table(), [1, 3]) == [1.0, -1.0]
+        reader.close()
+
+    def test_opens_beside_a_writer_that_replaces_files(self, primary):
+        stop, failed = threading.Event(), []
+
+        def write() -> None:
+            while not stop.is_set():
+                load(primary, table(), list(range(100)), 1.0)
+                primary.flush()
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        for _ in range(20):
+            try:
+                reader = RocksDbTier(primary.path, access="read_only")
+                reader.close()
+            except TierError as error:
+                failed.append(str(error))
+        stop.set()
+        writer.join()
+        assert not failed
+
+
+@pytest.mark.parametrize("access", ["read_only", "secondary"])
+def test_writes_are_refused_and_leave_nothing_behind(primary, access):
+    reader = RocksDbTier(primary.path, access=access)
+    keys = np.array([1])
+    rows, versions = np.ones((1, DIM), np.float32), np.array([version_now()], np.uint64)
+    for call in (
+        lambda: reader.insert(table(), keys, rows, versions),
+        lambda: reader.update(table(), keys, rows, versions),
+        lambda: reader.delete(table(), keys, versions),
+        lambda: reader.evict(table(), keys),
+        lambda: reader.drop(table()),
+        lambda: reader.flush(),
+        lambda: reader.adopt(table(), LoadRecord("x"), 1),
+        lambda: reader.bulk_load(table(), [], LoadRecord("x")),
+    ):
+        with pytest.raises(TierError, match=rf"access: {access}; writing is off. Write where"):
+            call()
+    reader.close()
+    assert fetch(primary, table(), [1]) == [1.0]
+
+
+@pytest.mark.parametrize("access", ["read_only", "secondary"])
+def test_a_reader_needs_a_database(tmp_path: Path, access):
+    with pytest.raises(TierError, match=rf"holds no database, and access: {access} forbids"):
+        RocksDbTier(tmp_path / "none", access=access)
+    assert not (tmp_path / "none").exists()
