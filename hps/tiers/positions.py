@@ -1,0 +1,50 @@
+"""Positions of update streams, kept beside the rows: a second, optional protocol of stores.
+
+A store that keeps them tells after a crash, a failover or an empty restart how far the streams are
+contained in it, from the rows' own place, so that no update is lost and none need be asked of anybody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPosition:
+    """``offset`` of the first message that is not yet applied, of one partition of a topic."""
+
+    topic: str
+    partition: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class TableChanges:
+    """What a batch of messages does to one table: ``keys (n,)`` with ``vectors (n, dim)`` and ``versions
+    (n,)`` to be inserted, ``deleted (m,)`` with ``deleted_versions (m,)`` to be deleted; either may be
+    empty. Of a key that stands in both, the higher version decides, on equal ones the deletion."""
+
+    keys: KeyArray
+    vectors: VectorArray
+    versions: VersionArray
+    deleted: KeyArray
+    deleted_versions: VersionArray
+
+
+class PositionedStore(Protocol):
+    def apply(
+        self, table: EmbeddingTable, changes: TableChanges, positions: Sequence[StreamPosition]
+    ) -> None:
+        """Insert and delete under the version rule; then, and never before a row, note ``positions``,
+        which never go back. When it raises, some of it may have been done: applying it again is
+        harmless."""
+        ...
+
+    def applied(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
+        """The offset up to which ``table`` contains the topic's partition; None when nothing of it is
+        certain, as after a restart without the rows."""
+        ...

@@ -1,0 +1,258 @@
+"""Redis or Valkey: warm rows that all nodes share, in one server, a watched one or a cluster.
+
+Reads are HMGETs of packed keys, all sent before the first reply is read, and decoded straight into the
+caller's array. Writes are scripts, which apply the version rule on the server: so several nodes may write.
+A write of several thousand rows is done in parts; each part is atomic.
+
+In the contract's sense it is a cache: it may overflow, rows may be too old for it, and a restart or a
+failover may lose some. But it is asked like a store, because it waits for a network.
+
+Every method may be called from many threads. Nothing connects before the first use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from hps.config.schema import RedisSettings
+from hps.errors import Unavailable
+from hps.tiers.base import FetchContext, Part, TierInfo
+from hps.tiers.checks import check_keys, check_part, check_rows
+from hps.tiers.positions import StreamPosition, TableChanges
+from hps.tiers.redis_client import Command, RedisClient, read_replies
+from hps.tiers.redis_connection import NAME
+from hps.tiers.redis_layout import READ_SLICE, SCRIPTS, WRITE_SLICE, TableName, stamp
+from hps.tiers.redis_load import preload
+from hps.tiers.redis_rows import AskedKeys, PartRead, receive_rows
+from hps.tiers.redis_tables import OpenTable, Tables, Usage
+from hps.tiers.redis_upkeep import Upkeep
+from hps.tiers.redis_writes import Writes, position_field
+from hps.tiers.row_values import Layout
+from hps.types import (
+    EmbeddingTable,
+    IndexArray,
+    KeyArray,
+    Source,
+    VectorArray,
+    VersionArray,
+    oldest_tombstone,
+)
+from hps.workers import Workers
+
+# Fetches whose use is still to be noted; more are not noted.
+_TOUCHES = 256
+
+
+class RedisTier:
+    """Implements `Tier` and `hps.tiers.positions.PositionedStore`.
+
+    ``layout: hps`` reads and writes HPS's own layout: no versions, no tombstones, last write wins.
+    Raises ConfigError for certificates that cannot be read; nothing else can fail before the first use.
+    """
+
+    def __init__(self, settings: RedisSettings) -> None:
+        self._settings = settings
+        self._client = RedisClient(settings, SCRIPTS)
+        self._tables = Tables(self._client, settings)
+        self._upkeep = Upkeep(self._client, self._tables, settings)
+        self._writes = Writes(self._client, self._tables, self._upkeep)
+        self._touches = Workers(1, _TOUCHES, name=f"{NAME}-touch")
+        self._info = TierInfo(NAME, Source.REDIS, blocking=True, shared=True, cache=True)
+
+    @property
+    def info(self) -> TierInfo:
+        return self._info
+
+    @property
+    def layout(self) -> Layout:
+        return self._settings.layout
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
+        """Parts of tables that are refused stay as they are; ``ctx.degraded`` names the tier then."""
+        for part in parts:
+            check_part(part)
+        asked = [part for part in parts if len(part.missing)]
+        deadline = self._client.deadline()
+        if ctx.deadline is not None:
+            deadline = min(deadline, ctx.deadline)
+        opened = self._tables.ready((part.table for part in asked), deadline)
+        reads: list[PartRead] = []
+        commands: list[Command] = []
+        now = time.time()
+        for part, table in zip(asked, opened, strict=True):
+            if table.refused:
+                _degrade(ctx)
+                continue
+            oldest = self._upkeep.oldest_row(part.table), oldest_tombstone(part.table, now)
+            read = PartRead(part, table.layout, *oldest)
+            reads.append(read)
+            commands += _commands(read, table)
+        if commands:
+            self._client.run(commands, receive_rows, deadline)
+        for read, table in zip(reads, [t for t in opened if not t.refused], strict=True):
+            if read.wrong_length:
+                _degrade(ctx)
+            positions = read.part.missing
+            read.finish()
+            self._note_use(table, read.part, positions)
+
+    def _note_use(self, table: OpenTable, part: Part, positions: IndexArray) -> None:
+        mark = stamp(self._upkeep.policy)
+        if not mark:
+            return
+        keys = part.keys[positions[part.source[positions] != 0]]
+        with suppress(Unavailable):
+            self._touches.submit(lambda: self._touch(table, keys, mark))
+
+    def _touch(self, table: OpenTable, keys: KeyArray, mark: bytes) -> None:
+        commands = [
+            Command(
+                table.slots[share.partition],
+                table.layout.touch(share.partition, mark, keys[share.at[i : i + WRITE_SLICE]]),
+            )
+            for share in table.layout.shares(keys)
+            for i in range(0, len(share.at), WRITE_SLICE)
+        ]
+        if commands:
+            self._client.run(commands, read_replies, self._client.deadline())
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    def insert(
+        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
+    ) -> None:
+        check_rows(table, keys, vectors, versions)
+        self._writes.write(table, keys, vectors, versions)
+
+    def update(
+        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
+    ) -> None:
+        check_rows(table, keys, vectors, versions)
+        self._writes.write(table, keys, vectors, versions, resident_only=True)
+
+    def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> None:
+        """In the ``hps`` layout a deletion leaves no trace."""
+        check_keys(table, keys, versions)
+        if self.layout == "hps":
+            self._writes.remove(table, keys)
+        else:
+            self._writes.write(table, keys, None, versions)
+
+    def evict(self, table: EmbeddingTable, keys: KeyArray) -> None:
+        """Remove rows and tombstones without a trace."""
+        check_keys(table, keys)
+        self._writes.remove(table, keys)
+
+    def apply(
+        self, table: EmbeddingTable, changes: TableChanges, positions: Sequence[StreamPosition]
+    ) -> None:
+        """See `hps.tiers.positions.PositionedStore`."""
+        check_rows(table, changes.keys, changes.vectors, changes.versions)
+        check_keys(table, changes.deleted, changes.deleted_versions)
+        self._writes.apply(table, changes, positions)
+
+    def applied(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
+        """The lowest over all partitions of the table; None when one of them has none."""
+        opened = self._tables.usable(table, self._client.deadline())
+        field = position_field(topic, partition)
+        calls = [(key, ("HGET", key, field)) for key in opened.layout.positions_keys]
+        found = self._client.call_all(calls)
+        return None if None in found else min(map(int, found))
+
+    def preload(
+        self,
+        table: EmbeddingTable,
+        chunks: Iterable[tuple[KeyArray, VectorArray]],
+        version: int,
+        *,
+        share: float = 1.0,
+        mark: str = "",
+        progress: Callable[[int], None] = lambda _rows: None,
+    ) -> int:
+        """Insert a share of a table's rows; see `hps.tiers.redis_load.preload`."""
+        opened = self._tables.usable(table, self._client.deadline())
+        return preload(self, self._client, opened, chunks, version, share, mark, progress)
+
+    # -- tables -----------------------------------------------------------------------------------
+
+    def check(self, table: EmbeddingTable) -> None:
+        """Raises TierError when the rows there are not of the table's layout, partitions, dim and dtype,
+        or the server cannot be asked."""
+        self._tables.usable(table, self._client.deadline())
+
+    def rows(self, table: EmbeddingTable) -> int:
+        """Entries as last seen, tombstones included; renewed in the background. Never waits."""
+        self._upkeep.nudge()
+        return self._tables.entries(table)
+
+    def usage(self, table: EmbeddingTable) -> Usage:
+        """Entries and bytes, counted now."""
+        return self._tables.usage(table)
+
+    def find_tables(self, model: str | None = None) -> list[TableName]:
+        """The tables that Redis holds in this layout, of one model or of all."""
+        return self._tables.names(model)
+
+    def erase(self, model: str, version: int | None = None, table: str | None = None) -> int:
+        """Remove a model, or one version or table of it; returns the number of Redis keys removed. In the
+        ``hps`` layout a model has no versions."""
+        return self._tables.erase(model, version, table)
+
+    def scan(
+        self, table: EmbeddingTable, count: int = 1000
+    ) -> Iterator[tuple[KeyArray, VectorArray, VersionArray]]:
+        """All rows in no order, about ``count`` at a time: keys (n,), vectors (n, dim), versions (n,).
+        Without tombstones. A row that is there all the time comes at least once, perhaps more often."""
+        opened = self._tables.usable(table, self._client.deadline())
+        layout, oldest = opened.layout, self._upkeep.oldest_row(table)
+        for name in layout.rows_keys:
+            cursor = b"0"
+            while True:
+                cursor, flat = self._client.call(name, "HSCAN", name, cursor, "COUNT", count)
+                stored = layout.values.decode(flat[1::2])
+                keys = layout.keys(flat[::2])[stored.at]
+                fresh = np.flatnonzero(stored.versions >= oldest)
+                if len(fresh):
+                    yield keys[fresh], stored.vectors[fresh], stored.versions[fresh]
+                if cursor == b"0":
+                    break
+
+    def get(self, table: EmbeddingTable, keys: KeyArray) -> Part:
+        """A fetch for one table: ``source`` is 0 where there is no row."""
+        part = Part.make(table, keys)
+        self.fetch([part], FetchContext())
+        return part
+
+    def expire(self, table: EmbeddingTable) -> int:
+        """Remove all rows that are too old and all tombstones that are forgotten now, instead of by and
+        by; returns how many."""
+        return self._upkeep.expire(self._tables.usable(table, self._client.deadline()))
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._touches.close(1.0)
+        self._upkeep.close()
+        self._client.close()
+
+
+def _degrade(ctx: FetchContext) -> None:
+    if NAME not in ctx.degraded:
+        ctx.degraded.append(NAME)
+
+
+def _commands(read: PartRead, table: OpenTable) -> Iterator[Command]:
+    """The part's missing keys as one HMGET per partition and slice."""
+    part = read.part
+    keys = part.keys[part.missing]
+    for share in table.layout.shares(keys):
+        for start in range(0, len(share.at), READ_SLICE):
+            at = share.at[start : start + READ_SLICE]
+            request = table.layout.read(share.partition, keys[at])
+            about = AskedKeys(read, part.missing[at])
+            yield Command(table.slots[share.partition], request, about)

@@ -1,0 +1,242 @@
+"""How rows lie in Redis: names, fields, values and packed commands of both layouts, as pure functions.
+
+A table is spread over ``partitions`` by the partition hash of its keys. Each partition has up to three
+hashes, on one node of a cluster because what is in braces is the same:
+
+==========  ================================================  ====================================
+hash        ``native``                                        ``hps``, HPS's own layout
+==========  ================================================  ====================================
+rows        ``hps:{<model>/<version>/<table>/p<i>}v``         ``hps_et{hps_et.<model>.<table>/p<i>}v``
+stamps      ``…}t``: uses or last use, as HPS keeps them      ``…}t``
+positions   ``…}o``: ``<topic>/<partition>`` -> offset        ``…}o``
+facts       ``hps:{<model>/<version>/<table>}m``              ``hps_et{hps_et.<model>.<table>}m``
+==========  ================================================  ====================================
+
+A field is the key's 8 little-endian bytes; in the ``hps`` layout 4 with 32-bit keys. A value is versioned
+in the ``native`` layout and a bare row in the other (`hps.tiers.row_values`). A stamp is the count of uses
+in decimal (``least_used``) or the last use as 8 bytes of little-endian Unix seconds (``oldest``).
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import time
+from dataclasses import dataclass
+from hashlib import sha1
+from importlib.resources import files
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.native import partition_hash
+from hps.tiers.row_values import Layout, RowValues
+from hps.types import EmbeddingTable, IndexArray, KeyArray
+
+Policy = Literal["random", "least_used", "oldest"]
+
+READ_SLICE = 2048
+"""Fields per HMGET: the server answers others in between."""
+WRITE_SLICE = 1000
+"""Rows per script call, for the same reason, and because Lua's stack holds 8,000 values."""
+
+
+class Script(NamedTuple):
+    text: bytes
+    digest: bytes
+
+
+def _script(name: str) -> Script:
+    text = files("hps.tiers").joinpath("redis_scripts", f"{name}.lua").read_bytes()
+    return Script(text, sha1(text, usedforsecurity=False).hexdigest().encode())
+
+
+WRITE, TOUCH, SAMPLE, SWEEP, DESCRIBE = map(
+    _script, ("write", "touch", "sample", "sweep", "describe")
+)
+SCRIPTS = [each.text for each in (WRITE, TOUCH, SAMPLE, SWEEP, DESCRIBE)]
+
+
+class Share(NamedTuple):
+    """What of a batch belongs to one partition: positions (n,) in the batch."""
+
+    partition: int
+    at: IndexArray
+
+
+@dataclass(frozen=True, slots=True)
+class TableName:
+    """A table by its names in Redis; ``version`` is 0 in the ``hps`` layout, which knows none."""
+
+    model: str
+    version: int
+    name: str
+
+
+class TableLayout:
+    """One table's names and bytes. Immutable."""
+
+    def __init__(self, table: EmbeddingTable, layout: Layout, partitions: int) -> None:
+        self.table = table
+        self.layout: Layout = layout
+        self.partitions = partitions
+        self.values = RowValues(table, layout)
+        self.key_bytes = 4 if layout == "hps" and table.key_bits == 32 else 8
+        stem = _stem(layout, TableName(table.model, table.version, table.name))
+        self.facts_key = f"{stem}}}m".encode()
+        self._names = [f"{stem}/p{i}}}".encode() for i in range(partitions)]
+        self.rows_keys = [name + b"v" for name in self._names]
+        self.stamps_keys = [name + b"t" for name in self._names]
+        self.positions_keys = [name + b"o" for name in self._names]
+        self._field = np.dtype([("h", "S4"), ("key", f"<u{self.key_bytes}"), ("t", "S2")])
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What must be the same for all who use the table."""
+        return {
+            "layout": self.layout,
+            "partitions": str(self.partitions),
+            "dim": str(self.table.dim),
+            "dtype": str(self.table.dtype),
+            "key_bits": str(self.table.key_bits),
+        }
+
+    def stored_keys(self, keys: KeyArray) -> NDArray[Any]:
+        """(n,) keys as Redis' fields: (n,) unsigned little-endian."""
+        return self.table.narrow(keys).view(np.uint64).astype(f"<u{self.key_bytes}", copy=False)
+
+    def keys(self, fields: list[bytes]) -> KeyArray:
+        """The fields of a hash as keys (n,)."""
+        stored = np.frombuffer(b"".join(fields), f"<u{self.key_bytes}")
+        return stored.astype(np.uint64).view(np.int64)
+
+    def partition_of(self, keys: KeyArray) -> NDArray[np.uint16]:
+        """(n,) keys -> (n,) partitions."""
+        hashed = partition_hash(self.table.narrow(keys))
+        return (hashed % np.uint64(self.partitions)).astype(np.uint16)
+
+    def shares(self, keys: KeyArray) -> list[Share]:
+        """The batch by partition; empty ones left out, order kept."""
+        if self.partitions == 1:
+            return [Share(0, np.arange(len(keys)))] if len(keys) else []
+        partition = self.partition_of(keys)
+        order = np.argsort(partition, kind="stable")
+        ends = np.cumsum(np.bincount(partition, minlength=self.partitions)).tolist()
+        starts = [0, *ends[:-1]]
+        return [
+            Share(i, order[start:end])
+            for i, (start, end) in enumerate(zip(starts, ends, strict=True))
+            if end > start
+        ]
+
+    # -- packed commands --------------------------------------------------------------------------
+
+    def read(self, partition: int, keys: KeyArray) -> bytes:
+        """HMGET of these keys."""
+        name = self.rows_keys[partition]
+        head = b"*%d\r\n$5\r\nHMGET\r\n$%d\r\n%s\r\n" % (len(keys) + 2, len(name), name)
+        return head + self._fields(keys).tobytes()
+
+    def write(
+        self, partition: int, head: list[bytes], keys: KeyArray, records: NDArray[np.void]
+    ) -> bytes:
+        """The write script with ``head`` before pairs of key and record (of any one length)."""
+        size = records.dtype.itemsize
+        length = b"$%d\r\n" % size
+        pairs = np.empty(
+            len(keys),
+            [
+                ("field", self._field), ("h", f"S{len(length)}"),
+                ("value", f"V{size}"), ("t", "S2"),
+            ],
+        )  # fmt: skip
+        pairs["field"] = self._fields(keys)
+        pairs["h"], pairs["t"] = length, b"\r\n"
+        pairs["value"] = records.view(f"V{size}")
+        names = [k[partition] for k in (self.rows_keys, self.stamps_keys, self.positions_keys)]
+        return packed_script(WRITE, names, head, 2 * len(keys)) + pairs.tobytes()
+
+    def touch(self, partition: int, stamp: bytes, keys: KeyArray) -> bytes:
+        names = [self.rows_keys[partition], self.stamps_keys[partition]]
+        return packed_script(TOUCH, names, [stamp], len(keys)) + self._fields(keys).tobytes()
+
+    def forget(self, name: bytes, keys: KeyArray) -> bytes:
+        """HDEL of these keys from one hash."""
+        head = b"*%d\r\n$4\r\nHDEL\r\n$%d\r\n%s\r\n" % (len(keys) + 2, len(name), name)
+        return head + self._fields(keys).tobytes()
+
+    def _fields(self, keys: KeyArray) -> NDArray[np.void]:
+        fields = np.empty(len(keys), self._field)
+        fields["h"] = b"$%d\r\n" % self.key_bytes
+        fields["key"] = self.stored_keys(keys)
+        fields["t"] = b"\r\n"
+        return fields
+
+
+def packed_script(
+    script: Script, keys: list[bytes], arguments: list[bytes], following: int = 0
+) -> bytes:
+    """EVALSHA with ``following`` more arguments to be appended."""
+    parts = [b"EVALSHA", script.digest, b"%d" % len(keys), *keys, *arguments]
+    body = b"".join(b"$%d\r\n%s\r\n" % (len(part), part) for part in parts)
+    return b"*%d\r\n" % (len(parts) + following) + body
+
+
+def stamp(policy: Policy | None, unix_s: float | None = None) -> bytes:
+    """The stamp of an entry that is used now, as the scripts take it."""
+    if policy == "least_used":
+        return b"n"
+    if policy == "oldest":
+        return struct.pack("<q", int(time.time() if unix_s is None else unix_s))
+    return b""
+
+
+def stamp_value(policy: Policy, stored: bytes) -> int:
+    """A stored stamp as a number; 0 where there is none."""
+    if policy == "least_used":
+        return int(stored) if stored.isdigit() else 0
+    return int(struct.unpack("<q", stored)[0]) if len(stored) == 8 else 0
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+_NATIVE = re.compile(r"hps:\{([\w-]+)/(\d+)/([\w-]+)(?:/p(\d+))?\}([vtomu])")
+_HPS = re.compile(r"hps_et\{hps_et\.([\w-]+)\.([\w-]+)(?:/p(\d+))?\}([vtomu])")
+
+
+class KeyName(NamedTuple):
+    """A Redis key of ours, taken apart; ``partition`` is None for the facts."""
+
+    table: TableName
+    partition: int | None
+    kind: str
+
+
+def parse_key(layout: Layout, key: bytes) -> KeyName | None:
+    """What a Redis key is; None when it is none of ours."""
+    text = key.decode("ascii", "replace")
+    if layout == "native":
+        if not (found := _NATIVE.fullmatch(text)):
+            return None
+        model, version, name, partition, kind = found.groups()
+    else:
+        if not (found := _HPS.fullmatch(text)):
+            return None
+        model, name, partition, kind = found.groups()
+        version = "0"
+    at = None if partition is None else int(partition)
+    return KeyName(TableName(model, int(version), name), at, kind)
+
+
+def pattern(layout: Layout, model: str | None = None) -> str:
+    """For SCAN: the keys of one model or of all. Names hold no character that is special here."""
+    if layout == "native":
+        return f"hps:{{{model or '*'}/*}}[vtomu]"
+    return f"hps_et{{hps_et.{model or '*'}.*}}[vtomu]"
+
+
+def _stem(layout: Layout, table: TableName) -> str:
+    if layout == "native":
+        return f"hps:{{{table.model}/{table.version}/{table.name}"
+    return f"hps_et{{hps_et.{table.model}.{table.name}"

@@ -1,0 +1,112 @@
+"""Rows from the server's replies into a part's arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+from redis.exceptions import ConnectionError as Lost
+
+from hps.native import ProtocolError, RowReplies
+from hps.tiers.base import Part
+from hps.tiers.redis_client import Command
+from hps.tiers.redis_connection import Wire
+from hps.tiers.redis_layout import TableLayout
+from hps.types import IndexArray, Source
+
+_GROWTH = 2
+
+
+@dataclass(slots=True, eq=False)
+class PartRead:
+    """One part that is being read. Rows below version ``oldest_row`` and tombstones below
+    ``oldest_tombstone`` count as not there."""
+
+    part: Part
+    layout: TableLayout
+    oldest_row: int
+    oldest_tombstone: int
+    left: list[IndexArray] = field(default_factory=list)
+    wrong_length: int = 0
+    """The length of a value that is no row of this table; 0 when all were."""
+
+    def replies(self, commands: Sequence[Command]) -> RowReplies:
+        counts: list[int] = []
+        positions = []
+        for command in commands:
+            keys = command.about
+            if keys.tried:  # what an attempt that broke off has found may have changed since
+                self.part.source[keys.at] = 0
+            keys.tried = True
+            counts += [-1, len(keys.at)] if command.asking else [len(keys.at)]
+            positions.append(keys.at)
+        part = self.part
+        return RowReplies(
+            np.array(counts, np.int64),
+            positions[0] if len(positions) == 1 else np.concatenate(positions),
+            part.out,
+            part.versions,
+            part.source,
+            int(Source.REDIS),
+            self.layout.values.versioned,
+            self.oldest_row,
+            self.oldest_tombstone,
+        )
+
+    def finish(self) -> None:
+        """Leave what was not found in ``missing``."""
+        left = self.left[0] if len(self.left) == 1 else np.concatenate(self.left)
+        left.sort()
+        self.part.missing = left
+
+
+@dataclass(slots=True, eq=False)
+class AskedKeys:
+    """Of one command: the positions (n,) in its part."""
+
+    read: PartRead
+    at: IndexArray
+    tried: bool = False
+
+
+def receive_rows(wire: Wire, commands: Sequence[Command], deadline: float) -> None:
+    """Reads the replies to HMGETs, whose ``about`` is `AskedKeys`, straight into their parts."""
+    begin = end = 0
+    for read, group in groupby(commands, lambda command: command.about.read):
+        asked = list(group)
+        replies = read.replies(asked)
+        while True:
+            try:
+                begin = replies.feed(wire.buffer, begin, end)
+            except ProtocolError as error:
+                raise Lost(f"Protocol error: {error}") from None
+            if replies.done:
+                break
+            begin, end = _room(wire, begin, end)
+            wire.until(deadline)
+            end += wire.receive(end)
+        _settle(wire, read, asked, replies)
+    if begin != end:
+        raise Lost("Protocol error: more bytes than were asked for")
+
+
+def _room(wire: Wire, begin: int, end: int) -> tuple[int, int]:
+    """Make room in the buffer behind what is not decoded yet."""
+    if begin:
+        wire.buffer[: end - begin] = wire.buffer[begin:end].copy()
+        begin, end = 0, end - begin
+    if end == len(wire.buffer):
+        wire.buffer = np.resize(wire.buffer, _GROWTH * end)
+    return begin, end
+
+
+def _settle(wire: Wire, read: PartRead, asked: Sequence[Command], replies: RowReplies) -> None:
+    owners = [c for command in asked for c in ([command, command] if command.asking else [command])]
+    for command in asked:
+        command.reply = True
+    for reply, message in replies.errors:
+        owners[reply].reply = wire.parsed(message)
+    read.left.append(replies.left)
+    read.wrong_length = read.wrong_length or replies.wrong_length

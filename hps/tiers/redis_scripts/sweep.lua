@@ -1,0 +1,72 @@
+-- Removes entries of one partition, looking at a bounded number of them: those whose time is over, and
+-- up to a number of those that were used least.
+--
+-- KEYS: the hashes of rows, of stamps.
+-- ARGV: 1 the cursor, 2 how many entries to look at
+--       3 'v' when values begin with a version
+--       4 the version below which a row, 5 below which a tombstone is too old, u64 little-endian
+--       6 how many further entries may go
+--       7 how stamps read: '' any entry goes, 'n' a count of uses, 't' seconds as i64 little-endian
+--       8 the highest stamp that goes; an entry without a stamp has 0.
+-- Counts of uses of what stays are halved, so that what was popular once does not stay for ever.
+-- Returns the next cursor, the number removed and the number of entries left.
+local v, t = KEYS[1], KEYS[2]
+local versioned, row, tombstone = ARGV[3] == 'v', ARGV[4], ARGV[5]
+local need, kind, highest = tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8])
+
+local function is_older(a, b)
+  local a_low, a_high = struct.unpack('<I4I4', a)
+  local b_low, b_high = struct.unpack('<I4I4', b)
+  return a_high < b_high or (a_high == b_high and a_low < b_low)
+end
+
+local function seconds(stamp)
+  if not stamp or #stamp ~= 8 then return 0 end
+  local low, high = struct.unpack('<I4i4', stamp)
+  return low + high * 4294967296
+end
+
+local scanned = redis.call('HSCAN', v, ARGV[1], 'COUNT', ARGV[2])
+local gone, left, removed = {}, {}, 0
+for i = 1, #scanned[2], 2 do
+  local value = scanned[2][i + 1]
+  if versioned and #value >= 9 and is_older(value, #value == 9 and tombstone or row) then
+    gone[#gone + 1] = scanned[2][i]
+  else
+    left[#left + 1] = scanned[2][i]
+  end
+end
+
+-- Lua's stack bounds what one call takes.
+local function in_slices(list, work)
+  for i = 1, #list, 2000 do
+    local slice = {unpack(list, i, math.min(i + 1999, #list))}
+    work(slice)
+  end
+end
+
+if need > 0 then
+  in_slices(left, function(fields)
+    local stamps = kind ~= '' and redis.call('HMGET', t, unpack(fields))
+    for i = 1, #fields do
+      local used = 0
+      if kind == 'n' then
+        used = tonumber(stamps[i] or 0) or 0
+      elseif kind == 't' then
+        used = seconds(stamps[i])
+      end
+      if need > 0 and (kind == '' or used <= highest) then
+        gone[#gone + 1] = fields[i]
+        need = need - 1
+      elseif kind == 'n' and used > 1 then
+        redis.call('HSET', t, fields[i], math.floor(used / 2))
+      end
+    end
+  end)
+end
+
+in_slices(gone, function(fields)
+  removed = removed + redis.call('HDEL', v, unpack(fields))
+  redis.call('HDEL', t, unpack(fields))
+end)
+return {scanned[1], removed, redis.call('HLEN', v)}

@@ -1,0 +1,67 @@
+-- Writes rows into one partition of a table, under the version rule and all at once.
+--
+-- KEYS: the hashes of rows, of stamps, of stream positions.
+-- ARGV: 1 'v' when values begin with a version, 'r' when only resident rows are written
+--       2 the version below which a tombstone is forgotten, u64 little-endian
+--       3 the stamp of an entry that is used now: '' for none, 'n' to count uses, else the bytes to keep
+--       4 how many stream positions follow, as pairs of field and offset
+--       then pairs of key and value.
+-- Returns the number of entries after it.
+local v, t, o = KEYS[1], KEYS[2], KEYS[3]
+local versioned = string.find(ARGV[1], 'v', 1, true)
+local resident = string.find(ARGV[1], 'r', 1, true)
+local stamp = ARGV[3]
+local positions = tonumber(ARGV[4])
+local first = 5 + 2 * positions
+
+-- Lua's numbers hold 53 bits and its strings are compared by locale: a version is two halves.
+local function is_older(a, b)
+  local a_low, a_high = struct.unpack('<I4I4', a)
+  local b_low, b_high = struct.unpack('<I4I4', b)
+  return a_high < b_high or (a_high == b_high and a_low < b_low)
+end
+
+local fields, n = {}, 0
+for i = first, #ARGV, 2 do
+  n = n + 1
+  fields[n] = ARGV[i]
+end
+
+local put, m = {}, 0
+if n > 0 and (versioned or resident) then
+  local held = redis.call('HMGET', v, unpack(fields))
+  for i = 1, n do
+    local value, old = ARGV[first + 2 * i - 1], held[i]
+    if old and versioned and #old == 9 and is_older(old, ARGV[2]) then old = false end
+    local ok = old or not resident
+    if ok and old and versioned and #old >= 9 then ok = not is_older(value, old) end
+    if ok then
+      put[m + 1] = fields[i]
+      put[m + 2] = value
+      m = m + 2
+    end
+  end
+else
+  for i = first, #ARGV do
+    m = m + 1
+    put[m] = ARGV[i]
+  end
+end
+
+if m > 0 then
+  redis.call('HSET', v, unpack(put))
+  if stamp == 'n' then
+    for i = 1, m, 2 do redis.call('HINCRBY', t, put[i], 1) end
+  elseif stamp ~= '' then
+    for i = 2, m, 2 do put[i] = stamp end
+    redis.call('HSET', t, unpack(put))
+  end
+end
+
+for i = 1, positions do
+  local field, offset = ARGV[3 + 2 * i], ARGV[4 + 2 * i]
+  local old = redis.call('HGET', o, field)
+  if not old or tonumber(old) < tonumber(offset) then redis.call('HSET', o, field, offset) end
+end
+
+return redis.call('HLEN', v)

@@ -1,0 +1,256 @@
+"""The tables in a Redis: whether their rows are what we take them for, how many there are, which there are.
+
+Each table has a small hash of facts: layout, partitions, dim, dtype. It is written by whoever uses the table
+first and compared by everybody; where HPS filled the table there is none yet, and some rows are looked at
+instead. A table that does not fit is refused with both values, and looked at again every few seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hps.config.schema import RedisSettings
+from hps.errors import TierError
+from hps.native import partition_hash
+from hps.tiers.redis_client import Command, RedisClient, read_replies
+from hps.tiers.redis_connection import NAME
+from hps.tiers.redis_layout import (
+    DESCRIBE,
+    TableLayout,
+    TableName,
+    packed_script,
+    parse_key,
+    pattern,
+)
+from hps.types import EmbeddingTable, KeyArray
+
+log = logging.getLogger(__name__)
+
+_LOOK_AGAIN_S = 5.0
+_LOOKED_AT = 8  # rows per partition, where there are no facts
+_SCANNED = 1000
+
+
+class OpenTable:
+    """A table in use. ``refused`` is why its rows cannot be what the table's are."""
+
+    __slots__ = ("entries", "facts_slot", "layout", "looked_at", "refused", "slots")
+
+    def __init__(self, layout: TableLayout, client: RedisClient) -> None:
+        self.layout = layout
+        self.slots = [client.slot(key) for key in layout.rows_keys]
+        self.facts_slot = client.slot(layout.facts_key)
+        self.entries: list[int] = [0] * layout.partitions
+        """Of each partition, tombstones included, as last seen."""
+        self.refused: str | None = None
+        self.looked_at = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """``entries`` of a table, tombstones included, and the ``bytes`` Redis estimates for them."""
+
+    entries: int
+    bytes: int
+
+
+class Tables:
+    """Every method may be called from any thread and may wait for the server, but `entries`."""
+
+    def __init__(self, client: RedisClient, settings: RedisSettings) -> None:
+        self._client = client
+        self._layout = settings.layout
+        self._partitions = settings.partitions
+        self._open: dict[EmbeddingTable, OpenTable] = {}
+        self._lock = threading.Lock()
+
+    def opened(self) -> list[OpenTable]:
+        return list(self._open.values())
+
+    def ready(self, tables: Iterable[EmbeddingTable], deadline: float) -> list[OpenTable]:
+        """The tables, looked at before their first use; some may be refused."""
+        wanted = [self._table(table) for table in tables]
+        now = time.monotonic()
+        new = [
+            each
+            for each in dict.fromkeys(wanted)
+            if not each.looked_at or (each.refused and now > each.looked_at + _LOOK_AGAIN_S)
+        ]
+        if new:
+            self.look_at(new, deadline)
+        return wanted
+
+    def usable(self, table: EmbeddingTable, deadline: float) -> OpenTable:
+        """The table; raises TierError when it is refused."""
+        (found,) = self.ready([table], deadline)
+        if found.refused:
+            raise TierError(NAME, found.refused)
+        return found
+
+    def entries(self, table: EmbeddingTable) -> int:
+        """As last seen."""
+        return sum(self._table(table).entries)
+
+    def _table(self, table: EmbeddingTable) -> OpenTable:
+        found = self._open.get(table)
+        if found is None:
+            layout = TableLayout(table, self._layout, self._partitions)
+            with self._lock:
+                found = self._open.setdefault(table, OpenTable(layout, self._client))
+        return found
+
+    def look_at(self, tables: Sequence[OpenTable], deadline: float) -> None:
+        """Compare the tables' facts, writing them where there are none; and count the entries."""
+        calls = [(t.layout.facts_key, ("HGETALL", t.layout.facts_key)) for t in tables]
+        found = [_pairs(reply) for reply in self._client.call_all(calls, deadline=deadline)]
+        refused = [
+            _mismatch(t, facts) if facts else self._refused_rows(t, deadline)
+            for t, facts in zip(tables, found, strict=True)
+        ]
+        unknown = [
+            t for t, facts, no in zip(tables, found, refused, strict=True) if not facts and not no
+        ]
+        described = dict(zip(unknown, self._describe(unknown, deadline), strict=True))
+        self.count(tables, deadline)
+        for table, reason in zip(tables, refused, strict=True):
+            reason = reason or (_mismatch(table, described[table]) if table in described else None)
+            if reason and reason != table.refused:
+                log.error("%s", reason)
+            table.refused = reason
+            table.looked_at = time.monotonic()
+
+    def _describe(self, tables: Sequence[OpenTable], deadline: float) -> list[dict[str, str]]:
+        commands = []
+        for table in tables:
+            facts = [part.encode() for pair in table.layout.facts.items() for part in pair]
+            request = packed_script(DESCRIBE, [table.layout.facts_key], facts)
+            commands.append(Command(table.facts_slot, request))
+        self._client.run(commands, read_replies, deadline)
+        return [_pairs(command.reply) for command in commands]
+
+    def count(self, tables: Sequence[OpenTable], deadline: float) -> None:
+        """Renew ``entries``."""
+        calls = [(key, ("HLEN", key)) for t in tables for key in t.layout.rows_keys]
+        counts = iter(self._client.call_all(calls, deadline=deadline))
+        for table in tables:
+            table.entries = [int(next(counts)) for _ in table.entries]
+
+    # -- rows without facts -----------------------------------------------------------------------
+
+    def _refused_rows(self, table: OpenTable, deadline: float) -> str | None:
+        """Why the rows that are there cannot be the table's, judged by some of them."""
+        layout = table.layout
+        calls: list[tuple[bytes, tuple[Any, ...]]] = [
+            (k, ("HSCAN", k, "0", "COUNT", _LOOKED_AT)) for k in layout.rows_keys
+        ]
+        beyond = TableLayout(layout.table, layout.layout, 2 * layout.partitions)
+        calls += [(k, ("EXISTS", k)) for k in beyond.rows_keys[layout.partitions :]]
+        replies = self._client.call_all(calls, deadline=deadline)
+        keys, partitions, lengths = [], [], set()
+        for partition, (_, fields) in enumerate(replies[: layout.partitions]):
+            some = fields[: 2 * _LOOKED_AT : 2]
+            if {len(name) for name in some} - {layout.key_bytes}:
+                found = next(len(name) for name in some if len(name) != layout.key_bytes)
+                return _refusal(table, "bytes per key", found, layout.key_bytes)
+            keys += layout.keys(some).tolist()
+            partitions += [partition] * len(some)
+            lengths |= {len(value) for value in fields[1 : 2 * _LOOKED_AT : 2]}
+        for at in np.flatnonzero(replies[layout.partitions :]).tolist():
+            keys, partitions = [*keys, 0], [*partitions, layout.partitions + at]
+        wrong = lengths - {layout.values.value_bytes} - ({9} if layout.values.versioned else set())
+        if wrong:
+            return _refusal(table, "bytes per value", min(wrong), layout.values.value_bytes)
+        return _partition_mismatch(table, np.array(keys, np.int64), np.array(partitions))
+
+    # -- all tables -------------------------------------------------------------------------------
+
+    def names(self, model: str | None = None) -> list[TableName]:
+        """The tables of this layout that are there, of one model or of all, by SCAN."""
+        found = {
+            parsed.table for key in self.keys(model) if (parsed := parse_key(self._layout, key))
+        }
+        return sorted(found, key=lambda each: (each.model, each.version, each.name))
+
+    def keys(self, model: str | None = None) -> Iterator[bytes]:
+        """The Redis keys of these tables, some perhaps more than once."""
+        for slot in self._client.primaries():
+            cursor = "0"
+            while True:
+                reply = self._client.call_slot(
+                    slot, "SCAN", cursor, "MATCH", pattern(self._layout, model), "COUNT", _SCANNED
+                )
+                cursor = reply[0].decode()
+                yield from reply[1]
+                if cursor == "0":
+                    break
+
+    def erase(self, model: str, version: int | None = None, name: str | None = None) -> int:
+        """Unlink a model, or one version or table of it, whatever its number of partitions; returns how
+        many Redis keys that were. The server frees the memory in the background."""
+        chosen = [
+            key
+            for key in dict.fromkeys(self.keys(model))
+            if (parsed := parse_key(self._layout, key))
+            and (version is None or parsed.table.version == version or self._layout == "hps")
+            and (name is None or parsed.table.name == name)
+        ]
+        unlinked = self._client.call_all([(key, ("UNLINK", key)) for key in chosen])
+        for table in self.opened():
+            known = table.layout.table
+            if known.model == model and name in (None, known.name):
+                table.looked_at, table.refused = 0.0, None
+                table.entries = [0] * len(table.entries)
+        return sum(unlinked)
+
+    def usage(self, table: EmbeddingTable) -> Usage:
+        """Counted now."""
+        opened = self._table(table)
+        deadline = self._client.deadline()
+        self.count([opened], deadline)
+        layout = opened.layout
+        names = [*layout.rows_keys, *layout.stamps_keys, *layout.positions_keys]
+        calls = [(key, ("MEMORY", "USAGE", key, "SAMPLES", "50")) for key in names]
+        sizes = self._client.call_all(calls, deadline=deadline)
+        return Usage(sum(opened.entries), sum(size or 0 for size in sizes))
+
+
+def _pairs(reply: Sequence[bytes]) -> dict[str, str]:
+    text = [each.decode("utf-8", "replace") for each in reply]
+    return dict(zip(text[::2], text[1::2], strict=True))
+
+
+def _mismatch(table: OpenTable, facts: dict[str, str]) -> str | None:
+    for name, expected in table.layout.facts.items():
+        if facts.get(name, expected) != expected:
+            return _refusal(table, name, facts[name], expected)
+    return None
+
+
+def _refusal(table: OpenTable, what: str, found: Any, expected: Any) -> str:
+    layout = table.layout
+    mend = "set tiers.redis.partitions to that" if what == "partitions" else "serve another version"
+    if layout.layout == "hps" and what != "partitions":
+        mend = "erase it there, or take another Redis"
+    return (
+        f"table {layout.table.id}: {what} in Redis: {found}, here: {expected} "
+        f"({layout.facts_key.decode()}); {mend}"
+    )
+
+
+def _partition_mismatch(table: OpenTable, keys: KeyArray, partitions: Any) -> str | None:
+    """``partitions (n,)`` in which ``keys (n,)`` were found; one beyond ours tells by its number alone."""
+    count = table.layout.partitions
+    beyond = partitions >= count
+    known, at = partition_hash(keys[~beyond]), partitions[~beyond]
+    if not beyond.any() and (known % np.uint64(count) == at).all():
+        return None
+    least = int(partitions.max()) + 1
+    fits = (n for n in range(least, 4097) if n != count and (known % np.uint64(n) == at).all())
+    return _refusal(table, "partitions", next(fits, "another number"), count)

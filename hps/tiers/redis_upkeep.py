@@ -1,0 +1,189 @@
+"""What keeps a Redis from overflowing: entries that are too many, too old or forgotten go.
+
+The server is never held up for long: each step looks at a bounded number of entries. Entries that are too
+many go during the writes that bring new ones, which evict as many as they bring and more. Which ones are
+used least is judged by a sample of their stamps: those below a limit that the wanted share of the sample
+lies below go in the order in which the server's hash lies, and counts of what stays are halved. Redis and
+HPS itself sort all stamps of a partition at once instead.
+
+Rows beyond their time to live and tombstones that are forgotten are not served; they are removed in the
+background, by one of the nodes that share the Redis, in passes over the whole table.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from hps.config.schema import RedisSettings
+from hps.errors import TierError, Unavailable
+from hps.tiers.redis_client import Command, RedisClient, read_replies
+from hps.tiers.redis_connection import NAME
+from hps.tiers.redis_layout import SAMPLE, SWEEP, Policy, packed_script, stamp_value
+from hps.tiers.redis_tables import OpenTable, Tables
+from hps.types import EmbeddingTable, make_version, oldest_tombstone
+from hps.workers import Workers
+
+log = logging.getLogger(__name__)
+
+_STEP = 500  # entries looked at per call: about a millisecond of the server's time
+_SAMPLE = 1000
+_EVERY_S = 10.0
+_LONGEST_PASS_S = 3600.0
+_KINDS: dict[Policy, bytes] = {"random": b"", "least_used": b"n", "oldest": b"t"}
+
+
+@dataclass(slots=True)
+class _Sweep:
+    """Where a partition's sweep stands. ``highest``: the highest stamp that goes, None if unknown."""
+
+    cursor: bytes = b"0"
+    highest: int | None = None
+    resolving: bool = False
+
+
+class Upkeep:
+    """``clock`` gives Unix seconds. Any thread may call; sweeps of several threads do no harm."""
+
+    def __init__(self, client: RedisClient, tables: Tables, settings: RedisSettings) -> None:
+        self._client = client
+        self._tables = tables
+        self._margin = settings.overflow_margin
+        self._policy: Policy = settings.overflow_policy
+        self._target = round((self._margin or 0) * settings.overflow_resolution_target)
+        self._ttl_s = settings.ttl_s
+        self._table_ttl_s = settings.table_ttl_s
+        self._sweeps: dict[tuple[OpenTable, int], _Sweep] = {}
+        self._workers = Workers(1, 1, name=f"{NAME}-upkeep")
+        self._due = time.monotonic() + _EVERY_S
+        self._lock = threading.Lock()
+
+    @property
+    def policy(self) -> Policy | None:
+        """By which stamps are kept; None when none are."""
+        return self._policy if self._margin is not None else None
+
+    def oldest_row(self, table: EmbeddingTable) -> int:
+        """The version below which a row's time is over."""
+        ttl = self._table_ttl_s.get(f"{table.model}/{table.name}", self._ttl_s)
+        return 0 if ttl is None else make_version(int(max(0.0, time.time() - ttl) * 1000))
+
+    # -- too many ---------------------------------------------------------------------------------
+
+    def written(self, table: OpenTable, partition: int, rows: int, deadline: float) -> None:
+        """Evict what is too much after ``rows`` were written to a partition; some of it, when it is a lot."""
+        if self._margin is None:
+            return
+        sweep = self._sweep(table, partition)
+        sweep.resolving |= table.entries[partition] > self._margin
+        looked = 0
+        while sweep.resolving and looked < 10 * rows + 8 * _STEP:
+            need = table.entries[partition] - self._target
+            if sweep.highest is None:
+                sweep.highest = self._limit(table, partition, need, deadline)
+            self._step(table, partition, sweep, need, deadline)
+            looked += _STEP
+            sweep.resolving = table.entries[partition] > self._target
+            if sweep.cursor == b"0" or not sweep.resolving:
+                sweep.highest = None
+
+    def _limit(self, table: OpenTable, partition: int, need: int, deadline: float) -> int:
+        """The stamp up to which entries go, so that a pass over all evicts about what is needed."""
+        if self._policy == "random":
+            return 0
+        layout = table.layout
+        keys = [layout.rows_keys[partition], layout.stamps_keys[partition]]
+        command = Command(
+            table.slots[partition], packed_script(SAMPLE, keys, [b"%d" % min(_SAMPLE, 7000)])
+        )
+        self._client.run([command], read_replies, deadline)
+        stamps = np.sort([stamp_value(self._policy, each) for each in command.reply])
+        share = max(0.1, need / max(1, table.entries[partition]))
+        return (
+            int(stamps[min(len(stamps) - 1, math.ceil(share * len(stamps)) - 1)])
+            if len(stamps)
+            else 0
+        )
+
+    def _step(
+        self, table: OpenTable, partition: int, sweep: _Sweep, need: int, deadline: float
+    ) -> int:
+        """Look at the next entries; returns how many were removed."""
+        layout = table.layout
+        oldest = self.oldest_row(layout.table), oldest_tombstone(layout.table, time.time())
+        arguments = [
+            sweep.cursor,
+            b"%d" % _STEP,
+            b"v" if layout.values.versioned else b"",
+            *(each.to_bytes(8, "little") for each in oldest),
+            b"%d" % max(0, need),
+            _KINDS[self._policy],
+            b"%d" % (sweep.highest or 0),
+        ]
+        keys = [layout.rows_keys[partition], layout.stamps_keys[partition]]
+        command = Command(table.slots[partition], packed_script(SWEEP, keys, arguments))
+        self._client.run([command], read_replies, deadline)
+        sweep.cursor, removed, left = command.reply
+        table.entries[partition] = int(left)
+        return int(removed)
+
+    def _sweep(self, table: OpenTable, partition: int) -> _Sweep:
+        return self._sweeps.setdefault((table, partition), _Sweep())
+
+    # -- too old ----------------------------------------------------------------------------------
+
+    def nudge(self) -> None:
+        """Have the background work done if it is due. Costs nothing else."""
+        if time.monotonic() < self._due:
+            return
+        with self._lock:
+            if time.monotonic() < self._due:
+                return
+            self._due = time.monotonic() + _EVERY_S
+        with suppress(Unavailable):
+            self._workers.submit(self._background)
+
+    def _background(self) -> None:
+        try:
+            tables = [each for each in self._tables.opened() if each.looked_at]
+            self._tables.look_at(tables, self._client.deadline())
+            for table in tables:
+                self.expire(table, _EVERY_S)
+        except TierError as error:
+            log.debug("upkeep: %s", error)
+
+    def expire(self, table: OpenTable, interval_s: float = math.inf) -> int:
+        """Remove what is too old, of as many entries as a pass per hour needs in ``interval_s`` (by
+        default, all); returns how many. When another node has done its share it does nothing."""
+        layout = table.layout
+        if table.refused or not layout.values.versioned:
+            return 0
+        if interval_s < math.inf:
+            name = layout.facts_key[:-1] + b"u"
+            claim = ("SET", name, "1", "NX", "PX", int(interval_s * 900))
+            if self._client.call(name, *claim) is None:
+                return 0
+        removed = 0
+        for partition, entries in enumerate(table.entries):
+            steps = math.ceil(entries / _STEP * min(1.0, interval_s / self._pass_s(layout.table)))
+            sweep = _Sweep() if interval_s == math.inf else self._sweep(table, partition)
+            for _ in range(steps):
+                removed += self._step(table, partition, sweep, 0, self._client.deadline())
+                if sweep.cursor == b"0":
+                    break
+            while interval_s == math.inf and sweep.cursor != b"0":
+                removed += self._step(table, partition, sweep, 0, self._client.deadline())
+        return removed
+
+    def _pass_s(self, table: EmbeddingTable) -> float:
+        ttl = self._table_ttl_s.get(f"{table.model}/{table.name}", self._ttl_s)
+        return max(_EVERY_S, min(_LONGEST_PASS_S, (ttl or math.inf) / 4))
+
+    def close(self) -> None:
+        self._workers.close(1.0)

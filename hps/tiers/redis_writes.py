@@ -1,0 +1,169 @@
+"""Writing rows into Redis: by partition, in slices that hold the server up for about a millisecond."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.tiers.base import newest_of_each
+from hps.tiers.positions import StreamPosition, TableChanges
+from hps.tiers.redis_client import Command, RedisClient, read_replies
+from hps.tiers.redis_layout import WRITE_SLICE, TableLayout, stamp
+from hps.tiers.redis_tables import OpenTable, Tables
+from hps.tiers.redis_upkeep import Upkeep
+from hps.types import (
+    EmbeddingTable,
+    IndexArray,
+    KeyArray,
+    VectorArray,
+    VersionArray,
+    oldest_tombstone,
+)
+
+# Rows packed at a time: they bound the memory, and each block has the whole timeout for itself.
+_BLOCK = 32_768
+
+Slice = tuple[int, KeyArray, NDArray[np.void]]
+"""Partition, keys (n,) and records (n,)."""
+
+
+class Writes:
+    """Any thread may call. Raises TierError; then some rows may have been written."""
+
+    def __init__(self, client: RedisClient, tables: Tables, upkeep: Upkeep) -> None:
+        self._client = client
+        self._tables = tables
+        self._upkeep = upkeep
+
+    def write(
+        self,
+        table: EmbeddingTable,
+        keys: KeyArray,
+        vectors: VectorArray | None,
+        versions: VersionArray,
+        *,
+        resident_only: bool = False,
+    ) -> None:
+        """Upsert, or delete where ``vectors`` is None, what is not older than what is stored."""
+        if not len(keys):
+            return
+        opened = self._tables.usable(table, self._client.deadline())
+        at = _decisive(opened.layout, keys, versions)
+        for start in range(0, len(at), _BLOCK):
+            some = at[start : start + _BLOCK]
+            slices = _slices(opened.layout, keys[some], vectors, versions, some)
+            self._run(opened, slices, resident_only=resident_only)
+        self._upkeep.nudge()
+
+    def remove(self, table: EmbeddingTable, keys: KeyArray) -> None:
+        """Rows and tombstones, without a trace."""
+        if not len(keys):
+            return
+        opened = self._tables.usable(table, self._client.deadline())
+        layout, commands = opened.layout, []
+        for share in layout.shares(keys):
+            for start in range(0, len(share.at), WRITE_SLICE):
+                some = keys[share.at[start : start + WRITE_SLICE]]
+                for names in (layout.rows_keys, layout.stamps_keys):
+                    request = layout.forget(names[share.partition], some)
+                    commands.append(Command(opened.slots[share.partition], request))
+        self._client.run(commands, read_replies, self._client.deadline())
+
+    def apply(
+        self, table: EmbeddingTable, changes: TableChanges, positions: Sequence[StreamPosition]
+    ) -> None:
+        """See `hps.tiers.positions.PositionedStore`. Each partition notes the positions together with
+        the last of its rows, and after all others were acknowledged."""
+        opened = self._tables.usable(table, self._client.deadline())
+        layout = opened.layout
+        keys = np.concatenate([changes.keys, changes.deleted])
+        versions = np.concatenate([changes.versions, changes.deleted_versions])
+        at = newest_of_each(table.narrow(keys), versions)
+        at = np.arange(len(keys)) if at is None else at
+        rows, dead = at[at < len(changes.keys)], at[at >= len(changes.keys)]
+        slices = list(_slices(layout, keys[rows], changes.vectors, versions, rows))
+        if layout.values.versioned:
+            slices += _slices(layout, keys[dead], None, versions, dead)
+        else:
+            self.remove(table, keys[dead])
+        last: dict[int, Slice] = {
+            i: (i, keys[:0], np.empty(0, layout.values.record)) for i in range(layout.partitions)
+        }
+        early = []
+        for each in slices:
+            if len(last[each[0]][1]):
+                early.append(last[each[0]])
+            last[each[0]] = each
+        for start in range(0, len(early), _BLOCK // WRITE_SLICE):
+            self._run(opened, early[start : start + _BLOCK // WRITE_SLICE])
+        self._run(opened, last.values(), positions=positions)
+        self._upkeep.nudge()
+
+    def _run(
+        self,
+        opened: OpenTable,
+        slices: Iterable[Slice],
+        *,
+        resident_only: bool = False,
+        positions: Sequence[StreamPosition] = (),
+    ) -> None:
+        head = self._head(opened, resident_only=resident_only, positions=positions)
+        commands = [
+            Command(opened.slots[p], opened.layout.write(p, head, keys, records), (p, len(keys)))
+            for p, keys, records in slices
+        ]
+        deadline = self._client.deadline()
+        self._client.run(commands, read_replies, deadline)
+        written: dict[int, int] = {}
+        for command in commands:
+            partition, rows = command.about
+            opened.entries[partition] = command.reply
+            written[partition] = written.get(partition, 0) + rows
+        for partition, rows in written.items():
+            self._upkeep.written(opened, partition, rows, deadline)
+
+    def _head(
+        self, opened: OpenTable, *, resident_only: bool, positions: Sequence[StreamPosition]
+    ) -> list[bytes]:
+        """The write script's arguments before the rows."""
+        flags = (b"v" if opened.layout.values.versioned else b"") + (b"r" if resident_only else b"")
+        oldest = oldest_tombstone(opened.layout.table, time.time()).to_bytes(8, "little")
+        noted = [
+            part
+            for each in positions
+            for part in (position_field(each.topic, each.partition), b"%d" % each.offset)
+        ]
+        return [flags, oldest, stamp(self._upkeep.policy), b"%d" % len(positions), *noted]
+
+
+def position_field(topic: str, partition: int) -> bytes:
+    return f"{topic}/{partition}".encode()
+
+
+def _decisive(layout: TableLayout, keys: KeyArray, versions: VersionArray) -> IndexArray:
+    """Positions of the writes that decide: each key once."""
+    # Where versions are not stored the last of equal keys wins, whatever version it carries.
+    ranks = versions if layout.values.versioned else np.zeros(len(keys), np.uint64)
+    at = newest_of_each(layout.table.narrow(keys), ranks)
+    return np.arange(len(keys)) if at is None else at
+
+
+def _slices(
+    layout: TableLayout,
+    keys: KeyArray,
+    vectors: VectorArray | None,
+    versions: VersionArray,
+    at: IndexArray,
+) -> Iterator[Slice]:
+    """``keys (n,)``, whose rows stand at the positions ``at (n,)``, by partition."""
+    for share in layout.shares(keys):
+        for start in range(0, len(share.at), WRITE_SLICE):
+            some = share.at[start : start + WRITE_SLICE]
+            if vectors is None:
+                records = layout.values.tombstones(versions[at[some]])
+            else:
+                records = layout.values.records(vectors[at[some]], versions[at[some]])
+            yield share.partition, keys[some], records
