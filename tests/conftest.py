@@ -218,6 +218,7 @@ def gpu_bridge(_path: Path, tables: TableSet) -> Any:
 
 
 CPU, ROCKS = frozenset({Source.CPU}), frozenset({Source.ROCKSDB})
+REDIS = frozenset({Source.REDIS})
 TIERS = {
     "memory": TierCase(lambda _path, _tables: memory()),
     "chain": TierCase(lambda _path, _tables: TierChain([memory(Source.CPU), memory()]), CPU),
@@ -233,9 +234,16 @@ TIERS = {
     "gpu_chain": TierCase(gpu_chain, frozenset({Source.GPU, Source.ROCKSDB})),
     "rocksdb": TierCase(rocksdb, ROCKS),
     "rocksdb_float16": TierCase(rocksdb, ROCKS, np.float16),
-    "rocksdb_hps": TierCase(lambda p, t: rocksdb(p, t, "hps"), ROCKS, versioned=False),
     "rocksdb_secondary": TierCase(lambda p, t: beside_primary(p, t, "secondary"), ROCKS),
     "rocksdb_read_only": TierCase(lambda p, t: beside_primary(p, t, "read_only"), ROCKS),
+    "rocksdb_hps": TierCase(lambda p, t: rocksdb(p, t, "hps"), ROCKS, versioned=False),
+    "redis": TierCase(redis_tier, REDIS),
+    "redis_float16": TierCase(redis_tier, REDIS, np.float16),
+    "redis_oldest": TierCase(
+        lambda p, t: redis_tier(p, t, overflow_margin=10**6, overflow_policy="oldest"), REDIS
+    ),
+    "redis_hps": TierCase(lambda p, t: redis_tier(p, t, layout="hps"), REDIS, versioned=False),
+    "redis_cluster": TierCase(redis_cluster, REDIS),
 }
 
 
