@@ -59,7 +59,8 @@ class CacheWriter:
     """``caches`` is what it writes to; ``stores`` are the single stores below, each of which is asked
     at a promotion. At most ``queue_keys`` keys wait to be promoted; more are dropped and counted.
 
-    All methods may be called from any thread.
+    Keys may come from outside: those of tables with 32-bit keys are narrowed. All methods may be called
+    from any thread.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class CacheWriter:
         beyond the queue's bound are dropped. ``keys`` must not be changed afterwards."""
         with self._wake:
             room = 0 if self._closed else self.queue_keys - self._waiting_keys
-            kept = keys[: max(0, room)]
+            kept = table.narrow(keys[: max(0, room)])
             if len(kept):
                 self._promotions.append(_Promotion(table, kept))
                 self._waiting_keys += len(kept)
@@ -106,19 +107,19 @@ class CacheWriter:
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
     ) -> Future[None]:
         """Put rows into the caches, resident or not. Only for rows the stores hold just like that."""
-        work = partial(self._caches.insert, table, keys, vectors, versions)
+        work = partial(self._caches.insert, table, table.narrow(keys), vectors, versions)
         return self._queue(self._changes, work)
 
     def update(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
     ) -> Future[None]:
         """Refresh resident rows; to be called after every store has the new ones."""
-        work = partial(self._caches.update, table, keys, vectors, versions)
+        work = partial(self._caches.update, table, table.narrow(keys), vectors, versions)
         return self._queue(self._changes, work)
 
     def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> Future[None]:
         """Delete from the caches; to be called after every store has deleted."""
-        work = partial(self._caches.delete, table, keys, versions)
+        work = partial(self._caches.delete, table, table.narrow(keys), versions)
         return self._queue(self._changes, work)
 
     def flush(self, timeout: float | None = None) -> bool:

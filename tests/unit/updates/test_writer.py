@@ -357,3 +357,33 @@ def test_flush_gives_up_in_time(make):
     writer, _cache, _ = make([store])
     writer.promote(TABLE, arrays(1))
     assert not writer.flush(0.05)
+
+
+def test_keys_from_outside_are_narrowed(make):
+    """A producer may send the keys of a table with 32-bit keys as it holds them, sign and all."""
+    table = EmbeddingTable.make("narrow", 1, key_bits=32)
+    store = MemoryTier(TierInfo("rocksdb", Source.ROCKSDB))
+    wide, narrow = arrays(-1, 2**32 + 7), arrays(2**32 - 1, 7)
+
+    def rows(value):
+        return np.full((2, 1), value, np.float32)
+
+    def first(tier):
+        part = Part.make(table, narrow)
+        tier.fetch([part], FetchContext())
+        return [float(v) if s else None for v, s in zip(part.out[:, 0], part.source, strict=True)]
+
+    def versions(n):
+        return np.full(2, NOW + n, np.uint64)
+
+    writer, cache, _ = make([store])
+    writer.insert(table, wide, rows(1.0), versions(0)).result(5)
+    assert first(cache) == [1.0, 1.0]
+    writer.update(table, wide, rows(2.0), versions(1)).result(5)
+    assert first(cache) == [2.0, 2.0]
+    writer.delete(table, wide, versions(2)).result(5)
+    assert first(cache) == [None, None]
+    store.insert(table, narrow, rows(3.0), versions(3))
+    writer.promote(table, wide)
+    assert writer.flush(5)
+    assert first(cache) == [3.0, 3.0]
