@@ -6,6 +6,7 @@ disk or network call would keep the process from ending. These are daemons.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -14,8 +15,10 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from hps.errors import DeadlineExceeded, Unavailable
+from hps.errors import DeadlineExceeded, TierError, Unavailable
 
+log = logging.getLogger(__name__)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # of `Again`
 T = TypeVar("T")
 U = TypeVar("U")
 _STATE_DONE = "FINISHED"  # concurrent.futures' own word, read by asyncio and by wait()
@@ -193,6 +196,36 @@ class Lanes(NamedTuple):
     @property
     def waiting(self) -> int:
         return self.memory.waiting + self.stores.waiting
+
+
+class Again:
+    """Tries ``work`` on a thread of its own until it does not raise TierError, with growing pauses: for
+    what could not be done at the start because a server was not there."""
+
+    def __init__(self, work: Callable[[], None], name: str) -> None:
+        self._work = work
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        pause = _FIRST_PAUSE_S
+        while not self._closed.wait(pause):
+            try:
+                self._work()
+            except TierError as error:
+                log.warning("%s; trying again in %.0f s", error, pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+            except Exception:
+                log.exception("what could not be done at the start can't be done at all")
+                return
+            else:
+                return
+
+    def close(self) -> None:
+        """Try no more. An attempt at hand is left to fail by itself."""
+        self._closed.set()
+        self._thread.join(1.0)
 
 
 class _Job(Generic[T]):

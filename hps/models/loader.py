@@ -126,7 +126,7 @@ def _load(
             "load it once with access: primary",
         )
     record = LoadRecord(
-        files.digest, files.rows, _row_version(version, files), table.dim, table.dtype.name
+        files.digest, files.rows, row_version(version, files), table.dim, table.dtype.name
     )
     duplicates = Duplicates()
     with _Verifier(files) as verifier:
@@ -209,7 +209,7 @@ def _merge(
     return files.rows
 
 
-def _row_version(version: ModelVersion, files: TableFiles) -> int:
+def row_version(version: ModelVersion, files: TableFiles) -> int:
     """The version of imported rows: the manifest's time, else the files'."""
     if version.manifest is not None:
         return make_version(version.manifest.created_unix_ms)

@@ -7,8 +7,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
 
 import pytest
 
-from hps.errors import DeadlineExceeded, Unavailable
-from hps.workers import Done, Workers, then
+from hps import workers as workers_module
+from hps.errors import DeadlineExceeded, TierError, Unavailable
+from hps.workers import Again, Done, Workers, then
 
 
 @pytest.fixture
@@ -211,3 +212,47 @@ def test_then_starts_nothing_more_once_cancelled(workers):
     gate.set()
     workers.submit(lambda: None).result(10)
     assert started == []
+
+
+# -- Again -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(workers_module, "_FIRST_PAUSE_S", 0.001)
+
+
+def test_again_tries_until_it_is_done(quick, caplog):
+    tries, done = [], threading.Event()
+
+    def work():
+        tries.append(1)
+        if len(tries) < 4:
+            raise TierError("redis", "is not there")
+        done.set()
+
+    again = Again(work, "test")
+    assert done.wait(10)
+    again.close()
+    time.sleep(0.05)
+    assert len(tries) == 4
+    assert "redis: is not there; trying again in" in caplog.text
+
+
+def test_again_gives_up_on_a_fault_of_the_program(quick, caplog):
+    tries = []
+
+    def work():
+        tries.append(1)
+        raise KeyError("a bug")
+
+    again = Again(work, "test")
+    again._thread.join(10)
+    assert tries == [1]
+    assert "a bug" in caplog.text
+
+
+def test_again_ends_when_closed():
+    again = Again(lambda: None, "test")
+    again.close()
+    assert not again._thread.is_alive()

@@ -1,0 +1,53 @@
+"""Repository -> Redis: a share of each table's rows, or all of them where there is no other store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hps.models.loader import row_version
+from hps.models.repository import ModelVersion
+from hps.models.sorting import block_rows
+from hps.models.tables import TableFiles
+from hps.types import EmbeddingTable, KeyArray, Progress, VectorArray
+
+if TYPE_CHECKING:
+    from hps.tiers.redis import RedisTier
+
+
+def preload_tables(
+    version: ModelVersion,
+    tables: Mapping[str, EmbeddingTable],
+    redis: RedisTier,
+    share: float,
+    progress: Progress,
+) -> int:
+    """Put a ``share`` of every table of ``version`` into ``redis``, where it isn't there yet, and return the
+    rows written. Newer rows stay (in the ``hps`` layout no row is newer than another).
+
+    Raises TierError when Redis refuses a table or can't be asked; another call goes on where that was.
+    """
+    rows = 0
+    for name, table in tables.items():
+        files = version.tables[name]
+        with progress.task(f"loading {name} into {redis.info.name}", files.rows) as step:
+            rows += redis.preload(
+                table,
+                _chunks(files, table),
+                row_version(version, files),
+                share=share,
+                mark=files.digest,
+                progress=step,
+            )
+    return rows
+
+
+def _chunks(files: TableFiles, table: EmbeddingTable) -> Iterator[tuple[KeyArray, VectorArray]]:
+    """The rows in the order of the files, so that of a key that stands twice the last row wins."""
+    keys, vectors = files.keys(), files.vectors()
+    size = block_rows(files.dim)
+    for start in range(0, files.rows, size):
+        part = slice(start, start + size)
+        yield table.narrow(np.ascontiguousarray(keys[part])), vectors[part]
