@@ -36,6 +36,7 @@ from redis.exceptions import TimeoutError as Late
 from hps.config.schema import RedisSettings
 from hps.errors import TierError, TierTimeout
 from hps.tiers.redis_connection import NAME, Address, Wire, Wires, is_retryable, translate
+from hps.tiers.redis_layout import pack
 from hps.tiers.redis_topology import Topology, topology
 
 _ATTEMPTS = 5
@@ -309,15 +310,6 @@ class _Leg:
         self.commands = commands
         self.wire: Wire | None = None
         self.clean = False
-
-
-def pack(*arguments: Any) -> bytes:
-    """A command as it goes over the wire; arguments are bytes, text or numbers."""
-    parts = [b"*%d\r\n" % len(arguments)]
-    for argument in arguments:
-        data = argument if isinstance(argument, bytes) else str(argument).encode()
-        parts.append(b"$%d\r\n%s\r\n" % (len(data), data))
-    return b"".join(parts)
 
 
 def read_replies(wire: Wire, commands: Sequence[Command], deadline: float) -> None:

@@ -174,6 +174,15 @@ class TableLayout:
         return fields
 
 
+def pack(*arguments: Any) -> bytes:
+    """A command as it goes over the wire; arguments are bytes, text or numbers."""
+    parts = [b"*%d\r\n" % len(arguments)]
+    for argument in arguments:
+        data = argument if isinstance(argument, bytes) else str(argument).encode()
+        parts.append(b"$%d\r\n%s\r\n" % (len(data), data))
+    return b"".join(parts)
+
+
 def packed_script(
     script: Script, keys: list[bytes], arguments: list[bytes], following: int = 0
 ) -> bytes:
