@@ -12,23 +12,25 @@ callers do no harm, but they wait for each other.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.checks import check_keys, check_part, check_rows
+from hps.tiers.rocksdb_checkpoint import checkpoint, restore
 from hps.tiers.rocksdb_database import Database
 from hps.tiers.rocksdb_errors import NAME
 from hps.tiers.rocksdb_layout import CodeArray
 from hps.tiers.rocksdb_load import BulkLoad, LoadRecord, ingest_folder
 from hps.tiers.rocksdb_open import Access, OpenSettings, Tuning
-from hps.tiers.rocksdb_rows import VersionedRows
+from hps.tiers.rocksdb_rows import Scanned, VersionedRows
+from hps.tiers.rocksdb_space import StoreFigures
 from hps.tiers.row_values import Layout
 from hps.types import EmbeddingTable, KeyArray, Source, VectorArray, VersionArray
 
-__all__ = ["Access", "LoadRecord", "RocksDbTier", "Tuning"]
+__all__ = ["Access", "LoadRecord", "RocksDbTier", "Scanned", "StoreFigures", "Tuning", "restore"]
 
 _TUNING = Tuning()
 
@@ -180,6 +182,23 @@ class RocksDbTier:
             check_part(part)
             if len(part.missing):
                 self._fetch_part(part)
+
+    def scan(self, table: EmbeddingTable, *, start: int | None = None) -> Iterator[Scanned]:
+        """Every row of the table in the order of the stored keys, from key ``start`` on, as they are at
+        the first step: keys (n,), vectors (n, dim) and versions (n,) (0 in the ``hps`` layout).
+        Tombstones are left out. Other calls may run meanwhile. Raises TierError; it never ends early
+        without."""
+        family = self._database.find(table)
+        return iter(()) if family is None else self._rows.scan(family, start)
+
+    def figures(self) -> StoreFigures:
+        """Space and compactions, for status and metrics; some microseconds a table."""
+        return self._database.figures()
+
+    def checkpoint(self, folder: Path | str) -> None:
+        """Copy the database to ``folder``, which must be empty or not exist, while it is served. It is a
+        database itself; `restore` makes it one that is written to."""
+        checkpoint(self._database, Path(folder))
 
     def _fetch_part(self, part: Part) -> None:
         family = self._database.find(part.table)

@@ -22,7 +22,7 @@ from hps.tiers.rocksdb_errors import NAME, translate
 from hps.tiers.rocksdb_layout import RowCodec, family_name
 from hps.tiers.rocksdb_load import LoadRecord, Records, clean_leftovers
 from hps.tiers.rocksdb_open import Opened, OpenSettings, existing_families
-from hps.tiers.rocksdb_space import Room
+from hps.tiers.rocksdb_space import Room, StoreFigures
 from hps.tiers.rocksdb_tombstones import Tombstones
 from hps.tiers.row_values import Layout
 from hps.types import EmbeddingTable
@@ -279,6 +279,10 @@ class Database:
         if dirty:
             with ThreadPoolExecutor(_FLUSHES, "hps-flush") as pool:
                 list(pool.map(one, dirty))
+
+    def figures(self) -> StoreFigures:
+        with self.errors():
+            return self.room.figures([family.data for family in list(self._families.values())])
 
     # -- end --------------------------------------------------------------------------------------
 

@@ -48,6 +48,12 @@ class RowCodec(RowValues):
             return keys.astype(np.uint32).byteswap().astype(np.uint64)
         return keys.view(np.uint64).byteswap()
 
+    def keys(self, stored: bytes) -> KeyArray:
+        """n stored keys, joined -> (n,) int64. 32-bit keys of the ``hps`` layout are unsigned, as HPS's."""
+        if self.versioned:
+            return (np.frombuffer(stored, ">u8").astype(np.uint64) ^ _SIGN).view(np.int64)
+        return np.frombuffer(stored, "<u4" if self._key_bytes == 4 else "<i8").astype(np.int64)
+
     def stored_keys(self, code: CodeArray) -> list[Any]:
         """(n,) codes -> n keys as RocksDB keeps them."""
         width = self._key_bytes

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import repeat
-from typing import Any
+from itertools import islice, repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,15 @@ from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray, oldes
 # rocksdict holds the interpreter lock while it writes (1.4 µs a row): more rows per batch would
 # keep request threads waiting.
 _WRITE_SLICE = 256
+_SCAN_ROWS = 4096
+
+
+class Scanned(NamedTuple):
+    """Some rows: keys (n,), vectors (n, dim), versions (n,)."""
+
+    keys: KeyArray
+    vectors: VectorArray
+    versions: VersionArray
 
 
 class VersionedRows:
@@ -40,6 +49,26 @@ class VersionedRows:
         except Exception as error:
             self._database.fail(error)
         return _decode(family, values)
+
+    def scan(self, family: Family, start: int | None = None) -> Iterator[Scanned]:
+        """Every row, in the order of the stored keys, from key ``start`` on."""
+        with self._database.errors():
+            last = None
+            if start is not None:
+                (last,) = family.codec.stored_keys(family.codec.codes(np.array([start], np.int64)))
+            items = family.data.items(from_key=last)
+            while some := list(islice(items, _SCAN_ROWS)):
+                names, values = zip(*some, strict=True)
+                last = names[-1]
+                stored = _decode(family, values)
+                keys = family.codec.keys(b"".join(names))[stored.at]
+                yield Scanned(keys, stored.vectors, stored.versions)
+            # The binding's loop ends at a damaged block as it does at the end; only this tells.
+            at = family.data.iter()
+            at.seek_to_first() if last is None else at.seek(last)
+            if at.valid():
+                at.next()
+            at.status()
 
     def check_first(self, family: Family) -> None:
         """Raises TierError when the table's first row has another length than its dim and dtype give."""

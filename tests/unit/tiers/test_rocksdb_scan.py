@@ -1,0 +1,79 @@
+"""Going through all rows of a table."""
+
+import numpy as np
+import pytest
+
+from hps.errors import TierError
+from hps.tiers.rocksdb import LoadRecord, RocksDbTier
+from hps.types import EmbeddingTable, version_now
+
+ITEMS = EmbeddingTable.make("items", 4)
+
+
+def scanned(tier, of=ITEMS):
+    chunks = list(tier.scan(of))
+    return [np.concatenate([c[i] for c in chunks]) for i in range(3)]
+
+
+def test_every_row_once_without_the_deleted(tmp_path):
+    tier = RocksDbTier(tmp_path)
+    keys = np.random.default_rng(2).integers(-(2**63), 2**63 - 1, 10_000)
+    rows = np.random.default_rng(2).random((10_000, 4), np.float32)
+    versions = np.arange(10_000).astype(np.uint64)
+    tier.insert(ITEMS, keys, rows, versions)
+    tier.delete(ITEMS, keys[:5000:2].copy(), np.full(2500, version_now(), np.uint64))
+    found, vectors, at = scanned(tier)
+    left = np.r_[1:5000:2, 5000:10_000]
+    order = left[np.argsort(keys[left])]
+    assert found.tolist() == keys[order].tolist()
+    assert vectors.tolist() == rows[order].tolist()
+    assert at.tolist() == versions[order].tolist()
+    tier.close()
+
+
+def test_sees_the_rows_of_the_moment_it_began(tmp_path):
+    tier = RocksDbTier(tmp_path)
+    keys, ones = np.arange(9000), np.ones((9000, 4), np.float32)
+    tier.insert(ITEMS, keys, ones, np.ones(9000, np.uint64))
+    chunks = tier.scan(ITEMS)
+    first = next(chunks)
+    tier.insert(
+        ITEMS, np.arange(20_000), np.zeros((20_000, 4), np.float32), np.full(20_000, 2, np.uint64)
+    )
+    assert sum(len(c.keys) for c in [first, *chunks]) == 9000
+    tier.close()
+
+
+@pytest.mark.parametrize("layout", ["native", "hps"])
+def test_from_a_key_on(tmp_path, layout):
+    tier = RocksDbTier(tmp_path, layout=layout)
+    keys = np.array([-5, 1, 2, 200])
+    tier.insert(ITEMS, keys, np.ones((4, 4), np.float32), np.ones(4, np.uint64))
+    for start, first in ((1, 1), (3, 200)):
+        found = [k for chunk in tier.scan(ITEMS, start=start) for k in chunk.keys.tolist()]
+        assert found[0] == first
+    assert list(tier.scan(ITEMS, start=201)) == [] or layout == "hps"
+    tier.close()
+
+
+def test_an_empty_table(tmp_path):
+    tier = RocksDbTier(tmp_path)
+    tier.open_tables([ITEMS])
+    assert list(tier.scan(ITEMS)) == []
+    tier.close()
+
+
+@pytest.mark.parametrize("where", [0.0, 0.5, 0.9])
+def test_a_damaged_block_is_an_error_and_never_the_end(tmp_path, where):
+    tier = RocksDbTier(tmp_path)
+    code = tier.codes(ITEMS, np.arange(20_000))
+    tier.bulk_load(ITEMS, [(code, np.ones((20_000, 4), np.float32))], LoadRecord("x"))
+    tier.close()
+    (file,) = tmp_path.glob("*.sst")
+    data = bytearray(file.read_bytes())
+    data[int(20_000 * 33 * where) + 100] ^= 1
+    file.write_bytes(data)
+    tier = RocksDbTier(tmp_path)
+    with pytest.raises(TierError, match=f"damaged: .*{file.name}"):
+        list(tier.scan(ITEMS))
+    tier.close()
