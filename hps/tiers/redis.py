@@ -19,7 +19,7 @@ from contextlib import suppress
 import numpy as np
 
 from hps.config.schema import RedisSettings
-from hps.errors import Unavailable
+from hps.errors import TierError, Unavailable
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.checks import check_keys, check_part, check_rows
 from hps.tiers.positions import StreamPosition, TableChanges
@@ -31,7 +31,7 @@ from hps.tiers.redis_rows import AskedKeys, PartRead, receive_rows
 from hps.tiers.redis_tables import OpenTable, Tables, Usage
 from hps.tiers.redis_upkeep import Upkeep
 from hps.tiers.redis_writes import Writes, position_field
-from hps.tiers.row_values import Layout
+from hps.tiers.row_values import Layout, Stored, WrongLength
 from hps.types import (
     EmbeddingTable,
     IndexArray,
@@ -209,19 +209,38 @@ class RedisTier:
     ) -> Iterator[tuple[KeyArray, VectorArray, VersionArray]]:
         """All rows in no order, about ``count`` at a time: keys (n,), vectors (n, dim), versions (n,).
         Without tombstones. A row that is there all the time comes at least once, perhaps more often."""
-        opened = self._tables.usable(table, self._client.deadline())
-        layout, oldest = opened.layout, self._upkeep.oldest_row(table)
+        oldest = self._upkeep.oldest_row(table)
+        for keys, stored in self._entries(table, count):
+            fresh = np.flatnonzero(stored.versions >= oldest)
+            if len(fresh):
+                yield keys[stored.at[fresh]], stored.vectors[fresh], stored.versions[fresh]
+
+    def tombstones(
+        self, table: EmbeddingTable, count: int = 1000
+    ) -> Iterator[tuple[KeyArray, VersionArray]]:
+        """The deletions that are still remembered, as `scan` gives the rows: keys (n,), versions (n,)."""
+        oldest = oldest_tombstone(table, time.time())
+        for keys, stored in self._entries(table, count):
+            live = np.flatnonzero(stored.dead_versions >= oldest)
+            if len(live):
+                yield keys[stored.dead_at[live]], stored.dead_versions[live]
+
+    def _entries(self, table: EmbeddingTable, count: int) -> Iterator[tuple[KeyArray, Stored]]:
+        layout = self._tables.usable(table, self._client.deadline()).layout
         for name in layout.rows_keys:
-            cursor = b"0"
-            while True:
-                cursor, flat = self._client.call(name, "HSCAN", name, cursor, "COUNT", count)
-                stored = layout.values.decode(flat[1::2])
-                keys = layout.keys(flat[::2])[stored.at]
-                fresh = np.flatnonzero(stored.versions >= oldest)
-                if len(fresh):
-                    yield keys[fresh], stored.vectors[fresh], stored.versions[fresh]
-                if cursor == b"0":
-                    break
+            cursor = None
+            while cursor != b"0":
+                cursor, flat = self._client.call(
+                    name, "HSCAN", name, cursor or b"0", "COUNT", count
+                )
+                try:
+                    yield layout.keys(flat[::2]), layout.values.decode(flat[1::2])
+                except WrongLength as error:
+                    raise TierError(
+                        NAME,
+                        f"table {table.id}: a row in {name.decode()} has {error.found} bytes, expected "
+                        f"{error.expected}; it was written with another dim, dtype or layout",
+                    ) from None
 
     def get(self, table: EmbeddingTable, keys: KeyArray) -> Part:
         """A fetch for one table: ``source`` is 0 where there is no row."""

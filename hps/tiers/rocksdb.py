@@ -191,6 +191,11 @@ class RocksDbTier:
         family = self._database.find(table)
         return iter(()) if family is None else self._rows.scan(family, start)
 
+    def tombstones(self, table: EmbeddingTable) -> Iterator[tuple[KeyArray, VersionArray]]:
+        """The deletions that are still remembered, as `scan` gives the rows: keys (n,), versions (n,)."""
+        family = self._database.find(table)
+        return iter(()) if family is None else self._rows.tombstones(family)
+
     def figures(self) -> StoreFigures:
         """Space and compactions, for status and metrics; some microseconds a table."""
         return self._database.figures()

@@ -52,6 +52,17 @@ class VersionedRows:
 
     def scan(self, family: Family, start: int | None = None) -> Iterator[Scanned]:
         """Every row, in the order of the stored keys, from key ``start`` on."""
+        for keys, stored in self._entries(family, start):
+            yield Scanned(keys[stored.at], stored.vectors, stored.versions)
+
+    def tombstones(self, family: Family) -> Iterator[tuple[KeyArray, VersionArray]]:
+        """Keys (n,) and versions (n,) of every deletion that is still remembered."""
+        for keys, stored in self._entries(family, None):
+            live = self.remembered(family.table, stored.dead_versions)
+            if live.any():
+                yield keys[stored.dead_at[live]], stored.dead_versions[live]
+
+    def _entries(self, family: Family, start: int | None) -> Iterator[tuple[KeyArray, Stored]]:
         with self._database.errors():
             last = None
             if start is not None:
@@ -60,9 +71,7 @@ class VersionedRows:
             while some := list(islice(items, _SCAN_ROWS)):
                 names, values = zip(*some, strict=True)
                 last = names[-1]
-                stored = _decode(family, values)
-                keys = family.codec.keys(b"".join(names))[stored.at]
-                yield Scanned(keys, stored.vectors, stored.versions)
+                yield family.codec.keys(b"".join(names)), _decode(family, values)
             # The binding's loop ends at a damaged block as it does at the end; only this tells.
             at = family.data.iter()
             at.seek_to_first() if last is None else at.seek(last)

@@ -5,7 +5,7 @@ import pytest
 
 from hps.errors import TierError
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier
-from hps.types import EmbeddingTable, version_now
+from hps.types import EmbeddingTable, make_version, version_now
 
 ITEMS = EmbeddingTable.make("items", 4)
 
@@ -76,4 +76,19 @@ def test_a_damaged_block_is_an_error_and_never_the_end(tmp_path, where):
     tier = RocksDbTier(tmp_path)
     with pytest.raises(TierError, match=f"damaged: .*{file.name}"):
         list(tier.scan(ITEMS))
+    tier.close()
+
+
+def test_deletions_that_are_remembered(tmp_path):
+    now = 1_700_000_000
+    tier = RocksDbTier(tmp_path, clock=lambda: now)
+    versions = np.full(3, make_version(now * 1000), np.uint64)
+    tier.insert(ITEMS, np.arange(3), np.ones((3, 4), np.float32), versions)
+    tier.delete(ITEMS, np.array([1]), versions[:1] + 1)
+    tier.delete(ITEMS, np.array([2]), versions[:1] + 2)
+    tier.insert(ITEMS, np.array([2]), np.ones((1, 4), np.float32), versions[:1] + 3)
+    ((keys, at),) = tier.tombstones(ITEMS)
+    assert (keys.tolist(), at.tolist()) == ([1], [int(versions[0]) + 1])
+    now += int(ITEMS.tombstone_ttl_s) + 1
+    assert list(tier.tombstones(ITEMS)) == []
     tier.close()
