@@ -8,35 +8,30 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hps import metrics as m
 from hps.config import Configuration, Settings, configuration_from, load_config
-from hps.config.schema import GuardSettings, ModelOverride, TableOverride
+from hps.config.schema import ModelOverride, TableOverride
 from hps.lookup.engine import LookupEngine, Promote
 from hps.meters import DenseMeter, LookupMeter, TierMeter
 from hps.metrics import Metrics
-from hps.models.loader import load_tables, version_of_rows
 from hps.native import COMPILED
 from hps.node import Node, ServedModel, TierStatus
 from hps.opening import OpenedModel, open_model, open_versions
 from hps.pipeline import InferencePipeline
+from hps.storage import Stores, count_promotion
 from hps.tiers.base import Tier
 from hps.tiers.capacity import plan_capacity
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu_cache import CpuCache
-from hps.tiers.wrappers import Guarded, Metered
-from hps.types import EmbeddingTable, KeyArray, NoProgress, Progress
-from hps.updates.warm import insert_rows, promote_keys
+from hps.tiers.wrappers import Metered
+from hps.types import EmbeddingTable, KeyArray, NoProgress, Progress, Source
+from hps.updates.warm import Warming
 from hps.updates.writer import CacheWriter
 from hps.workers import Lanes, Workers
-
-if TYPE_CHECKING:
-    from hps.tiers.rocksdb import RocksDbTier
-
-# Warming by reading the store does 50,000 rows/s and more; after this long the rest comes by use.
-WARM_SECONDS = 20.0
 
 __all__ = ["Node", "ServedModel", "open", "open_node"]
 
@@ -96,35 +91,45 @@ class _Builder:
         self._progress = progress
         self._resources = resources
         self._metrics = Metrics()
+        self._stores = Stores(settings, opened, self._metrics, resources)
         self._tables = [table for model in opened for table in model.tables.values()]
 
     def node(self, warnings: tuple[str, ...]) -> Node:
         tiers, dense = self._settings.tiers, self._settings.dense
-        # Both lists fastest first; every tier that is asked, promoted into or reported on stands here.
-        store, on_disk = self._open_store()
-        stores = [on_disk]
-        caches = [self._make_cpu_cache(store)] if tiers.cpu_cache.enabled else []
+        # Both fastest first; every tier that is asked, promoted into or reported on stands in them.
+        stores = self._stores
+        stores.open(self._progress)
+        caches = [self._make_cpu_cache()] if tiers.cpu_cache.enabled else []
         writer = CacheWriter(
             TierChain([cache.tier for cache in caches]),
-            [each.tier for each in stores],
+            stores.tiers,
             self._settings.updates.promote_queue_keys,
-            self._count_promotion,
+            partial(count_promotion, self._metrics, Source.CPU.name.lower()),
+            stores.lacked,
         )
         self._resources.callback(writer.close)
         if caches and tiers.cpu_cache.warm:
-            self._warm(caches[0], store, writer)
+            self._warm(caches[0], writer)
         # Two pools: a slow store never holds up a network whose rows are there. What a lookup hands on
         # to a network must find its pool open at the end, so that one closes last.
         runs = self._workers("dense", dense.runs, "dense.queue", dense.queue)
         serving = _Serving(
-            self._asked(caches),
-            self._asked(stores),
+            TierChain([Metered(c.tier, self._meter(c.tier)) for c in caches]),
+            stores.asked(),
             _promote_to(caches, writer),
             self._lanes(),
             runs,
         )
         models = {model.version.name: self._serve(model, serving) for model in self._opened}
-        node = Node(models, self._metrics, [*caches, *stores], writer, serving.lookups, warnings)
+        node = Node(
+            models,
+            self._metrics,
+            [*caches, *stores.statuses],
+            writer,
+            serving.lookups,
+            (*warnings, *stores.warnings),
+            lambda: stores.promotions_waiting,
+        )
         self._publish(node, serving)
         return node
 
@@ -141,53 +146,10 @@ class _Builder:
         self._resources.callback(workers.close)
         return workers
 
-    def _open_store(self) -> tuple[RocksDbTier, TierStatus]:
-        """The store with every table loaded; the same behind a guard, as it is asked."""
-        from hps.tiers.rocksdb import RocksDbTier, Tuning
-
-        chosen = self._settings.tiers.rocksdb
-        store = RocksDbTier(
-            chosen.path,
-            layout=chosen.layout,
-            access=chosen.access,
-            tuning=Tuning(
-                chosen.block_cache_bytes,
-                chosen.block_size,
-                chosen.threads,
-                chosen.mmap_reads,
-                chosen.min_free_bytes,
-                chosen.catch_up_s,
-            ),
-        )
-        guarded = self._guarded(store, chosen.guard)
-        store.open_tables(self._tables)
-        if chosen.load:
-            for model in self._opened:
-                load_tables(model.version, model.tables, store, self._progress)
-        else:
-            for table in self._tables:
-                store.check(table)
-        return store, TierStatus(guarded, store.rows, state=lambda: guarded.state)
-
-    def _guarded(self, tier: Tier, guard: GuardSettings) -> Guarded:
-        """The guard around a tier, which alone closes it: never under a fetch that hangs. Its threads
-        are enough for all who ask at a time, the lookups and the cache writer: to wait for one would
-        count as the tier's own slowness."""
-        guarded = Guarded(
-            tier,
-            guard.deadline_ms / 1e3,
-            guard.failures_to_open,
-            guard.retry_after_s,
-            threads=self._settings.tiers.lookup_threads + 1,
-            skipped=self._meter(tier).passed_over,
-        )
-        self._resources.callback(guarded.close)
-        return guarded
-
-    def _make_cpu_cache(self, store: RocksDbTier) -> TierStatus:
+    def _make_cpu_cache(self) -> TierStatus:
         """The CPU cache, its memory shared out over the tables; overrides by table come first."""
         chosen = self._settings.tiers.cpu_cache
-        table_rows = {table: _known_rows(store, table) for table in self._tables}
+        table_rows = {table: self._stores.rows(table) for table in self._tables}
         overrides = {table: self._override(table) for table in self._tables}
         plan = plan_capacity(
             table_rows,
@@ -196,7 +158,8 @@ class _Builder:
             rows={t: o.cache_rows for t, o in overrides.items() if o.cache_rows is not None},
             shares={t: o.cache_share for t, o in overrides.items() if o.cache_share is not None},
         )
-        cache = CpuCache(plan)
+        evictions = {t: o.cache_eviction for t, o in overrides.items() if o.cache_eviction}
+        cache = CpuCache(plan, eviction=chosen.eviction, evictions=evictions)
         self._resources.callback(cache.close)
         return TierStatus(cache, cache.size, cache.capacity)
 
@@ -205,22 +168,15 @@ class _Builder:
         override = models.get(table.model) or ModelOverride()
         return override.tables.get(table.name) or TableOverride()
 
-    def _warm(self, cache: TierStatus, store: RocksDbTier, writer: CacheWriter) -> None:
+    def _warm(self, cache: TierStatus, writer: CacheWriter) -> None:
         """Fill the cache from the start of the files, as far as it reaches."""
-        until = time.monotonic() + WARM_SECONDS
+        warming = Warming(writer, self._progress)
         for model in self._opened:
             for name, table in model.tables.items():
                 files = model.version.tables[name]
                 rows = min(files.rows, cache.capacity(table) or 0)
-                if not rows:
-                    continue
-                keys = table.narrow(files.keys()[:rows])
-                with self._progress.task(f"warming {name}", rows) as step:
-                    version = version_of_rows(store, table, files)
-                    if version is not None:
-                        insert_rows(writer, table, keys, files.vectors()[:rows], version, step)
-                    else:
-                        promote_keys(writer, table, keys, step, until)
+                version = self._stores.version_of_rows(table)
+                warming.fill(table, files.keys()[:rows], files.vectors()[:rows], version)
 
     def _serve(self, model: OpenedModel, serving: _Serving) -> ServedModel:
         name = model.version.name
@@ -240,15 +196,8 @@ class _Builder:
             )
         return ServedModel(name, model.version.version, model.spec, model.tables, engine, pipeline)
 
-    def _asked(self, tiers: list[TierStatus]) -> TierChain:
-        """The tiers as lookups ask them: one after the other, each with its own figures."""
-        return TierChain([Metered(t.tier, self._meter(t.tier)) for t in tiers])
-
     def _meter(self, tier: Tier) -> TierMeter:
         return TierMeter(self._metrics, tier.info.name)
-
-    def _count_promotion(self, result: str, keys: int) -> None:
-        self._metrics.counter(m.PROMOTIONS, result).add(keys)
 
     def _publish(self, node: Node, serving: _Serving) -> None:
         """Gauges that are read when metrics are asked for."""
@@ -257,7 +206,10 @@ class _Builder:
         metrics, opened = self._metrics, time.monotonic()
         metrics.gauge(m.BUILD_INFO, lambda: 1, __version__, "on" if COMPILED else "off")
         metrics.gauge(m.UPTIME, lambda: time.monotonic() - opened)
-        metrics.gauge(m.PROMOTE_QUEUE, lambda: node.writer.waiting_keys)
+        metrics.gauges(
+            m.PROMOTE_QUEUE,
+            lambda: [((tier,), keys) for tier, keys in node.promotions_waiting().items()],
+        )
         metrics.gauge(m.LOOKUP_WAITING, lambda: serving.lookups.waiting)
         metrics.gauge(m.DENSE_WAITING, lambda: serving.runs.waiting)
         metrics.gauges(
@@ -265,12 +217,6 @@ class _Builder:
             lambda: [((model.name,), model.version) for model in node.models.values()],
         )
         metrics.gauges(m.TABLE_ROWS, lambda: _rows(node))
-
-
-def _known_rows(store: RocksDbTier, table: EmbeddingTable) -> int:
-    """Rows of a table: what was loaded, or RocksDB's estimate when more were streamed in since."""
-    record = store.loaded(table)
-    return max(record.rows if record else 0, store.rows(table))
 
 
 def _promote_to(caches: list[TierStatus], writer: CacheWriter) -> Promote:

@@ -39,6 +39,7 @@ LOOKUP_KEYS = "hps_lookup_keys_total"
 LOOKUP_SECONDS = "hps_lookup_duration_seconds"
 LOOKUP_DEGRADED = "hps_lookup_degraded_total"
 LOOKUP_WAITING = "hps_lookup_waiting"
+LOOKUP_SHARED = "hps_lookup_shared_keys_total"
 TIER_KEYS = "hps_tier_keys_total"
 TIER_SECONDS = "hps_tier_fetch_seconds"
 TIER_SKIPPED = "hps_tier_skipped_total"
@@ -76,6 +77,12 @@ METRICS: tuple[MetricSpec, ...] = (
         ("model", "tier"),
         "Lookups that were answered without this tier because it was broken, late or full.",
     ),
+    MetricSpec(
+        LOOKUP_SHARED,
+        "counter",
+        (),
+        "Keys that a lookup did not ask the stores for because another one was doing so.",
+    ),
     MetricSpec(LOOKUP_WAITING, "gauge", (), "Lookups waiting for a thread to ask a store."),
     MetricSpec(
         TIER_KEYS,
@@ -102,11 +109,11 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         PROMOTIONS,
         "counter",
-        ("result",),
-        "Keys handed to the cache writer: inserted, gone (no store has them any more), degraded (a "
+        ("tier", "result"),
+        "Keys to be copied into a tier: inserted, gone (no store has them any more), degraded (a "
         "store could not be asked), dropped (the queue was full), failed.",
     ),
-    MetricSpec(PROMOTE_QUEUE, "gauge", (), "Keys waiting to be promoted into the caches."),
+    MetricSpec(PROMOTE_QUEUE, "gauge", ("tier",), "Keys waiting to be copied into a tier."),
     MetricSpec(DENSE_SECONDS, "histogram", ("model",), "Time of one run of the dense model."),
     MetricSpec(DENSE_WAITING, "gauge", (), "Runs of dense models waiting for a thread."),
     MetricSpec(

@@ -54,12 +54,15 @@ class ServedModel:
 @dataclass(slots=True)
 class TierStatus:
     """A tier and what can be said of it: its ``rows`` of a table, its ``capacity`` of a table in rows when
-    it is bounded, and the ``state`` of its circuit when it is guarded."""
+    it is bounded, the ``state`` of its circuit when it is guarded, the ``size`` of a table in bytes where it
+    knows that, and further ``facts``, ready for JSON. None of them waits."""
 
     tier: Tier
     rows: Callable[[EmbeddingTable], int]
     capacity: Callable[[EmbeddingTable], int | None] = lambda _table: None
     state: Callable[[], str] = lambda: "closed"
+    size: Callable[[EmbeddingTable], int | None] = lambda _table: None
+    facts: Callable[[], Mapping[str, Any]] = dict
 
     def known_rows(self, table: EmbeddingTable) -> int | None:
         """``rows``, or None when a broken tier cannot say: a status is asked for most when one is."""
@@ -80,6 +83,8 @@ class Node:
     writer: CacheWriter
     workers: Lanes
     warnings: tuple[str, ...] = ()
+    promotions_into_stores: Callable[[], Mapping[str, int]] = dict
+    """Keys waiting to be copied from one store into another, by the latter's name."""
     _resources: ExitStack = field(default_factory=ExitStack)
     _opened: float = field(default_factory=time.monotonic)
     _process: int = field(default_factory=os.getpid)
@@ -144,6 +149,10 @@ class Node:
             )
         )
 
+    def promotions_waiting(self) -> dict[str, int]:
+        """Keys waiting to be copied into a tier, by its name; ``cpu`` stands for all caches."""
+        return {"cpu": self.writer.waiting_keys, **self.promotions_into_stores()}
+
     def status(self) -> dict[str, Any]:
         """What the node serves and holds, ready for JSON."""
         from hps import __version__
@@ -159,11 +168,12 @@ class Node:
                     "volatile": entry.tier.info.volatile,
                     "shared": entry.tier.info.shared,
                     "circuit": entry.state(),
+                    **entry.facts(),
                 }
                 for entry in self.tiers
             ],
             "lookups_waiting": self.workers.waiting,
-            "promotions_waiting_keys": self.writer.waiting_keys,
+            "promotions_waiting_keys": sum(self.promotions_waiting().values()),
             "warnings": list(self.warnings),
         }
 
@@ -179,6 +189,7 @@ class Node:
     def _table_status(self, table: EmbeddingTable) -> dict[str, Any]:
         held = {entry.tier.info.name: entry.known_rows(table) for entry in self.tiers}
         bounds = {entry.tier.info.name: entry.capacity(table) for entry in self.tiers}
+        sizes = {entry.tier.info.name: entry.size(table) for entry in self.tiers}
         return {
             "name": table.name,
             "dim": table.dim,
@@ -186,6 +197,7 @@ class Node:
             "miss_policy": table.miss.kind,
             "rows": {name: rows for name, rows in held.items() if rows is not None},
             "capacity_rows": {name: rows for name, rows in bounds.items() if rows is not None},
+            "bytes": {name: size for name, size in sizes.items() if size is not None},
         }
 
     def close(self) -> None:

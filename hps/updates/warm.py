@@ -8,12 +8,37 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from hps.types import EmbeddingTable, KeyArray, VectorArray
+from hps.types import EmbeddingTable, KeyArray, Progress, VectorArray
 from hps.updates.writer import CacheWriter
 
 log = logging.getLogger(__name__)
 
 _CHUNK_ROWS = 16_384
+# Reading a store does 50,000 rows/s and more; after this long the rest comes by use.
+WARM_SECONDS = 20.0
+
+
+class Warming:
+    """Fills the caches of ``writer`` table by table, telling ``progress``."""
+
+    def __init__(self, writer: CacheWriter, progress: Progress) -> None:
+        self._writer = writer
+        self._progress = progress
+        self._until = time.monotonic() + WARM_SECONDS
+
+    def fill(
+        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, version: int | None
+    ) -> None:
+        """Put ``keys (n,)`` into the caches, the first ones first: with ``vectors (n, dim)`` if the stores
+        hold just these, all of ``version``; if that is not known (None), as the stores have them."""
+        if not len(keys):
+            return
+        keys = table.narrow(keys)
+        with self._progress.task(f"warming {table.name}", len(keys)) as step:
+            if version is not None:
+                insert_rows(self._writer, table, keys, vectors, version, step)
+            else:
+                promote_keys(self._writer, table, keys, step, self._until)
 
 
 def insert_rows(

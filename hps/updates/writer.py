@@ -39,6 +39,8 @@ _LOG_EVERY_S = 5.0
 
 Count = Callable[[str, int], None]
 """``count(result, keys)``: inserted, gone, degraded, dropped or failed."""
+Lacked = Callable[[EmbeddingTable, KeyArray], None]
+"""``lacked(table, keys)``: rows that the last store held and no store above it knew of."""
 
 
 @dataclass(slots=True)
@@ -57,7 +59,8 @@ class _Change:
 
 class CacheWriter:
     """``caches`` is what it writes to; ``stores`` are the single stores below, each of which is asked
-    at a promotion. At most ``queue_keys`` keys wait to be promoted; more are dropped and counted.
+    at a promotion, fastest first. At most ``queue_keys`` keys wait to be promoted; more are dropped and
+    counted. ``lacked`` must not block.
 
     Keys may come from outside: those of tables with 32-bit keys are narrowed. All methods may be called
     from any thread.
@@ -69,12 +72,14 @@ class CacheWriter:
         stores: Sequence[Tier],
         queue_keys: int,
         count: Count = lambda _result, _keys: None,
+        lacked: Lacked = lambda _table, _keys: None,
     ) -> None:
         self._caches = caches
         self._stores = tuple(stores)
         self._have_own = any(not store.info.shared for store in self._stores)
         self.queue_keys = queue_keys
         self._count = count
+        self._lacked = lacked
         self._changes: deque[_Change] = deque()
         # A change among the promotions is one that waits for those before it.
         self._promotions: deque[_Promotion | _Change] = deque()
@@ -240,7 +245,7 @@ class CacheWriter:
         store knows the key; and whether a store was skipped. None when that one may know better."""
         newest = Part.make(table, keys)
         known = np.zeros(len(keys), bool)
-        skipped = False
+        skipped, lacked = False, keys[:0]
         for store in self._stores:
             part, ctx = Part.make(table, keys), FetchContext()
             store.fetch([part], ctx)
@@ -254,7 +259,10 @@ class CacheWriter:
             newest.out[newer] = part.out[newer]
             newest.versions[newer] = part.versions[newer]
             newest.source[newer] = part.source[newer]
+            lacked = keys[~known & (part.source != 0)]
             known |= answered
+        if len(self._stores) > 1 and not skipped and len(lacked):
+            self._lacked(table, lacked)
         return newest, skipped
 
 

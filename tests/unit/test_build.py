@@ -17,6 +17,7 @@ from hps.config import Configuration, LegacyModel, Settings
 from hps.config.model_schema import DenseSpec, FeatureSpec, ModelSpec, TableSpec, TensorSpec
 from hps.errors import BadRequest, ConfigError, HpsError, ModelError, NotFound, TierError
 from hps.models.writer import write_version
+from hps.tiers.base import FetchContext, Part
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import JaggedKeys, LookupRequest, PredictRequest, Source, version_now
 
@@ -186,9 +187,28 @@ def test_every_lookup_thread_reaches_the_store(folder, monkeypatch):
         together = threading.Barrier(12)
         slow_store(monkeypatch, lambda: together.wait(10))
         engine = node.model("clicks").engine
-        keys = {"user": JaggedKeys.dense(np.array([3]))}
-        waiting = [engine.submit(LookupRequest(keys)) for _ in range(12)]
+        waiting = [
+            engine.submit(LookupRequest({"user": JaggedKeys.dense(np.array([key]))}))
+            for key in range(12)  # the same key would be asked for once
+        ]
         assert [future.result(10).degraded for future in waiting] == [()] * 12
+
+
+def test_lookups_that_miss_the_same_row_ask_for_it_once(folder, monkeypatch):
+    tiers = {"lookup_threads": 8, "cpu_cache": {"enabled": False}}
+    with hps.open(settings(folder, tiers=tiers)) as node:
+        calls, gate = [], threading.Event()
+        slow_store(monkeypatch, lambda: (calls.append(1), gate.wait(10)))
+        engine = node.model("clicks").engine
+        keys = {"user": JaggedKeys.dense(np.array([3]))}
+        waiting = [engine.submit(LookupRequest(keys)) for _ in range(8)]
+        while len(engine._stores._flying) < 8 or not calls:
+            time.sleep(0.001)
+        gate.set()
+        for future in waiting:
+            assert future.result(10).vectors["user"].tolist() == rows([3], 4).tolist()
+        assert len(calls) == 1
+        assert "hps_lookup_shared_keys_total 7.0" in node.metrics.render().decode()
 
 
 def predicting(node, user):
@@ -315,7 +335,10 @@ def test_rows_are_promoted_on_their_way_up(folder):
         np.testing.assert_array_equal(first.vectors["user"], again.vectors["user"])
         np.testing.assert_array_equal(first.versions["user"], again.versions["user"])
         assert cached(node) == 2
-        assert 'hps_promotions_total{result="inserted"} 2.0' in node.metrics.render().decode()
+        assert (
+            'hps_promotions_total{result="inserted",tier="cpu"} 2.0'
+            in node.metrics.render().decode()
+        )
 
 
 def test_the_cache_is_warm_from_the_start_of_the_files(folder):
@@ -362,6 +385,21 @@ def test_a_share_of_one_tables_rows(folder):
     serve = {"clicks": {"tables": {"users": {"cache_share": 0.128}}}}
     with hps.open(settings(folder, models={"serve": serve})) as node:
         assert 100 <= cached(node) <= 128
+
+
+def test_the_caches_eviction_for_all_tables_and_for_one(folder):
+    """Of two hot keys a flood of others leaves the one whose table goes by last use."""
+    tiers = {"cpu_cache": {"eviction": "fifo", "share": 0.05, "warm": False}}
+    serve = {"clicks": {"tables": {"users": {"cache_eviction": "lru"}}}}
+    for models, kept in (({}, False), ({"serve": serve}, True)):
+        with hps.open(settings(folder, tiers=tiers, models=models)) as node:
+            cache, table = node.tiers[0].tier, node.model("clicks").tables["users"]
+            capacity = cache.capacity(table)
+            for key in [0, *range(1, 4 * capacity)]:
+                part = Part.make(table, np.array([0]))
+                cache.fetch([part], FetchContext())
+                cache.insert(table, np.array([key]), rows([key], 4), np.ones(1, np.uint64))
+            assert bool(part.source[0]) is kept
 
 
 @pytest.mark.parametrize("layout", ["native", "hps"])
@@ -505,6 +543,7 @@ def test_status(opened):
             "volatile": False,
             "shared": False,
             "circuit": "closed",
+            "layout": "native",
         },
     ]
     (model,) = status["models"]

@@ -54,12 +54,12 @@ def test_every_metric_is_exposed_with_its_help():
 
 def test_counter():
     metrics = Metrics()
-    counter = metrics.counter(m.PROMOTIONS, "inserted")
-    assert metrics.counter(m.PROMOTIONS, "inserted") is counter
+    counter = metrics.counter(m.PROMOTIONS, "cpu", "inserted")
+    assert metrics.counter(m.PROMOTIONS, "cpu", "inserted") is counter
     counter.add()
     counter.add(4)
-    assert of(metrics, m.PROMOTIONS, result="inserted") == 5
-    assert of(metrics, m.PROMOTIONS, result="gone") is None
+    assert of(metrics, m.PROMOTIONS, tier="cpu", result="inserted") == 5
+    assert of(metrics, m.PROMOTIONS, tier="cpu", result="gone") is None
 
 
 def test_histogram_buckets_are_cumulative_and_upper_bounds_belong():
@@ -107,7 +107,7 @@ def test_no_count_is_lost_between_threads():
 
     def work():
         for _ in range(2000):
-            metrics.counter(m.PROMOTIONS, "gone").add()
+            metrics.counter(m.PROMOTIONS, "cpu", "gone").add()
             metrics.histogram(m.TIER_SECONDS, "cpu").observe(0.1)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -115,7 +115,7 @@ def test_no_count_is_lost_between_threads():
         thread.start()
     for thread in threads:
         thread.join()
-    assert of(metrics, m.PROMOTIONS, result="gone") == 8000
+    assert of(metrics, m.PROMOTIONS, tier="cpu", result="gone") == 8000
     assert of(metrics, f"{m.TIER_SECONDS}_count", tier="cpu") == 8000
 
 

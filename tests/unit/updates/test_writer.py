@@ -57,11 +57,11 @@ def held(tier, *keys):
 def make():
     made = []
 
-    def build(stores, queue_keys=100_000, cache=None):
+    def build(stores, queue_keys=100_000, cache=None, lacked=lambda table, keys: None):
         counts = Counter()
         cache = cache or MemoryTier(CACHE)
         writer = CacheWriter(
-            cache, stores, queue_keys, lambda result, n: counts.update({result: n})
+            cache, stores, queue_keys, lambda result, n: counts.update({result: n}), lacked
         )
         made.append((writer, stores))
         return writer, cache, counts
@@ -387,3 +387,23 @@ def test_keys_from_outside_are_narrowed(make):
     writer.promote(table, wide)
     assert writer.flush(5)
     assert first(cache) == [3.0, 3.0]
+
+
+def test_it_tells_what_the_upper_store_lacked(make):
+    upper, lower, told = Store(), Store(), []
+
+    def lacked(table, keys):
+        told.append((table, keys.tolist()))
+
+    put(upper, [1], 1.0)
+    upper.delete(TABLE, arrays(4), np.array([NOW], np.uint64))
+    put(lower, [1, 2, 3, 4], 1.0)
+    writer, cache, _ = make([upper, lower], lacked=lacked)
+    writer.promote(TABLE, arrays(1, 2, 3, 4, 5))
+    assert writer.flush(5)
+    assert told == [(TABLE, [2, 3])]
+    assert held(cache, 1, 2, 3, 5) == [1.0, 1.0, 1.0, None]
+    writer, _, _ = make([lower], lacked=lacked)
+    writer.promote(TABLE, arrays(1))
+    assert writer.flush(5)
+    assert len(told) == 1

@@ -1,0 +1,236 @@
+"""The stores of a node: Redis before RocksDB, either may be absent; who guards them, how lookups ask them,
+and how rows get from the one into the other.
+
+RocksDB must be there when the node opens. Redis need not: it is another machine, and the node starts
+without it, says so, and uses it as soon as it answers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING
+
+from hps import metrics as m
+from hps.config.schema import GuardSettings, RedisSettings, RocksDbSettings, Settings
+from hps.errors import TierError
+from hps.meters import TierMeter
+from hps.metrics import Metrics
+from hps.models.loader import load_tables, version_of_rows
+from hps.models.preload import preload_tables
+from hps.models.tables import TableFiles
+from hps.node import TierStatus
+from hps.opening import OpenedModel
+from hps.tiers.base import Tier
+from hps.tiers.chain import TierChain
+from hps.tiers.promoting import Promoting
+from hps.tiers.remembered import Remembered
+from hps.tiers.single_flight import SingleFlight
+from hps.tiers.wrappers import Guarded, Metered
+from hps.types import EmbeddingTable, KeyArray, NoProgress, Progress
+from hps.updates.writer import CacheWriter
+from hps.workers import Again
+
+if TYPE_CHECKING:
+    from hps.tiers.redis import RedisTier
+    from hps.tiers.redis_tables import Usage
+    from hps.tiers.rocksdb import RocksDbTier
+
+log = logging.getLogger(__name__)
+# How old what is reported of Redis may be.
+_LOOK_AGAIN_S = 10.0
+
+
+class Stores:
+    """Opened and loaded by `open`; ``resources`` closes them. ``statuses`` lists them fastest first, each
+    behind its guard."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        opened: Sequence[OpenedModel],
+        metrics: Metrics,
+        resources: ExitStack,
+    ) -> None:
+        self._settings = settings
+        self._opened = opened
+        self._metrics = metrics
+        self._resources = resources
+        self._files: dict[EmbeddingTable, TableFiles] = {
+            table: model.version.tables[name]
+            for model in opened
+            for name, table in model.tables.items()
+        }
+        self._rocksdb: RocksDbTier | None = None
+        self._redis: RedisTier | None = None
+        self._into_redis: CacheWriter | None = None
+        self.statuses: list[TierStatus] = []
+        self.warnings: list[str] = []
+
+    def open(self, progress: Progress) -> None:
+        """Raises ConfigError, ModelError or TierError; never because Redis is not there."""
+        tiers = self._settings.tiers
+        if tiers.rocksdb.enabled:
+            self.statuses.append(self._open_rocksdb(tiers.rocksdb, progress))
+        if tiers.redis is not None:
+            self.statuses.insert(0, self._open_redis(tiers.redis, progress))
+
+    @property
+    def tiers(self) -> list[Tier]:
+        """The guarded stores, fastest first."""
+        return [status.tier for status in self.statuses]
+
+    def asked(self) -> Tier:
+        """The stores as lookups ask them: one after the other, each with its own figures, the same row
+        once."""
+        shared = self._metrics.counter(m.LOOKUP_SHARED)
+        asked: list[Tier] = [
+            Metered(tier, TierMeter(self._metrics, tier.info.name)) for tier in self.tiers
+        ]
+        if self._redis is not None and self._into_redis is not None:
+            asked[-1] = Promoting(asked[-1], self._into_redis.promote, self._redis.info.name)
+        return SingleFlight(TierChain(asked), shared.add)
+
+    def lacked(self, table: EmbeddingTable, keys: KeyArray) -> None:
+        """Told by the cache writer of rows that RocksDB held and Redis did not. Lookups that wait for
+        their rows have told so already."""
+        if self._into_redis is not None and table.miss.kind == "default_then_promote":
+            self._into_redis.promote(table, keys)
+
+    @property
+    def promotions_waiting(self) -> Mapping[str, int]:
+        """Keys whose row is still to be copied, by the tier it goes to."""
+        writer, redis = self._into_redis, self._redis
+        return {redis.info.name: writer.waiting_keys} if writer and redis else {}
+
+    def rows(self, table: EmbeddingTable) -> int:
+        """Rows of a table: its files', or RocksDB's estimate when more were streamed in since."""
+        rows = self._files[table].rows
+        return rows if self._rocksdb is None else max(rows, self._rocksdb.rows(table))
+
+    def version_of_rows(self, table: EmbeddingTable) -> int | None:
+        """The version all rows of the table's files have, when the stores hold exactly those; None when
+        only the stores know, as always when others may write to one of them."""
+        if self._rocksdb is None or self._redis is not None:
+            return None
+        return version_of_rows(self._rocksdb, table, self._files[table])
+
+    # -- RocksDB -----------------------------------------------------------------------------------
+
+    def _open_rocksdb(self, chosen: RocksDbSettings, progress: Progress) -> TierStatus:
+        from hps.tiers.rocksdb import RocksDbTier, Tuning
+
+        store = self._rocksdb = RocksDbTier(
+            chosen.path,
+            layout=chosen.layout,
+            access=chosen.access,
+            tuning=Tuning(
+                chosen.block_cache_bytes,
+                chosen.block_size,
+                chosen.threads,
+                chosen.mmap_reads,
+                chosen.min_free_bytes,
+                chosen.catch_up_s,
+            ),
+        )
+        # The lookups and two cache writers.
+        guarded = self._guarded(store, chosen.guard, self._settings.tiers.lookup_threads + 2)
+        store.open_tables(list(self._files))
+        if chosen.load:
+            for model in self._opened:
+                load_tables(model.version, model.tables, store, progress)
+        else:
+            for table in self._files:
+                store.check(table)
+        return TierStatus(
+            guarded,
+            store.rows,
+            state=lambda: guarded.state,
+            facts=lambda: {"layout": chosen.layout},
+        )
+
+    # -- Redis -------------------------------------------------------------------------------------
+
+    def _open_redis(self, chosen: RedisSettings, progress: Progress) -> TierStatus:
+        from hps.tiers.redis import RedisTier
+
+        redis = self._redis = RedisTier(chosen)
+        guarded = self._guarded(redis, chosen.guard, self._redis_threads(chosen))
+        self._load_redis(
+            redis, 1.0 if self._rocksdb is None else chosen.initial_cache_rate, progress
+        )
+        if self._rocksdb is not None and chosen.cache_missed_embeddings:
+            self._into_redis = CacheWriter(
+                redis,
+                self.tiers,
+                self._settings.updates.promote_queue_keys,
+                partial(count_promotion, self._metrics, redis.info.name),
+            )
+            self._resources.callback(self._into_redis.close)
+        usage = Remembered(partial(_usage, redis, list(self._files)), _LOOK_AGAIN_S, "redis-usage")
+        self._resources.callback(usage.close)
+        return TierStatus(
+            guarded,
+            redis.rows,
+            state=lambda: guarded.state,
+            size=lambda table: used.bytes if (used := (usage.value or {}).get(table)) else None,
+            facts=lambda: {
+                "layout": chosen.layout,
+                "addresses": chosen.addresses,
+                "reachable": usage.error is None,
+                "problem": usage.error,
+            },
+        )
+
+    def _redis_threads(self, chosen: RedisSettings) -> int:
+        """Calls at a time. Beside RocksDB fewer than threads that ask, so that one is always left for rows
+        that are on this machine, and one connection for writes."""
+        threads = self._settings.tiers.lookup_threads
+        if self._rocksdb is None:
+            return min(threads + 1, chosen.connections)
+        return max(1, min(threads - 1, chosen.connections - 1))
+
+    def _load_redis(self, redis: RedisTier, share: float, progress: Progress) -> None:
+        """Look at the tables and put a share of their rows there; later, if Redis is not there now."""
+
+        def load(progress: Progress) -> None:
+            for model in self._opened:
+                if share > 0:
+                    preload_tables(model.version, model.tables, redis, share, progress)
+                for table in model.tables.values():
+                    redis.check(table)
+
+        try:
+            load(progress)
+        except TierError as error:
+            message = f"{error}; served without it until it answers"
+            log.warning("%s", message)
+            self.warnings.append(message)
+            again = Again(partial(load, NoProgress()), "hps-redis-load")
+            self._resources.callback(again.close)
+
+    # -- both --------------------------------------------------------------------------------------
+
+    def _guarded(self, tier: Tier, guard: GuardSettings, threads: int) -> Guarded:
+        """The guard around a tier, which alone closes it: never under a fetch that hangs."""
+        guarded = Guarded(
+            tier,
+            guard.deadline_ms / 1e3,
+            guard.failures_to_open,
+            guard.retry_after_s,
+            threads=guard.concurrency or threads,
+            skipped=TierMeter(self._metrics, tier.info.name).passed_over,
+        )
+        self._resources.callback(guarded.close)
+        return guarded
+
+
+def count_promotion(metrics: Metrics, tier: str, result: str, keys: int) -> None:
+    """A promotion into ``tier`` had this ``result``; see `hps.updates.writer.Count`."""
+    metrics.counter(m.PROMOTIONS, tier, result).add(keys)
+
+
+def _usage(redis: RedisTier, tables: Sequence[EmbeddingTable]) -> dict[EmbeddingTable, Usage]:
+    return {table: redis.usage(table) for table in tables}
