@@ -158,8 +158,7 @@ class _Builder:
             rows={t: o.cache_rows for t, o in overrides.items() if o.cache_rows is not None},
             shares={t: o.cache_share for t, o in overrides.items() if o.cache_share is not None},
         )
-        evictions = {t: o.cache_eviction for t, o in overrides.items() if o.cache_eviction}
-        cache = CpuCache(plan, eviction=chosen.eviction, evictions=evictions)
+        cache = CpuCache(plan)
         self._resources.callback(cache.close)
         return TierStatus(cache, cache.size, cache.capacity)
 
