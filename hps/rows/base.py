@@ -1,0 +1,108 @@
+"""Tiers and model files as what they have in common: rows of a table, all of them or by key.
+
+For work over whole tables: comparing, exporting, converting. Not for requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.errors import TierError
+from hps.tiers.base import FetchContext, Part, Tier
+from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
+
+BLOCK = 1 << 16
+"""Rows per step of such work."""
+
+
+class Rows(NamedTuple):
+    """Rows of a table: keys (n,) int64, vectors (n, dim) of its dtype, versions (n,) uint64."""
+
+    keys: KeyArray
+    vectors: VectorArray
+    versions: VersionArray
+
+    def at(self, where: NDArray[Any] | slice) -> Rows:
+        """Some of them, by positions, a mask or a slice."""
+        return Rows(self.keys[where], self.vectors[where], self.versions[where])
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a store has of some keys: which it holds, ``found (n,)``, which it knows to be ``deleted
+    (n,)``, and ``vectors (n, dim)``, ``versions (n,)`` that mean something there only."""
+
+    found: NDArray[np.bool_]
+    deleted: NDArray[np.bool_]
+    vectors: VectorArray
+    versions: VersionArray
+
+    def rows(self, keys: KeyArray) -> Rows:
+        """What is held of ``keys``, those that were asked for."""
+        return Rows(keys, self.vectors, self.versions).at(self.found)
+
+
+class RowSource(Protocol):
+    """A tier, or a model's files. Raises TierError or ModelError."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def versioned(self) -> bool:
+        """Whether it keeps versions."""
+        ...
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all rows of a table have the same version, which then says little of each."""
+        ...
+
+    def entries(self, table: EmbeddingTable) -> int:
+        """About how many rows it has."""
+        ...
+
+    def scan(self, table: EmbeddingTable) -> Iterator[Rows]:
+        """Each of its rows once, up to about ``BLOCK`` at a time."""
+        ...
+
+    def get(self, table: EmbeddingTable, keys: KeyArray) -> Held: ...
+
+    def lacks(self, table: EmbeddingTable, keys: Iterable[KeyArray]) -> Iterator[KeyArray]:
+        """Those of the ``keys`` (unique) that it holds no row of."""
+        ...
+
+    def sample(self, table: EmbeddingTable, keys: KeyArray) -> Iterator[Rows]:
+        """About as many of its rows as there are ``keys``; these are of the table, drawn at random."""
+        ...
+
+
+def fetch(tier: Tier, table: EmbeddingTable, keys: KeyArray) -> Held:
+    """``keys (n,)`` unique, of the table."""
+    part = Part.make(table, keys)
+    ctx = FetchContext()
+    tier.fetch([part], ctx)
+    if ctx.degraded:
+        raise TierError(tier.info.name, f"table {table.id} could not be read in full; see the log")
+    found = part.source != 0
+    answered = np.ones(len(keys), bool)
+    answered[part.missing] = False
+    return Held(found, answered & ~found, part.out, part.versions)
+
+
+def blocks(parts: Iterable[KeyArray], size: int) -> Iterator[KeyArray]:
+    """The same keys, ``size`` or a few more at a time."""
+    waiting: list[KeyArray] = []
+    n = 0
+    for part in parts:
+        waiting.append(part)
+        n += len(part)
+        if n >= size:
+            yield np.concatenate(waiting)
+            waiting, n = [], 0
+    if n:
+        yield np.concatenate(waiting)

@@ -1,0 +1,111 @@
+"""Where two sources of rows differ, table by table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.rows.base import Held, Rows, RowSource
+from hps.types import EmbeddingTable, KeyArray, Progress
+
+Kind = Literal["missing", "deleted", "older", "newer", "other", "extra"]
+KINDS: tuple[Kind, ...] = ("missing", "deleted", "older", "newer", "other", "extra")
+"""How a row can differ: it is not there; there is a tombstone instead; it has an older or a newer
+version; it has the same version (or one has none) and another vector; it is there only."""
+EXAMPLES = 10
+
+
+@dataclass(slots=True)
+class Difference:
+    """Of one table: rows ``compared`` that the other source has, how many of them are ``equal``, how many
+    rows differ in which way, with the first keys of each. ``sampled``: not all were looked at."""
+
+    table: str
+    sampled: bool = False
+    compared: int = 0
+    equal: int = 0
+    counts: Counter[Kind] = field(default_factory=Counter)
+    examples: dict[Kind, list[int]] = field(default_factory=dict)
+
+    def differs(self, ignored: Iterable[str] = ()) -> bool:
+        return any(n for kind, n in self.counts.items() if kind not in set(ignored))
+
+    def _note(self, kind: Kind, keys: KeyArray) -> None:
+        if len(keys):
+            self.counts[kind] += len(keys)
+            examples = self.examples.setdefault(kind, [])
+            examples += keys[: EXAMPLES - len(examples)].tolist()
+
+
+def compare(
+    store: RowSource,
+    against: RowSource,
+    table: EmbeddingTable,
+    progress: Progress,
+    *,
+    other: EmbeddingTable | None = None,
+    sample: KeyArray | None = None,
+    extra: bool = True,
+) -> Difference:
+    """How ``store`` differs from ``against``, in which the table may be another object (``other``).
+
+    With ``sample``, keys of the table (n,), only these are compared, and about as many of the rows of
+    ``store`` looked for in ``against``. Rows that only ``store`` has are not looked for without ``extra``.
+    Takes the memory of a few hundred MB at most. Rows that are written meanwhile may show up or not.
+    """
+    other = other or table
+    found = Difference(table.name, sampled=sample is not None)
+    theirs = against.scan(other) if sample is None else against.sample(other, sample)
+    versioned = store.versioned and against.versioned
+    total = against.entries(other) if sample is None else len(sample)
+    with progress.task(f"comparing {table.name}", total) as step:
+        for rows in theirs:
+            ours = store.get(table, rows.keys)
+            _compare(found, rows, ours, versioned=versioned, uniform=against.uniform)
+            step(len(rows.keys))
+    if extra:
+        total = store.entries(table) if sample is None else len(sample)
+        here = store.scan(table) if sample is None else store.sample(table, sample)
+        with progress.task(f"looking for rows of {table.name} that are here only", total) as step:
+            for keys in against.lacks(other, _keys(here, step)):
+                found._note("extra", keys)
+    return found
+
+
+def _keys(parts: Iterable[Rows], step: Callable[[int], None]) -> Iterator[KeyArray]:
+    for rows in parts:
+        yield rows.keys
+        step(len(rows.keys))
+
+
+def _compare(
+    found: Difference, theirs: Rows, ours: Held, *, versioned: bool, uniform: bool
+) -> None:
+    """Note how ``ours`` differ from ``theirs``, for the same keys."""
+    same = ours.found.copy()
+    same[same] = same_bits(theirs.vectors[same], ours.vectors[same])
+    dated = ours.found & versioned & ~(same & uniform)
+    older = dated & (ours.versions < theirs.versions)
+    newer = dated & (ours.versions > theirs.versions)
+    equal = same & ~older & ~newer
+    found.compared += len(theirs.keys)
+    found.equal += int(equal.sum())
+    found._note("missing", theirs.keys[~ours.found & ~ours.deleted])
+    found._note("deleted", theirs.keys[ours.deleted])
+    found._note("older", theirs.keys[older])
+    found._note("newer", theirs.keys[newer])
+    found._note("other", theirs.keys[ours.found & ~equal & ~older & ~newer])
+
+
+def same_bits(one: NDArray[np.generic], other: NDArray[np.generic]) -> NDArray[np.bool_]:
+    """(n, dim) twice, of one dtype -> which rows (n,) are the same to the last bit, NaN included."""
+    kind = f"u{one.dtype.itemsize}"
+    equal: NDArray[np.bool_] = (
+        np.ascontiguousarray(one).view(kind) == np.ascontiguousarray(other).view(kind)
+    ).all(axis=1)
+    return equal

@@ -1,0 +1,176 @@
+"""A table's rows as a Parquet or npz file, in bounded memory.
+
+Columns: ``key`` int64, ``version`` uint64, ``deleted`` bool, ``vector`` (dim values of the table's dtype;
+null, in npz zeros, where the row was deleted).
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import IO, Any, Protocol
+
+import numpy as np
+
+from hps.errors import ConfigError, HpsError
+from hps.rows.base import Rows
+from hps.types import EmbeddingTable
+
+FORMATS = (".parquet", ".npz")
+_COPIED = 1 << 22
+
+
+@dataclass(slots=True)
+class Exported:
+    """``rows`` written, of which ``deleted`` are tombstones; the ``newest`` version among them, from which
+    the next export goes on."""
+
+    rows: int = 0
+    deleted: int = 0
+    newest: int = 0
+
+
+class _Sink(Protocol):
+    def write(self, rows: Rows, *, deleted: bool) -> None: ...
+    def finish(self) -> None: ...
+    def close(self) -> None:
+        """Let go of everything; what is not finished is left as it is."""
+        ...
+
+
+def export(
+    path: Path,
+    table: EmbeddingTable,
+    rows: Iterable[Rows],
+    tombstones: Iterable[Rows] = (),
+    since: int | None = None,
+) -> Exported:
+    """Write ``rows``, then ``tombstones``, whose version is above ``since``. The file gets its name when
+    it is complete. Raises ConfigError for another ending than ``FORMATS``."""
+    check_format(path)
+    report = Exported()
+    part = path.with_name(f".{path.name}.part")
+    sink: _Sink | None = None
+    try:
+        sink = _Parquet(part, table) if path.suffix == ".parquet" else _Npz(part, table)
+        for deleted, source in ((False, rows), (True, tombstones)):
+            for some in _newer(source, since):
+                sink.write(some, deleted=deleted)
+                report.rows += len(some.keys)
+                report.deleted += deleted * len(some.keys)
+                report.newest = max(report.newest, int(some.versions.max()))
+        sink.finish()
+        os.replace(part, path)
+    except OSError as error:
+        raise HpsError(
+            f"cannot write {path}: {error.strerror or error}; make room there"
+        ) from error
+    finally:
+        if sink is not None:
+            sink.close()
+        part.unlink(missing_ok=True)
+    return report
+
+
+def check_format(path: Path) -> None:
+    """Before any work is done: the ending and the folder."""
+    if path.suffix not in FORMATS:
+        raise ConfigError(f"{path}: name the file one of *{', *'.join(FORMATS)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: there is no folder {path.parent}")
+
+
+def _newer(source: Iterable[Rows], since: int | None) -> Iterator[Rows]:
+    for rows in source:
+        some = rows if since is None else rows.at(rows.versions > np.uint64(since))
+        if len(some.keys):
+            yield some
+
+
+class _Parquet:
+    def __init__(self, path: Path, table: EmbeddingTable) -> None:
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        self._dim = table.dim
+        vector = pa.list_(pa.from_numpy_dtype(table.dtype), table.dim)
+        fields = {
+            "key": pa.int64(),
+            "version": pa.uint64(),
+            "deleted": pa.bool_(),
+            "vector": vector,
+        }
+        self._schema = pa.schema(
+            [pa.field(name, kind) for name, kind in fields.items()],
+            {"model": table.model, "model_version": str(table.version), "table": table.name},
+        )
+        self._writer = parquet.ParquetWriter(path, self._schema)
+
+    def write(self, rows: Rows, *, deleted: bool) -> None:
+        import pyarrow as pa
+
+        n, vector = len(rows.keys), self._schema.field("vector").type
+        if deleted:
+            vectors = pa.nulls(n, vector)
+        else:
+            flat = pa.array(rows.vectors.reshape(-1), vector.value_type)
+            vectors = pa.FixedSizeListArray.from_arrays(flat, self._dim)
+        flags = pa.array(np.full(n, deleted))
+        columns = [pa.array(rows.keys), pa.array(rows.versions), flags, vectors]
+        self._writer.write_table(pa.table(columns, schema=self._schema))
+
+    def finish(self) -> None:
+        self._writer.close()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Npz:
+    """An array's length stands before it, so the arrays are written side by side first."""
+
+    def __init__(self, path: Path, table: EmbeddingTable) -> None:
+        self._path = path
+        self._rows = 0
+        self._stack = ExitStack()
+        folder = TemporaryDirectory(prefix=".hps-export-", dir=path.parent)
+        self._folder = Path(self._stack.enter_context(folder))
+        self._arrays: dict[str, tuple[np.dtype[Any], tuple[int, ...], IO[bytes]]] = {}
+        for name, dtype, shape in (
+            ("key", np.dtype("<i8"), ()),
+            ("version", np.dtype("<u8"), ()),
+            ("deleted", np.dtype(bool), ()),
+            ("vector", table.dtype.newbyteorder("<"), (table.dim,)),
+        ):
+            file = self._stack.enter_context((self._folder / name).open("w+b"))
+            self._arrays[name] = (dtype, shape, file)
+
+    def write(self, rows: Rows, *, deleted: bool) -> None:
+        n = len(rows.keys)
+        vectors = np.zeros_like(rows.vectors) if deleted else rows.vectors
+        values = (rows.keys, rows.versions, np.full(n, deleted), vectors)
+        for (dtype, _, file), value in zip(self._arrays.values(), values, strict=True):
+            file.write(np.ascontiguousarray(value, dtype).data)
+        self._rows += n
+
+    def finish(self) -> None:
+        with zipfile.ZipFile(self._path, "w") as archive:
+            for name, (dtype, shape, file) in self._arrays.items():
+                header = {
+                    "descr": np.lib.format.dtype_to_descr(dtype),
+                    "fortran_order": False,
+                    "shape": (self._rows, *shape),
+                }
+                file.seek(0)
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as out:
+                    np.lib.format.write_array_header_2_0(out, header)
+                    while data := file.read(_COPIED):
+                        out.write(data)
+
+    def close(self) -> None:
+        self._stack.close()

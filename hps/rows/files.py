@@ -1,0 +1,91 @@
+"""A model's files as a source of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from hps.models.loader import row_version
+from hps.models.repository import ModelVersion
+from hps.models.sorting import Duplicates, sorted_chunks
+from hps.rows.base import Held, Rows, blocks
+from hps.types import EmbeddingTable, IndexArray, KeyArray
+
+_SIGN = np.uint64(1 << 63)
+# Keys looked for in one pass over a key file.
+_LOOKED_FOR = 1 << 24
+_READ = 1 << 20
+
+
+class FileRows:
+    """The files of one model version. Of a key that stands several times the last row counts. ``scratch``
+    is a folder for temporary files of tables that are larger than memory."""
+
+    name = "files"
+    versioned = True
+    uniform = True
+
+    def __init__(self, version: ModelVersion, scratch: Path | None = None) -> None:
+        self._version = version
+        self._scratch = scratch
+
+    def entries(self, table: EmbeddingTable) -> int:
+        return self._version.tables[table.name].rows
+
+    def row_version(self, table: EmbeddingTable) -> int:
+        """The version that all these rows have."""
+        return row_version(self._version, self._version.tables[table.name])
+
+    def scan(self, table: EmbeddingTable) -> Iterator[Rows]:
+        """In the order of the signed keys."""
+        files, version = self._version.tables[table.name], self.row_version(table)
+        with TemporaryDirectory(prefix="hps-rows-", dir=self._scratch) as scratch:
+
+            def codes(keys: KeyArray) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+                return table.narrow(np.ascontiguousarray(keys)).view(np.uint64) ^ _SIGN
+
+            for code, vectors in sorted_chunks(files, codes, Duplicates(), Path(scratch) / "s"):
+                keys = (code ^ _SIGN).view(np.int64)
+                versions = np.full(len(keys), version, np.uint64)
+                yield Rows(keys, vectors.astype(table.dtype, copy=False), versions)
+
+    def get(self, table: EmbeddingTable, keys: KeyArray) -> Held:
+        """Reads the whole key file."""
+        files = self._version.tables[table.name]
+        at = self._positions(table, keys)
+        found = at >= 0
+        vectors = np.zeros((len(keys), table.dim), table.dtype)
+        vectors[found] = files.vectors()[at[found]]
+        versions = np.full(len(keys), self.row_version(table), np.uint64)
+        return Held(found, np.zeros(len(keys), bool), vectors, versions)
+
+    def lacks(self, table: EmbeddingTable, keys: Iterable[KeyArray]) -> Iterator[KeyArray]:
+        for some in blocks(keys, _LOOKED_FOR):
+            yield some[self._positions(table, some) < 0]
+
+    def sample(self, table: EmbeddingTable, keys: KeyArray) -> Iterator[Rows]:
+        yield self.get(table, keys).rows(keys)
+
+    def draw(self, table: EmbeddingTable, n: int) -> KeyArray:
+        """Up to ``n`` keys of the table at random, each once."""
+        files = self._version.tables[table.name]
+        at = np.random.default_rng().integers(0, files.rows, n if files.rows else 0)
+        return np.unique(table.narrow(np.ascontiguousarray(files.keys()[np.sort(at)])))
+
+    def _positions(self, table: EmbeddingTable, keys: KeyArray) -> IndexArray:
+        """The last position of each of ``keys (n,)`` in the files; -1 where there is none."""
+        order = np.argsort(keys)
+        ordered = keys[order]
+        last = np.full(len(keys), -1, np.int64)
+        stored = self._version.tables[table.name].keys()
+        for start in range(0, len(stored) if len(keys) else 0, _READ):
+            some = table.narrow(np.ascontiguousarray(stored[start : start + _READ]))
+            at = np.minimum(np.searchsorted(ordered, some), len(ordered) - 1)
+            hit = np.flatnonzero(ordered[at] == some)
+            last[at[hit]] = start + hit  # of equal places numpy keeps the last value
+        found = np.empty_like(last)
+        found[order] = last
+        return found

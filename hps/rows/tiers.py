@@ -1,0 +1,207 @@
+"""The stores of a node as sources of rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.errors import NotFound
+from hps.rows.base import BLOCK, Held, Rows, blocks, fetch
+from hps.tiers.redis import RedisTier
+from hps.tiers.redis_layout import TableName
+from hps.tiers.rocksdb import LoadRecord, RocksDbTier
+from hps.tiers.rocksdb_layout import family_name
+from hps.tiers.rocksdb_open import existing_families
+from hps.tiers.row_values import Layout, RowValues
+from hps.types import EmbeddingTable, KeyArray, VersionArray
+
+_SCANNED = 2000  # entries per HSCAN
+_PLACES = 16
+_NAME = r"[\w-]+"
+_FAMILY = re.compile(rf"(?P<model>{_NAME})/(?P<version>\d+)/(?P<name>{_NAME})")
+_HPS_FAMILY = re.compile(rf"hps_et\.(?P<model>{_NAME})\.(?P<name>{_NAME})")
+
+
+class TierRows:
+    """What `RocksDbRows` and `RedisRows` share. Raises TierError."""
+
+    uniform = False
+
+    def __init__(self, tier: RocksDbTier | RedisTier) -> None:
+        self._tier = tier
+        self.name = tier.info.name
+        self.versioned = tier.layout == "native"
+
+    def entries(self, table: EmbeddingTable) -> int:
+        return self._tier.rows(table)
+
+    def get(self, table: EmbeddingTable, keys: KeyArray) -> Held:
+        return fetch(self._tier, table, keys)
+
+    def lacks(self, table: EmbeddingTable, keys: Iterable[KeyArray]) -> Iterator[KeyArray]:
+        for some in blocks(keys, BLOCK):
+            yield some[~self.get(table, some).found]
+
+
+class RocksDbRows(TierRows):
+    def __init__(self, tier: RocksDbTier) -> None:
+        super().__init__(tier)
+        self.tier = tier
+
+    def tables(self) -> list[TableName]:
+        """Every table there is in this layout, whether configured or not."""
+        found = map(partial(parse_family, layout=self.tier.layout), self._families())
+        return sorted((name for name in found if name), key=astuple)
+
+    def check(self, table: EmbeddingTable) -> None:
+        """Raises NotFound when there is no such table, TierError when it is of another shape."""
+        if family_name(table, self.tier.layout) not in self._families():
+            raise NotFound(
+                f"{self.tier.path} holds no table {table.id} in the {self.tier.layout} layout; "
+                "`hps store ls` lists what it holds, `hps store load` loads a model's files"
+            )
+        self.tier.check(table)
+
+    def _families(self) -> list[str]:
+        return existing_families(self.tier.path)
+
+    def record(self, name: TableName) -> LoadRecord | None:
+        """What was loaded into a table, configured or not."""
+        return self.tier.loaded(stand_in(name, 1))
+
+    def measure(self, table: EmbeddingTable) -> tuple[int, int]:
+        """About how many rows there are, and their bytes."""
+        rows = self.tier.rows(table)
+        width = 8 if self.versioned else table.key_bits // 8
+        return rows, rows * (width + RowValues(table, self.tier.layout).value_bytes)
+
+    def tombstones(self, table: EmbeddingTable) -> Iterator[Rows]:
+        return _tombstones(table, self.tier.tombstones(table))
+
+    def erase(self, names: list[TableName]) -> None:
+        self.tier.drop(*(stand_in(name, 1) for name in names))
+
+    def scan(self, table: EmbeddingTable) -> Iterator[Rows]:
+        """In the order of the stored keys."""
+        return (Rows(*some) for some in self.tier.scan(table))
+
+    def sample(self, table: EmbeddingTable, keys: KeyArray) -> Iterator[Rows]:
+        """Runs of rows that begin at some of the ``keys``."""
+        seen = Seen()
+        run = max(1, len(keys) // _PLACES)
+        for start in keys[::run]:
+            some = next(self.tier.scan(table, start=int(start)), None)
+            if some is not None:
+                rows = Rows(*some).at(slice(run))
+                yield rows.at(seen.fresh(rows.keys))
+
+
+class RedisRows(TierRows):
+    def __init__(self, tier: RedisTier) -> None:
+        super().__init__(tier)
+        self.tier = tier
+
+    def tables(self) -> list[TableName]:
+        """Every table there is in this layout, whether configured or not."""
+        return self.tier.find_tables()
+
+    def check(self, table: EmbeddingTable) -> None:
+        """Raises TierError when the table is of another shape, or Redis cannot be asked."""
+        self.tier.check(table)
+
+    def record(self, name: TableName) -> None:
+        """Redis keeps none."""
+
+    def measure(self, table: EmbeddingTable) -> tuple[int, int]:
+        """Its entries, and the bytes Redis estimates for them."""
+        usage = self.tier.usage(table)
+        return usage.entries, usage.bytes
+
+    def scan(self, table: EmbeddingTable) -> Iterator[Rows]:
+        """In no order."""
+        seen = Seen()
+        parts = (Rows(*some) for some in self.tier.scan(table, _SCANNED))
+        for rows in _joined(parts, BLOCK // 2):
+            yield rows.at(seen.fresh(rows.keys))
+
+    def tombstones(self, table: EmbeddingTable) -> Iterator[Rows]:
+        seen = Seen()
+        for rows in _tombstones(table, self.tier.tombstones(table, _SCANNED)):
+            yield rows.at(seen.fresh(rows.keys))
+
+    def erase(self, names: list[TableName]) -> None:
+        for name in names:
+            self.tier.erase(name.model, name.version, name.name)
+
+    def sample(self, table: EmbeddingTable, keys: KeyArray) -> Iterator[Rows]:
+        """The first ones: Redis' order is by the keys' hash."""
+        left = len(keys)
+        for part in self.tier.scan(table, _SCANNED):
+            rows = Rows(*part)
+            yield rows.at(np.arange(min(left, len(rows.keys))))
+            left -= len(rows.keys)
+            if left <= 0:
+                break
+
+
+def stand_in(name: TableName, dim: int) -> EmbeddingTable:
+    """A table that is not configured, to look at from outside: of its rows only their number counts."""
+    return EmbeddingTable.make(name.name, dim, model=name.model, version=name.version)
+
+
+def parse_family(family: str, layout: Layout) -> TableName | None:
+    """The table of a column family; None for another one."""
+    pattern = _HPS_FAMILY if layout == "hps" else _FAMILY
+    found = pattern.fullmatch(family)
+    if found is None:
+        return None
+    return TableName(found["model"], int(found.groupdict().get("version") or 0), found["name"])
+
+
+def _joined(parts: Iterable[Rows], size: int) -> Iterator[Rows]:
+    """The same rows, ``size`` or a few more at a time."""
+    waiting: list[Rows] = []
+    n = 0
+    for part in parts:
+        waiting.append(part)
+        n += len(part.keys)
+        if n >= size:
+            yield Rows(*map(np.concatenate, zip(*waiting, strict=True)))
+            waiting, n = [], 0
+    if n:
+        yield Rows(*map(np.concatenate, zip(*waiting, strict=True)))
+
+
+def _tombstones(
+    table: EmbeddingTable, parts: Iterable[tuple[KeyArray, VersionArray]]
+) -> Iterator[Rows]:
+    for keys, versions in parts:
+        yield Rows(keys, np.zeros((len(keys), table.dim), table.dtype), versions)
+
+
+class Seen:
+    """Keys that came already: a server whose hash is being resized may name some twice. 8 bytes a key."""
+
+    def __init__(self) -> None:
+        self._sorted: list[NDArray[Any]] = []
+
+    def fresh(self, keys: KeyArray) -> NDArray[np.bool_]:
+        """Which of ``keys (n,)`` come for the first time."""
+        new = np.zeros(len(keys), bool)
+        new[np.unique(keys, return_index=True)[1]] = True
+        for known in self._sorted:
+            at = np.minimum(np.searchsorted(known, keys), len(known) - 1)
+            new &= known[at] != keys
+        if new.any():
+            self._sorted.append(np.sort(keys[new]))
+        # Of like sizes two become one: there are few, and each key is sorted a few times.
+        while len(self._sorted) > 1 and len(self._sorted[-1]) * 2 > len(self._sorted[-2]):
+            last = self._sorted.pop()
+            self._sorted[-1] = np.sort(np.concatenate([self._sorted[-1], last]), kind="stable")
+        return new
