@@ -21,7 +21,7 @@ from hps.errors import TierError
 from hps.tiers.rocksdb_errors import NAME, translate
 from hps.tiers.rocksdb_layout import RowCodec, family_name
 from hps.tiers.rocksdb_load import LoadRecord, Records, clean_leftovers
-from hps.tiers.rocksdb_open import Opened, OpenSettings, existing_families
+from hps.tiers.rocksdb_open import Opened, OpenSettings, existing_families, note_manifest
 from hps.tiers.rocksdb_space import Room, StoreFigures
 from hps.tiers.rocksdb_tombstones import Tombstones
 from hps.tiers.row_values import Layout
@@ -31,6 +31,7 @@ from hps.types import EmbeddingTable
 _CLOSE_BUDGET_S = 3.0
 # Waiting flushes share RocksDB's commits, which are what they wait for.
 _FLUSHES = 8
+_REOPEN_SECONDS = 10.0
 
 
 @dataclass(eq=False, slots=True)
@@ -142,6 +143,7 @@ class Database:
                         f"{self.settings.path} holds no table {missing[0]}, and access: "
                         f"{self.settings.access} forbids to create it; load it once with access: primary",
                     )
+                self.writable()
                 self._create(missing)
             self._bind(wanted)
 
@@ -165,7 +167,14 @@ class Database:
             self._reopen(names)
             return
         for name in names:
-            self.db.create_column_family(name, self.options)
+            try:
+                self.db.create_column_family(name, self.options)
+            except Exception as error:
+                # A full disk lets RocksDB make it but not the binding know.
+                if "already exists" not in str(error):
+                    raise
+                self._reopen(names)
+                return
             self.opened.families.add(name)
 
     def _reopen(self, more: Iterable[str] = ()) -> None:
@@ -174,14 +183,24 @@ class Database:
         bound = {table: family.name for table, family in self._families.items()}
         if self.settings.access == "primary":
             self._release()
-            self._opened = Opened(self.settings, more)
-            self._families = {}
+            self._opened = self._open_again(more)
         else:
             old, self._opened = self.opened, Opened(self.settings)
             old.clean()
             self._families = {}
             bound = {t: name for t, name in bound.items() if name in self.opened.families}
         self._bind(bound)
+
+    def _open_again(self, more: Iterable[str]) -> Opened:
+        """Fetches that still run keep the folder locked until they end."""
+        until = time.monotonic() + _REOPEN_SECONDS
+        while True:
+            try:
+                return Opened(self.settings, more)
+            except TierError as error:
+                if "already open in this process" not in str(error) or time.monotonic() > until:
+                    raise
+                time.sleep(0.01)
 
     # -- beside a primary ----------------------------------------------------------------------------
 
@@ -268,6 +287,7 @@ class Database:
         with self.lock, self.errors():
             self.writable()
             self._flush(math.inf)
+            note_manifest(self.settings.path)
 
     def _flush(self, until: float) -> None:
         def one(family: Family) -> None:
@@ -299,6 +319,7 @@ class Database:
                 if self.settings.access == "primary":
                     self.db.flush_wal(True)
                     self._flush(time.monotonic() + _CLOSE_BUDGET_S)
+                    note_manifest(self.settings.path)
             finally:
                 self._release()
 

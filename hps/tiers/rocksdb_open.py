@@ -25,9 +25,10 @@ a row; the binding does not offer them.
 
 from __future__ import annotations
 
+import json
 import resource
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -57,6 +58,7 @@ _MAX_WAL = 256 << 20
 # RocksDB gives a quarter of its jobs to flushes. Two flushes at a time write the many small tables of
 # a model five times as fast as one; `threads` bounds the compactions (see open_database).
 _BACKGROUND_JOBS = 8
+_MANIFEST_NOTE = "hps-manifest.json"
 _BINDING_FILE = "rocksdict-config.json"
 # A writer removes files while a reader opens them; the next attempt finds the newer ones.
 _ATTEMPTS = 5
@@ -158,7 +160,9 @@ class Opened:
     what a reader needs beside it."""
 
     def __init__(self, settings: OpenSettings, more: Iterable[str] = ()) -> None:
+        self._folder: TemporaryDirectory[str] | None
         path = settings.path
+        check_manifest(path)
         for attempt in range(_ATTEMPTS):
             self.families = {*existing_families(path), *more}
             if settings.access != "primary" and not self.families:
@@ -168,9 +172,12 @@ class Opened:
                     "load it once with access: primary",
                 )
             self.options = make_options(settings, len(self.families))
-            self._folder = _folder_beside(settings)
             self._identity = _identity(path)
+            self._folder = None
             try:
+                if settings.access == "secondary":
+                    _check_files(settings, self.options, self.families)
+                self._folder = _folder_beside(settings)
                 self.db = open_database(settings, self.options, self.families, self._folder)
                 return
             except TierError:
@@ -211,6 +218,44 @@ def open_database(
         raise translate(error, path) from error
     Env().set_background_threads(settings.tuning.threads)
     return opened
+
+
+def _check_files(settings: OpenSettings, options: Options, families: Iterable[str]) -> None:
+    """A secondary passes over damaged and missing files, as if what is in them had never been written; an
+    opening for reading alone does not."""
+    reading = replace(settings, access="read_only")
+    links = _folder_beside(reading)
+    assert links is not None
+    with links:
+        open_database(reading, options, families, links).close()
+
+
+def note_manifest(path: Path) -> None:
+    """Keep the length of the MANIFEST, the list of table files, for `check_manifest`. It only grows, and
+    RocksDB has brought it to the disk before it acknowledges anything."""
+    try:
+        name = (path / "CURRENT").read_text().strip()
+        size = (path / name).stat().st_size
+        part = path / f"{_MANIFEST_NOTE}.part"
+        part.write_text(json.dumps({"name": name, "bytes": size}))
+        part.replace(path / _MANIFEST_NOTE)
+    except OSError:
+        # A check less at the next start, and no reason to stop: the disk may be full.
+        return
+
+
+def check_manifest(path: Path) -> None:
+    """Raises TierError when the MANIFEST is shorter than it was. RocksDB would take what is left for an
+    earlier state, and delete the table files that are not in it."""
+    try:
+        noted = json.loads((path / _MANIFEST_NOTE).read_text())
+        name = (path / "CURRENT").read_text().strip()
+        size = (path / name).stat().st_size
+    except (OSError, ValueError):
+        return
+    if name == noted.get("name") and size < noted.get("bytes", 0):
+        why = f"Corruption: {name} has {size:,} bytes, but had {noted['bytes']:,} before"
+        raise translate(OSError(why), path)
 
 
 def _identity(path: Path) -> tuple[int, int]:

@@ -1,0 +1,318 @@
+"""RocksDB on a disk that fills up or goes bad: lookups are answered, degraded and counted, never with a
+wrong row; nothing leaks; it recovers without a restart."""
+
+import gc
+import os
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hps.errors import TierError
+from hps.tiers import rocksdb_space
+from hps.tiers.base import FetchContext, Part
+from hps.tiers.rocksdb import LoadRecord, RocksDbTier, Tuning
+from hps.tiers.wrappers import Guarded
+from hps.types import EmbeddingTable
+
+ITEMS = EmbeddingTable.make("items", 64)
+OTHER = EmbeddingTable.make("other", 64)
+
+
+def rows_of(keys: np.ndarray) -> np.ndarray:
+    return np.repeat(np.asarray(keys)[:, None], 64, 1).astype(np.float32)
+
+
+def insert(tier, of, keys) -> None:
+    keys = np.asarray(keys)
+    tier.insert(of, keys, rows_of(keys), np.ones(len(keys), np.uint64))
+
+
+def load(tier, of, keys) -> None:
+    chunks = [(tier.codes(of, keys), rows_of(keys))]
+    tier.bulk_load(of, chunks, LoadRecord("x", len(keys)))
+
+
+def fetch(tier, of, keys) -> tuple[Part, list[str]]:
+    ctx = FetchContext()
+    part = Part.make(of, np.asarray(keys), np.full((len(keys), 64), -1, np.float32))
+    tier.fetch([part], ctx)
+    found = part.source > 0
+    assert (part.out[found] == rows_of(part.keys[found])).all(), "a wrong row"
+    assert (part.out[~found] == -1).all()
+    return part, ctx.degraded
+
+
+# -- a full disk -----------------------------------------------------------------------------------
+
+
+class SmallDisk:
+    """A file system of 64 MB, and a file on it that takes up space."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.ballast = path / "ballast"
+
+    def fill(self, leave: int) -> None:
+        disk = os.statvfs(self.path)
+        size = disk.f_bavail * disk.f_frsize - leave
+        with self.ballast.open("ab") as file:
+            while size > 0:
+                size -= file.write(bytes(min(size, 1 << 20)))
+
+    def make_room(self) -> None:
+        self.ballast.unlink()
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[SmallDisk]:
+    path = tmp_path / "disk"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", path]
+    mounted = subprocess.run(command, capture_output=True, text=True)
+    if mounted.returncode:
+        message = f"a small file system cannot be mounted: {mounted.stderr.strip()}; run as root"
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(message)
+    yield SmallDisk(path)
+    subprocess.run(["umount", "-l", path], check=True)
+
+
+def test_little_space_stops_writes_before_the_disk_is_full(small_disk):
+    tier = RocksDbTier(small_disk.path / "db", tuning=Tuning(min_free_bytes=16 << 20))
+    insert(tier, ITEMS, range(100))
+    small_disk.fill(leave=12 << 20)
+    said = rf"{tier.path}: the disk is full: [0-9,]+ bytes are free, 16,[0-9,]+ bytes are needed"
+    for write in (
+        lambda: insert(tier, ITEMS, range(200)),
+        lambda: load(tier, OTHER, np.arange(10)),
+        lambda: tier.delete(ITEMS, np.arange(5), np.full(5, 9, np.uint64)),
+        lambda: tier.checkpoint(small_disk.path / "saved"),
+    ):
+        with pytest.raises(TierError, match=said):
+            write()
+    assert tier.figures().free_bytes < 16 << 20
+    assert len(fetch(tier, ITEMS, range(100))[0].missing) == 0
+    small_disk.make_room()
+    insert(tier, ITEMS, range(200))
+    load(tier, OTHER, np.arange(10))
+    assert len(fetch(tier, ITEMS, range(200))[0].missing) == 0
+    tier.close()
+
+
+def test_a_load_larger_than_the_disk_is_refused_before_it_begins(small_disk):
+    tier = RocksDbTier(small_disk.path / "db", tuning=Tuning(min_free_bytes=1))
+    with pytest.raises(TierError, match=r"the disk is full: .* 2,650,000,001 bytes are needed"):
+        tier.bulk_load(ITEMS, iter(()), LoadRecord("x", 10_000_000))
+    tier.close()
+
+
+def test_a_full_disk_keeps_serving_and_recovers(small_disk):
+    tier = RocksDbTier(small_disk.path / "db", tuning=Tuning(min_free_bytes=0))
+    acknowledged = 0
+    small_disk.fill(leave=4 << 20)
+    said = ""
+    while not said and acknowledged < 25_600:
+        try:
+            insert(tier, ITEMS, np.arange(acknowledged, acknowledged + 256))
+            acknowledged += 256
+        except TierError as error:
+            said = str(error)
+    assert "the disk is full" in said
+    assert "While appending" in said
+    with pytest.raises(TierError, match="the disk is full"):
+        load(tier, OTHER, np.arange(30_000))
+    assert acknowledged
+    assert tier.loaded(OTHER) is None
+    assert not list(tier.path.glob("hps-ingest/*.sst"))
+    assert len(fetch(tier, ITEMS, np.arange(acknowledged))[0].missing) == 0
+    small_disk.make_room()
+    until = time.monotonic() + 20
+    while True:
+        try:
+            insert(tier, ITEMS, np.arange(acknowledged, acknowledged + 256))
+            load(tier, OTHER, np.arange(3000))
+            break
+        except TierError:
+            assert time.monotonic() < until, "it did not recover"
+            time.sleep(0.2)
+    acknowledged += 256
+    tier.close()
+    tier = RocksDbTier(small_disk.path / "db", tuning=Tuning(min_free_bytes=0))
+    assert len(fetch(tier, ITEMS, np.arange(acknowledged))[0].missing) == 0
+    assert tier.loaded(OTHER).rows == 3000
+    tier.close()
+
+
+# -- compactions that are behind -------------------------------------------------------------------
+
+_BEHIND = {
+    "write_buffer_size": "65536",
+    "max_write_buffer_number": "2",
+    "level0_file_num_compaction_trigger": "2",
+    "level0_slowdown_writes_trigger": "2",
+    "level0_stop_writes_trigger": "2",
+}
+
+
+def write_faster_than_it_compacts(tier) -> None:
+    wide = EmbeddingTable.make("wide", 256)
+    tier.open_tables([wide])
+    tier._database.family(wide).data.set_options(_BEHIND)
+    for version in range(1, 4):
+        rows = np.ones((3000, 256), np.float32)
+        tier.insert(wide, np.arange(3000), rows, np.full(3000, version, np.uint64))
+
+
+def test_writes_wait_for_compactions_while_everybody_else_goes_on(tmp_path):
+    tier = RocksDbTier(tmp_path)
+    longest, stop = [0.0], threading.Event()
+
+    def beat() -> None:
+        last = time.monotonic()
+        while not stop.wait(0.001):
+            now = time.monotonic()
+            longest[0], last = max(longest[0], now - last), now
+
+    heart = threading.Thread(target=beat)
+    heart.start()
+    write_faster_than_it_compacts(tier)
+    stop.set()
+    heart.join()
+    stalled = tier.figures().stalled_seconds
+    assert stalled > 0.05
+    assert longest[0] < 0.5 * stalled, "a stalled write held everybody up"
+    tier.close()
+
+
+def test_writes_that_wait_too_long_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(rocksdb_space, "STALL_SECONDS", 0.0)
+    tier = RocksDbTier(tmp_path)
+    with pytest.raises(TierError, match=r"writes have been stopped for .*tiers.rocksdb.threads"):
+        write_faster_than_it_compacts(tier)
+    tier.close()
+
+
+# -- bad blocks at run time ------------------------------------------------------------------------
+
+
+def flip(file: Path, at: int) -> None:
+    """In place: the file stays the one that is open."""
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        byte = opened.read(1)[0]
+        opened.seek(at)
+        opened.write(bytes([byte ^ 1]))
+
+
+def used() -> tuple[float, int, int]:
+    """Megabytes, handles and threads of this process."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    rss = int(status.split("RssAnon:")[1].split()[0]) / 1024
+    return rss, len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+@pytest.fixture
+def broken(tmp_path) -> Iterator[tuple[RocksDbTier, Path]]:
+    tier = RocksDbTier(tmp_path / "db")
+    load(tier, ITEMS, np.arange(5000))
+    (file,) = tier.path.glob("*.sst")
+    load(tier, OTHER, np.arange(5000))
+    yield tier, file
+    tier.close()
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated"])
+def test_a_bad_block_degrades_what_needs_it_and_nothing_else(broken, how):
+    tier, file = broken
+    fetch(tier, ITEMS, [0, 4999])
+    data = file.read_bytes()
+    if how == "flipped":
+        flip(file, 1000)
+    else:
+        os.truncate(file, 500)
+    skipped: Counter[str] = Counter()
+    guarded = Guarded(
+        tier, 60.0, 1000, 0.05, threads=2, skipped=lambda reason: skipped.update([reason])
+    )
+    with pytest.raises(TierError, match=rf"damaged: .*{file.name}.*Restore the folder"):
+        fetch(tier, ITEMS, np.arange(20))
+    part, degraded = fetch(guarded, ITEMS, np.arange(20))
+    assert (degraded, len(part.missing)) == (["rocksdb"], 20)
+    assert skipped == {"failed": 1}
+    if how == "flipped":
+        assert fetch(guarded, ITEMS, np.arange(4000, 4020))[1] == []
+    assert fetch(guarded, OTHER, np.arange(20))[1] == []
+    with file.open("r+b") as opened:
+        opened.write(data)
+    part, degraded = fetch(guarded, ITEMS, np.arange(5000))
+    assert (degraded, len(part.missing)) == ([], 0), "it recovers by itself"
+
+
+def test_ten_thousand_failing_requests_leak_nothing_and_open_the_circuit(broken):
+    tier, file = broken
+    guarded = Guarded(tier, 60.0, 5, 0.01, threads=2)
+    flip(file, 1000)
+
+    def fail(times: int) -> None:
+        for _ in range(times):
+            part, degraded = fetch(guarded, ITEMS, np.arange(20))
+            assert (degraded, len(part.missing)) == (["rocksdb"], 20)
+
+    fail(1000)
+    before = used()
+    fail(5000)
+    for _ in range(5000):
+        with pytest.raises(TierError):
+            tier.fetch([Part.make(ITEMS, np.arange(20))], FetchContext())
+    after = used()
+    assert after[0] - before[0] < 4
+    assert after[1:] == before[1:]
+    assert guarded.state != "closed"
+    flip(file, 1000)
+    time.sleep(0.05)
+    assert fetch(guarded, ITEMS, np.arange(5000))[1] == []
+    assert guarded.state == "closed"
+
+
+# -- a broken folder at the start ------------------------------------------------------------------
+
+
+def open_and_fetch(path: Path, access) -> None:
+    opened = RocksDbTier(path, access=access)
+    try:
+        fetch(opened, ITEMS, np.arange(5000))
+        fetch(opened, OTHER, np.arange(10))
+    finally:
+        opened.close()
+
+
+@pytest.mark.parametrize("file", ["CURRENT", "MANIFEST-*", "*.sst"])
+@pytest.mark.parametrize("how", ["missing", "truncated", "empty", "garbage"])
+@pytest.mark.parametrize("access", ["primary", "read_only", "secondary"])
+def test_a_broken_folder_is_named_with_its_mend_and_left_as_it_is(tmp_path, file, how, access):
+    tier = RocksDbTier(tmp_path)
+    load(tier, ITEMS, np.arange(5000))
+    insert(tier, OTHER, range(10))
+    tier.close()
+    for path in tmp_path.glob(file):
+        data = path.read_bytes()
+        if how == "missing":
+            path.unlink()
+        elif how == "garbage":
+            path.write_bytes(os.urandom(len(data)))
+        else:
+            path.write_bytes(data[: len(data) // 2] if how == "truncated" else b"")
+    tables = {p.name: p.stat().st_size for p in tmp_path.glob("*.sst")}
+    with pytest.raises(TierError) as caught:
+        open_and_fetch(tmp_path, access)
+    said = str(caught.value)
+    assert str(tmp_path) in said
+    assert "is damaged: " in said
+    assert "Restore the folder from a checkpoint, or remove it" in said
+    assert {p.name: p.stat().st_size for p in tmp_path.glob("*.sst")} == tables
