@@ -1,0 +1,378 @@
+"""A node with Redis before RocksDB, on a real server: what goes where, and what its absence costs."""
+
+import gc
+import os
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import hps
+from hps.config.model_schema import FeatureSpec, MissPolicySpec, ModelSpec, TableSpec
+from hps.models.writer import write_version
+from hps.tiers.redis import RedisTier
+from hps.types import Source, version_now
+from tests.support.redis_servers import Proxy, RedisServer, need, settings, until
+
+KEYS, DIM = 2000, 4
+SPEC = ModelSpec(
+    name="ctr",
+    tables=[TableSpec(name="user", dim=DIM, default=-1.0)],
+    features=[FeatureSpec(name="user", table="user", pooling="none")],
+)
+
+
+def rows_of(keys):
+    keys = np.asarray(keys)
+    rows = np.float32(keys % 977)[:, None] + np.arange(DIM, dtype=np.float32)
+    rows[keys >= KEYS] = -1.0
+    return rows
+
+
+@pytest.fixture
+def folder(tmp_path):
+    keys = np.arange(KEYS)
+    write_version(tmp_path / "models", SPEC, 1, {"user": (keys, rows_of(keys))})
+    return tmp_path
+
+
+@pytest.fixture
+def server(tmp_path):
+    need("redis-server")
+    server = RedisServer(tmp_path / "redis").start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def proxy(server):
+    proxy = Proxy(server)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def open_node(folder):
+    nodes = []
+
+    def make(redis=None, rocksdb=None, cache=False, **tiers):
+        path = folder / f"db{len(nodes)}"
+        config = {
+            "models": {"repository": str(folder / "models")},
+            "tiers": {
+                "cpu_cache": {"enabled": cache, "warm": False},
+                "rocksdb": {"path": str(path), **(rocksdb or {})},
+                "redis": redis,
+                **tiers,
+            },
+        }
+        nodes.append(hps.open(config))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.close()
+
+
+def ask(node, keys, **options):
+    """Look up, and check every row."""
+    result = node.lookup("ctr", {"user": np.asarray(keys)}, want_source=True, **options)
+    np.testing.assert_array_equal(result.vectors["user"], rows_of(keys))
+    return result
+
+
+def sources(node, keys):
+    return ask(node, keys).sources["user"].tolist()
+
+
+def table(node):
+    return node.model("ctr").tables["user"]
+
+
+def tier(node, name):
+    (found,) = (each for each in node.status()["tiers"] if each["name"] == name)
+    return found
+
+
+def metric(node, name, **labels):
+    """The sum of all samples of the metric with these labels."""
+    total = 0.0
+    for line in node.metrics.render().decode().splitlines():
+        if line.startswith(name + ("{" if labels else " ")) and all(
+            f'{k}="{v}"' in line for k, v in labels.items()
+        ):
+            total += float(line.rpartition(" ")[2])
+    return total
+
+
+# -- what goes where -------------------------------------------------------------------------------
+
+
+def test_rows_that_only_rocksdb_held_go_into_redis_and_defaults_do_not(server, open_node):
+    node = open_node({"addresses": [server.address]})
+    keys = [5, 1, 3, KEYS + 7]
+    assert sources(node, keys) == [Source.ROCKSDB] * 3 + [Source.DEFAULT]
+    until(lambda: sources(node, keys) == [Source.REDIS] * 3 + [Source.DEFAULT])
+    assert metric(node, "hps_promotions_total", tier="redis", result="inserted") == 3
+    assert sum(server.ask("HLEN", f"hps:{{ctr/1/user/p{i}}}v") for i in range(8)) == 3
+    other = open_node({"addresses": [server.address]})
+    assert sources(other, keys) == [Source.REDIS] * 3 + [Source.DEFAULT]
+
+
+def test_nothing_goes_there_when_that_is_not_wanted(server, open_node):
+    node = open_node({"addresses": [server.address], "cache_missed_embeddings": False})
+    for _ in range(2):
+        assert sources(node, [5, 1]) == [Source.ROCKSDB] * 2
+    assert sum(server.ask("HLEN", f"hps:{{ctr/1/user/p{i}}}v") for i in range(8)) == 0
+
+
+def test_rows_whose_defaults_were_served_meanwhile_go_there_too(server, folder, open_node):
+    policy = MissPolicySpec(kind="default_then_promote", min_hit_rate=0.0)
+    spec = SPEC.model_copy(
+        update={"tables": [SPEC.tables[0].model_copy(update={"miss_policy": policy})]}
+    )
+    keys = np.arange(KEYS)
+    write_version(folder / "models", spec, 2, {"user": (keys, rows_of(keys))}, replace_spec=True)
+    node = open_node({"addresses": [server.address]}, cache=True)
+    node.lookup("ctr", {"user": np.array([5, 6])})
+    until(lambda: sum(server.ask("HLEN", f"hps:{{ctr/2/user/p{i}}}v") for i in range(8)) == 2)
+    assert sources(node, [5, 6]) == [Source.CPU] * 2
+
+
+def test_a_share_of_the_rows_is_put_there_when_the_model_is_loaded(server, open_node):
+    redis = {"addresses": [server.address], "initial_cache_rate": 0.25}
+    node = open_node({**redis, "cache_missed_embeddings": False})
+    found = Counter(sources(node, np.arange(KEYS)))
+    assert 0.2 * KEYS < found[Source.REDIS] < 0.3 * KEYS
+    assert found[Source.REDIS] + found[Source.ROCKSDB] == KEYS
+
+
+def test_redis_may_be_the_only_store(server, folder, open_node):
+    node = open_node({"addresses": [server.address]}, rocksdb={"enabled": False}, cache=True)
+    assert not (folder / "db0").exists()
+    keys = [3, KEYS + 1, 1999]
+    assert sources(node, keys) == [Source.REDIS, Source.DEFAULT, Source.REDIS]
+    until(lambda: sources(node, keys) == [Source.CPU, Source.DEFAULT, Source.CPU])
+    assert [each["name"] for each in node.status()["tiers"]] == ["cpu", "redis"]
+    assert metric(node, "hps_tier_skipped_total") == 0
+    assert ask(node, np.arange(KEYS)).degraded == ()
+
+
+def test_the_cpu_cache_is_warmed_with_what_redis_knows_better(server, open_node):
+    """Others may have written there; the files are not believed."""
+    first = open_node({"addresses": [server.address], "initial_cache_rate": 1.0})
+    tier = RedisTier(settings(server))
+    newer = np.full((1, DIM), 77, np.float32)
+    tier.insert(table(first), np.array([5]), newer, np.array([version_now()], np.uint64))
+    tier.close()
+    node = open_node({"addresses": [server.address]}, cpu_cache={"enabled": True, "warm": True})
+    result = node.lookup("ctr", {"user": np.array([4, 5])}, want_source=True)
+    assert result.sources["user"].tolist() == [Source.CPU] * 2
+    assert result.vectors["user"].tolist() == [rows_of([4])[0].tolist(), [77.0] * DIM]
+
+
+def test_a_newer_row_in_redis_is_served_and_promoted(server, open_node):
+    node = open_node({"addresses": [server.address]}, cache=True)
+    assert sources(node, [9]) == [Source.ROCKSDB]
+    tier = RedisTier(settings(server))
+    newer = np.full((1, DIM), 55, np.float32)
+    tier.insert(table(node), np.array([10]), newer, np.array([version_now()], np.uint64))
+    tier.close()
+    for expected in (Source.REDIS, Source.CPU):
+        result = node.lookup("ctr", {"user": np.array([10])}, want_source=True)
+        assert result.sources["user"].tolist() == [expected]
+        assert result.vectors["user"].tolist() == [[55.0] * DIM]
+        assert node.writer.flush(10)
+
+
+def test_status_tells_about_redis(server, open_node):
+    redis = {"addresses": [server.address], "initial_cache_rate": 1.0}
+    node = open_node(redis)
+    found = tier(node, "redis")
+    assert (found["circuit"], found["layout"], found["shared"]) == ("closed", "native", True)
+    assert found["addresses"] == [server.address]
+
+    def reported():
+        (described,) = node.status()["models"][0]["tables"]
+        return (
+            described["rows"].get("redis") == KEYS and described["bytes"].get("redis", 0) > 50_000
+        )
+
+    until(reported)
+    assert tier(node, "redis")["reachable"]
+    assert metric(node, "hps_table_rows", tier="redis") == KEYS
+
+
+# -- what does not fit ------------------------------------------------------------------------------
+
+
+def test_a_table_that_does_not_fit_is_passed_over_and_named(server, open_node):
+    open_node({"addresses": [server.address], "partitions": 4, "initial_cache_rate": 1.0})
+    node = open_node({"addresses": [server.address], "partitions": 8})
+    (warning,) = node.status()["warnings"]
+    assert "partitions in Redis: 4, here: 8" in warning
+    result = ask(node, [1, 2])
+    assert result.degraded == ("redis",)
+    assert result.sources["user"].tolist() == [Source.ROCKSDB] * 2
+
+
+# -- Redis that is not there, dies, is slow ---------------------------------------------------------
+
+
+def test_a_node_starts_without_redis_and_uses_it_when_it_comes(server, open_node):
+    server.kill()
+    start = time.monotonic()
+    redis = {"addresses": [server.address], "initial_cache_rate": 1.0}
+    node = open_node(redis, rocksdb={})
+    assert time.monotonic() - start < 20
+    assert any("served without it until it answers" in w for w in node.status()["warnings"])
+    assert ask(node, [1, 2, KEYS + 1]).degraded == ("redis",)
+    until(lambda: not tier(node, "redis")["reachable"])
+    server.start()
+    until(lambda: ask(node, [1, 2]).degraded == ())
+    until(lambda: sources(node, [1, 2]) == [Source.REDIS] * 2)
+    until(lambda: sum(server.ask("HLEN", f"hps:{{ctr/1/user/p{i}}}v") for i in range(8)) == KEYS)
+
+
+class Load:
+    """Lookups from several threads until the block ends. Every row is checked; ``seconds`` and ``degraded``
+    of each answer are noted with the time it came."""
+
+    def __init__(self, node, threads=3, timeout_s=1.0):
+        self.node, self.timeout_s = node, timeout_s
+        self.answers = []
+        self.stop = threading.Event()
+        self.pool = ThreadPoolExecutor(threads)
+        self.work = [self.pool.submit(self.run, seed) for seed in range(threads)]
+
+    def run(self, seed):
+        random = np.random.default_rng(seed)
+        while not self.stop.is_set():
+            keys = random.integers(0, KEYS + 100, 20)
+            start = time.monotonic()
+            result = ask(self.node, keys, timeout_s=self.timeout_s)
+            self.answers.append((start, time.monotonic() - start, result.degraded))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_error):
+        self.stop.set()
+        for done in self.work:
+            done.result(30)
+        self.pool.shutdown()
+
+    def since(self, moment):
+        return [(seconds, degraded) for start, seconds, degraded in self.answers if start > moment]
+
+    def wait_for(self, answers, moment):
+        until(lambda: len(self.since(moment)) >= answers)
+
+
+def threads_of_hps():
+    return sum(thread.name.startswith("hps-") for thread in threading.enumerate())
+
+
+def sockets():
+    links = (os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
+    return sum(link.startswith("socket:") for link in _there(links))
+
+
+def _there(links):
+    while True:
+        try:
+            yield next(links)
+        except StopIteration:
+            return
+        except OSError:
+            return
+
+
+GUARD = {"guard": {"retry_after_s": 0.2}}
+
+
+@pytest.mark.parametrize("how", ["killed", "silent", "slow", "cut"])
+def test_a_redis_in_trouble_costs_its_rows_and_nothing_else(server, proxy, open_node, how):
+    address = server.address if how == "killed" else proxy.address
+    node = open_node({"addresses": [address], **GUARD})
+    ask(node, np.arange(KEYS))
+    until(lambda: sources(node, np.arange(50)) == [Source.REDIS] * 50)
+    with Load(node) as load:
+        load.wait_for(50, 0)
+        until(lambda: threads_of_hps() > 5)
+        trouble = time.monotonic()
+        cutting = threading.Event()
+        if how == "killed":
+            server.kill()
+        elif how == "silent":
+            proxy.silent = True
+        elif how == "slow":
+            proxy.delay_s = 0.2
+        else:
+
+            def cut():
+                while not cutting.wait(0.002):
+                    proxy.cut_after = 40
+
+            threading.Thread(target=cut, daemon=True).start()
+        load.wait_for(200, trouble)
+        until(lambda: tier(node, "redis")["circuit"] != "closed")
+        seen = load.since(trouble)
+        assert any(degraded == ("redis",) for _, degraded in seen)
+        assert max(seconds for seconds, _ in seen) < 1.0
+        threads = threads_of_hps()
+        # Back to normal.
+        cutting.set()
+        proxy.silent, proxy.delay_s, proxy.cut_after = False, 0.0, None
+        if how == "killed":
+            server.start()
+        until(lambda: tier(node, "redis")["circuit"] == "closed")
+        time.sleep(0.5)
+        well = time.monotonic()
+        load.wait_for(100, well)
+    healthy = load.since(well)
+    assert sum(degraded == () for _, degraded in healthy) > 0.9 * len(healthy)
+    assert threads_of_hps() <= threads + 2
+    until(lambda: Source.REDIS in sources(node, np.arange(50)))
+    assert metric(node, "hps_lookup_degraded_total", tier="redis") > 0
+    assert metric(node, "hps_tier_skipped_total", tier="redis") > 0
+
+
+def test_an_outage_is_no_hit_rate_of_zero(server, open_node):
+    node = open_node({"addresses": [server.address], "cache_missed_embeddings": False, **GUARD})
+    ask(node, [1, 2, 3])
+    missed = metric(node, "hps_tier_keys_total", tier="redis", result="missed")
+    server.kill()
+    for _ in range(20):
+        assert ask(node, [1, 2, 3]).degraded == ("redis",)
+    assert metric(node, "hps_tier_keys_total", tier="redis", result="missed") == missed
+    assert metric(node, "hps_tier_keys_total", tier="redis", result="skipped") == 60
+    reasons = ("open", "failed", "late", "full")
+    skips = [metric(node, "hps_tier_skipped_total", tier="redis", reason=r) for r in reasons]
+    assert sum(skips) == 20
+    assert skips[0] > 0
+
+
+def test_ten_thousand_failing_requests_leave_nothing_behind(server, open_node):
+    node = open_node({"addresses": [server.address], "guard": {"retry_after_s": 0.01}})
+    ask(node, [1])
+    server.kill()
+    for _ in range(200):
+        ask(node, [1, 2])
+    gc.collect()
+    before = threads_of_hps(), sockets(), _memory()
+    for _ in range(10_000):
+        node.lookup("ctr", {"user": np.array([1, 2])})
+    gc.collect()
+    threads, open_sockets, memory = threads_of_hps(), sockets(), _memory()
+    assert threads <= before[0] + 1
+    assert open_sockets <= before[1] + 2
+    assert memory < before[2] + (32 << 20)
+
+
+def _memory():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
