@@ -217,6 +217,7 @@ class _Builder:
         )
         metrics.gauges(m.TABLE_ROWS, lambda: _rows(node))
 
+        metrics.gauges(m.TIER_FACT, lambda: _numeric_facts(node))
 
 def _promote_to(caches: list[TierStatus], writer: CacheWriter) -> Promote:
     """Promotion of tables that have room in a cache; of others there is nothing to do."""
@@ -229,6 +230,13 @@ def _promote_to(caches: list[TierStatus], writer: CacheWriter) -> Promote:
 
 
 def _rows(node: Node) -> Iterator[tuple[tuple[str, ...], float]]:
+def _numeric_facts(node: Node) -> Iterator[tuple[tuple[str, ...], float]]:
+    for entry in node.tiers:
+        for name, value in entry.facts().items():
+            if isinstance(value, int | float):
+                yield (entry.tier.info.name, name), float(value)
+
+
     for entry in node.tiers:
         tier = entry.tier.info.name
         for model in node.models.values():

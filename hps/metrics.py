@@ -44,6 +44,7 @@ TIER_KEYS = "hps_tier_keys_total"
 TIER_SECONDS = "hps_tier_fetch_seconds"
 TIER_SKIPPED = "hps_tier_skipped_total"
 TABLE_ROWS = "hps_table_rows"
+TIER_FACT = "hps_tier_fact"
 PROMOTIONS = "hps_promotions_total"
 PROMOTE_QUEUE = "hps_promote_queue_keys"
 DENSE_SECONDS = "hps_dense_duration_seconds"
@@ -106,6 +107,15 @@ METRICS: tuple[MetricSpec, ...] = (
         "Time of one fetch from one tier, for all tables of a batch.",
     ),
     MetricSpec(TABLE_ROWS, "gauge", ("tier", "model", "table"), "Rows a tier holds of a table."),
+    MetricSpec(
+        TIER_FACT,
+        "gauge",
+        ("tier", "fact"),
+        "What a tier states of itself. Of rocksdb: table_bytes, free_bytes (of its disk), "
+        "pending_compaction_bytes, running_compactions, writes_stopped (1: writes wait for compactions), "
+        "delayed_write_rate (bytes/s they are slowed down to; 0: they are not), background_errors, "
+        "stalled_seconds (that writes have waited since the start).",
+    ),
     MetricSpec(
         PROMOTIONS,
         "counter",

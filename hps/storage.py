@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hps import metrics as m
 from hps.config.schema import GuardSettings, RedisSettings, RocksDbSettings, Settings
@@ -148,7 +149,7 @@ class Stores:
             guarded,
             store.rows,
             state=lambda: guarded.state,
-            facts=lambda: {"layout": chosen.layout},
+            facts=lambda: {"layout": chosen.layout, **_figures(store)},
         )
 
     # -- Redis -------------------------------------------------------------------------------------
@@ -234,3 +235,11 @@ def count_promotion(metrics: Metrics, tier: str, result: str, keys: int) -> None
 
 def _usage(redis: RedisTier, tables: Sequence[EmbeddingTable]) -> dict[EmbeddingTable, Usage]:
     return {table: redis.usage(table) for table in tables}
+
+
+def _figures(store: RocksDbTier) -> dict[str, Any]:
+    """Space and compactions; empty when a broken tier cannot say."""
+    try:
+        return asdict(store.figures())
+    except TierError:
+        return {}

@@ -1,5 +1,6 @@
 """hps.open and the node: real files, RocksDB and ONNX Runtime, no server."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from hps.errors import BadRequest, ConfigError, HpsError, ModelError, NotFound, 
 from hps.models.writer import write_version
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.rocksdb import RocksDbTier
+from hps.tiers.rocksdb_space import StoreFigures
 from hps.types import JaggedKeys, LookupRequest, PredictRequest, Source, version_now
 
 USERS, ITEMS = (
@@ -535,7 +537,9 @@ def test_a_timeout_that_has_passed(opened):
 def test_status(opened):
     status = json.loads(json.dumps(opened.status()))
     assert status["version"] == hps.__version__
-    assert status["tiers"] == [
+    figures = {field.name for field in dataclasses.fields(StoreFigures)}
+    told = [{k: v for k, v in tier.items() if k not in figures} for tier in status["tiers"]]
+    assert told == [
         {"name": "cpu", "kind": "cache", "volatile": True, "shared": False, "circuit": "closed"},
         {
             "name": "rocksdb",
@@ -554,6 +558,18 @@ def test_status(opened):
     assert users["rows"]["cpu"] == cached(opened) > 900
     assert users["capacity_rows"]["cpu"] >= 1000
     assert (users["miss_policy"], users["dtype"]) == ("wait", "float32")
+
+
+def test_space_and_compactions_of_the_disk_are_reported(opened):
+    (rocksdb,) = [tier for tier in opened.status()["tiers"] if tier["name"] == "rocksdb"]
+    assert rocksdb["free_bytes"] > 0
+    assert rocksdb["writes_stopped"] is False
+    text = opened.metrics.render().decode()
+    for fact in ("free_bytes", "table_bytes", "pending_compaction_bytes", "writes_stopped"):
+        assert f'hps_tier_fact{{fact="{fact}",tier="rocksdb"}}' in text
+    opened.tiers[-1].tier.inner.close()
+    assert "free_bytes" not in opened.status()["tiers"][-1]
+    assert "hps_tier_fact" in opened.metrics.render().decode()
 
 
 def test_a_broken_tier_takes_neither_status_nor_metrics_along(opened):
