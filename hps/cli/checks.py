@@ -7,7 +7,7 @@ import resource
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from hps.cli.output import plural, size
-from hps.errors import HpsError, Unauthenticated
+from hps.errors import HpsError, TierError, TierTimeout, Unauthenticated
 
 if TYPE_CHECKING:
     from hps.config import Configuration
-    from hps.config.schema import Settings
+    from hps.config.schema import RedisSettings, Settings
     from hps.models.repository import ModelVersion
+    from hps.types import EmbeddingTable
 
 Verdict = Literal["OK", "WARN", "FAIL"]
 
@@ -29,6 +30,7 @@ SHM_BYTES = 256 << 20
 # Tables lie on disk twice while they are loaded: once in the model's files, once in the database;
 # compaction needs room beside that.
 DISK_FACTOR = 2
+REDIS_PATIENCE_MS = 2000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +132,15 @@ def configured(configuration: Configuration, api_key: str | None = None) -> Iter
     for name in ("http", "admin"):
         listener = getattr(settings.server, name)
         yield port(f"{name} port", listener.host, listener.port, api_key)
-    table_bytes = 0
-    for check, found in models(configuration):
-        table_bytes += found
+    versions = []
+    for check, version in models(configuration):
+        versions += [version] if version else []
         yield check
-    yield database(settings.tiers.rocksdb.path, table_bytes)
+    if settings.tiers.rocksdb.enabled:
+        yield database(settings.tiers.rocksdb.path, sum(map(_bytes, versions)))
+    if settings.tiers.redis is not None:
+        tables = [t for version in versions for t in version.embedding_tables().values()]
+        yield from redis(settings.tiers.redis, tables)
 
 
 def attempt(name: str, check: Callable[[], Check]) -> Check:
@@ -195,8 +201,8 @@ def is_ours(host: str, number: int, api_key: str | None) -> bool:
         return client.is_hps()
 
 
-def models(configuration: Configuration) -> Iterator[tuple[Check, int]]:
-    """Every model that would be served, with its tables' bytes."""
+def models(configuration: Configuration) -> Iterator[tuple[Check, ModelVersion | None]]:
+    """Every model that would be served, and its version if it can be opened."""
     from hps.models.repository import Repository, open_legacy
 
     settings = configuration.settings.models
@@ -210,28 +216,57 @@ def models(configuration: Configuration) -> Iterator[tuple[Check, int]]:
         try:
             names = repository.names()
         except HpsError as error:
-            yield failed("models", error, "set models.repository"), 0
+            yield failed("models", error, "set models.repository"), None
             return
     for name in names:
         opened.setdefault(name, partial(repository.open, name, override=overrides.get(name)))
     if not opened:
         found = f"no model in {settings.repository}"
-        yield Check("models", "FAIL", found, "import one: hps model import --help"), 0
+        yield Check("models", "FAIL", found, "import one: hps model import --help"), None
     for name, open_it in opened.items():
         yield _model(name, open_it, settings.repository)
 
 
-def _model(name: str, open_it: Callable[[], ModelVersion], repository: Path) -> tuple[Check, int]:
+def _model(
+    name: str, open_it: Callable[[], ModelVersion], repository: Path
+) -> tuple[Check, ModelVersion | None]:
     try:
         version = open_it()
     except HpsError as error:
         mend = f"hps model verify {name} --repository {repository}"
-        return failed(f"model {name}", error, mend), 0
-    dims = {table.name: table.dim for table in version.spec.tables}
+        return failed(f"model {name}", error, mend), None
     rows = sum(files.rows for files in version.tables.values())
-    table_bytes = sum(files.rows * (8 + 4 * dims[t]) for t, files in version.tables.items())
-    found = f"version {version.version}, {plural(len(dims), 'table')}, {plural(rows, 'row')}"
-    return Check(f"model {name}", "OK", found), table_bytes
+    tables = plural(len(version.tables), "table")
+    found = f"version {version.version}, {tables}, {plural(rows, 'row')}"
+    return Check(f"model {name}", "OK", found), version
+
+
+def _bytes(version: ModelVersion) -> int:
+    return sum(files.bytes for files in version.tables.values())
+
+
+def redis(settings: RedisSettings, tables: Sequence[EmbeddingTable]) -> Iterator[Check]:
+    """Whether Redis answers, and holds each table the way it would be read."""
+    from hps.tiers.redis import RedisTier
+
+    patience = min(settings.timeout_ms, REDIS_PATIENCE_MS)
+    tier = RedisTier(settings.model_copy(update={"timeout_ms": patience}))
+    try:
+        for table in tables:
+            name = f"Redis: {table.model}/{table.name}"
+            try:
+                tier.check(table)
+                used = tier.usage(table)
+            except TierTimeout as error:
+                yield failed("Redis", error, "start it, or correct tiers.redis")
+                return
+            except TierError as error:
+                yield failed(name, error, "start it, or correct tiers.redis")
+            else:
+                found = f"{plural(used.entries, 'row')}, {size(used.bytes)}, {settings.layout}"
+                yield Check(name, "OK", found)
+    finally:
+        tier.close()
 
 
 def database(path: Path, table_bytes: int) -> Check:

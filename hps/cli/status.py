@@ -146,10 +146,14 @@ def _show_tiers(report: dict[str, Any]) -> None:
     rows = []
     for name in names:
         tier, keys = tiers.get(name, {}), answered.get(name, 0)
-        facts = tier.get("kind", ""), tier.get("circuit", "")
+        kind = "shared" if tier.get("shared") else tier.get("kind", "")
+        facts = kind, tier.get("circuit", "")
         rows.append((name, *facts, count(keys), share(keys, total)))
     columns = ("tier", "kind", "circuit", "keys answered", "share")
     print_table(columns, rows, styles={"open": "red", "half-open": "yellow"})
+    for name, tier in tiers.items():
+        if tier.get("problem"):
+            warn(f"{name} does not answer: {tier['problem']}")
 
 
 def _show_loading(report: dict[str, Any]) -> None:

@@ -63,8 +63,10 @@ def tables(
 
 
 def flatten(status: dict[str, Any]) -> list[dict[str, Any]]:
-    """One entry per table, from a node's status: rows and bytes in the store, rows in the cache."""
-    kinds = {tier["name"]: tier["kind"] for tier in status["tiers"]}
+    """One entry per table, from a node's status: rows and bytes in the store, rows in the node's caches;
+    what a shared tier holds of it stands under ``shared``."""
+    shared = [tier["name"] for tier in status["tiers"] if tier.get("shared")]
+    kinds = {t["name"]: t["kind"] for t in status["tiers"] if t["name"] not in shared}
     found = []
     for model in status["models"]:
         for table in model["tables"]:
@@ -83,6 +85,10 @@ def flatten(status: dict[str, Any]) -> list[dict[str, Any]]:
                     "bytes": rows * table["dim"] * ITEM_BYTES.get(table["dtype"], 4),
                     "cached_rows": cached,
                     "rows_by_tier": held,
+                    "shared": {
+                        tier: {"rows": held.get(tier), "bytes": table.get("bytes", {}).get(tier)}
+                        for tier in shared
+                    },
                     "miss_policy": table["miss_policy"],
                 }
             )
@@ -90,8 +96,13 @@ def flatten(status: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
+    shared = list(rows[0]["shared"]) if rows else []
     print_table(
-        ("model", "version", "table", "dim", "dtype", "rows", "vectors", "cached", "on a miss"),
+        (
+            *("model", "version", "table", "dim", "dtype", "rows", "vectors", "cached"),
+            *(f"in {tier}" for tier in shared),
+            "on a miss",
+        ),
         [
             (
                 row["model"],
@@ -102,8 +113,17 @@ def show(rows: list[dict[str, Any]]) -> None:
                 count(row["rows"]),
                 size(row["bytes"]),
                 share(row["cached_rows"], row["rows"]),
+                *(_held(row["shared"][tier]) for tier in shared),
                 row["miss_policy"],
             )
             for row in rows
         ],
     )
+
+
+def _held(found: dict[str, Any]) -> Number:
+    """Rows of a table in a shared tier, and the memory they take there where it has told."""
+    if found["rows"] is None:
+        return Number("-")
+    taken = "" if found["bytes"] is None else f" ({size(found['bytes'])})"
+    return Number(f"{found['rows']:,}{taken}")

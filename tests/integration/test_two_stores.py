@@ -9,8 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import yaml
 
 import hps
+from hps.cli.checks import configured
+from hps.config import load_config
 from hps.config.model_schema import FeatureSpec, MissPolicySpec, ModelSpec, TableSpec
 from hps.models.writer import write_version
 from hps.tiers.redis import RedisTier
@@ -204,6 +207,33 @@ def test_status_tells_about_redis(server, open_node):
     until(reported)
     assert tier(node, "redis")["reachable"]
     assert metric(node, "hps_table_rows", tier="redis") == KEYS
+
+
+def test_the_doctor_looks_at_every_table(server, folder, open_node, tmp_path):
+    redis = {"addresses": [server.address], "initial_cache_rate": 1.0}
+    open_node(redis)
+    file = tmp_path / "hps.yaml"
+
+    def found(**changes):
+        tiers = {"redis": {**redis, **changes}, "rocksdb": {"path": str(tmp_path / "none")}}
+        file.write_text(
+            yaml.safe_dump({"models": {"repository": str(folder / "models")}, "tiers": tiers})
+        )
+        checks = {c.name: c for c in configured(load_config(file, environ={}))}
+        return next((c for name, c in checks.items() if name.startswith("Redis")), None)
+
+    check = found()
+    assert (check.name, check.verdict) == ("Redis: ctr/user", "OK")
+    assert check.found.startswith("2,000 rows, ")
+    assert check.found.endswith("kB, native")
+    check = found(partitions=3)
+    assert check.verdict == "FAIL"
+    assert "partitions in Redis: 8, here: 3" in check.found
+    assert "tiers.redis.partitions" in check.mend
+    server.kill()
+    check = found()
+    assert check.verdict == "FAIL"
+    assert server.address in check.found
 
 
 # -- what does not fit ------------------------------------------------------------------------------

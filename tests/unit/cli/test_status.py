@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 from typer.testing import CliRunner
 
 from hps.cli.main import app
-from hps.cli.status import _show, keys_by_tier, requests
-from hps.cli.tables import flatten
+from hps.cli.status import _show, _show_tiers, keys_by_tier, requests
+from hps.cli.tables import flatten, show
 from hps.client import Client
 from hps.client.wire import Sample
 
@@ -39,7 +42,7 @@ def test_quantiles_are_bucket_bounds_summed_over_codes() -> None:
     assert requests(samples)[0]["p99_s"] is None
 
 
-STATUS = {
+STATUS: dict[str, Any] = {
     "tiers": [{"name": "cpu", "kind": "cache"}, {"name": "rocksdb", "kind": "store"}],
     "models": [
         {
@@ -63,6 +66,42 @@ def test_a_table_counts_the_stores_rows_and_the_vectors_bytes() -> None:
     (table,) = flatten(STATUS)
     assert (table["rows"], table["cached_rows"], table["bytes"]) == (40, 10, 40 * 8 * 2)
     assert (table["model"], table["version"], table["table"]) == ("m", 3, "t")
+
+
+def with_redis(**redis: Any) -> dict[str, Any]:
+    status = copy.deepcopy(STATUS)
+    found = {"name": "redis", "kind": "cache", "shared": True, "circuit": "open", **redis}
+    status["tiers"].insert(1, found)
+    status["models"][0]["tables"][0]["rows"]["redis"] = 25
+    return status
+
+
+def test_a_shared_tier_is_no_cache_of_the_node(capsys: pytest.CaptureFixture[str]) -> None:
+    status = with_redis()
+    (table,) = flatten(status)
+    assert (table["rows"], table["cached_rows"]) == (40, 10)
+    assert table["shared"] == {"redis": {"rows": 25, "bytes": None}}
+    show([table])
+    assert "in redis" in capsys.readouterr().out
+    status["models"][0]["tables"][0]["bytes"] = {"redis": 2_000_000}
+    (table,) = flatten(status)
+    show([table])
+    assert "25 (2.0 MB)" in capsys.readouterr().out
+
+
+def test_a_shared_tier_may_be_the_only_store() -> None:
+    status = with_redis()
+    del status["models"][0]["tables"][0]["rows"]["rocksdb"]
+    del status["tiers"][2]
+    (table,) = flatten(status)
+    assert (table["rows"], table["cached_rows"]) == (25, 10)
+
+
+def test_a_redis_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    _show_tiers({**with_redis(problem="redis: refused"), "keys_by_tier": {"cpu": 3}})
+    shown = capsys.readouterr()
+    assert "shared" in shown.out
+    assert "redis does not answer: redis: refused" in shown.out + shown.err
 
 
 def test_a_loading_server_tells_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
