@@ -20,7 +20,7 @@ import numpy as np
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.checks import check_keys, check_part, check_rows
 from hps.tiers.rocksdb_checkpoint import checkpoint, restore
-from hps.tiers.rocksdb_database import Database
+from hps.tiers.rocksdb_database import Database, Family
 from hps.tiers.rocksdb_errors import NAME
 from hps.tiers.rocksdb_layout import CodeArray
 from hps.tiers.rocksdb_load import BulkLoad, LoadRecord, ingest_folder
@@ -28,11 +28,14 @@ from hps.tiers.rocksdb_open import Access, OpenSettings, Tuning
 from hps.tiers.rocksdb_rows import Scanned, VersionedRows
 from hps.tiers.rocksdb_space import StoreFigures
 from hps.tiers.row_values import Layout
-from hps.types import EmbeddingTable, KeyArray, Source, VectorArray, VersionArray
+from hps.types import EmbeddingTable, IndexArray, KeyArray, Source, VectorArray, VersionArray
 
 __all__ = ["Access", "LoadRecord", "RocksDbTier", "Scanned", "StoreFigures", "Tuning", "restore"]
 
 _TUNING = Tuning()
+# What is read of so many rows is still in the processor's cache when it is copied out: 13 % of a fetch of
+# 100,000 keys, with mapped files 30 %. Each slice waits once for the interpreter lock: not much smaller.
+_READ_SLICE = 4096
 
 
 class RocksDbTier:
@@ -211,23 +214,32 @@ class RocksDbTier:
             return
         code = family.codec.codes(part.keys[part.missing])
         order = np.argsort(code)
-        stored = self._rows.read(family, code[order])
-        at = order[stored.at]
-        found = part.missing[at]
-        part.out[found] = stored.vectors
-        part.versions[found] = stored.versions
-        part.source[found] = Source.ROCKSDB
-        if len(stored.dead_at):
-            live = self._rows.remembered(part.table, stored.dead_versions)
-            dead = order[stored.dead_at[live]]
-            part.versions[part.missing[dead]] = stored.dead_versions[live]
-            at = np.concatenate([at, dead])
+        slices = [order[i : i + _READ_SLICE] for i in range(0, len(order), _READ_SLICE)]
+        answered = [self._fetch_slice(family, part, code[at], at) for at in slices]
+        at = answered[0] if len(answered) == 1 else np.concatenate(answered)
         if len(at) == len(code):
             part.missing = part.missing[:0]
         elif len(at):
             left = np.ones(len(code), bool)
             left[at] = False
             part.missing = part.missing[left]
+
+    def _fetch_slice(
+        self, family: Family, part: Part, code: CodeArray, order: IndexArray
+    ) -> IndexArray:
+        """Ascending codes, which stand at ``order`` of what is missing; those of it that are answered."""
+        stored = self._rows.read(family, code)
+        at = order[stored.at]
+        found = part.missing[at]
+        part.out[found] = stored.vectors
+        part.versions[found] = stored.versions
+        part.source[found] = Source.ROCKSDB
+        if not len(stored.dead_at):
+            return at
+        live = self._rows.remembered(part.table, stored.dead_versions)
+        dead = order[stored.dead_at[live]]
+        part.versions[part.missing[dead]] = stored.dead_versions[live]
+        return np.concatenate([at, dead])
 
     # -- writing ----------------------------------------------------------------------------------
 

@@ -372,13 +372,13 @@ class TestBulkLoad:
 class TestFetch:
     def test_thousands_of_keys_in_any_order(self, tmp_path):
         rng = np.random.default_rng(5)
-        keys = np.unique(rng.integers(-(2**63), 2**63 - 1, 5000))
+        keys = np.unique(rng.integers(-(2**63), 2**63 - 1, 20_000))
         rng.shuffle(keys)
         vectors = rng.random((len(keys), DIM), np.float32)
         tier = RocksDbTier(tmp_path)
         items = table()
         tier.insert(items, keys, vectors, np.full(len(keys), 3, np.uint64))
-        wanted = rng.permutation(np.concatenate([keys[:3000], np.arange(100)]))
+        wanted = rng.permutation(np.concatenate([keys[:15_000], np.arange(100)]))
         part = fetch(tier, items, wanted)
         at = {int(k): i for i, k in enumerate(keys)}
         expected = np.array([vectors[at[k]] if k in at else [-1] * DIM for k in wanted.tolist()])
