@@ -94,17 +94,14 @@ def native_core() -> Check:
 
 
 def gpu() -> Check:
-    device = Path("/dev/nvidia0").exists()
-    try:
-        cupy = metadata.version("cupy-cuda12x")
-    except metadata.PackageNotFoundError:
-        cupy = None
-    if device and cupy is None:
-        mend = "pip install 'hps-server[gpu]'"
-        return Check("GPU", "WARN", "there is one, but its packages are missing", mend)
-    if device:
-        return Check("GPU", "OK", f"there is one, cupy {cupy}")
-    return Check("GPU", "OK", "none; hps serves from the CPU")
+    """Whether there is a GPU, and whether its packages work."""
+    if not Path("/dev/nvidia0").exists():
+        return Check("GPU", "OK", "none; hps serves from the CPU")
+    from hps.cuda.loader import lacking
+
+    if why := lacking():
+        return Check("GPU", "WARN", f"there is one, but {why}", "pip install 'hps-server[gpu]'")
+    return Check("GPU", "OK", "there is one, and CuPy can use it")
 
 
 def open_files(limit: int) -> Check:

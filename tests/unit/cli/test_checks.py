@@ -64,15 +64,17 @@ def test_a_missing_package_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check.mend == "pip install no-such-package"
 
 
-def test_a_gpu_without_its_packages_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> str:
-        raise checks.metadata.PackageNotFoundError(name)
-
+@pytest.mark.parametrize(("lacks", "verdict"), [("there is no CuPy", "WARN"), (None, "OK")])
+def test_a_gpu_that_cannot_be_used_is_warned_of(
+    lacks: str | None, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hps.cuda.loader.lacking", lambda: lacks)
     monkeypatch.setattr(checks.Path, "exists", lambda _path: True)
-    monkeypatch.setattr(checks.metadata, "version", missing)
-    assert checks.gpu().verdict == "WARN"
-    monkeypatch.setattr(checks.metadata, "version", lambda _name: "13.0")
-    assert checks.gpu().verdict == "OK"
+    check = checks.gpu()
+    assert check.verdict == verdict
+    assert (lacks or "CuPy can use it") in check.found
+    monkeypatch.setattr(checks.Path, "exists", lambda _path: False)
+    assert "serves from the CPU" in checks.gpu().found
 
 
 def test_an_error_is_split_into_what_was_found_and_the_mend() -> None:
