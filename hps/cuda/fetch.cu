@@ -130,8 +130,8 @@ __device__ __forceinline__ bool fetch_one(const FetchPart& p, u32 i, const Tile<
   const size_t at = FORM == TIER && p.positions ? (size_t)p.positions[i] : i;
   const u64 key = p.keys[at], hash = mix(key);
   const u32 home = home_half(hash, p.buckets);
-  const Slot slot = load<KEEP>(slot_at(p.lines, home, tile.rank & (HALF - 1)), policy);
-  const Found found = look<T, KEEP>(p.lines, p.buckets, key, hash, home, slot, tile, policy);
+  const Half<T> half = load_half<T, KEEP>(p.lines, home, tile, policy);
+  const Found found = look<T, KEEP>(p.lines, p.buckets, key, hash, home, half, tile, policy);
   bool hit = false;
   if (found.lane >= 0) {
 #ifdef HPS_SLOW_READS

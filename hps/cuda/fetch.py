@@ -134,7 +134,7 @@ class _Plan:
     def __init__(self, tables: Sequence[GpuTable]) -> None:
         sizes = {table.table.row_bytes for table in tables}
         self.row_bytes = reduce(or_, sizes)
-        self.tile = tile_of(max(sizes))
+        self.tile = tile_of(max(sizes), 0)
         self._size = max(sizes) if len(sizes) == 1 else 0
         self._flags = {
             "stamp": any(table.stamping for table in tables),
@@ -174,7 +174,7 @@ class Direct:
         """``keys (n,)``, n > 0; ``out (n, dim)`` or, for ``launch.NUMBERS``, ``(n,) uint32``. ``misses
         (4 + n,) uint32``: [0] must be zero and counts them, from [4] on stand their positions, in no
         order."""
-        tile = tile or tile_of(table.table.row_bytes)
+        tile = tile or tile_of(table.table.row_bytes, len(keys))
         args = Struct(FETCH_ARGS)
         args["misses"], args["miss_count"] = misses.data.ptr + 16, misses.data.ptr
         args["parts"] = 1

@@ -123,7 +123,7 @@ __device__ __forceinline__ u64 keep_policy() {
 // The lane of the tile that holds `key` in `slot`, or -1.
 template <int T>
 __device__ __forceinline__ int holder(const Slot& slot, u64 key, const Tile<T>& tile) {
-  const bool probes = T == HALF || tile.rank < HALF;
+  const bool probes = T <= HALF || tile.rank < HALF;
   return tile.which(probes && slot.key == key && !(slot.word & EMPTY));
 }
 
@@ -134,21 +134,51 @@ struct Found {
   int lane;
 };
 
-// Looks for a key whose slot of the home half, at this thread's rank, is loaded already.
+// A half bucket: each of the tile's first four threads has a slot of it, or both threads of a tile
+// of two have two.
+template <int T>
+struct Half {
+  static constexpr int EACH = T < HALF ? HALF / T : 1;
+  Slot slot[EACH];
+};
+
+template <int T, bool KEEP>
+__device__ __forceinline__ Half<T> load_half(char* lines, u32 half, const Tile<T>& tile,
+                                             u64 policy) {
+  Half<T> loaded;
+#pragma unroll
+  for (int k = 0; k < Half<T>::EACH; k++)
+    loaded.slot[k] = load<KEEP>(slot_at(lines, half, (tile.rank & (HALF - 1)) + k * T), policy);
+  return loaded;
+}
+
+// Takes the slot that holds `key` into `found`, if this thread has it.
+template <int T>
+__device__ __forceinline__ void pick(Found& found, const Half<T>& loaded, char* lines, u32 half,
+                                     u64 key, const Tile<T>& tile) {
+#pragma unroll
+  for (int k = 0; k < Half<T>::EACH; k++)
+    if (loaded.slot[k].key == key && !(loaded.slot[k].word & EMPTY)) {
+      found.slot = loaded.slot[k];
+      found.place = slot_at(lines, half, (tile.rank & (HALF - 1)) + k * T);
+    }
+}
+
+// Looks for a key whose home half is loaded already.
 template <int T, bool KEEP>
 __device__ __forceinline__ Found look(char* lines, u32 buckets, u64 key, u64 hash, u32 home,
-                                      const Slot& loaded, const Tile<T>& tile, u64 policy) {
-  const int rank = tile.rank & (HALF - 1);
-  Found found = {loaded, slot_at(lines, home, rank), holder(loaded, key, tile)};
+                                      const Half<T>& loaded, const Tile<T>& tile, u64 policy) {
+  Found found = {{0, EMPTY, 0}, lines, -1};
+  pick(found, loaded, lines, home, key, tile);
+  found.lane = holder(found.slot, key, tile);
   if (found.lane >= 0) return found;
   const u32 second = second_half(hash, buckets, home);
-  char* const other = slot_at(lines, home ^ 1, rank);
-  char* const third = slot_at(lines, second, rank);
-  const Slot a = load<KEEP>(other, policy), b = load<KEEP>(third, policy),
-             c = load<KEEP>(third + HALF * SLOT_BYTES, policy);
-  found.slot = a, found.place = other;
-  if (b.key == key && !(b.word & EMPTY)) found.slot = b, found.place = third;
-  if (c.key == key && !(c.word & EMPTY)) found.slot = c, found.place = third + HALF * SLOT_BYTES;
+  const Half<T> a = load_half<T, KEEP>(lines, home ^ 1, tile, policy),
+                b = load_half<T, KEEP>(lines, second, tile, policy),
+                c = load_half<T, KEEP>(lines, second + 1, tile, policy);
+  pick(found, a, lines, home ^ 1, key, tile);
+  pick(found, b, lines, second, key, tile);
+  pick(found, c, lines, second + 1, key, tile);
   found.lane = holder(found.slot, key, tile);
   return found;
 }

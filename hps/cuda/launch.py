@@ -93,6 +93,8 @@ ROWS, TIER, NUMBERS = 0, 1, 2
 """Forms of fetch: rows only; rows, versions and sources; row numbers."""
 
 WRITE_TILE = 4
+MANY_KEYS = 1 << 17
+"""So many keys fill the device also with two threads each."""
 
 
 def unit_of(sizes: int) -> int:
@@ -101,8 +103,10 @@ def unit_of(sizes: int) -> int:
     return 4 if sizes & 15 and not sizes & 3 else 2 if sizes & 3 else 16
 
 
-def tile_of(row_bytes: int) -> int:
+def tile_of(row_bytes: int, keys: int) -> int:
     """Threads per key, as measured to be fastest; see README.md."""
+    if row_bytes <= 32 and keys >= MANY_KEYS:
+        return 2
     return 4 if row_bytes <= 256 else 8
 
 

@@ -98,17 +98,16 @@ __device__ __forceinline__ void store_values(char* row, u32 at, bool half,
 template <int T, int UNIT>
 __device__ __forceinline__ u32 sum_bag(const PoolPart& p, i64 begin, i64 end, u32 at, bool real,
                                        Values<UNIT>& sum, float& total, const Tile<T>& tile) {
-  const int rank = tile.rank & (HALF - 1);
   u32 missing = 0;
   u64 key = p.keys[begin], hash = mix(key);
   u32 home = home_half(hash, p.buckets);
-  Slot slot = load_slot(slot_at(p.lines, home, rank));
+  Half<T> half = load_half<T, false>(p.lines, home, tile, 0);
   for (i64 k = begin; k < end; k++) {
-    const Found found = look<T, false>(p.lines, p.buckets, key, hash, home, slot, tile, 0);
+    const Found found = look<T, false>(p.lines, p.buckets, key, hash, home, half, tile, 0);
     if (k + 1 < end) {  // the next key's slot is under way while this one's row is
       key = p.keys[k + 1], hash = mix(key);
       home = home_half(hash, p.buckets);
-      slot = load_slot(slot_at(p.lines, home, rank));
+      half = load_half<T, false>(p.lines, home, tile, 0);
     }
     const u32 word =
         found.lane < 0 ? TOMBSTONE : __shfl_sync(tile.mask, found.slot.word, found.lane);

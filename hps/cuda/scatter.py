@@ -38,18 +38,12 @@ class Answers:
 
     @staticmethod
     def make(staging: Staging, table: EmbeddingTable, n: int) -> Answers:
-        rows, rows_at = staging.room(n * table.row_bytes)
-        versions, versions_at = staging.room(8 * n)
-        sources, sources_at = staging.room(n)
-        positions, positions_at = staging.room(8 * n)
-        return Answers(
-            table,
-            rows.view(table.dtype).reshape(n, table.dim),
-            versions.view(np.uint64),
-            sources,
-            positions.view(np.int64),
-            (rows_at, versions_at, sources_at, positions_at),
-        )
+        rows, rows_at = staging.room(n * table.dim, table.dtype)
+        versions, versions_at = staging.room(n, np.uint64)
+        sources, sources_at = staging.room(n, np.uint8)
+        positions, positions_at = staging.room(n, np.int64)
+        at = (rows_at, versions_at, sources_at, positions_at)
+        return Answers(table, rows.reshape(n, table.dim), versions, sources, positions, at)
 
 
 def scatter(

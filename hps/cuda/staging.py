@@ -31,11 +31,12 @@ class Staging:
         self.base = self._pinned.ptr if self.in_place else self._device.data.ptr
         self.used = 0
 
-    def room(self, nbytes: int) -> tuple[NDArray[np.uint8], int]:
-        """The next ``nbytes`` of the buffer, and their address for kernels."""
+    def room(self, count: int, dtype: Any) -> tuple[NDArray[Any], int]:
+        """The next ``count`` values of the buffer, and their address for kernels."""
         start = self.used
-        self.used = start + padded(nbytes)
-        return self.host[start : start + nbytes], self.base + start
+        array: NDArray[Any] = np.frombuffer(self.host, dtype, count, start)
+        self.used = start + padded(array.nbytes)
+        return array, self.base + start
 
     def put(self, array: Any) -> int:
         """The address for kernels of ``array``, which is copied into the buffer if it is on the host; 0 for
@@ -44,8 +45,8 @@ class Staging:
             return 0
         if not isinstance(array, np.ndarray):
             return int(array.data.ptr)
-        view, address = self.room(array.nbytes)
-        view.view(array.dtype)[:] = array
+        there, address = self.room(array.size, array.dtype)
+        there[:] = array
         return address
 
     def send(self, stream: Any) -> None:

@@ -14,8 +14,8 @@ from hps.cuda.loader import Struct, cupy, kernel
 from hps.errors import ConfigError
 from hps.types import EmbeddingTable
 
-KEEP_LINES_BELOW = 80 << 20
-"""Lines of this size in all are asked to stay in the second-level cache."""
+KEEP_LINES_BELOW, KEEP_ROWS_FROM = 80 << 20, 256
+"""Lines of this size in all are asked to stay in the second-level cache if rows are this large."""
 
 
 class GpuTable:
@@ -61,7 +61,9 @@ class GpuTable:
             self.versions.data.ptr,
         )
         self.sizes = (shape.buckets, shape.stride, table.row_bytes, shape.device_rows)
-        self.keep = self.lines.nbytes <= KEEP_LINES_BELOW
+        self.keep = self.lines.nbytes <= KEEP_LINES_BELOW and shape.stride >= KEEP_ROWS_FROM
+        # What fetch is told of the policy: 0 when hits leave no trace.
+        self.stamping = 0 if self.policy is Policy.SCORE else int(self.policy)
         self.filled = 0  # of a static table: rows written, which no later write takes
         self.sealed = False
         self.clock = 1
@@ -93,11 +95,6 @@ class GpuTable:
         """The score of a row when it comes, unless the caller gives one."""
         return {Policy.LRU: self.now, Policy.LFU: self.now + 1}.get(self.policy, 0)
 
-    @property
-    def stamping(self) -> int:
-        """What fetch is told of the policy: 0 when hits leave no trace."""
-        return 0 if self.policy is Policy.SCORE else int(self.policy)
-
     def scan_args(self, **fields: int) -> Struct:
         """Arguments of scan.cu's kernels for this table."""
         args = Struct(SCAN_ARGS)
@@ -128,14 +125,17 @@ class GpuTable:
         counts = self._scan(stream)
         return int(counts[0]), int(counts[1])
 
-    def export(self, stream: Any, least: int = 0) -> tuple[Any, Any, Any, Any]:
+    def export(
+        self, stream: Any, least: int = 0, *, with_versions: bool = True
+    ) -> tuple[Any, Any, Any, Any]:
         """Device arrays of the resident rows whose score is at least ``least``: keys (n,), vectors (n, dim),
-        versions (n,), scores (n,) uint32. In no order. Waits for ``stream``."""
+        versions (n,) or None, scores (n,) uint32. In no order. Waits for ``stream``."""
         cp = cupy()
         with stream:
             room = int(self._scan(stream, least=least)[0])
             keys, numbers = cp.empty(room, np.int64), cp.empty(room, np.uint32)
-            scores, versions = cp.empty(room, np.uint32), cp.empty(room, np.uint64)
+            scores = cp.empty(room, np.uint32)
+            versions = cp.empty(room, np.uint64) if with_versions else None
             vectors = cp.empty((room, self.table.dim), self.table.dtype)
             if room:
                 pointers = {"keys": keys.data.ptr, "numbers": numbers.data.ptr}

@@ -39,6 +39,7 @@ static_assert(sizeof(WriteArgs) == 152, "as launch.py has it");
 constexpr u64 NOTHING = ~0ULL;
 constexpr int TILE = 4;
 constexpr int CHOICES = 4;  // halves that a key may live in
+constexpr int BATCH = 2;    // moves of a row at a time
 
 // Which of several entries with the same key counts: the highest version, on equal versions the
 // last. A thread per key; scratch ends up holding the winner of each key, position says where.
@@ -82,8 +83,17 @@ __device__ __forceinline__ void fill_row(const WriteArgs& a, u32 row, u32 i,
   if (a.tombstone) return;
   const unit* from = (const unit*)(a.vectors + (size_t)i * a.row_bytes);
   unit* to = (unit*)row_at(a, row, a.stride);
-#pragma unroll 4
-  for (int c = tile.rank; c < (int)a.row_bytes / UNIT; c += TILE) to[c] = __ldcs(from + c);
+  const int units = (int)a.row_bytes / UNIT;
+  for (int first = tile.rank; first < units; first += BATCH * TILE) {
+    unit value[BATCH];  // loads before stores, which might be to the same place for all the
+                        // compiler knows
+#pragma unroll
+    for (int m = 0; m < BATCH; m++)
+      if (first + m * TILE < units) value[m] = __ldcs(from + first + m * TILE);
+#pragma unroll
+    for (int m = 0; m < BATCH; m++)
+      if (first + m * TILE < units) to[first + m * TILE] = value[m];
+  }
 }
 
 // The slot to take for a key that is not resident, as choice * 4 + rank, or -1 when there is none:
@@ -221,7 +231,7 @@ __device__ __forceinline__ void show(const WriteArgs& a, u32 i, const Place& pla
 // Each key that counts gets a spare row, filled before it is shown in a slot. Updates leave keys
 // alone that are not resident. A tile of 4 threads per key.
 template <int UNIT, bool UPDATE>
-__global__ void __launch_bounds__(BLOCK, UPDATE ? 8 : 5)
+__global__ void __launch_bounds__(BLOCK, UPDATE ? 8 : 6)
     write_kernel(const __grid_constant__ WriteArgs a) {
   __shared__ u32 counted[3];
   if (threadIdx.x < 3) counted[threadIdx.x] = 0;

@@ -298,11 +298,14 @@ class GpuCache:
                 self.direct.fetch(held, cp.asarray(keys), out, misses, form=2, stamp=False)
         return out
 
-    def export(self, table: EmbeddingTable, least: int = 0) -> tuple[Any, Any, Any, Any]:
-        """Device arrays keys, vectors, versions and scores of the rows with a score of at least ``least``
-        (see `Policy`). The writer's to call."""
+    def export(
+        self, table: EmbeddingTable, least: int = 0, *, with_versions: bool = True
+    ) -> tuple[Any, Any, Any, Any]:
+        """Device arrays keys, vectors, versions (or None) and scores of the rows with a score of at least
+        ``least`` (see `Policy`). The writer's to call."""
         with self._device:
-            return self.held(table).export(self._writer.stream, least)
+            stream = self._writer.stream
+            return self.held(table).export(stream, least, with_versions=with_versions)
 
     def size(self, table: EmbeddingTable) -> int:
         """Rows held of ``table``, tombstones not counted. The writer's to call: it waits for the device."""

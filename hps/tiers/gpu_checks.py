@@ -100,9 +100,9 @@ def checked(table: EmbeddingTable, name: str, array: Any, n: int, device: int) -
             f"table {table.id}: {name} must be {shape} {dtype}, C-contiguous, got {array.shape} "
             f"{array.dtype}{strided}; one entry per key is expected, and rows of {table.dim} values"
         )
-    if not isinstance(array, np.ndarray) and array.device.id != device:
+    if not isinstance(array, np.ndarray) and array.data.device_id != device:
         raise BadRequest(
-            f"table {table.id}: {name} is on device {array.device.id}, the cache on {device}; "
+            f"table {table.id}: {name} is on device {array.data.device_id}, the cache on {device}; "
             "copy it there"
         )
     return array

@@ -10,6 +10,7 @@ EXPRESSIONS = {
     "fetch.cu": [
         launch.fetch_name(tile, unit, moves, form, stamp=stamp, keep=keep)
         for tile, unit, moves in [
+            (2, 16, 1),
             (4, 16, 0),
             (8, 16, 0),
             (4, 16, 2),

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from hps.cuda import layout
+from hps.cuda import launch, layout
 from hps.cuda.layout import EMPTY, NO_ROW, ROW_MASK, SLOT, TOMBSTONE, Policy
 from hps.cuda.loader import cupy
 from hps.cuda.twin import TwinTable
@@ -199,6 +199,32 @@ def test_what_is_used_stays():
     assert len(fetch(cache, table, hot).missing) < 0.005 * len(hot)
 
 
+@pytest.mark.parametrize("tile", [2, 4, 8])
+@pytest.mark.parametrize("form", [launch.ROWS, launch.NUMBERS])
+def test_threads_of_every_number_find_the_same(tile, form):
+    """Two threads a key are chosen for many keys only."""
+    table = EmbeddingTable.make("t", 8)
+    cache, cp = GpuCache({table: 8000}), cupy()
+    keys = np.random.default_rng(6).permutation(12_000)
+    cache.insert(table, keys[:6000].copy(), rows_of(table, keys[:6000]), versions_of(keys[:6000]))
+    held, misses = cache.held(table), cp.zeros(4 + len(keys), np.uint32)
+    out = cp.zeros(len(keys) if form else (len(keys), 8), np.uint32 if form else np.float32)
+    cache.direct.fetch(held, cp.asarray(keys), out, misses, form=form, tile=tile)
+    missing = len(fetch(cache, table, keys).missing)
+    if form == launch.NUMBERS:
+        numbers = out.get()
+        found = numbers != NO_ROW
+        out = cp.zeros((int(found.sum()), 8), np.float32)
+        held.gather(cp.cuda.get_current_stream(), cp.asarray(numbers[found]), out)
+        np.testing.assert_array_equal(out.get(), rows_of(table, keys[found]))
+        assert len(keys) - found.sum() == missing
+    else:
+        misses = misses.get()
+        assert misses[0] == missing
+        found = np.setdiff1d(np.arange(len(keys)), misses[4 : 4 + missing])
+        np.testing.assert_array_equal(out.get()[found], rows_of(table, keys[found]))
+
+
 def test_many_tables_in_more_than_one_launch():
     tables = [EmbeddingTable.make(f"t{i}", 1 + i % 9) for i in range(70)]
     cache = GpuCache(dict.fromkeys(tables, 500))
@@ -236,6 +262,7 @@ def test_contains_row_numbers_and_export():
     np.testing.assert_array_equal(vectors, rows_of(table, exported))
     assert (versions == NOW).all()
     assert (scores >= 1).all()
+    assert cache.export(table, with_versions=False)[2] is None
     cache.clear(table)
     assert cache.size(table) == 0
     assert len(fetch(cache, table, keys).missing) == len(keys)
