@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import lzma
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,18 @@ from hps.types import KeyArray, as_keys
 BLOCK_BYTES = 4 << 20
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+_DAMAGE = (
+    OverflowError,
+    EOFError,
+    MemoryError,
+    OSError,
+    RuntimeError,  # an encrypted zip; JSON that nests too deep
+    ValueError,
+    lzma.LZMAError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +86,23 @@ def mapped(array: NDArray[Any]) -> Callable[[int], Iterator[NDArray[Any]]]:
             yield array[start : start + rows]
 
     return blocks
+
+
+def empty(_rows: int) -> Iterator[NDArray[Any]]:
+    """Blocks of an array without elements, whatever its shape claims."""
+    return iter(())
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What the readers of zip, Parquet and JSON raise for a damaged or hostile file, as ModelError."""
+    try:
+        yield
+    except _DAMAGE as error:
+        reason = " ".join(f"{error}".split())[:300] or type(error).__name__
+        raise ModelError(
+            f"{path} cannot be read: {reason}; it is damaged, or not what its name says: write it again"
+        ) from error
 
 
 def block_rows(dim: int) -> int:

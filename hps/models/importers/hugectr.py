@@ -34,7 +34,9 @@ def _folder_table(path: Path, choice: TableChoice) -> ImportTable:
         raise ModelError(f"table '{choice.name}': HugeCTR folders bring their own keys, one each")
     source = choice.sources[0] if choice.sources else choice.name
     name = choice.name or table_name(Path(source).name)
-    folder = Path(source) if Path(source).is_dir() else path / source
+    folder = (
+        Path(source) if not (path / source).is_dir() and Path(source).is_dir() else path / source
+    )
     key_bytes, vector_bytes = (_size(folder / file) for file in (KEY_FILE, VECTOR_FILE))
     rows = key_bytes // KEY_BYTES
     if not rows or vector_bytes % (rows * VALUE_BYTES):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import zipfile
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from hps.errors import ModelError
-from hps.models.importers.arrays import ArrayFile, StoredArray, mapped
+from hps.models.importers.arrays import ArrayFile, StoredArray, empty, mapped
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
@@ -31,6 +32,8 @@ def open_npz(path: Path) -> ArrayFile:
                     header_bytes = stream.tell()
             except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
                 raise ModelError(f"{path}: array '{name}' is not readable: {error}") from error
+            if min(shape, default=0) < 0:
+                raise ModelError(f"{path}: array '{name}' has a negative shape: {list(shape)}")
             if dtype.hasobject:
                 raise ModelError(
                     f"{path}: array '{name}' holds pickled Python objects, which are never executed; "
@@ -38,7 +41,7 @@ def open_npz(path: Path) -> ArrayFile:
                 )
             if entry.compress_type == zipfile.ZIP_STORED:
                 offset = data_offset(path, entry) + header_bytes
-                expected = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+                expected = math.prod(shape) * dtype.itemsize
                 if entry.file_size - header_bytes != expected:
                     raise ModelError(
                         f"{path}: array '{name}' has {entry.file_size - header_bytes} bytes, its "
@@ -92,8 +95,8 @@ def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 def _mapped(
     path: Path, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, fortran: bool
 ) -> Callable[[int], Iterator[NDArray[Any]]]:
-    if 0 in shape or not shape:
-        return mapped(np.empty(shape or (0,), dtype))
+    if 0 in shape or not shape or not dtype.itemsize:
+        return empty
     order: Any = "F" if fortran else "C"
     return mapped(np.memmap(path, dtype, "r", offset, shape, order))
 
@@ -102,7 +105,7 @@ def _inflated(
     path: Path, entry: str, shape: tuple[int, ...], dtype: np.dtype[Any]
 ) -> Callable[[int], Iterator[NDArray[Any]]]:
     row_shape = shape[1:]
-    row_bytes = int(np.prod(row_shape, dtype=np.int64)) * dtype.itemsize
+    row_bytes = math.prod(row_shape) * dtype.itemsize
 
     def blocks(rows: int) -> Iterator[NDArray[Any]]:
         with zipfile.ZipFile(path) as archive, archive.open(entry) as stream:

@@ -55,7 +55,7 @@ def _files(path: Path, choice: TableChoice) -> list[Path]:
         return [path]
     found: list[Path] = []
     for source in choice.sources or (f"{choice.name}.parquet",):
-        place = Path(source) if Path(source).exists() else path / source
+        place = path / source if (path / source).exists() else Path(source)
         if not place.exists() and path.is_file():
             raise ModelError(f"{place} is missing")
         parts = sorted(place.glob("*.parquet")) if place.is_dir() else [place]
@@ -66,8 +66,9 @@ def _files(path: Path, choice: TableChoice) -> list[Path]:
 
 
 def _open(file: Path) -> pq.ParquetFile:
+    # Not mapped, a row group's columns are read whole, or a page of the size that its header claims.
     try:
-        return pq.ParquetFile(file)
+        return pq.ParquetFile(file, memory_map=True)
     except FileNotFoundError:
         raise ModelError(f"{file} is missing") from None
     except (OSError, pa.ArrowException) as error:

@@ -12,6 +12,7 @@ from hps.config.model_file import load_model_spec
 from hps.config.model_schema import DenseSpec, FeatureSpec, ModelSpec
 from hps.config.problems import validate
 from hps.errors import ModelError
+from hps.models.importers.arrays import reading
 from hps.models.importers.plan import Chunk, ImportPlan, ImportTable, table_name
 from hps.models.repository import SPEC_FILE, Repository
 from hps.models.writer import write_version
@@ -39,12 +40,15 @@ def import_model(
     _check_tables(spec, plan)
     if version is None:
         version = next_version(root, name)
-    reading = progress or NoProgress()
+    shown = progress or NoProgress()
     return write_version(
         root,
         spec,
         version,
-        {table.name: _Rows(table, reading, allow_nan=allow_nan) for table in plan.tables},
+        {
+            table.name: _Rows(plan.source, table, shown, allow_nan=allow_nan)
+            for table in plan.tables
+        },
         dense=dense,
         metadata={"source": plan.source.name, "format": plan.format, **(metadata or {})},
         replace=replace,
@@ -118,14 +122,18 @@ def _check_tables(spec: ModelSpec, plan: ImportPlan) -> None:
 class _Rows:
     """Iterable of a table's chunks that reports progress and refuses broken values."""
 
-    def __init__(self, table: ImportTable, progress: Progress, *, allow_nan: bool) -> None:
+    def __init__(
+        self, source: Path, table: ImportTable, progress: Progress, *, allow_nan: bool
+    ) -> None:
+        self._source = source
         self._table = table
         self._progress = progress
         self._allow_nan = allow_nan
 
     def __iter__(self) -> Iterator[Chunk]:
         table, row = self._table, 0
-        with self._progress.task(f"importing {table.name}", table.rows) as step:
+        task = self._progress.task(f"importing {table.name}", table.rows)
+        with reading(self._source), task as step:
             for keys, vectors in table.chunks():
                 if not self._allow_nan and not np.isfinite(vectors).all():
                     bad = int(np.flatnonzero(~np.isfinite(vectors).all(axis=1))[0])

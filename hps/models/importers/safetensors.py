@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hps.errors import ModelError
-from hps.models.importers.arrays import ArrayFile, StoredArray, mapped
+from hps.models.importers.arrays import ArrayFile, StoredArray, empty, mapped
 
 _MAX_HEADER = 100 << 20
 _DTYPES = {
@@ -46,7 +47,7 @@ def open_safetensors(path: Path) -> ArrayFile:
         raise ModelError(f"{path} is missing") from None
     except OSError as error:
         raise ModelError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: its header is not JSON: not a safetensors file") from error
     if not isinstance(header, dict):
         raise ModelError(f"{path}: its header is not a JSON object: not a safetensors file")
@@ -62,10 +63,12 @@ def _array(path: Path, size: int, base: int, name: str, entry: Any) -> StoredArr
         kind, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
         begin, end = (int(n) for n in entry["data_offsets"])
     except (TypeError, KeyError, ValueError) as error:
-        raise ModelError(f"{path}: the header's entry of '{name}' is damaged: {entry}") from error
+        raise ModelError(
+            f"{path}: the header's entry of '{name}' is damaged: {str(entry)[:200]}"
+        ) from error
     dtype, stored = _DTYPES.get(kind, (kind, "<u1"))
     item = np.dtype(stored)
-    count = int(np.prod(shape, dtype=np.int64))
+    count = math.prod(shape)
     if min(shape, default=0) < 0 or not 0 <= begin <= end or base + end > size:
         raise ModelError(
             f"{path}: '{name}' lies at bytes {begin} to {end}, but only {size - base} follow the "
@@ -77,5 +80,5 @@ def _array(path: Path, size: int, base: int, name: str, entry: Any) -> StoredArr
             f"gives it {end - begin}"
         )
     if kind not in _DTYPES or not count or not shape:
-        return StoredArray(name, shape, dtype, mapped(np.empty(shape or (0,), item)))
+        return StoredArray(name, shape, dtype, empty)
     return StoredArray(name, shape, dtype, mapped(np.memmap(path, item, "r", base + begin, shape)))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hps.errors import ModelError
-from hps.models.importers.arrays import ArrayFile
+from hps.models.importers.arrays import ArrayFile, reading
 from hps.models.importers.hugectr import plan_folders, plan_ps_json
 from hps.models.importers.npz import open_npz
 from hps.models.importers.parquet import plan_parquet
@@ -50,13 +50,14 @@ def plan_import(
         if choices:
             raise ModelError("a ps.json names its tables itself; leave --table out")
         return plan_ps_json(path, model)
-    if kind == "hugectr":
-        return plan_folders(path, choices)
-    if kind == "parquet":
-        return plan_parquet(path, choices)
-    if kind not in ARRAY_FILES:
+    if kind not in SOURCES:
         raise ModelError(f"no format '{kind}'; expected one of {', '.join(SOURCES)}")
-    return ImportPlan(path, kind, tables_from_arrays(ARRAY_FILES[kind](path), choices))
+    with reading(path):
+        if kind == "hugectr":
+            return plan_folders(path, choices)
+        if kind == "parquet":
+            return plan_parquet(path, choices)
+        return ImportPlan(path, kind, tables_from_arrays(ARRAY_FILES[kind](path), choices))
 
 
 def detect(path: Path) -> str:

@@ -18,11 +18,12 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from hps.errors import ModelError
-from hps.models.importers.arrays import ArrayFile, StoredArray, mapped
+from hps.models.importers.arrays import ArrayFile, StoredArray, empty, mapped
 from hps.models.importers.npz import data_offset, open_zip
 from hps.models.importers.torch_pickle import Tensor, read_pickle
 
-_MAX_PICKLE = 256 << 20
+_MAX_PICKLE = 64 << 20
+_MAX_DEPTH = 64
 _MEND = "save the state_dict alone: torch.save(model.state_dict(), path)"
 
 
@@ -33,7 +34,7 @@ def open_torch(path: Path) -> ArrayFile:
         little = _little_endian(archive, prefix)
         tree = _read(path, archive, f"{prefix}data.pkl")
         entries = {e.filename: e for e in archive.infolist()}
-    tensors = {name or path.stem: tensor for name, tensor in _tensors(tree, "")}
+    tensors = {name or path.stem: tensor for name, tensor in _tensors(path, tree)}
     if not tensors:
         raise ModelError(f"{path} holds no tensors; {_MEND}")
     return ArrayFile(
@@ -72,10 +73,11 @@ def _prefix(path: Path, archive: zipfile.ZipFile) -> str:
 
 
 def _little_endian(archive: zipfile.ZipFile, prefix: str) -> bool:
-    try:
-        return archive.read(f"{prefix}byteorder").strip() != b"big"
-    except KeyError:
+    name = f"{prefix}byteorder"
+    if name not in archive.namelist():
         return True
+    with archive.open(name) as file:
+        return file.read(16).strip() != b"big"
 
 
 def _read(path: Path, archive: zipfile.ZipFile, name: str) -> Any:
@@ -89,22 +91,22 @@ def _read(path: Path, archive: zipfile.ZipFile, name: str) -> Any:
             f"{path}: {error}. Only tensors, dicts, lists and numbers are read, nothing is executed; "
             f"{_MEND}"
         ) from error
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
-        raise ModelError(f"{path}: its data.pkl is damaged: {error}") from error
 
 
-def _tensors(node: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+def _tensors(path: Path, tree: Any) -> Iterator[tuple[str, Tensor]]:
     """Depth first, without recursion: a hostile file may nest deeper than Python's stack."""
-    stack = [(node, name)]
+    stack = [(tree, "", 0)]
     seen: set[int] = set()
     while stack:
-        current, path = stack.pop()
-        if isinstance(current, Tensor):
-            yield path, current
-        elif isinstance(current, (Mapping, list, tuple)) and id(current) not in seen:
-            seen.add(id(current))
-            items = current.items() if isinstance(current, Mapping) else enumerate(current)
-            children = [(value, f"{path}.{key}" if path else str(key)) for key, value in items]
+        node, name, depth = stack.pop()
+        if isinstance(node, Tensor):
+            yield name, node
+        elif isinstance(node, (Mapping, list, tuple)) and id(node) not in seen:
+            if depth == _MAX_DEPTH:
+                raise ModelError(f"{path} nests deeper than {_MAX_DEPTH} dicts and lists; {_MEND}")
+            seen.add(id(node))
+            items = node.items() if isinstance(node, Mapping) else enumerate(node)
+            children = [(v, f"{name}.{key}" if name else str(key), depth + 1) for key, v in items]
             stack.extend(reversed(children))
 
 
@@ -118,9 +120,7 @@ def _array(
 ) -> StoredArray:
     item = np.dtype(f"{order}{tensor.stored}")
     if 0 in tensor.size or not tensor.size:
-        return StoredArray(
-            name, tensor.size, tensor.dtype, mapped(np.empty(tensor.size or 0, item))
-        )
+        return StoredArray(name, tensor.size, tensor.dtype, empty)
     entry = entries.get(f"{prefix}data/{tensor.storage.key}")
     if entry is None:
         raise ModelError(f"{path}: the bytes of '{name}' (data/{tensor.storage.key}) are missing")

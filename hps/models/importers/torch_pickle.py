@@ -1,20 +1,22 @@
 """Reads the pickle of a PyTorch checkpoint without executing it.
 
-A pickle is a program; ``find_class`` decides what it may call. Here these are the few names with which
-PyTorch describes tensors, each mapped to something inert of our own: they record offsets, sizes and
-strides, nothing more. Any other name is refused, so a pickle that wants to run something ends in an
-error before it does.
+A pickle is a program for a stack machine. Python's own machine imports and calls what the program names,
+reserves the memory it asks for and hashes what it is given, however deep that is. The machine here knows
+the operations that describe tensors, dicts, lists and numbers, and no other; the few names with which
+PyTorch describes tensors stand for functions that record offsets, sizes and strides. Whatever else a
+pickle wants ends in an error.
 """
 
 from __future__ import annotations
 
-import io
 import pickle
-from collections import OrderedDict
+import pickletools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 _MAX_TENSOR_DIMS = 64
+# A tensor takes about 40 operations; an operation makes at most about 100 bytes.
+_MAX_OPERATIONS = 5_000_000
 # Storage classes of PyTorch -> (dtype, NumPy type of the stored bytes); bfloat16 as its bits.
 STORAGES = {
     "DoubleStorage": ("float64", "f8"),
@@ -64,8 +66,6 @@ class Refused(pickle.UnpicklingError):
     """The pickle names something that is not part of a tensor's description."""
 
 
-# Tuples, because a pickle can change the attributes of most other objects after they were checked (BUILD
-# calls __setstate__, which frozen dataclasses have).
 class Storage(NamedTuple):
     """The bytes ``data/<key>`` of the archive, ``elements`` of ``dtype``."""
 
@@ -95,20 +95,11 @@ class _DType(NamedTuple):
     name: str
 
 
-class _Call:
-    """What a name of the pickle stands for. It has no attributes that a pickle could set."""
+class _Name(NamedTuple):
+    """A name that may be called, and what stands in for it."""
 
-    __slots__ = ("_function",)
-    _function: Callable[..., Any]
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        object.__setattr__(self, "_function", function)
-
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise Refused(f"the pickle wants to set '{name}'")
+    text: str
+    call: Callable[..., Any]
 
 
 def _integers(values: Any) -> tuple[int, ...]:
@@ -145,39 +136,160 @@ def _parameter(data: Any, *_rest: Any) -> Any:
     return data
 
 
-_ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
-    ("torch._utils", "_rebuild_tensor"): _tensor,
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-    ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
-    ("torch._utils", "_rebuild_parameter"): _parameter,
-    ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
-    ("torch", "Size"): lambda sizes=(): _integers(sizes),
+_ALLOWED: dict[str, Callable[..., Any]] = {
+    "_codecs.encode": lambda text, _coding: text.encode("latin-1"),  # bytes in protocol 2
+    "collections.OrderedDict": dict,  # called without arguments; its items follow one by one
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch.Size": lambda sizes=(): _integers(sizes),
 }
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "collections" and name == "OrderedDict":
-            return OrderedDict  # a builtin type: a pickle cannot alter it
-        if (module, name) in _ALLOWED:
-            return _Call(_ALLOWED[module, name])
-        if module in ("torch", "torch.storage") and name in STORAGES:
-            return _StorageType(*STORAGES[name])
-        if module == "torch" and name in DTYPES:
-            return _DType(name)
-        raise Refused(f"the pickle names {module}.{name}")
+def _named(module: str, name: str) -> _Name | _StorageType | _DType:
+    text = f"{module}.{name}"
+    if text in _ALLOWED:
+        return _Name(text, _ALLOWED[text])
+    if module in ("torch", "torch.storage") and name in STORAGES:
+        return _StorageType(*STORAGES[name])
+    if module == "torch" and name in DTYPES:
+        return _DType(name)
+    raise Refused(f"the pickle names {text[:200]}")
 
-    def persistent_load(self, pid: Any) -> Storage:
-        match pid:
-            case ("storage", _StorageType() as kind, str(key), str(), int(count)) if count >= 0:
-                return Storage(key, kind.dtype, kind.stored, count)
-        raise Refused(f"the pickle refers to {str(pid)[:80]}")
+
+def _is_key(key: Any) -> bool:
+    """Whether a dict may have it: what is cheap to hash and to write."""
+    if type(key) is tuple:
+        return len(key) <= _MAX_TENSOR_DIMS and all(
+            type(k) is not tuple and _is_key(k) for k in key
+        )
+    if type(key) is int:
+        return key.bit_length() <= 64
+    return key is None or type(key) in (str, bytes, bool, float)
+
+
+class _Machine:
+    """The stack, the marks in it and the memo of a pickle that is being read."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
+
+    def pop(self) -> Any:
+        if len(self.stack) <= (self.marks[-1] if self.marks else 0):
+            raise IndexError("nothing is on its stack")
+        return self.stack.pop()
+
+    def top(self, kind: type) -> Any:
+        """What is to be filled, of type ``kind``."""
+        if type(self.stack[-1]) is not kind:
+            raise Refused(f"the pickle wants to alter what is no {kind.__name__}")
+        return self.stack[-1]
+
+    def since_mark(self) -> list[Any]:
+        start = self.marks.pop()
+        items = self.stack[start:]
+        del self.stack[start:]
+        return items
+
+    def put_items(self, items: list[Any]) -> None:
+        target = self.top(dict)
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if not _is_key(key):
+                raise Refused(f"the pickle has a dict with a {type(key).__name__} for a key")
+            target[key] = value
+
+    def reduce(self) -> Any:
+        args, function = self.pop(), self.pop()
+        if type(function) is not _Name or type(args) is not tuple:
+            raise Refused("the pickle calls what is no function")
+        if function.call is dict and args:
+            raise Refused("the pickle fills an OrderedDict at once")
+        return function.call(*args)
+
+    def build(self) -> None:
+        """The attributes of an OrderedDict hold the versions of modules; nothing else may get any."""
+        self.pop()
+        self.top(dict)
+
+    def stack_global(self) -> Any:
+        name, module = self.pop(), self.pop()
+        if type(name) is not str or type(module) is not str:
+            raise Refused("the pickle names what is no text")
+        return _named(module, name)
+
+    def memoize(self, number: int) -> None:
+        self.memo[number] = self.stack[-1]
+
+
+def _storage(pid: Any) -> Storage:
+    match pid:
+        case ("storage", _StorageType() as kind, str(key), str(), int(count)) if count >= 0:
+            return Storage(key, kind.dtype, kind.stored, count)
+    raise Refused("the pickle refers to something that is no storage")
+
+
+def _values(*names: str) -> dict[str, Callable[[_Machine, Any], Any]]:
+    return dict.fromkeys(names, lambda _m, value: value)
+
+
+# Operations that push what they make of the machine and their argument.
+_PUSHING: dict[str, Callable[[_Machine, Any], Any]] = {
+    **_values("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"),
+    **_values("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+    **_values("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+    "NONE": lambda _m, _a: None,
+    "NEWTRUE": lambda _m, _a: True,
+    "NEWFALSE": lambda _m, _a: False,
+    "EMPTY_LIST": lambda _m, _a: [],
+    "EMPTY_DICT": lambda _m, _a: {},
+    "EMPTY_TUPLE": lambda _m, _a: (),
+    "TUPLE": lambda m, _a: tuple(m.since_mark()),
+    "TUPLE1": lambda m, _a: (m.pop(),),
+    "TUPLE2": lambda m, _a: (m.pop(), m.pop())[::-1],
+    "TUPLE3": lambda m, _a: (m.pop(), m.pop(), m.pop())[::-1],
+    "BINGET": lambda m, number: m.memo[number],
+    "LONG_BINGET": lambda m, number: m.memo[number],
+    "GLOBAL": lambda _m, text: _named(*text.split(" ", 1)),
+    "STACK_GLOBAL": lambda m, _a: m.stack_global(),
+    "REDUCE": lambda m, _a: m.reduce(),
+    "BINPERSID": lambda m, _a: _storage(m.pop()),
+}
+# Operations that alter what is there.
+_ALTERING: dict[str, Callable[[_Machine, Any], Any]] = {
+    "PROTO": lambda _m, _a: None,
+    "FRAME": lambda _m, _a: None,
+    "STOP": lambda _m, _a: None,
+    "MARK": lambda m, _a: m.marks.append(len(m.stack)),
+    "BINPUT": _Machine.memoize,
+    "LONG_BINPUT": _Machine.memoize,
+    "MEMOIZE": lambda m, _a: m.memoize(len(m.memo)),
+    "APPEND": lambda m, _a: (item := m.pop(), m.top(list).append(item)),
+    "APPENDS": lambda m, _a: (items := m.since_mark(), m.top(list).extend(items)),
+    "SETITEM": lambda m, _a: m.put_items([m.pop(), m.pop()][::-1]),
+    "SETITEMS": lambda m, _a: m.put_items(m.since_mark()),
+    "BUILD": lambda m, _a: m.build(),
+}
 
 
 def read_pickle(data: bytes) -> Any:
     """The checkpoint's object with every tensor as a `Tensor`; raises pickle.UnpicklingError."""
+    machine = _Machine()
     try:
-        return _Unpickler(io.BytesIO(data)).load()
+        for count, (operation, argument, _at) in enumerate(pickletools.genops(data)):
+            name = operation.name
+            if count >= _MAX_OPERATIONS:
+                raise Refused(f"the pickle has more than {_MAX_OPERATIONS} operations")
+            if (push := _PUSHING.get(name)) is not None:
+                machine.stack.append(push(machine, argument))
+            elif (alter := _ALTERING.get(name)) is not None:
+                alter(machine, argument)
+            else:
+                raise Refused(f"the pickle has the operation {name}, which no tensor needs")
+        return machine.pop()
     except Refused:
         raise
     except Exception as error:  # a damaged pickle can raise nearly anything
