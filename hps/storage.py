@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hps import metrics as m
 from hps.config.schema import GuardSettings, RedisSettings, RocksDbSettings, Settings
-from hps.errors import TierError
+from hps.errors import ConfigError, TierError
 from hps.meters import TierMeter
 from hps.metrics import Metrics
 from hps.models.loader import load_tables, version_of_rows
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 # How old what is reported of Redis may be.
 _LOOK_AGAIN_S = 10.0
+_NO_CLUSTER = "cluster support disabled"
 
 
 class Stores:
@@ -206,6 +207,11 @@ class Stores:
         try:
             load(progress)
         except TierError as error:
+            if _NO_CLUSTER in str(error):
+                raise ConfigError(
+                    f"tiers.redis.mode is cluster, but that is a single server ({error}); set "
+                    "tiers.redis.mode to single, in a ps.json by an override"
+                ) from None
             message = f"{error}; served without it until it answers"
             log.warning("%s", message)
             self.warnings.append(message)

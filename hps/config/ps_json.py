@@ -13,8 +13,9 @@ from typing import Any
 from hps.config.checks import Path as KeyPath
 from hps.config.legacy import PsJson
 from hps.config.model_schema import REMOTE_PATH
-from hps.config.ps_keys import HASH_MAPS, MAX_U64, REDIS, M, P, U, V
+from hps.config.ps_keys import HASH_MAPS, MAX_U64, NO_TLS, REDIS, VDB_TYPES, M, P, U, V
 from hps.config.ps_model import PsModel
+from hps.config.ps_redis import TLS, redis_settings
 from hps.config.ps_values import Reader, Section, parse_json
 
 
@@ -26,10 +27,10 @@ def read_ps_json(path: Path) -> PsJson:
     data = parse_json(path)
     reader = Reader(path)
     top = reader.section("", data, ())
-    memory = reader.section(V, top[V] or {}, (V,))
+    memory_type = _memory_type(top)
+    memory = reader.section(V, top[V] or {}, (V,), memory_type)
     disk = reader.section(P, top[P] or {}, (P,))
     reader.section(U, top[U] or {}, (U,))
-    memory_type = str(memory["type"]) if V in top else "parallel_hash_map"
     _inert_databases(reader, memory, disk, memory_type)
     raw_models = top["models"] if isinstance(top["models"], list) else []
     if "models" in top and not raw_models:
@@ -42,6 +43,8 @@ def read_ps_json(path: Path) -> PsJson:
     legacy = [model.legacy() for model in models]
     settings = _Settings(reader)
     settings.disk(disk)
+    if memory_type == REDIS:
+        settings.redis(memory, disk)
     settings.cache(models, memory, memory_type)
     settings.threads(models)
     reader.done()
@@ -49,11 +52,19 @@ def read_ps_json(path: Path) -> PsJson:
     return PsJson(settings.data, settings.origins, found, reader.warnings())
 
 
+def _memory_type(top: Section) -> str:
+    if V not in top:
+        return "parallel_hash_map"
+    given = (top[V] or {}).get("type", "disabled")
+    return VDB_TYPES.get(given, "disabled") if isinstance(given, str) else "disabled"
+
+
 def _inert_databases(reader: Reader, memory: Section, disk: Section, memory_type: str) -> None:
     """Keys that say nothing because of the database's type."""
     bounds = ("num_partitions", "overflow_margin", "overflow_policy")
-    if memory_type == "redis_cluster":
-        reader.inert((V,), memory, bounds, REDIS)
+    if memory_type == REDIS:
+        if not memory["enable_tls"]:
+            reader.inert((V,), memory, TLS, NO_TLS)
     elif memory_type not in HASH_MAPS:
         unsaid = "" if "type" in memory else " (as it is when type is left out)"
         reader.inert((V,), memory, bounds, f"{V}.type is {memory_type}{unsaid}")
@@ -120,6 +131,13 @@ class _Settings:
         self._set((*at, "access"), access, f"{P}.read_only")
         key = "read_only" if values["read_only"] else "initialize_after_startup"
         self._set((*at, "load"), load, f"{P}.{key}")
+
+    def redis(self, memory: Section, disk: Section) -> None:
+        """Redis, in HPS's layout. The RocksDB beside it, when it is one of ours, takes the same."""
+        if disk["type"] != "rocks_db":
+            self._set(("tiers", "rocksdb", "layout"), "hps", f"{V}.type")
+        for path, value, key in redis_settings(self._reader, memory):
+            self._set(("tiers", "redis", *path), value, f"{V}.{key}")
 
     def cache(self, models: Sequence[PsModel], memory: Section, memory_type: str) -> None:
         """The CPU cache: one share for all tables, and exceptions where models differ."""

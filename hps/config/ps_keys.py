@@ -21,7 +21,8 @@ class PsKey:
     why it does nothing here.
 
     ``ignored_values`` does so for single values of an enum, by canonical name. ``aliases`` maps every
-    spelling that HPS takes to the canonical one; ``items`` is the kind of a list's items.
+    spelling that HPS takes to the canonical one; ``items`` is the kind of a list's items. ``acts_with`` is
+    the ``type`` of the section with which the key acts although it is ignored with others.
     """
 
     section: str
@@ -33,6 +34,7 @@ class PsKey:
     aliases: Mapping[str, str] = field(default_factory=dict)
     ignored_values: Mapping[str, str] = field(default_factory=dict)
     items: Kind = "int"
+    acts_with: str = ""
 
     @property
     def path(self) -> str:
@@ -44,7 +46,9 @@ def _aliases(**spellings: str) -> dict[str, str]:
     return {s: name for name, others in spellings.items() for s in (name, *others.split())}
 
 
-REDIS = "Redis is not in this release; every row is in RocksDB, the hot ones in the CPU cache"
+REDIS = "redis_cluster"
+NO_REDIS = f"volatile_db.type is not {REDIS}"
+NO_TLS = f"{NO_REDIS}, or enable_tls is false"
 KAFKA = "updates from Kafka are not in this release"
 GPU = "there is no GPU cache in this release"
 DENSE = (
@@ -83,31 +87,31 @@ KEYS: tuple[PsKey, ...] = (
     PsKey("", U, "object", None, "Absent: type `null`."),
     PsKey("", "models", "list", REQUIRED, "The models to serve.", items="object"),
 
-    PsKey(V, "type", "enum", "disabled", "Hash maps: rows are cached in host memory (`tiers.cpu_cache`). The default holds when the block is there without `type`; without the block it is `parallel_hash_map`.",
-          aliases=VDB_TYPES, ignored_values={"redis_cluster": REDIS, "multi_process_hash_map": SHARED}),
-    PsKey(V, "address", "text", "127.0.0.1:7000", "Redis nodes.", REDIS),
-    PsKey(V, "user_name", "text", "default", "Redis user.", REDIS),
-    PsKey(V, "password", "text", "", "Redis password.", REDIS),
-    PsKey(V, "num_partitions", "int", "min(16, hardware threads)", "Times `overflow_margin`: the most rows of a table in the CPU cache."),
+    PsKey(V, "type", "enum", "disabled", "Hash maps: rows are cached in host memory (`tiers.cpu_cache`). `redis_cluster`: rows are kept in that Redis, in HPS's own layout (`tiers.redis`), beside a RocksDB of the same layout. The default holds when the block is there without `type`; without the block it is `parallel_hash_map`.",
+          aliases=VDB_TYPES, ignored_values={"multi_process_hash_map": SHARED}),
+    PsKey(V, "address", "text", "127.0.0.1:7000", "Some nodes of the cluster, with commas between them (`tiers.redis.addresses`); HPS takes the first one only.", NO_REDIS, acts_with=REDIS),
+    PsKey(V, "user_name", "text", "default", "`tiers.redis.username`.", NO_REDIS, acts_with=REDIS),
+    PsKey(V, "password", "text", "", "`tiers.redis.password`.", NO_REDIS, acts_with=REDIS),
+    PsKey(V, "num_partitions", "int", "min(16, hardware threads)", "Redis: the parts of a table, which must be as many as when it was filled (`tiers.redis.partitions`). Hash maps: times `overflow_margin`, the most rows of a table in the CPU cache."),
     PsKey(V, "allocation_rate", "int", 256 << 20, "Bytes per value page.", "the CPU cache allocates its memory at once"),
     PsKey(V, "shared_memory_size", "int", 16 << 30, "Bytes of the shared memory segment.", SHARED),
     PsKey(V, "shared_memory_name", "text", "hctr_mp_hash_map_database", "Name of the segment.", SHARED),
     PsKey(V, "shared_memory_auto_remove", "bool", True, "The last process removes the segment.", SHARED),
-    PsKey(V, "num_node_connections", "int", 5, "Redis connections per node.", REDIS),
-    PsKey(V, "max_batch_size", "int", 65_536, "Keys per transaction.", BATCHED),
-    PsKey(V, "enable_tls", "bool", False, "TLS to Redis.", REDIS),
-    PsKey(V, "tls_ca_certificate", "path", "cacertbundle.crt", "TLS to Redis.", REDIS),
-    PsKey(V, "tls_client_certificate", "path", "client_cert.pem", "TLS to Redis.", REDIS),
-    PsKey(V, "tls_client_key", "path", "client_key.pem", "TLS to Redis.", REDIS),
-    PsKey(V, "tls_server_name_identification", "text", "redis.localhost", "TLS to Redis.", REDIS),
-    PsKey(V, "overflow_margin", "int", MAX_U64, "Hash maps: the CPU cache holds at most this many rows per partition (`cache_rows` of the table, when its files are larger)."),
-    PsKey(V, "overflow_policy", "enum", "evict_random", "`evict_oldest` is what the CPU cache does.", aliases=POLICIES,
-          ignored_values={"evict_random": LRU, "evict_least_used": LRU}),
-    PsKey(V, "overflow_resolution_target", "float", 0.8, "Share that stays after an eviction.", "the CPU cache makes room row by row"),
-    PsKey(V, "initial_cache_rate", "float", 1.0, "Share of the rows loaded at start (HPS ignores it too).", "the CPU cache is filled up to its capacity at start"),
-    PsKey(V, "cache_missed_embeddings", "bool", False, "Copy rows found below into the volatile database.", "rows found in RocksDB are always copied into the CPU cache, default vectors never"),
+    PsKey(V, "num_node_connections", "int", 5, "Connections to each node (`tiers.redis.connections`).", NO_REDIS, acts_with=REDIS),
+    PsKey(V, "max_batch_size", "int", 65_536, "Keys per transaction.", "all keys of a request are sent at once, in commands small enough for the server to answer others in between"),
+    PsKey(V, "enable_tls", "bool", False, "`tiers.redis.tls`. Other than HPS, we check that the servers' certificates bear the name.", NO_REDIS, acts_with=REDIS),
+    PsKey(V, "tls_ca_certificate", "path", "cacertbundle.crt", "`tiers.redis.tls.ca`: a file or a folder. The default is taken when it is there.", NO_TLS, acts_with=REDIS),
+    PsKey(V, "tls_client_certificate", "path", "client_cert.pem", "`tiers.redis.tls.certificate`. The default is taken when it is there.", NO_TLS, acts_with=REDIS),
+    PsKey(V, "tls_client_key", "path", "client_key.pem", "`tiers.redis.tls.key`. The default is taken when it is there.", NO_TLS, acts_with=REDIS),
+    PsKey(V, "tls_server_name_identification", "text", "redis.localhost", "`tiers.redis.tls.server_name`.", NO_TLS, acts_with=REDIS),
+    PsKey(V, "overflow_margin", "int", MAX_U64, "Redis: the most entries per partition (`tiers.redis.overflow_margin`). Hash maps: the CPU cache holds at most this many rows per partition (`cache_rows` of the table, when its files are larger)."),
+    PsKey(V, "overflow_policy", "enum", "evict_random", "Redis: `tiers.redis.overflow_policy`. Hash maps: `evict_oldest` is what the CPU cache does.", aliases=POLICIES,
+          ignored_values={"evict_random": LRU, "evict_least_used": LRU}, acts_with=REDIS),
+    PsKey(V, "overflow_resolution_target", "float", 0.8, "Share that stays after an eviction (`tiers.redis.overflow_resolution_target`).", "the CPU cache makes room row by row", acts_with=REDIS),
+    PsKey(V, "initial_cache_rate", "float", 1.0, "Share of the rows that is put into Redis at start (`tiers.redis.initial_cache_rate`); HPS ignores it and always puts all.", "the CPU cache is filled up to its capacity at start", acts_with=REDIS),
+    PsKey(V, "cache_missed_embeddings", "bool", False, "Put rows found in RocksDB into Redis (`tiers.redis.cache_missed_embeddings`); default vectors never, other than in HPS.", "rows found in RocksDB are always copied into the CPU cache, default vectors never", acts_with=REDIS),
     PsKey(V, "update_filters", "list", FILTERS, "Models that Kafka updates.", KAFKA, items="text"),
-    PsKey(V, "initialize_after_startup", "bool", True, "false: the CPU cache starts empty (`tiers.cpu_cache.warm`). HPS does not read it from JSON."),
+    PsKey(V, "initialize_after_startup", "bool", True, "false: the CPU cache starts empty (`tiers.cpu_cache.warm`), and nothing is put into Redis at start. HPS does not read it from JSON."),
 
     PsKey(P, "type", "enum", "disabled", "`rocks_db`: the RocksDB at `path`, in HPS's own layout (no versions: the last write wins).", aliases=PDB_TYPES,
           ignored_values={"disabled": "every row is kept in a RocksDB of our own at tiers.rocksdb.path, because a cache may drop rows"}),

@@ -38,8 +38,10 @@ class Reader:
         # What is said of ignored and unknown keys -> where they stand.
         self._notes: dict[str, list[KeyPath]] = {}
 
-    def section(self, section: str, data: Mapping[str, Any], path: KeyPath) -> Section:
-        """The values of ``section``; what is wrong or ignored is noted."""
+    def section(
+        self, section: str, data: Mapping[str, Any], path: KeyPath, kind: str = ""
+    ) -> Section:
+        """The values of ``section``, whose ``type`` is ``kind``; what is wrong or ignored is noted."""
         known = keys_of(section)
         values: dict[str, Any] = {}
         for name, raw in data.items():
@@ -52,6 +54,8 @@ class Reader:
             if value is None:
                 continue
             values[name] = value
+            if key.acts_with and key.acts_with == kind:
+                continue
             if key.ignored:
                 self.ignored((*path, name), key.ignored)
             elif str(value) in key.ignored_values:

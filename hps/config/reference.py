@@ -121,10 +121,17 @@ def _ps_default(key: PsKey) -> str:
 
 
 def _ps_effect(key: PsKey) -> str:
+    acts = f"**Acts** with `{key.acts_with}`" if key.acts_with else "**Acts**"
+    if key.ignored and key.acts_with:
+        return f"{key.meaning} {acts}, else **warned**: {key.ignored}."
     if key.ignored:
         return f"{key.meaning} **Warned**: {key.ignored}."
     parts = [f"{key.meaning} **Acts**."]
-    parts += [f"`{value}` is **warned**: {reason}." for value, reason in key.ignored_values.items()]
+    beside = f" unless the type is `{key.acts_with}`" if key.acts_with else ""
+    parts += [
+        f"`{value}` is **warned**{beside}: {reason}."
+        for value, reason in key.ignored_values.items()
+    ]
     return " ".join(parts)
 
 

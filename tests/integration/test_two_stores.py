@@ -15,6 +15,7 @@ import hps
 from hps.cli.checks import configured
 from hps.config import load_config
 from hps.config.model_schema import FeatureSpec, MissPolicySpec, ModelSpec, TableSpec
+from hps.errors import ConfigError
 from hps.models.writer import write_version
 from hps.tiers.redis import RedisTier
 from hps.types import Source, version_now
@@ -247,6 +248,11 @@ def test_a_table_that_does_not_fit_is_passed_over_and_named(server, open_node):
     result = ask(node, [1, 2])
     assert result.degraded == ("redis",)
     assert result.sources["user"].tolist() == [Source.ROCKSDB] * 2
+
+
+def test_a_single_server_that_is_taken_for_a_cluster_is_named(server, open_node):
+    with pytest.raises(ConfigError, match=r"set tiers\.redis\.mode to single"):
+        open_node({"addresses": [server.address], "mode": "cluster"})
 
 
 # -- Redis that is not there, dies, is slow ---------------------------------------------------------

@@ -65,6 +65,12 @@ def test_the_example(ps: Ps) -> None:
     rocksdb = settings.tiers.rocksdb
     assert (rocksdb.path, rocksdb.layout, rocksdb.threads) == (Path("/var/hps/rocksdb"), "hps", 16)
     assert (rocksdb.access, rocksdb.load) == ("primary", True)
+    redis = settings.tiers.redis
+    assert redis is not None
+    assert (redis.addresses, redis.mode, redis.layout) == (["127.0.0.1:7000"], "cluster", "hps")
+    assert (redis.partitions, redis.connections, redis.overflow_margin) == (8, 5, 10_000_000)
+    assert (redis.overflow_policy, redis.initial_cache_rate) == ("oldest", 1.0)
+    assert not redis.cache_missed_embeddings
     (model,) = configuration.legacy
     assert model.directories == {"t0": Path("/m/wdl/1/t0"), "t1": Path("/m/wdl/1/t1")}
     spec = model.spec
@@ -83,12 +89,6 @@ def test_the_example(ps: Ps) -> None:
 def test_the_example_s_warnings(ps: Ps) -> None:
     text = "\n".join(ps.load(EXAMPLE).warnings)
     for key in (
-        "volatile_db.type=redis_cluster",
-        "volatile_db.address",
-        "volatile_db.num_partitions",
-        "volatile_db.num_node_connections",
-        "volatile_db.overflow_margin",
-        "volatile_db.overflow_policy",
         "volatile_db.update_filters",
         "persistent_db.update_filters",
         "update_source.type=kafka_message_queue",
@@ -98,7 +98,9 @@ def test_the_example_s_warnings(ps: Ps) -> None:
         "models[0].cache_refresh_percentage_per_iteration",
     ):
         assert key in text
-    for acts in ("gpucache", "hit_rate", "vecsize", "supportlong", "maxnum", "persistent_db.path"):
+    redis = ("redis_cluster", "address", "partitions", "connections", "overflow")
+    others = ("gpucache", "hit_rate", "vecsize", "supportlong", "maxnum", "persistent_db.path")
+    for acts in (*redis, *others):
         assert acts not in text
 
 
