@@ -1,0 +1,194 @@
+"""What a fetch from RocksDB costs, in batches of 1,000 to 100,000 keys and rows of 128 and 512 bytes.
+
+Random keys of a table of 10 million rows, loaded in bulk, its files in the operating system's cache;
+every key is there. Ours is `RocksDbTier.fetch` into the caller's array, keys in no order.
+
+* the peer: a C++ program, `MultiGet` of the same keys, sorted, over the same database files with the same
+  options, values copied into an array. It takes turns with ours. Debian's librocksdb reads the files that the
+  Python binding's RocksDB wrote; without it the bars count as unmeasured.
+
+The figure is CPU time a key, of one thread on both sides: `keys/s` on a machine with nothing else to do.
+Mapped files (`tiers.rocksdb.mmap_reads`, off by default) are shown beside a peer that maps them too.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.common import Bar, Benchmark, Report, main
+from benchmarks.common import Options as RunOptions
+from benchmarks.measure import Spread, alternate, ratio, versions
+from benchmarks.peers.environments import PeerMissing
+from benchmarks.peers.rocksdb import MultiGet
+from hps.tiers.base import FetchContext, Part
+from hps.tiers.rocksdb import LoadRecord, RocksDbTier, Tuning
+from hps.types import EmbeddingTable, VectorArray
+
+ROWS, QUICK_ROWS = 10_000_000, 300_000
+KEYS, QUICK_KEYS = 400_000, 100_000
+ROUNDS, QUICK_ROUNDS = 5, 2
+BATCHES = (1_000, 10_000, 100_000)
+ROW_BYTES = (128, 512)
+_CHUNK = 1 << 16
+_HEADER_BYTES = 9
+
+BARS = tuple(
+    Bar(f"read_{row}_{batch}", f"{row} B, {batch:,} keys: keys/s, ours / C++", at_least=0.7)
+    for row in ROW_BYTES
+    for batch in BATCHES
+)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The keys of one round: a row per batch, in no order; and sorted, as a file for the peer."""
+
+    keys: NDArray[np.int64]
+    file: Path
+
+
+def run(options: RunOptions) -> Report:
+    report = Report(figures={"versions": versions("numpy", "rocksdict")})
+    rows = QUICK_ROWS if options.quick else ROWS
+    for row_bytes in ROW_BYTES:
+        with tempfile.TemporaryDirectory() as name:
+            _one_width(Path(name), row_bytes, rows, options, report)
+    if options.quick:
+        report.notes.append(f"--quick: {rows:,} rows, not {ROWS:,}.")
+    return report
+
+
+def _one_width(
+    folder: Path, row_bytes: int, rows: int, options: RunOptions, report: Report
+) -> None:
+    table = EmbeddingTable.make("t", row_bytes // 4)
+    keys = _load(folder / "db", table, rows, options.seed)
+    rng = np.random.default_rng(options.seed)
+    rounds = QUICK_ROUNDS if options.quick else ROUNDS
+    total = QUICK_KEYS if options.quick else KEYS
+    lines: list[dict[str, Any]] = []
+    for way in ("read", "mapped"):
+        for batch in BATCHES:
+            drawn = _draw(rng, keys, batch, total, rounds + 1, folder)
+            times = _compare(folder / "db", table, drawn, batch, mmap=way == "mapped")
+            line: dict[str, Any] = {"": way, "keys": f"{batch:,}"}
+            for side, found in times.items():
+                line[f"{side}, µs a key"] = f"{Spread.of([1e6 * s / total for s in found])}"
+            line["ours / C++, keys/s"] = "–"
+            if "C++" in times:
+                ours = ratio(times["C++"], times["ours"])
+                if way == "read":
+                    report.values[f"read_{row_bytes}_{batch}"] = ours.median
+                line["ours / C++, keys/s"] = f"{ours}"
+            report.figures[f"{way}_{row_bytes}_{batch}"] = times
+            lines.append(line)
+    report.tables[f"{rows:,} rows of {row_bytes} bytes"] = lines
+
+
+def _load(path: Path, table: EmbeddingTable, rows: int, seed: int) -> NDArray[np.int64]:
+    """A database with ``rows`` rows; their keys."""
+    rng = np.random.default_rng(seed)
+    keys = np.unique(rng.integers(-(2**63), 2**63 - 1, rows))
+    tier = RocksDbTier(path)
+
+    def chunks() -> Iterator[tuple[NDArray[np.uint64], VectorArray]]:
+        codes = np.sort(tier.codes(table, keys))
+        for start in range(0, len(codes), _CHUNK):
+            some = codes[start : start + _CHUNK]
+            yield some, rng.random((len(some), table.dim), np.float32)
+
+    tier.bulk_load(table, chunks(), LoadRecord("benchmark", len(keys)))
+    tier.close()
+    for file in path.glob("*.sst"):
+        with file.open("rb") as opened:
+            while opened.read(1 << 24):
+                pass
+    return keys
+
+
+def _draw(
+    rng: np.random.Generator,
+    keys: NDArray[np.int64],
+    batch: int,
+    total: int,
+    rounds: int,
+    folder: Path,
+) -> list[Batches]:
+    drawn = []
+    for turn in range(rounds):
+        some = rng.choice(keys, total, replace=False).reshape(-1, batch)
+        file = folder / f"{batch}-{turn}.keys"
+        codes = some.view(np.uint64) ^ np.uint64(1 << 63)
+        np.sort(codes, axis=1).astype(">u8").tofile(file)
+        drawn.append(Batches(some, file))
+    return drawn
+
+
+def _compare(
+    db: Path, table: EmbeddingTable, drawn: list[Batches], batch: int, *, mmap: bool
+) -> dict[str, list[float]]:
+    """CPU seconds of each round but the first, which warms up."""
+    with ExitStack() as stack:
+        tier = RocksDbTier(db, access="read_only", tuning=Tuning(mmap_reads=mmap))
+        stack.callback(tier.close)
+        sides: dict[str, Callable[[Batches], float]] = {"ours": lambda b: _ours(tier, table, b)}
+        try:
+            value_bytes = _HEADER_BYTES + table.dim * 4
+            peer = stack.enter_context(MultiGet(db, table.id, value_bytes, mmap=mmap))
+        except PeerMissing as error:
+            print(f"C++ peer: {error}", file=sys.stderr)
+        else:
+            sides["C++"] = lambda b: _theirs(peer, b, batch)
+        turns = {name: iter(drawn) for name in sides}
+        times = alternate(
+            {name: lambda n=name, s=side: s(next(turns[n])) for name, side in sides.items()},  # type: ignore[misc]
+            len(drawn),
+        )
+    return {name: found[1:] for name, found in times.items()}
+
+
+def _ours(tier: RocksDbTier, table: EmbeddingTable, batches: Batches) -> float:
+    out = np.empty((batches.keys.shape[1], table.dim), np.float32)
+    begun, missing = time.process_time(), 0
+    for keys in batches.keys:
+        part = Part.make(table, keys, out)
+        tier.fetch([part], FetchContext())
+        missing += len(part.missing)
+    took = time.process_time() - begun
+    if missing:
+        raise AssertionError(f"{missing} rows were not found")
+    return took
+
+
+def _theirs(peer: MultiGet, batches: Batches, batch: int) -> float:
+    found, cpu, _wall = peer.run(batches.file, batch)
+    if found != batches.keys.size:
+        raise AssertionError(f"the peer found {found} of {batches.keys.size} rows")
+    return cpu
+
+
+BENCHMARK = Benchmark(
+    name="stores_rocksdb",
+    title="What a fetch from RocksDB costs, beside a C++ MultiGet",
+    run=run,
+    bars=BARS,
+    measured=(
+        "hps/tiers",
+        "hps/types.py",
+        "benchmarks/peers/rocksdb.py",
+        "benchmarks/peers/rocksdb_multiget.cpp",
+    ),
+)
+
+if __name__ == "__main__":
+    sys.exit(main(BENCHMARK))

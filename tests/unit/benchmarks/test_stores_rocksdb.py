@@ -1,0 +1,32 @@
+"""The peer that is compiled at run time: what is said where it cannot be."""
+
+import shutil
+
+import pytest
+
+from benchmarks import stores_rocksdb
+from benchmarks.common import Options
+from benchmarks.peers import rocksdb
+from benchmarks.peers.environments import PeerMissing
+
+
+def test_without_a_compiler_the_bars_are_unmeasured(monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    with pytest.raises(PeerMissing, match=r"no C\+\+ compiler"):
+        rocksdb.build()
+    for name, value in (("ROWS", 2000), ("KEYS", 1000), ("BATCHES", (100,)), ("ROUNDS", 1)):
+        monkeypatch.setattr(stores_rocksdb, f"QUICK_{name}" if name != "BATCHES" else name, value)
+    report = stores_rocksdb.run(Options(quick=True))
+    assert not report.values
+    assert all("ours, µs a key" in line for rows in report.tables.values() for line in rows)
+    assert "no C++ compiler" in capsys.readouterr().err
+
+
+def test_without_the_library_it_says_what_to_install(monkeypatch, tmp_path):
+    source = tmp_path / "peer.cpp"
+    source.write_text("#include <rocksdb/nothing_of_this_name.h>\n")
+    monkeypatch.setattr(rocksdb, "SOURCE", source)
+    monkeypatch.setattr(rocksdb, "ROOT", tmp_path)
+    with pytest.raises(PeerMissing, match="apt-get install"):
+        rocksdb.build()
+    assert not list((tmp_path / "rocksdb").glob("multiget-*"))
