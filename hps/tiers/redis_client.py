@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from redis.crc import key_slot
@@ -39,7 +40,8 @@ from hps.tiers.redis_connection import NAME, Address, Wire, Wires, is_retryable,
 from hps.tiers.redis_layout import pack
 from hps.tiers.redis_topology import Topology, topology
 
-_ATTEMPTS = 5
+# Of a server that has no other to take its place.
+_ATTEMPTS = 3
 _PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
 _PASSING = (AskError, TryAgainError, ClusterDownError, ReadOnlyError, NoScriptError)
 _ASKING = b"*1\r\n$6\r\nASKING\r\n"
@@ -153,7 +155,7 @@ class RedisClient:
 
     def _run(self, commands: Sequence[Command], receive: Receive, deadline: float) -> None:
         waiting = commands
-        for attempt in range(_ATTEMPTS):
+        for attempt in count(1):
             self._once(waiting, receive, deadline)
             waiting = [command for command in waiting if isinstance(command.reply, Exception)]
             if not waiting:
@@ -161,12 +163,12 @@ class RedisClient:
             for command in waiting:
                 if not isinstance(command.reply, _PASSING) and not is_retryable(command.reply):
                     raise self._failure(command)
-            pause = random.uniform(0, min(_LONGEST_PAUSE_S, _PAUSE_S * 4**attempt))
-            if attempt == _ATTEMPTS - 1 or time.monotonic() + pause >= deadline:
-                break
+            pause = random.uniform(0, min(_LONGEST_PAUSE_S, _PAUSE_S * 2**attempt))
+            hopeless = attempt == _ATTEMPTS and self._topology.fixed
+            if hopeless or time.monotonic() + pause >= deadline:
+                raise self._failure(waiting[0])
             time.sleep(pause)
             self._learn(waiting, deadline)
-        raise self._failure(waiting[0])
 
     def _failure(self, command: Command) -> TierError:
         address = command.asking or self._topology.known(command.slot)

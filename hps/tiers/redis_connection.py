@@ -176,5 +176,6 @@ def translate(error: Exception, address: Address) -> TierError:
     if isinstance(error, Lost):
         return TierError(NAME, f"{where} cannot be reached ({text})")
     if isinstance(error, RedisError):
-        return TierError(NAME, f"{where}: {text}")
+        code = getattr(error, "status_code", None)
+        return TierError(NAME, f"{where}: {code} {text}" if code else f"{where}: {text}")
     raise error

@@ -58,6 +58,16 @@ WRITE, TOUCH, SAMPLE, SWEEP, DESCRIBE = map(
 SCRIPTS = [each.text for each in (WRITE, TOUCH, SAMPLE, SWEEP, DESCRIBE)]
 
 
+class Head(NamedTuple):
+    """The write script's arguments before the rows: ``flags`` and the others as it takes them, and pairs
+    of field and offset of stream positions."""
+
+    flags: bytes
+    oldest_tombstone: bytes
+    stamp: bytes
+    positions: list[tuple[bytes, bytes]]
+
+
 class Share(NamedTuple):
     """What of a batch belongs to one partition: positions (n,) in the batch."""
 
@@ -138,10 +148,11 @@ class TableLayout:
         head = b"*%d\r\n$5\r\nHMGET\r\n$%d\r\n%s\r\n" % (len(keys) + 2, len(name), name)
         return head + self._fields(keys).tobytes()
 
-    def write(
-        self, partition: int, head: list[bytes], keys: KeyArray, records: NDArray[np.void]
-    ) -> bytes:
-        """The write script with ``head`` before pairs of key and record (of any one length)."""
+    def write(self, partition: int, head: Head, keys: KeyArray, records: NDArray[np.void]) -> bytes:
+        """The write script with ``head`` before pairs of key and record (of any one length).
+
+        It names only the hashes it needs: while a cluster moves a slot, a script is refused whose hashes
+        are not all at one place, and those that do not exist are at none."""
         size = records.dtype.itemsize
         length = b"$%d\r\n" % size
         pairs = np.empty(
@@ -154,8 +165,12 @@ class TableLayout:
         pairs["field"] = self._fields(keys)
         pairs["h"], pairs["t"] = length, b"\r\n"
         pairs["value"] = records.view(f"V{size}")
-        names = [k[partition] for k in (self.rows_keys, self.stamps_keys, self.positions_keys)]
-        return packed_script(WRITE, names, head, 2 * len(keys)) + pairs.tobytes()
+        names = [self.rows_keys[partition]]
+        names += [self.stamps_keys[partition]] if head.stamp else []
+        names += [self.positions_keys[partition]] if head.positions else []
+        arguments = [head.flags, head.oldest_tombstone, head.stamp, b"%d" % len(head.positions)]
+        arguments += [part for position in head.positions for part in position]
+        return packed_script(WRITE, names, arguments, 2 * len(keys)) + pairs.tobytes()
 
     def touch(self, partition: int, stamp: bytes, keys: KeyArray) -> bytes:
         names = [self.rows_keys[partition], self.stamps_keys[partition]]

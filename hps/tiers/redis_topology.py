@@ -20,7 +20,10 @@ _SHARE = 0.5
 
 
 class Topology(Protocol):
-    """Slots to addresses. Safe from many threads; raises redis-py's errors."""
+    """Slots to addresses. Safe from many threads; raises redis-py's errors. ``fixed``: no other server can
+    take one's place."""
+
+    fixed: bool
 
     def address(self, slot: int, deadline: float) -> Address:
         """Where ``slot`` is, asking if nothing is known yet."""
@@ -62,6 +65,8 @@ def parse_address(text: str) -> Address:
 
 
 class OneServer:
+    fixed = True
+
     def __init__(self, address: Address) -> None:
         self._address = address
 
@@ -88,6 +93,8 @@ class OneServer:
 
 class _Asked:
     """What has to be asked for, of the first of several servers that answers; by one thread at a time."""
+
+    fixed = False
 
     def __init__(self, seeds: Sequence[Address], connect_s: float) -> None:
         self._seeds = list(seeds)

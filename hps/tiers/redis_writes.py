@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from hps.tiers.base import newest_of_each
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.redis_client import Command, RedisClient, read_replies
-from hps.tiers.redis_layout import WRITE_SLICE, TableLayout, stamp
+from hps.tiers.redis_layout import WRITE_SLICE, Head, TableLayout, stamp
 from hps.tiers.redis_tables import OpenTable, Tables
 from hps.tiers.redis_upkeep import Upkeep
 from hps.types import (
@@ -127,16 +127,11 @@ class Writes:
 
     def _head(
         self, opened: OpenTable, *, resident_only: bool, positions: Sequence[StreamPosition]
-    ) -> list[bytes]:
-        """The write script's arguments before the rows."""
+    ) -> Head:
         flags = (b"v" if opened.layout.values.versioned else b"") + (b"r" if resident_only else b"")
         oldest = oldest_tombstone(opened.layout.table, time.time()).to_bytes(8, "little")
-        noted = [
-            part
-            for each in positions
-            for part in (position_field(each.topic, each.partition), b"%d" % each.offset)
-        ]
-        return [flags, oldest, stamp(self._upkeep.policy), b"%d" % len(positions), *noted]
+        noted = [(position_field(p.topic, p.partition), b"%d" % p.offset) for p in positions]
+        return Head(flags, oldest, stamp(self._upkeep.policy), noted)
 
 
 def position_field(topic: str, partition: int) -> bytes:

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -179,9 +180,8 @@ class Cluster:
         for server in self.servers:
             if b"cluster_state:ok" not in _bytes(server.ask("CLUSTER", "INFO")):
                 return False
-            if server.ask("CLUSTER", "MYID") and len(server.ask("CLUSTER", "SLOTS")) != 3:
-                return False
-            if any(len(each) != 4 for each in server.ask("CLUSTER", "SLOTS")):
+            shares = server.ask("CLUSTER", "SLOTS")
+            if len({share[2][1] for share in shares}) != 3 or any(len(s) != 4 for s in shares):
                 return False
             role = server.ask("ROLE")
             if _bytes(role[0]) == b"slave" and _bytes(role[3]) != b"connected":
@@ -249,6 +249,61 @@ def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
         time.sleep(0.02)
 
 
+# -- a server that sentinels watch ------------------------------------------------------------------
+
+
+class Watched:
+    """A primary, a replica and three sentinels, which have a password of their own."""
+
+    SERVICE, PASSWORD = "rows", "a-password-of-the-sentinels"
+
+    def __init__(self, folder: Path) -> None:
+        need(PROGRAM)
+        self.primary = RedisServer(folder / "primary", {"repl-diskless-sync-delay": 0})
+        to = f"127.0.0.1 {self.primary.port}"
+        self.replica = RedisServer(
+            folder / "replica", {"replicaof": to, "repl-diskless-sync-delay": 0}
+        )
+        name = self.SERVICE
+        self.sentinels = [
+            RedisServer(
+                folder / f"sentinel-{i}",
+                {
+                    "sentinel": [
+                        f"monitor {name} {to} 2",
+                        f"down-after-milliseconds {name} 500",
+                        f"failover-timeout {name} 3000",
+                    ],
+                    "requirepass": self.PASSWORD,
+                    "sentinel sentinel-pass": self.PASSWORD,
+                },
+                client={"password": self.PASSWORD},
+                sentinel=True,
+            )
+            for i in range(3)
+        ]
+
+    def start(self) -> Watched:
+        for each in (self.primary, self.replica, *self.sentinels):
+            each.start()
+        until(lambda: _bytes(self.replica.ask("ROLE")[3]) == b"connected")
+        until(lambda: all(self._ready(each) for each in self.sentinels))
+        return self
+
+    def _ready(self, sentinel: RedisServer) -> bool:
+        flat = sentinel.ask("SENTINEL", "MASTER", self.SERVICE)
+        facts = dict(zip(flat[::2], flat[1::2], strict=True))
+        return (facts[b"num-slaves"], facts[b"num-other-sentinels"]) == (b"1", b"2")
+
+    def settings(self, **given: Any) -> RedisSettings:
+        mine = {"mode": "sentinel", "sentinel_service": self.SERVICE}
+        return settings(self.sentinels, **{**mine, "sentinel_password": self.PASSWORD, **given})
+
+    def kill(self) -> None:
+        for each in (*self.sentinels, self.replica, self.primary):
+            each.kill()
+
+
 # -- a proxy ---------------------------------------------------------------------------------------
 
 
@@ -276,9 +331,13 @@ class Proxy:
         while True:
             try:
                 client, _ = self._listener.accept()
-                server = socket.create_connection(self._to)
             except OSError:
                 return
+            try:
+                server = socket.create_connection(self._to)
+            except OSError:
+                client.close()
+                continue
             for each in (client, server):
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
@@ -303,19 +362,15 @@ class Proxy:
         self._pump(server, client, spoiled)
 
     def _pump(self, a: socket.socket, b: socket.socket, change: Callable[[bytes], bytes]) -> None:
-        try:
+        with suppress(OSError):
             while data := a.recv(65536):
                 b.sendall(change(data))
                 if self.cut_after is not None and self.cut_after <= 0:
                     self.cut_after = None
                     break
-        except OSError:
-            pass
         for each in (a, b):
-            try:
+            with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
             each.close()
 
     def close(self) -> None:

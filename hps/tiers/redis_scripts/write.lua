@@ -1,13 +1,13 @@
 -- Writes rows into one partition of a table, under the version rule and all at once.
 --
--- KEYS: the hashes of rows, of stamps, of stream positions.
+-- KEYS: the hashes of rows; of stamps, when there is one; of stream positions, when there are any.
 -- ARGV: 1 'v' when values begin with a version, 'r' when only resident rows are written
 --       2 the version below which a tombstone is forgotten, u64 little-endian
 --       3 the stamp of an entry that is used now: '' for none, 'n' to count uses, else the bytes to keep
 --       4 how many stream positions follow, as pairs of field and offset
 --       then pairs of key and value.
 -- Returns the number of entries after it.
-local v, t, o = KEYS[1], KEYS[2], KEYS[3]
+local v, t, o = KEYS[1], KEYS[2], KEYS[#KEYS]
 local versioned = string.find(ARGV[1], 'v', 1, true)
 local resident = string.find(ARGV[1], 'r', 1, true)
 local stamp = ARGV[3]

@@ -1,0 +1,482 @@
+"""Redis as a tier, on a real server: what it keeps beside rows, and what goes when there is too much."""
+
+import struct
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from hps.errors import BadRequest, TierError
+from hps.tiers.base import FetchContext, Part
+from hps.tiers.positions import StreamPosition, TableChanges
+from hps.tiers.redis import RedisTier
+from hps.types import EmbeddingTable, make_version, version_now
+from tests.support.redis_servers import settings, shared_server, until
+
+NOW_MS = time.time_ns() // 1_000_000
+DIM = 4
+
+
+@pytest.fixture
+def server():
+    return shared_server()
+
+
+@pytest.fixture
+def open_tier(server):
+    opened = []
+
+    def make(**given):
+        opened.append(RedisTier(settings(server, **given)))
+        return opened[-1]
+
+    yield make
+    for tier in opened:
+        tier.close()
+
+
+@pytest.fixture
+def table():
+    return EmbeddingTable.make("user", DIM, model="ctr", version=2)
+
+
+def rows_of(keys, dim=DIM):
+    return (np.asarray(keys)[:, None] % 977 + np.arange(dim)).astype(np.float32)
+
+
+def versions_of(n, ms=NOW_MS):
+    return np.full(n, make_version(ms), np.uint64)
+
+
+def fill(tier, table, first, last, ms=NOW_MS):
+    keys = np.arange(first, last)
+    tier.insert(table, keys, rows_of(keys, table.dim), versions_of(len(keys), ms))
+    return keys
+
+
+def held(tier, table, keys):
+    """Which of the keys are there, with the right rows."""
+    part = tier.get(table, np.ascontiguousarray(keys, np.int64))
+    at = np.flatnonzero(part.source)
+    np.testing.assert_array_equal(part.out[at], rows_of(part.keys[at], table.dim))
+    return part.keys[at]
+
+
+# -- facts -----------------------------------------------------------------------------------------
+
+
+def test_how_a_table_is_kept_is_recorded(server, open_tier, table):
+    fill(open_tier(), table, 0, 10)
+    found = server.ask("HGETALL", "hps:{ctr/2/user}m")
+    assert found == {
+        b"layout": b"native", b"partitions": b"8", b"dim": b"4", b"dtype": b"float32",
+        b"key_bits": b"64",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "other", "named"),
+    [
+        ({"partitions": 4}, {}, "partitions in Redis: 8, here: 4"),
+        ({}, {"dim": 5}, "dim in Redis: 4, here: 5"),
+        ({}, {"dtype": np.float16}, "dtype in Redis: float32, here: float16"),
+        ({}, {"key_bits": 32}, "key_bits in Redis: 64, here: 32"),
+    ],
+)
+def test_a_table_kept_otherwise_is_refused_with_both_values(open_tier, table, given, other, named):
+    fill(open_tier(), table, 0, 100)
+    kwargs = {"dim": DIM, **other}
+    mine = EmbeddingTable.make("user", kwargs.pop("dim"), model="ctr", version=2, **kwargs)
+    tier = open_tier(**given)
+    with pytest.raises(TierError, match=named):
+        tier.check(mine)
+    beside = EmbeddingTable.make("items", DIM, model="ctr", version=2)
+    fill(tier, beside, 0, 10)
+    parts = [Part.make(mine, np.arange(10)), Part.make(beside, np.arange(10))]
+    ctx = FetchContext()
+    tier.fetch(parts, ctx)
+    assert len(parts[0].missing) == 10
+    assert len(parts[1].missing) == 0
+    assert ctx.degraded == ["redis"]
+
+
+def test_what_was_refused_is_looked_at_again(server, open_tier, table, monkeypatch):
+    monkeypatch.setattr("hps.tiers.redis_tables._LOOK_AGAIN_S", 0.0)
+    fill(open_tier(partitions=4), table, 0, 100)
+    tier = open_tier()
+    with pytest.raises(TierError, match="partitions"):
+        tier.check(table)
+    server.ask("FLUSHALL")
+    fill(tier, table, 0, 100)
+    assert len(held(tier, table, np.arange(100))) == 100
+
+
+def test_two_nodes_that_start_at_once_agree(open_tier, table):
+    """Of settings that differ, one side is refused, whoever was first."""
+    tiers = [open_tier(partitions=n) for n in (4, 8) * 4]
+    outcomes = []
+
+    def use(tier):
+        try:
+            fill(tier, table, 0, 50)
+            outcomes.append(None)
+        except TierError as error:
+            outcomes.append(str(error))
+
+    threads = [threading.Thread(target=use, args=(tier,)) for tier in tiers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes.count(None) == 4
+
+
+def test_nothing_connects_before_the_first_use():
+    tier = RedisTier(settings(shared_server(), addresses=["127.0.0.1:1"]))
+    assert tier.rows(EmbeddingTable.make("t", 2)) == 0
+    with pytest.raises(TierError, match=r"127\.0\.0\.1:1 cannot be reached"):
+        tier.check(EmbeddingTable.make("t", 2))
+    tier.close()
+    with pytest.raises(TierError, match="closed"):
+        tier.check(EmbeddingTable.make("t", 2))
+
+
+# -- contents --------------------------------------------------------------------------------------
+
+
+def test_all_rows_are_scanned(open_tier, table):
+    tier = open_tier()
+    keys = fill(tier, table, -3000, 3000)
+    tier.delete(table, keys[:10].copy(), versions_of(10, NOW_MS + 1))
+    found = {}
+    for some, rows, versions in tier.scan(table, 100):
+        np.testing.assert_array_equal(rows, rows_of(some))
+        assert (versions == versions_of(1)).all()
+        found |= dict.fromkeys(some.tolist())
+    assert sorted(found) == keys[10:].tolist()
+    dead = {k: v for keys, at in tier.tombstones(table, 100) for k, v in zip(keys, at, strict=True)}
+    assert dead == dict.fromkeys(keys[:10].tolist(), versions_of(1, NOW_MS + 1)[0])
+
+
+def test_a_table_is_measured(open_tier, table):
+    tier = open_tier()
+    fill(tier, table, 0, 2000)
+    assert tier.rows(table) == 2000
+    usage = tier.usage(table)
+    assert usage.entries == 2000
+    assert 2000 * (9 + 4 * DIM + 8) < usage.bytes < 2000 * 500
+
+
+def test_rows_are_counted_in_the_background(server, open_tier, table, monkeypatch):
+    tier, other = open_tier(), open_tier()
+    tier.check(table)
+    fill(other, table, 0, 100)
+    assert tier.rows(table) == 0
+    tier._upkeep._due = 0.0
+    until(lambda: tier.rows(table) == 100)
+
+
+def test_tables_are_found_and_erased(server, open_tier, table):
+    tier = open_tier()
+    other = EmbeddingTable.make("user", DIM, model="ctr", version=3)
+    for each in (table, other, EmbeddingTable.make("items", DIM, model="ctr2")):
+        fill(tier, each, 0, 1000)
+    names = [(t.model, t.version, t.name) for t in tier.find_tables()]
+    assert names == [("ctr", 2, "user"), ("ctr", 3, "user"), ("ctr2", 1, "items")]
+    assert [t.version for t in tier.find_tables("ctr")] == [2, 3]
+    tier.erase("ctr", 2)
+    assert [t.version for t in tier.find_tables("ctr")] == [3]
+    assert tier.rows(table) == 0
+    assert not len(held(tier, table, np.arange(1000)))
+    assert len(held(tier, other, np.arange(1000))) == 1000
+    fill(tier, table, 0, 10)  # its facts come back
+    assert server.ask("HGET", "hps:{ctr/2/user}m", "partitions") == b"8"
+    tier.erase("ctr", table="user")
+    assert [t.model for t in tier.find_tables()] == ["ctr2"]
+    assert not [k for k in server.ask("KEYS", "*") if k.startswith(b"hps:{ctr/")]
+
+
+def test_large_batches_go_in_slices_that_let_others_in(server, open_tier, table):
+    tier = open_tier()
+    server.ask("CONFIG", "SET", "slowlog-log-slower-than", 20_000)
+    server.ask("SLOWLOG", "RESET")
+    keys = fill(tier, table, 0, 60_000)
+    assert len(held(tier, table, keys)) == 60_000
+    longest = max((entry["duration"] for entry in server.client().slowlog_get()), default=0)
+    assert longest < 100_000  # microseconds; a machine that does something else at the moment
+
+
+# -- age -------------------------------------------------------------------------------------------
+
+
+def test_rows_beyond_their_time_are_not_served_and_go(server, open_tier, table):
+    tier = open_tier(ttl_s=60)
+    fill(tier, table, 0, 1000, NOW_MS - 61_000)
+    fill(tier, table, 1000, 2000)
+    part = Part.make(table, np.array([5, 1005]), np.full((2, DIM), 7, np.float32))
+    tier.fetch([part], FetchContext())
+    assert part.missing.tolist() == [0]
+    assert (part.out[0] == 7).all()
+    assert sum(len(keys) for keys, _, _ in tier.scan(table)) == 1000
+    assert tier.usage(table).entries == 2000
+    assert tier.expire(table) == 1000
+    assert tier.usage(table).entries == 1000
+    assert len(held(tier, table, np.arange(1000, 2000))) == 1000
+
+
+def test_tables_may_have_a_time_of_their_own(open_tier, table):
+    other = EmbeddingTable.make("items", DIM, model="ctr")
+    tier = open_tier(ttl_s=60, table_ttl_s={"ctr/items": None})
+    for each in (table, other):
+        fill(tier, each, 0, 10, NOW_MS - 61_000)
+    assert not len(held(tier, table, np.arange(10)))
+    assert len(held(tier, other, np.arange(10))) == 10
+
+
+def test_forgotten_tombstones_go(open_tier):
+    table = EmbeddingTable.make("user", DIM, tombstone_ttl_s=60)
+    tier = open_tier()
+    tier.delete(table, np.arange(100), versions_of(100, NOW_MS - 61_000))
+    tier.delete(table, np.arange(100, 150), versions_of(50))
+    assert tier.expire(table) == 100
+    assert tier.usage(table).entries == 50
+
+
+def test_what_is_too_old_goes_by_itself(open_tier, table):
+    tier = open_tier(ttl_s=60)
+    fill(tier, table, 0, 1000, NOW_MS - 61_000)
+    tier._upkeep._due = 0.0
+    until(lambda: tier.rows(table) == 0)
+
+
+# -- overflow --------------------------------------------------------------------------------------
+
+MARGIN, PARTITIONS = 1000, 4
+POLICIES = ["random", "least_used", "oldest"]
+
+
+def entries(server, table, kind):
+    stem = "hps:{ctr/2/user" if kind == "native" else "hps_et{hps_et.ctr.user"
+    return [server.ask("HLEN", f"{stem}/p{i}}}v") for i in range(PARTITIONS)]
+
+
+def overflowing(open_tier, policy, kind="native", **given):
+    return open_tier(
+        layout=kind,
+        partitions=PARTITIONS,
+        overflow_margin=MARGIN,
+        overflow_policy=policy,
+        **given,
+    )
+
+
+@pytest.mark.parametrize("kind", ["native", "hps"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_partition_never_stays_beyond_its_margin(server, open_tier, table, policy, kind):
+    tier = overflowing(open_tier, policy, kind)
+    for start in range(0, 40_000, 2000):
+        fill(tier, table, start, start + 2000)
+        assert max(entries(server, table, kind)) <= MARGIN
+    assert min(entries(server, table, kind)) >= 0.6 * MARGIN
+    assert sum(server.ask("HLEN", key) for key in server.ask("KEYS", "hps*}t")) <= (
+        PARTITIONS * MARGIN
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("target", [0.25, 0.8])
+def test_it_is_resolved_down_to_its_target(server, open_tier, table, policy, target):
+    tier = overflowing(open_tier, policy, overflow_resolution_target=target)
+    fill(tier, table, 0, 3000)
+    assert max(entries(server, table, "native")) <= MARGIN
+    for start in range(3000, 20_000):
+        before = entries(server, table, "native")
+        fill(tier, table, start, start + 1)
+        after = entries(server, table, "native")
+        if any(b > a for b, a in zip(before, after, strict=True)):
+            resolved = next(a for b, a in zip(before, after, strict=True) if b > a)
+            assert resolved == round(MARGIN * target)
+            return
+    raise AssertionError("it never overflowed")
+
+
+def test_without_a_margin_nothing_goes(server, open_tier, table):
+    tier = open_tier(overflow_policy="oldest")
+    fill(tier, table, 0, 20_000)
+    assert tier.usage(table).entries == 20_000
+    assert not server.ask("KEYS", "hps*}t")
+
+
+@pytest.mark.parametrize("kind", ["native", "hps"])
+def test_what_was_used_last_stays(server, open_tier, table, kind):
+    tier = overflowing(open_tier, "oldest", kind)
+    keys = fill(tier, table, 0, 3600)
+    for name in server.ask("KEYS", "hps*}t"):  # all used long ago
+        fields = server.ask("HKEYS", name)
+        for field in fields:
+            server.ask("HSET", name, field, struct.pack("<q", 1_000_000_000))
+    used = keys[::8]
+    held(tier, table, used)
+    until(lambda: tier._touches.waiting == 0)
+    time.sleep(0.1)
+    fill(tier, table, 10_000, 11_000)
+    assert len(held(tier, table, used)) == len(used)
+    assert len(held(tier, table, keys)) < 0.9 * len(keys)
+    assert len(held(tier, table, np.arange(10_000, 11_000))) == 1000
+
+
+@pytest.mark.parametrize("kind", ["native", "hps"])
+def test_what_is_used_often_stays(server, open_tier, table, kind):
+    tier = overflowing(open_tier, "least_used", kind)
+    keys = fill(tier, table, 0, 3600)
+    used = keys[::8].copy()
+    for _ in range(6):
+        held(tier, table, used)
+    until(lambda: tier._touches.waiting == 0)
+    time.sleep(0.1)
+    for start in (10_000, 11_000):
+        fill(tier, table, start, start + 1000)
+    assert len(held(tier, table, used)) == len(used)
+    assert len(held(tier, table, keys)) < 0.9 * len(keys)
+
+
+def test_entries_without_stamps_go_first(server, open_tier, table):
+    """As HPS's default leaves them: there, nothing ever went."""
+    fill(open_tier(partitions=PARTITIONS), table, 0, 6000)
+    assert not server.ask("KEYS", "hps*}t")
+    tier = overflowing(open_tier, "oldest")
+    for start in range(10_000, 13_000, 500):
+        fill(tier, table, start, start + 500)
+    assert len(held(tier, table, np.arange(10_000, 13_000))) == 3000
+    assert max(entries(server, table, "native")) <= MARGIN
+
+
+def test_a_partition_far_beyond_is_resolved_in_steps(server, open_tier, table):
+    fill(open_tier(partitions=PARTITIONS), table, 0, 60_000)
+    tier = overflowing(open_tier, "random")
+    sizes = []
+    for start in range(100_000, 101_000, 10):
+        fill(tier, table, start, start + 10)
+        sizes.append(sum(entries(server, table, "native")))
+    assert sizes[0] > 30_000  # no call may take long
+    assert sizes[-1] <= PARTITIONS * MARGIN
+
+
+# -- stream positions ------------------------------------------------------------------------------
+
+
+def changes(upserts=(), deletions=(), ms=NOW_MS):
+    keys, deleted = np.array(upserts, np.int64), np.array(deletions, np.int64)
+    return TableChanges(
+        keys, rows_of(keys), versions_of(len(keys), ms), deleted, versions_of(len(deleted), ms)
+    )
+
+
+@pytest.mark.parametrize("kind", ["native", "hps"])
+def test_positions_are_kept_with_the_rows(server, open_tier, table, kind):
+    tier = open_tier(layout=kind)
+    assert tier.applied(table, "ctr.user", 3) is None
+    tier.apply(table, changes([1, 2, 3]), [StreamPosition("ctr.user", 3, 17)])
+    assert tier.applied(table, "ctr.user", 3) == 17
+    assert tier.applied(table, "ctr.user", 4) is None
+    assert held(tier, table, [1, 2, 3, 4]).tolist() == [1, 2, 3]
+    tier.apply(table, changes([4], [1]), [StreamPosition("ctr.user", 3, 2**40)])
+    assert RedisTier(settings(server, layout=kind)).applied(table, "ctr.user", 3) == 2**40
+    assert held(tier, table, [1, 2, 3, 4]).tolist() == [2, 3, 4]
+    tier.apply(table, changes([1]), [StreamPosition("ctr.user", 3, 5)])  # a replay
+    assert tier.applied(table, "ctr.user", 3) == 2**40
+    tier.apply(table, changes(), [StreamPosition("ctr.user", 0, 1), StreamPosition("x", 1, 2)])
+    assert tier.applied(table, "ctr.user", 0) == 1
+    assert tier.applied(table, "x", 1) == 2
+
+
+def test_positions_are_gone_with_the_rows(server, open_tier, table):
+    tier = open_tier()
+    tier.apply(table, changes([1, 2, 3]), [StreamPosition("t", 0, 17)])
+    server.ask("DEL", "hps:{ctr/2/user/p5}o")
+    assert tier.applied(table, "t", 0) is None
+    tier.apply(table, changes(), [StreamPosition("t", 0, 9)])
+    assert tier.applied(table, "t", 0) == 9
+    tier.erase("ctr")
+    assert tier.applied(table, "t", 0) is None
+
+
+def test_no_position_without_its_rows(server, open_tier, table):
+    """Of a batch in many slices, one fails: the position stays where it was."""
+    tier = open_tier(partitions=2)
+    tier.apply(table, changes([1]), [StreamPosition("t", 0, 1)])
+    server.ask("CONFIG", "SET", "maxmemory", server.ask("INFO", "memory")["used_memory"] + 300_000)
+    try:
+        with pytest.raises(TierError, match="out of memory"):
+            tier.apply(table, changes(range(30_000)), [StreamPosition("t", 0, 2)])
+    finally:
+        server.ask("CONFIG", "SET", "maxmemory", 0)
+    assert 0 < tier.usage(table).entries < 30_000
+    assert tier.applied(table, "t", 0) == 1
+    tier.apply(table, changes(range(30_000)), [StreamPosition("t", 0, 2)])
+    assert len(held(tier, table, np.arange(30_000))) == 30_000
+    assert tier.applied(table, "t", 0) == 2
+
+
+@pytest.mark.parametrize("kind", ["native", "hps"])
+def test_of_an_upsert_and_a_deletion_the_higher_version_decides(open_tier, table, kind):
+    tier = open_tier(layout=kind)
+    batch = changes([1, 2, 3], [1, 2, 3])
+    batch.versions[:] += np.array([1, 0, 0], np.uint64)
+    batch.deleted_versions[:] += np.array([0, 0, 1], np.uint64)
+    tier.apply(table, batch, [])
+    assert held(tier, table, [1, 2, 3]).tolist() == [1]
+
+
+def test_changes_that_do_not_fit_are_refused(open_tier, table):
+    batch = changes([1, 2])
+    with pytest.raises(BadRequest, match="versions"):
+        open_tier().apply(table, TableChanges(batch.keys, batch.vectors, batch.versions[:1],
+                                              batch.deleted, batch.deleted_versions), [])  # fmt: skip
+
+
+# -- preloading ------------------------------------------------------------------------------------
+
+
+def chunks_of(n, size=10_000):
+    for start in range(0, n, size):
+        keys = np.arange(start, min(n, start + size))
+        yield keys, rows_of(keys)
+
+
+def test_a_share_of_the_rows_is_loaded(open_tier, table):
+    tier = open_tier()
+    seen = []
+    loaded = tier.preload(table, chunks_of(40_000), version_now(), share=0.25, progress=seen.append)
+    assert sum(seen) == 40_000
+    assert 9_000 < loaded < 11_000
+    first = held(tier, table, np.arange(40_000))
+    assert len(first) == loaded == tier.rows(table)
+    assert tier.preload(table, chunks_of(40_000), version_now(), share=0.25) == loaded
+    assert tier.rows(table) == loaded  # the same ones
+
+
+def test_a_load_goes_on_where_it_was_killed(open_tier, table, monkeypatch):
+    monkeypatch.setattr("hps.tiers.redis_load._CHUNK", 1000)
+    tier, version = open_tier(), version_now()
+
+    def broken():
+        yield from list(chunks_of(40_000))[:3]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tier.preload(table, broken(), version, mark="digest")
+    assert tier.rows(table) == 30_000
+    again = open_tier()
+    assert again.preload(table, chunks_of(40_000), version, mark="digest") == 10_000
+    assert len(held(again, table, np.arange(40_000))) == 40_000
+    assert again.preload(table, chunks_of(40_000), version, mark="digest") == 0
+    assert again.preload(table, chunks_of(40_000), version, mark="other digest") == 40_000
+
+
+def test_a_load_overwrites_nothing_newer(open_tier, table):
+    tier = open_tier()
+    tier.insert(table, np.array([5]), rows_of([500]), versions_of(1))
+    tier.preload(table, chunks_of(100), make_version(NOW_MS - 1000))
+    assert tier.get(table, np.array([5])).out.tolist() == rows_of([500]).tolist()

@@ -1,0 +1,410 @@
+"""What can happen to a Redis: each time requests are answered in time, no row is wrong, what was skipped is
+named, nothing leaks, and all is well again by itself."""
+
+import gc
+import itertools
+import os
+import threading
+import time
+from collections import Counter
+
+import numpy as np
+import psutil
+import pytest
+
+from benchmarks.peers.redis_server import RedisServer
+from hps.errors import TierError, TierTimeout
+from hps.tiers.base import FetchContext, Part
+from hps.tiers.redis import RedisTier
+from hps.tiers.wrappers import Guarded
+from hps.types import EmbeddingTable, version_now
+from tests.support.redis_servers import Proxy, certificates, need, settings, until
+
+DIM = 32
+N = 4000
+DEADLINE_S = 0.15
+# A machine with more processes than cores may hold a thread up for as long.
+SLACK_S = 0.35
+
+
+def rows_of(keys):
+    return (np.asarray(keys)[:, None] % 977 + np.arange(DIM)).astype(np.float32)
+
+
+@pytest.fixture
+def server(tmp_path):
+    need("redis-server")
+    made = RedisServer(tmp_path)
+    yield made.start()
+    made.kill()
+
+
+@pytest.fixture
+def proxy(server):
+    made = Proxy(server)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def table():
+    return EmbeddingTable.make("user", DIM, model="ctr")
+
+
+@pytest.fixture
+def open_tier():
+    opened = []
+
+    def make(server, **given):
+        opened.append(RedisTier(settings(server, **given)))
+        return opened[-1]
+
+    yield make
+    for tier in opened:
+        tier.close()
+
+
+def fill(tier, table, n=N):
+    keys = np.arange(n)
+    tier.insert(table, keys, rows_of(keys), np.full(n, version_now(), np.uint64))
+    return keys
+
+
+class Asking:
+    """Requests through a guard, each checked for time and truth."""
+
+    def __init__(self, tier, table, **guard):
+        given = {"deadline_s": DEADLINE_S, "failures_to_open": 3, "retry_after_s": 0.05, **guard}
+        self.guarded = Guarded(tier, **given)
+        self.table = table
+        self.counts = Counter()
+
+    def once(self, keys):
+        """Whether the tier was skipped."""
+        part, ctx = Part.make(self.table, keys), FetchContext()
+        start = time.monotonic()
+        self.guarded.fetch([part], ctx)
+        assert time.monotonic() - start < self.guarded._deadline_s + SLACK_S
+        at = np.flatnonzero(part.source)
+        np.testing.assert_array_equal(part.out[at], rows_of(keys[at]))
+        self.counts["degraded" if ctx.degraded else "answered"] += 1
+        self.counts["found"] += len(at)
+        if ctx.degraded:
+            assert ctx.degraded == ["redis"]
+            assert not len(at)
+        return bool(ctx.degraded)
+
+    def until_well(self, keys, found=None):
+        """Ask until an answer finds all keys."""
+        deadline = time.monotonic() + 20
+        while True:
+            before = self.counts["found"]
+            if not self.once(keys) and self.counts["found"] - before == (
+                len(keys) if found is None else found
+            ):
+                return
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def test_a_killed_server(server, open_tier, table):
+    tier = open_tier(server)
+    keys = fill(tier, table)
+    asking = Asking(tier, table)
+    assert not asking.once(keys)
+    server.kill()
+    for _ in range(10):
+        assert asking.once(keys)
+    assert asking.guarded.state == "open"
+    with pytest.raises(TierError, match="cannot be reached"):
+        fill(tier, table)
+    server.start()
+    asking.until_well(keys, found=0)  # it came back empty
+    fill(tier, table)
+    asking.until_well(keys)
+
+
+def test_a_server_that_was_restarted_empty(server, open_tier, table):
+    """Not even one request notices, but for the rows; scripts and facts come back."""
+    tier = open_tier(server)
+    keys = fill(tier, table)
+    server.restart()
+    part = tier.get(table, keys)
+    assert len(part.missing) == N
+    fill(tier, table)
+    assert len(tier.get(table, keys).missing) == 0
+    tier._upkeep._due = 0.0
+    tier.rows(table)
+    until(lambda: server.ask("HGET", "hps:{ctr/1/user}m", "partitions") == b"8")
+
+
+@pytest.mark.parametrize("cut_after", [0, 1, 7, 1000, 20_000, 100_000, 500_000])
+def test_a_connection_cut_in_the_middle_of_a_reply(server, proxy, open_tier, table, cut_after):
+    """The request is repeated on another connection."""
+    tier = open_tier(server, addresses=[proxy.address])
+    keys = fill(tier, table)
+    asking = Asking(tier, table, deadline_s=5.0)
+    asking.once(keys)
+    proxy.cut_after = cut_after
+    asking.until_well(keys)
+    assert asking.counts["found"] == 2 * N
+    assert not asking.counts["degraded"]
+
+
+def test_a_reply_that_came_too_late_is_never_taken_for_another(server, proxy, open_tier, table):
+    """After a timeout the connection is closed: what was asked over it comes back to nobody."""
+    tier = open_tier(server, addresses=[proxy.address], connections=1)
+    keys = fill(tier, table)
+    asking = Asking(tier, table, failures_to_open=10**6)
+    for turn in range(8):
+        some = np.random.default_rng(turn).permutation(keys)[: N // 2].copy()
+        asking.once(some)
+        proxy.silent = True
+        part = Part.make(table, some)
+        with pytest.raises(TierTimeout):
+            tier.fetch([part], FetchContext(deadline=time.monotonic() + 0.05))
+        assert not [w for node in tier._client._nodes.values() for w in node.idle]
+        proxy.silent = False
+        # As many of other keys: a reply left over would fit, and hold the wrong rows.
+        asking.until_well(np.setdiff1d(keys, some))
+    assert asking.counts["found"] >= 8 * N
+
+
+def test_bytes_nobody_asked_for_close_a_connection(server, open_tier, table):
+    """As if a reply had been left there after all."""
+    tier = open_tier(server, connections=1)
+    keys = fill(tier, table)
+    (node,) = tier._client._nodes.values()
+    wire = node.idle[0]
+    wire.send_command("PING")
+    until(lambda: wire.stale)
+    asking = Asking(tier, table)
+    assert not asking.once(keys)
+    assert wire not in node.idle
+
+
+@pytest.mark.parametrize("how", ["late", "paused"])
+def test_a_slow_server(server, proxy, open_tier, table, how):
+    tier = open_tier(server, addresses=[proxy.address], timeout_ms=2000)
+    keys = fill(tier, table)
+    asking = Asking(tier, table)
+    asking.once(keys)
+    if how == "late":
+        proxy.delay_s = 0.2
+    else:
+        server.ask("CLIENT", "PAUSE", 1000, "ALL")
+    for _ in range(6):
+        assert asking.once(keys)
+    assert asking.guarded.state != "closed"
+    proxy.delay_s = 0.0
+    asking.until_well(keys)
+
+
+def test_a_wrong_password(server, open_tier, table):
+    server.ask("ACL", "SETUSER", "hps", "on", ">right", "~hps*", "+@all")
+    server.ask("ACL", "SETUSER", "reader", "on", ">right", "~hps*", "+@read", "+auth")
+    tier = open_tier(server, username="hps", password="wrong")
+    with pytest.raises(TierError, match=r"refuses this user .*tiers\.redis\.username"):
+        fill(tier, table)
+    asking = Asking(tier, table)
+    for _ in range(5):
+        assert asking.once(np.arange(10))
+    server.ask("ACL", "SETUSER", "hps", ">wrong")
+    asking.until_well(np.arange(10), found=0)
+    keys = fill(tier, table)
+    asking.until_well(keys)
+    with pytest.raises(TierError, match=r"may not do that .*EVALSHA"):
+        fill(open_tier(server, username="reader", password="right"), table)
+
+
+def test_access_that_is_withdrawn_and_given_back(server, open_tier, table):
+    server.ask("ACL", "SETUSER", "hps", "on", ">right", "~hps*", "+@all")
+    tier = open_tier(server, username="hps", password="right")
+    keys = fill(tier, table)
+    asking = Asking(tier, table)
+    server.ask("ACL", "SETUSER", "hps", "-hmget")
+    assert asking.once(keys)
+    server.ask("ACL", "SETUSER", "hps", "+hmget", "resetpass", ">other")
+    server.ask("CLIENT", "KILL", "USER", "hps")
+    assert asking.once(keys)
+    server.ask("ACL", "SETUSER", "hps", ">right")
+    asking.until_well(keys)
+
+
+@pytest.mark.parametrize("days", [-1])
+def test_an_expired_certificate(tmp_path, open_tier, table, days):
+    need("redis-server", "openssl")
+    made = certificates()
+    options = {"port": 0, "tls-auth-clients": "no"}
+    fresh, stale = made.server_options("fresh"), made.server_options("stale", days=days)
+    server = RedisServer(tmp_path, options | stale, client=made.redis_py())
+    server.options["tls-port"] = server.port
+    server._client["ssl_cert_reqs"] = "none"
+    try:
+        server.start()
+        tier = open_tier(server, tls=made.client_settings())
+        with pytest.raises(TierError, match=r"certificate is not trusted .*expired.*renew"):
+            fill(tier, table)
+        asking = Asking(tier, table)
+        for _ in range(5):
+            assert asking.once(np.arange(10))
+        for name in ("tls-cert-file", "tls-key-file"):  # renewed, as its owner would
+            server.options[name] = fresh[name]
+        server.restart()
+        asking.until_well(np.arange(10), found=0)
+        keys = fill(tier, table)
+        asking.until_well(keys)
+    finally:
+        server.kill()
+
+
+def test_a_server_out_of_memory(server, open_tier, table):
+    """It goes on answering; writes say so, and leave every row whole."""
+    tier = open_tier(server)
+    keys = fill(tier, table)
+    server.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
+    server.ask("CONFIG", "SET", "maxmemory", 1_000_000)
+    for verb in (tier.insert, tier.update):
+        with pytest.raises(TierError, match=r"out of memory .*maxmemory"):
+            verb(table, keys, rows_of(keys) + 1, np.full(N, version_now(), np.uint64))
+    with pytest.raises(TierError, match="out of memory"):
+        tier.delete(table, keys, np.full(N, version_now(), np.uint64))
+    asking = Asking(tier, table)
+    assert not asking.once(keys)
+    assert asking.counts["found"] == N
+    tier.evict(table, keys[:100].copy())  # takes no memory
+    server.ask("CONFIG", "SET", "maxmemory", 0)
+    fill(tier, table)
+    asking.until_well(keys)
+
+
+def test_a_server_that_is_still_loading(server, open_tier, table):
+    tier = open_tier(server, timeout_ms=500)
+    tier.check(table)
+    wire = next(iter(tier._client._nodes.values())).idle[0]
+    error = wire.parsed("LOADING Redis is loading the dataset in memory")
+    with pytest.raises(type(error)):
+        raise error
+    from hps.tiers.redis_connection import is_retryable
+
+    assert is_retryable(error)
+
+
+def resources():
+    gc.collect()
+    process = psutil.Process()
+    return threading.active_count(), process.num_fds(), process.memory_info().rss >> 20
+
+
+@pytest.mark.parametrize("fault", ["killed", "refuses", "silent", "cut"])
+def test_failing_requests_leave_nothing_behind(server, proxy, open_tier, table, fault):
+    """10,000 in all, each of which would have taken a thread, a socket and its arrays."""
+    tier = open_tier(server, addresses=[proxy.address], password=None)
+    fill(tier, table, 64)
+    keys = np.arange(64)
+    guard = {"deadline_s": 0.002, "failures_to_open": 10**9} if fault == "silent" else {}
+    asking = Asking(tier, table, **({"failures_to_open": 10**9, "deadline_s": 0.1} | guard))
+    asking.once(keys)
+    if fault == "killed":
+        server.kill()
+    elif fault == "refuses":
+        server.ask("CONFIG", "SET", "requirepass", "x")
+        server.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+    elif fault == "silent":
+        proxy.silent = True
+    number = 1500 if fault == "silent" else 150
+
+    def ask(n):
+        for _ in range(n):
+            if fault == "cut":
+                proxy.cut_after = 50
+            part, ctx = Part.make(table, keys), FetchContext()
+            asking.guarded.fetch([part], ctx)
+
+    ask(number // 5)
+    before = resources()
+    ask(number)
+    proxy.silent = False
+    until(lambda: resources()[1] <= before[1] + 8)
+    after = resources()
+    assert after[0] <= before[0] + 8
+    assert after[2] <= before[2] + 8
+
+
+def test_ten_thousand_failing_requests(server, open_tier, table):
+    """Through a guard whose circuit opens and is tried again all the time."""
+    tier = open_tier(server)
+    keys = fill(tier, table)
+    asking = Asking(tier, table, retry_after_s=0.02)
+    asking.once(keys)
+    server.kill()
+    for _ in range(500):
+        asking.once(keys)
+    before = resources()
+    for _ in range(10_000):
+        asking.once(keys)
+    after = resources()
+    assert asking.counts["degraded"] == 10_500
+    assert after[0] <= before[0] + 2
+    assert after[1] <= before[1] + 2
+    assert after[2] <= before[2] + 8
+    server.start()
+    asking.until_well(keys, found=0)
+
+
+def test_a_fork_does_not_use_its_parents_connections(server, open_tier, table):
+    tier = open_tier(server)
+    fill(tier, table, 10)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            tier.get(table, np.arange(10))
+        except TierError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert b"forked" in os.read(reader, 1000)
+    os.close(reader)
+    os.close(writer)
+    assert len(tier.get(table, np.arange(10)).missing) == 0
+
+
+def test_several_writers_and_a_restart_leave_no_wrong_row(server, open_tier, table):
+    """Readers check every row while writers write and the server goes down and up."""
+    tiers = [open_tier(server, timeout_ms=300) for _ in range(2)]
+    stop, failures, seen = threading.Event(), [], Counter()
+    fill(tiers[0], table, 500)
+
+    def write(tier):
+        for turn in itertools.count():
+            if stop.is_set():
+                return
+            keys = np.random.default_rng(turn).permutation(500)[:200].copy()
+            try:
+                tier.insert(table, keys, rows_of(keys), np.full(200, version_now(), np.uint64))
+            except TierError:
+                seen["refused"] += 1
+
+    def read(tier):
+        asking = Asking(tier, table)
+        try:
+            while not stop.is_set():
+                asking.once(np.arange(500))
+        except BaseException as error:
+            failures.append(error)
+        seen.update(asking.counts)
+
+    threads = [threading.Thread(target=work, args=(t,)) for t in tiers for work in (write, read)]
+    for thread in threads:
+        thread.start()
+    for _ in range(3):
+        time.sleep(0.3)
+        server.restart()
+    time.sleep(0.5)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert seen["found"] > 1000
