@@ -12,6 +12,9 @@ def dedup(keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]
 def cache_bytes(capacity: int, row_bytes: int) -> int:
     """What a table of ``capacity`` rows of ``row_bytes`` takes."""
 
+def copy_rows(rows: NDArray[Any], numbers: NDArray[np.int64], out: NDArray[Any]) -> None:
+    """out[i] = rows[numbers[i]], for rows (r, dim): the floor that benchmarks compare with."""
+
 def cache_kernels() -> list[str]:
     """The instruction sets the cache can be read with on this machine, the fastest first."""
 

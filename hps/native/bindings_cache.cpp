@@ -121,6 +121,21 @@ class CacheTable {
   hps::CacheTable table_;
 };
 
+void py_copy_rows(const ReadOnlyRows& rows, const Keys& numbers, Rows out) {
+  const std::size_t n = numbers.shape(0), bytes = rows.shape(1) * rows.itemsize();
+  if (out.dtype() != rows.dtype() || out.shape(1) != rows.shape(1) || out.shape(0) != n)
+    throw std::invalid_argument("out must have the rows' dtype and dim, and one entry per number");
+  bool fit = true;
+  for (std::size_t i = 0; i < n; ++i)
+    fit &= static_cast<std::uint64_t>(numbers.data()[i]) < rows.shape(0);
+  if (!fit) throw std::invalid_argument("numbers must be those of rows");
+  without_gil(n, [&] {
+    hps::runnable_kernels().front()->copy_rows(static_cast<const std::uint8_t*>(rows.data()), bytes,
+                                               numbers.data(), n,
+                                               static_cast<std::uint8_t*>(out.data()));
+  });
+}
+
 }  // namespace
 
 void bind_cache(nb::module_& m) {
@@ -144,6 +159,8 @@ void bind_cache(nb::module_& m) {
       .def_prop_ro("capacity", &CacheTable::capacity)
       .def_prop_ro("bytes", &CacheTable::bytes);
   m.def("cache_bytes", &hps::CacheTable::bytes_for, nb::arg("capacity"), nb::arg("row_bytes"));
+  m.def("copy_rows", &py_copy_rows, nb::arg("rows").noconvert(), nb::arg("numbers").noconvert(),
+        nb::arg("out").noconvert());
   m.def("cache_kernels", [] {
     nb::list names;
     for (const hps::ReadKernels* kernels : hps::runnable_kernels()) names.append(kernels->name);

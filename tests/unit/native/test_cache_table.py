@@ -243,3 +243,17 @@ def test_what_can_not_be_a_table_is_refused(module, wrong, error):
     module.CacheTable(**good)
     with pytest.raises(error):
         module.CacheTable(**good | wrong)
+
+
+@pytest.mark.parametrize("dim", [1, 16, 32, 128, 50])
+def test_rows_by_number(dim):
+    rows = np.arange(100 * dim, dtype=np.float32).reshape(100, dim)
+    numbers = np.random.default_rng(1).integers(0, 100, 333)
+    out = np.empty((333, dim), np.float32)
+    native.copy_rows(rows, numbers, out)
+    np.testing.assert_array_equal(out, rows[numbers])
+    for wrong in (np.array([100]), np.array([-1])):
+        with pytest.raises(ValueError, match="numbers"):
+            native.copy_rows(rows, wrong, out[:1])
+    with pytest.raises(ValueError, match="out"):
+        native.copy_rows(rows, numbers, out[:5])

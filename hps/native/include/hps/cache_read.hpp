@@ -28,6 +28,11 @@ struct ReadKernels {
                        std::size_t m, std::uint64_t oldest_tombstone, const CacheAnswer& answer,
                        std::int64_t* left);
 
+  // Copies rows[numbers[i]] to out[i]: what is left of a lookup when nothing has to be found. The
+  // floor that benchmarks compare with.
+  void (*copy_rows)(const std::uint8_t* rows, std::size_t row_bytes, const std::int64_t* numbers,
+                    std::size_t n, std::uint8_t* out);
+
   // The name of the instruction set.
   const char* name;
 };
