@@ -158,7 +158,8 @@ class _Builder:
             rows={t: o.cache_rows for t, o in overrides.items() if o.cache_rows is not None},
             shares={t: o.cache_share for t, o in overrides.items() if o.cache_share is not None},
         )
-        cache = CpuCache(plan)
+        evictions = {t: o.cache_eviction for t, o in overrides.items() if o.cache_eviction}
+        cache = CpuCache(plan, eviction=chosen.eviction, evictions=evictions)
         self._resources.callback(cache.close)
         return TierStatus(cache, cache.size, cache.capacity)
 
@@ -216,8 +217,8 @@ class _Builder:
             lambda: [((model.name,), model.version) for model in node.models.values()],
         )
         metrics.gauges(m.TABLE_ROWS, lambda: _rows(node))
-
         metrics.gauges(m.TIER_FACT, lambda: _numeric_facts(node))
+
 
 def _promote_to(caches: list[TierStatus], writer: CacheWriter) -> Promote:
     """Promotion of tables that have room in a cache; of others there is nothing to do."""
@@ -229,7 +230,6 @@ def _promote_to(caches: list[TierStatus], writer: CacheWriter) -> Promote:
     return promote
 
 
-def _rows(node: Node) -> Iterator[tuple[tuple[str, ...], float]]:
 def _numeric_facts(node: Node) -> Iterator[tuple[tuple[str, ...], float]]:
     for entry in node.tiers:
         for name, value in entry.facts().items():
@@ -237,6 +237,7 @@ def _numeric_facts(node: Node) -> Iterator[tuple[tuple[str, ...], float]]:
                 yield (entry.tier.info.name, name), float(value)
 
 
+def _rows(node: Node) -> Iterator[tuple[tuple[str, ...], float]]:
     for entry in node.tiers:
         tier = entry.tier.info.name
         for model in node.models.values():

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from hps.config import checks
 from hps.config.model_schema import DenseSpec, MissPolicySpec, Name, Strict
 
+Eviction = Literal["lru", "lfu", "random", "fifo"]
 KEY_PATTERN = r"^[\x21-\x7e]{16,512}$"
 ADDRESS_PATTERN = r"^(\[[0-9a-fA-F:.]+\]|[^\s:/\[\],;]+):[0-9]{1,5}$"
 TABLE_PATTERN = r"^[a-zA-Z0-9_\-]{1,120}/[a-zA-Z0-9_\-]{1,120}$"
@@ -32,6 +33,8 @@ class TableOverride(Strict):
     """CPU cache capacity of this table, in rows; 0 keeps it out of the cache."""
     cache_share: float | None = Field(None, gt=0, le=1)
     """CPU cache capacity as a share of this table's rows; `cache_rows` goes first."""
+    cache_eviction: Eviction | None = None
+    """Which row of this table makes room in the CPU cache; null: as `tiers.cpu_cache.eviction` says."""
 
 
 class ModelOverride(Strict):
@@ -65,8 +68,8 @@ class CpuCacheSettings(Strict):
     """Bytes shared out over the tables by their size, unless `cache_rows` or `share` says otherwise."""
     share: float | None = Field(None, gt=0, le=1)
     """Capacity as a share of each table's rows instead of bytes."""
-    eviction: Literal["lru"] = "lru"
-    """Which row makes room: the one whose last use is longest ago."""
+    eviction: Eviction = "lru"
+    """Which row makes room: the one used longest ago, the one used least, any, the one that came first."""
     warm: bool = True
     """Fill the cache from the start of the model files before the node is ready."""
 
