@@ -22,6 +22,7 @@ from hps.tiers.checks import check_keys, check_part, check_rows
 from hps.tiers.rocksdb_checkpoint import checkpoint, restore
 from hps.tiers.rocksdb_database import Database, Family
 from hps.tiers.rocksdb_errors import NAME
+from hps.tiers.rocksdb_follow import Follower
 from hps.tiers.rocksdb_layout import CodeArray
 from hps.tiers.rocksdb_load import BulkLoad, LoadRecord, ingest_folder
 from hps.tiers.rocksdb_open import Access, OpenSettings, Tuning
@@ -61,6 +62,7 @@ class RocksDbTier:
         settings = OpenSettings(Path(path), access, tuning)
         self._layout: Layout = layout
         self._database = Database(settings, layout)
+        self._follower = Follower(self._database)
         self._rows = VersionedRows(self._database, clock)
         self._info = TierInfo(NAME, Source.ROCKSDB, blocking=True, volatile=False)
 
@@ -177,10 +179,10 @@ class RocksDbTier:
     def catch_up(self) -> None:
         """A secondary reads what the primary wrote until now; others have nothing to do. `fetch` does it
         by itself every ``Tuning.catch_up_s`` seconds."""
-        self._database.catch_up()
+        self._follower.catch_up()
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
-        self._database.keep_up()
+        self._follower.keep_up()
         for part in parts:
             check_part(part)
             if len(part.missing):
@@ -191,12 +193,12 @@ class RocksDbTier:
         the first step: keys (n,), vectors (n, dim) and versions (n,) (0 in the ``hps`` layout).
         Tombstones are left out. Other calls may run meanwhile. Raises TierError; it never ends early
         without."""
-        family = self._database.find(table)
+        family = self._follower.find(table)
         return iter(()) if family is None else self._rows.scan(family, start)
 
     def tombstones(self, table: EmbeddingTable) -> Iterator[tuple[KeyArray, VersionArray]]:
         """The deletions that are still remembered, as `scan` gives the rows: keys (n,), versions (n,)."""
-        family = self._database.find(table)
+        family = self._follower.find(table)
         return iter(()) if family is None else self._rows.tombstones(family)
 
     def figures(self) -> StoreFigures:
@@ -209,7 +211,7 @@ class RocksDbTier:
         checkpoint(self._database, Path(folder))
 
     def _fetch_part(self, part: Part) -> None:
-        family = self._database.find(part.table)
+        family = self._follower.find(part.table)
         if family is None:
             return
         code = family.codec.codes(part.keys[part.missing])

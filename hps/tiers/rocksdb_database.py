@@ -21,7 +21,7 @@ from hps.errors import TierError
 from hps.tiers.rocksdb_errors import NAME, translate
 from hps.tiers.rocksdb_layout import RowCodec, family_name
 from hps.tiers.rocksdb_load import LoadRecord, Records, clean_leftovers
-from hps.tiers.rocksdb_open import Opened, OpenSettings, existing_families, note_manifest
+from hps.tiers.rocksdb_open import Opened, OpenSettings, note_manifest
 from hps.tiers.rocksdb_space import Room, StoreFigures
 from hps.tiers.rocksdb_tombstones import Tombstones
 from hps.tiers.row_values import Layout
@@ -59,9 +59,6 @@ class Database:
         self._families: dict[EmbeddingTable, Family] = {}
         self._used = False
         self._opened: Opened | None = Opened(settings)
-        self._caught_up = time.monotonic()
-        # Asked for, but made by the primary after this reader opened, if ever.
-        self._unknown: set[str] = set()
         self.records = Records(lambda: self.db)
         self.room = Room(lambda: self.db, settings.path, settings.tuning.min_free_bytes)
         if settings.access == "primary":
@@ -119,22 +116,24 @@ class Database:
         self._used = True
         return found
 
-    def find(self, table: EmbeddingTable) -> Family | None:
-        """The same for a fetch: None where a reader's database holds no such table (yet)."""
-        if table not in self._families and self.settings.access != "primary":
-            name = family_name(table, self.layout)
-            with self.lock:
-                if name not in self.opened.families:
-                    self._unknown.add(name)
-                    return None
-        return self.family(table)
+    def known(self, table: EmbeddingTable) -> bool:
+        """Whether `family` has it or finds it in the database as it was opened."""
+        return table in self._families or family_name(table, self.layout) in self.opened.families
+
+    def renew_marks(self) -> None:
+        """Read again which tables were written to: another process does."""
+        with self.lock:
+            families = list(self._families.values())
+            streamed = self.records.streamed([family.name for family in families])
+            for family in families:
+                family.streamed = family.name in streamed
 
     def open_tables(self, tables: Sequence[EmbeddingTable]) -> None:
         with self.lock, self.errors():
             wanted = {t: family_name(t, self.layout) for t in tables if t not in self._families}
             missing = sorted(set(wanted.values()) - self.opened.families)
             if missing and self.settings.access == "secondary":
-                self._reopen()
+                self.reopen()
                 missing = sorted(set(missing) - self.opened.families)
             if missing:
                 if self.settings.access != "primary":
@@ -164,7 +163,7 @@ class Database:
         """RocksDB rewrites its OPTIONS file at each creation, which is quadratic in the number of
         tables. Opening anew makes them all with one rewrite, and is safe until the first use."""
         if len(names) > 2 and not self._used:
-            self._reopen(names)
+            self.reopen(names)
             return
         for name in names:
             try:
@@ -173,11 +172,11 @@ class Database:
                 # A full disk lets RocksDB make it but not the binding know.
                 if "already exists" not in str(error):
                     raise
-                self._reopen(names)
+                self.reopen(names)
                 return
             self.opened.families.add(name)
 
-    def _reopen(self, more: Iterable[str] = ()) -> None:
+    def reopen(self, more: Iterable[str] = ()) -> None:
         """Open anew, with ``more`` column families. A primary must not be in use; of a reader, calls
         that run finish on the database as it was."""
         bound = {table: family.name for table, family in self._families.items()}
@@ -201,44 +200,6 @@ class Database:
                 if "already open in this process" not in str(error) or time.monotonic() > until:
                     raise
                 time.sleep(0.01)
-
-    # -- beside a primary ----------------------------------------------------------------------------
-
-    def keep_up(self) -> None:
-        """Catch up with the primary when the last time is long enough ago and nobody else is at it."""
-        if self.settings.access != "secondary":
-            return
-        if time.monotonic() - self._caught_up < self.settings.tuning.catch_up_s:
-            return
-        if self.lock.acquire(blocking=False):
-            try:
-                self.catch_up()
-            finally:
-                self.lock.release()
-
-    def catch_up(self) -> None:
-        """Read what the primary wrote until now. A secondary that cannot follow any more, as its folder
-        was replaced, is opened anew."""
-        with self.lock, self.errors():
-            if self.settings.access != "secondary":
-                return
-            path = self.settings.path
-            try:
-                anew = self.opened.replaced(path) or (
-                    bool(self._unknown) and not self._unknown.isdisjoint(existing_families(path))
-                )
-                if not anew:
-                    self.db.try_catch_up_with_primary()
-            except Exception:
-                anew = True
-            if anew:
-                self._reopen()
-            self._unknown.clear()
-            names = {family.name: family for family in self._families.values()}
-            streamed = self.records.streamed(list(names))
-            for name, family in names.items():
-                family.streamed = name in streamed
-            self._caught_up = time.monotonic()
 
     # -- contents ---------------------------------------------------------------------------------
 
