@@ -31,6 +31,12 @@ from rich.table import Table
 from benchmarks.measure import machine
 
 ROOT = Path(__file__).resolve().parents[1]
+HELPERS = (
+    "benchmarks/common.py",
+    "benchmarks/measure.py",
+    "benchmarks/load.py",
+    "benchmarks/peers",
+)
 SOURCES = {".py", ".pyi", ".cpp", ".hpp", ".h", ".cu", ".cuh", ".txt", ".pbtxt", ".toml", ".yaml"}
 
 
@@ -83,7 +89,7 @@ class Report:
 class Benchmark:
     """``measured`` are the paths, relative to the repository, whose change makes a recording stale.
 
-    ``lacking()`` says what this machine lacks to run it (a GPU, say), or None; then a recording in
+    ``helpers`` are what it measures with. ``lacking()`` says what this machine lacks to run it (a GPU, say), or None; then a recording in
     ``benchmarks/results/NAME.json`` is judged instead.
     """
 
@@ -93,6 +99,7 @@ class Benchmark:
     bars: tuple[Bar, ...]
     measured: tuple[str, ...]
     lacking: Callable[[], str | None] = lambda: None
+    helpers: tuple[str, ...] = HELPERS
 
     @property
     def recording(self) -> Path:
@@ -101,13 +108,7 @@ class Benchmark:
     def digest(self) -> str:
         """Of the script, its helpers and the measured sources."""
         files = {ROOT / "benchmarks" / f"{self.name}.py"}
-        for place in (
-            "benchmarks/common.py",
-            "benchmarks/measure.py",
-            "benchmarks/load.py",
-            "benchmarks/peers",
-            *self.measured,
-        ):
+        for place in (*self.helpers, *self.measured):
             path = ROOT / place
             files |= (
                 {path}
