@@ -373,7 +373,12 @@ BENCHMARK = Benchmark(
     title="The GPU cache against the row gather, NVE, HierarchicalKV and HPS",
     run=run,
     bars=BARS,
-    measured=("benchmarks/gpu.py", "hps/cuda", "hps/tiers/gpu_cache.py", "hps/tiers/bridge.py"),
+    measured=("hps/cuda", "hps/tiers/gpu_cache.py", "hps/tiers/bridge.py"),
+    helpers=(
+        *("benchmarks/common.py", "benchmarks/measure.py", "benchmarks/gpu.py"),
+        *(f"benchmarks/peers/gpu{name}" for name in (".py", "_common.cuh")),
+        *(f"benchmarks/peers/gpu_{peer.name}.cu" for peer in peers.PEERS),
+    ),
     lacking=lacking,
 )
 

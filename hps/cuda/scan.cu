@@ -47,19 +47,29 @@ __global__ void __launch_bounds__(BLOCK) export_kernel(const __grid_constant__ S
   Slot slot = {0, EMPTY, 0};
   if (at < (u64)a.buckets * WAYS) slot = load_slot(a.lines + at * SLOT_BYTES);
   const bool wanted = !(slot.word & (EMPTY | TOMBSTONE)) && slot.score >= a.least;
+  const bool dead = (slot.word & (EMPTY | TOMBSTONE)) == TOMBSTONE;
   const u32 votes = __ballot_sync(0xffffffffu, wanted);
-  const u32 tombstones = __ballot_sync(0xffffffffu, (slot.word & (EMPTY | TOMBSTONE)) == TOMBSTONE);
-  const int lane = threadIdx.x & 31;
-  u64 start = 0;
-  if (lane == 0) {
-    if (votes) start = atomicAdd(&a.count[0], (u64)__popc(votes));
-    if (tombstones) atomicAdd(&a.count[1], (u64)__popc(tombstones));
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  __shared__ u32 before[BLOCK / 32];
+  __shared__ u64 start;
+  if (lane == 0) before[warp] = __popc(votes);
+  const int tombstones = __syncthreads_count(dead);
+  if (threadIdx.x == 0) {  // one addition a block: they all meet in one place
+    u32 total = 0;
+    for (int w = 0; w < BLOCK / 32; w++) {
+      const u32 here = before[w];
+      before[w] = total;
+      total += here;
+    }
+    start = total ? atomicAdd(&a.count[0], (u64)total) : 0;
+    if (tombstones) atomicAdd(&a.count[1], (u64)tombstones);
   }
-  start = __shfl_sync(0xffffffffu, start, 0) + __popc(votes & ((1u << lane) - 1));
-  if (!wanted || !a.keys || start >= a.limit) return;
-  a.keys[start] = slot.key;
-  a.numbers[start] = slot.word & ROW_MASK;
-  a.scores[start] = slot.score;
+  __syncthreads();
+  const u64 to = start + before[warp] + __popc(votes & ((1u << lane) - 1));
+  if (!wanted || !a.keys || to >= a.limit) return;
+  a.keys[to] = slot.key;
+  a.numbers[to] = slot.word & ROW_MASK;
+  a.scores[to] = slot.score;
 }
 
 // Rows by number: what fetch would cost if no key had to be looked for. A tile of T threads per

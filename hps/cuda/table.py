@@ -14,8 +14,8 @@ from hps.cuda.loader import Struct, cupy, kernel
 from hps.errors import ConfigError
 from hps.types import EmbeddingTable
 
-KEEP_LINES_BELOW, KEEP_ROWS_FROM = 80 << 20, 256
-"""Lines of this size in all are asked to stay in the second-level cache if rows are this large."""
+KEEP_ROWS_FROM = 256
+"""Where rows are this large, the buckets are asked to stay in the second-level cache."""
 
 
 class GpuTable:
@@ -61,7 +61,7 @@ class GpuTable:
             self.versions.data.ptr,
         )
         self.sizes = (shape.buckets, shape.stride, table.row_bytes, shape.device_rows)
-        self.keep = self.lines.nbytes <= KEEP_LINES_BELOW and shape.stride >= KEEP_ROWS_FROM
+        self.keep = shape.stride >= KEEP_ROWS_FROM
         # What fetch is told of the policy: 0 when hits leave no trace.
         self.stamping = 0 if self.policy is Policy.SCORE else int(self.policy)
         self.filled = 0  # of a static table: rows written, which no later write takes
