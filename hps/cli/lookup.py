@@ -75,9 +75,10 @@ def lookup(
 
 
 def parse_key(text: str) -> int:
-    """A key as the signed 64-bit number with the same bits; ConfigError for anything else."""
+    """A key, in decimal or hexadecimal (0x…), as the signed 64-bit number with the same bits; ConfigError
+    for anything else."""
     try:
-        key = int(text)
+        key = int(text, 16 if "x" in text.lower() else 10)
     except ValueError:
         raise ConfigError(f"{text!r} is not a key, a whole number from -2^63 to 2^64-1") from None
     if not -(2**63) <= key < 2**64:

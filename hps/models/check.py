@@ -39,13 +39,14 @@ def check_version(version: ModelVersion, progress: Progress) -> Iterator[Finding
         yield Finding(
             f"table {files.name}", "OK", f"rows: {files.rows:,} of dim {files.dim}; sizes fit"
         )
-        yield _checksums(files, progress)
+        yield check_files(files, progress)
         yield from _contents(files, progress)
     if version.dense is not None:
         yield _dense(version)
 
 
-def _checksums(files: TableFiles, progress: Progress) -> Finding:
+def check_files(files: TableFiles, progress: Progress) -> Finding:
+    """A table's checksums against its manifest's."""
     what = f"table {files.name}: checksums"
     if not files.entries():
         return Finding(what, "WARN", "no manifest to compare with; import the version to have one")

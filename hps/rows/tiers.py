@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import astuple
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hps.config.schema import RedisSettings
 from hps.errors import NotFound
 from hps.rows.base import BLOCK, Held, Rows, blocks, fetch
 from hps.tiers.redis import RedisTier
@@ -41,6 +43,16 @@ class TierRows:
     def entries(self, table: EmbeddingTable) -> int:
         return self._tier.rows(table)
 
+    def other_layout(self, table: EmbeddingTable) -> Layout | None:
+        raise NotImplementedError
+
+    def _absent(self, table: EmbeddingTable, where: str) -> NotFound:
+        layout, other = self._tier.layout, self.other_layout(table)
+        mend = "`hps store ls` lists what is there, `hps store load` loads a model's files"
+        if other:
+            mend = f"it is there in the {other} layout: set tiers.{self.name}.layout to that"
+        return NotFound(f"{where} holds no table {table.id} in the {layout} layout; {mend}")
+
     def get(self, table: EmbeddingTable, keys: KeyArray) -> Held:
         return fetch(self._tier, table, keys)
 
@@ -62,11 +74,17 @@ class RocksDbRows(TierRows):
     def check(self, table: EmbeddingTable) -> None:
         """Raises NotFound when there is no such table, TierError when it is of another shape."""
         if family_name(table, self.tier.layout) not in self._families():
-            raise NotFound(
-                f"{self.tier.path} holds no table {table.id} in the {self.tier.layout} layout; "
-                "`hps store ls` lists what it holds, `hps store load` loads a model's files"
-            )
+            raise self._absent(table, str(self.tier.path))
         self.tier.check(table)
+
+    def ready(self, table: EmbeddingTable) -> None:
+        """The same before a write: a table begins with its model's files."""
+        self.check(table)
+
+    def other_layout(self, table: EmbeddingTable) -> Layout | None:
+        """The layout in which the table is there instead."""
+        other = _other(self.tier.layout)
+        return other if family_name(table, other) in self._families() else None
 
     def _families(self) -> list[str]:
         return existing_families(self.tier.path)
@@ -91,6 +109,10 @@ class RocksDbRows(TierRows):
         """In the order of the stored keys."""
         return (Rows(*some) for some in self.tier.scan(table))
 
+    def scan_from(self, table: EmbeddingTable, key: int) -> Iterator[Rows]:
+        """The same from a key on, or the next one there is."""
+        return (Rows(*some) for some in self.tier.scan(table, start=key))
+
     def sample(self, table: EmbeddingTable, keys: KeyArray) -> Iterator[Rows]:
         """Runs of rows that begin at some of the ``keys``."""
         seen = Seen()
@@ -103,17 +125,36 @@ class RocksDbRows(TierRows):
 
 
 class RedisRows(TierRows):
-    def __init__(self, tier: RedisTier) -> None:
+    """``settings``: those of the tier."""
+
+    def __init__(self, tier: RedisTier, settings: RedisSettings) -> None:
         super().__init__(tier)
         self.tier = tier
+        self._settings = settings
+        self._there: set[TableName] | None = None
 
     def tables(self) -> list[TableName]:
         """Every table there is in this layout, whether configured or not."""
         return self.tier.find_tables()
 
     def check(self, table: EmbeddingTable) -> None:
-        """Raises TierError when the table is of another shape, or Redis cannot be asked."""
+        """Raises NotFound when there is no such table, TierError when it is of another shape or Redis
+        cannot be asked. To look leaves no trace there."""
+        if self._there is None:
+            self._there = set(self.tables())
+        if name_of(table, self.tier.layout) not in self._there:
+            raise self._absent(table, f"Redis at {', '.join(self._settings.addresses)}")
         self.tier.check(table)
+
+    def ready(self, table: EmbeddingTable) -> None:
+        """Before a write, which may be the table's first one."""
+        self.tier.check(table)
+
+    def other_layout(self, table: EmbeddingTable) -> Layout | None:
+        """The layout in which the table is there instead."""
+        other = _other(self.tier.layout)
+        with closing(RedisTier(self._settings.model_copy(update={"layout": other}))) as tier:
+            return other if name_of(table, other) in tier.find_tables(table.model) else None
 
     def record(self, name: TableName) -> None:
         """Redis keeps none."""
@@ -153,6 +194,15 @@ class RedisRows(TierRows):
 def stand_in(name: TableName, dim: int) -> EmbeddingTable:
     """A table that is not configured, to look at from outside: of its rows only their number counts."""
     return EmbeddingTable.make(name.name, dim, model=name.model, version=name.version)
+
+
+def _other(layout: Layout) -> Layout:
+    return "native" if layout == "hps" else "hps"
+
+
+def name_of(table: EmbeddingTable, layout: Layout) -> TableName:
+    """What a table is called in a layout; HPS's knows no versions."""
+    return TableName(table.model, 0 if layout == "hps" else table.version, table.name)
 
 
 def parse_family(family: str, layout: Layout) -> TableName | None:

@@ -1,0 +1,238 @@
+"""``hps store``: what the stores hold, row by row; one module a kind of work."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hps.cli import store_backup, store_compare, store_copy, store_rows
+from hps.cli.output import (
+    Number,
+    Output,
+    OutputFormat,
+    count,
+    print_json,
+    print_table,
+    say,
+    size,
+    warn,
+)
+from hps.cli.store_open import (
+    ConfigFile,
+    Models,
+    TierOption,
+    configured_tiers,
+    open_models,
+    open_store,
+    open_stores,
+    read_config,
+    work,
+)
+from hps.cli.targets import SetOption
+from hps.errors import ConfigError, NotFound, TierError
+
+if TYPE_CHECKING:
+    from hps.rows.tiers import RedisRows, RocksDbRows
+    from hps.types import EmbeddingTable
+
+HELP = """Look into the stores of a configuration and care for them: Redis and RocksDB.
+
+Commands open the stores themselves. Reading works beside a running node; what writes to RocksDB needs
+the database to itself: stop the node first.
+"""
+app = typer.Typer(no_args_is_help=True, help=HELP)
+KEYS = {"ignore_unknown_options": True}  # negative keys are no options
+
+LS_EXAMPLES = """\b
+Examples:
+  hps store ls --config hps.yaml
+  hps store ls ctr --config hps.yaml --tier redis --output json
+"""
+
+
+@app.command(epilog=LS_EXAMPLES)
+def ls(
+    config: ConfigFile,
+    model: Annotated[str | None, typer.Argument(help="Only this model's tables.")] = None,
+    tier: TierOption = None,
+    overrides: SetOption = None,
+    output: Output = OutputFormat.table,
+) -> None:
+    """List the tables each store holds: rows, bytes, dim, layout.
+
+    Also those that are not configured (any more): hps store erase removes them. Rows of RocksDB are its
+    estimate, deleted ones included. Exit code 1 when a store cannot be asked.
+    """
+    configuration = read_config(config, overrides)
+    try:
+        models = open_models(configuration)
+    except ConfigError as error:
+        warn(f"{error}; shown is what is stored")
+        models = Models()
+    entries: list[dict[str, Any]] = []
+    failed = False
+    for name in [tier] if tier else configured_tiers(configuration):
+        try:
+            with open_store(configuration, name) as store:
+                entries += [e for e in _listed(store, models) if model in (None, e["model"])]
+        except (TierError, NotFound) as error:
+            failed = True
+            warn(str(error))
+    if model is not None and not entries and not failed:
+        raise NotFound(f"no store holds a table of model {model!r}")
+    if output is OutputFormat.json:
+        print_json(entries)
+    else:
+        _show_tables(entries)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _listed(store: RedisRows | RocksDbRows, models: Models) -> list[dict[str, Any]]:
+    """The tables a store holds, and the configured ones that it lacks."""
+    from hps.rows.tiers import name_of, stand_in
+
+    configured = {name_of(table, store.tier.layout): table for table in models.all()}
+    there = store.tables()
+    entries = []
+    for name in sorted({*there, *configured}, key=lambda n: (n.model, n.version, n.name)):
+        table = configured.get(name)
+        record = store.record(name) if name in there else None
+        rows = bytes_ = 0
+        dim = table.dim if table else record.dim if record else None
+        if name in there:
+            shape = table or stand_in(name, dim or 1)
+            problem = _problem(store, table) if table else "not configured"
+            rows, bytes_ = store.measure(shape)
+        else:
+            other = table is not None and store.other_layout(table)
+            problem = f"there in the {other} layout" if other else "not there"
+        entries.append(
+            {
+                "tier": store.name,
+                "model": name.model,
+                "version": name.version if store.versioned else None,
+                "table": name.name,
+                "rows": rows,
+                "bytes": bytes_ if dim or store.name == "redis" else None,
+                "dim": dim,
+                "dtype": str(table.dtype) if table else record.dtype if record else None,
+                "layout": store.tier.layout,
+                "state": problem or "ok",
+            }
+        )
+    return entries
+
+
+def _problem(store: RedisRows | RocksDbRows, table: EmbeddingTable) -> str:
+    """Why the table cannot be used as it is configured."""
+    try:
+        store.check(table)
+    except TierError as error:
+        return str(error).removeprefix(f"{store.name}: table {table.id}: ")
+    return ""
+
+
+def _show_tables(entries: list[dict[str, Any]]) -> None:
+    print_table(
+        ("tier", "model", "version", "table", "rows", "bytes", "dim", "layout", "state"),
+        [
+            (
+                e["tier"],
+                e["model"],
+                Number("-" if e["version"] is None else e["version"]),
+                e["table"],
+                count(e["rows"]),
+                size(e["bytes"]),
+                Number("-" if e["dim"] is None else e["dim"]),
+                e["layout"],
+                e["state"],
+            )
+            for e in entries
+        ],
+        styles={"not there": "yellow", "not configured": "yellow"},
+    )
+
+
+ERASE_EXAMPLES = """\b
+Examples:
+  hps store erase ctr --version 3 --config hps.yaml
+  hps store erase ctr --config hps.yaml --tier redis --yes
+"""
+
+
+def erase(
+    model: Annotated[str, typer.Argument(help="The model; it need not be configured any more.")],
+    config: ConfigFile,
+    version: Annotated[
+        int | None, typer.Option("--version", "-v", help="Only this version; default: all.")
+    ] = None,
+    table: Annotated[str | None, typer.Option("--table", help="Only this table.")] = None,
+    tier: TierOption = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    overrides: SetOption = None,
+    output: Output = OutputFormat.table,
+) -> None:
+    """Remove a model from the stores, or a version or table of it.
+
+    The model's files stay: what is configured is loaded again at the next start of a node.
+    """
+    configuration = read_config(config, overrides)
+    with open_stores(configuration, tier, writing=True) as stores:
+        chosen = {
+            store: [
+                name
+                for name in store.tables()
+                if name.model == model
+                and (version is None or not store.versioned or name.version == version)
+                and table in (None, name.name)
+            ]
+            for store in stores
+        }
+        erased = [
+            {"tier": s.name, "model": n.model, "version": n.version, "table": n.name}
+            for s, names in chosen.items()
+            for n in names
+        ]
+        if not erased:
+            raise NotFound(f"no store holds that of model {model!r}; hps store ls lists all")
+        _confirm(erased, yes=yes)
+        for store, names in chosen.items():
+            with work():
+                store.erase(names)
+    if output is OutputFormat.json:
+        print_json(erased)
+    else:
+        say(f"Erased: {', '.join(_label(entry) for entry in erased)}")
+
+
+def _confirm(erased: list[dict[str, Any]], *, yes: bool) -> None:
+    if yes:
+        return
+    what = ", ".join(_label(entry) for entry in erased)
+    if not sys.stdin.isatty():
+        raise ConfigError(f"this would erase {what}; give --yes if that is meant")
+    if not typer.confirm(f"Erase {what}?", err=True):
+        raise typer.Exit(1)
+
+
+def _label(entry: dict[str, Any]) -> str:
+    return f"{entry['model']}/{entry['version']}/{entry['table']} in {entry['tier']}"
+
+
+app.command(epilog=store_rows.SCAN_EXAMPLES)(store_rows.scan)
+app.command(epilog=store_rows.GET_EXAMPLES, context_settings=KEYS)(store_rows.get)
+app.command(epilog=store_rows.PUT_EXAMPLES, context_settings=KEYS)(store_rows.put)
+app.command("del", epilog=store_rows.DEL_EXAMPLES, context_settings=KEYS)(store_rows.delete)
+app.command(epilog=store_compare.DIFF_EXAMPLES)(store_compare.diff)
+app.command(epilog=store_compare.VERIFY_EXAMPLES)(store_compare.verify)
+app.command(epilog=store_copy.LOAD_EXAMPLES)(store_copy.load)
+app.command(epilog=store_copy.EXPORT_EXAMPLES)(store_copy.export)
+app.command(epilog=store_copy.CONVERT_EXAMPLES)(store_copy.convert)
+app.command(epilog=store_backup.CHECKPOINT_EXAMPLES)(store_backup.checkpoint)
+app.command(epilog=store_backup.RESTORE_EXAMPLES)(store_backup.restore)
+app.command(epilog=store_backup.DUMP_EXAMPLES)(store_backup.dump)
+app.command("import-dump", epilog=store_backup.IMPORT_EXAMPLES)(store_backup.import_dump)
+app.command(epilog=ERASE_EXAMPLES)(erase)

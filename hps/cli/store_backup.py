@@ -1,0 +1,172 @@
+"""``hps store checkpoint|restore|dump|import-dump``: copies of a database, and HPS's dumps of a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hps.cli.output import Output, OutputFormat, plural, print_json, say
+from hps.cli.progress import ConsoleProgress
+from hps.cli.store_open import (
+    ConfigFile,
+    ModelArgument,
+    OneTierOption,
+    TableArgument,
+    TierName,
+    open_models,
+    open_store,
+    read_config,
+    work,
+)
+from hps.cli.store_rows import VersionOption
+from hps.cli.store_values import parse_version
+from hps.cli.targets import SetOption
+from hps.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hps.tiers.dump import Rows
+
+CHECKPOINT_EXAMPLES = """\b
+Examples:
+  hps store checkpoint /backup/2026-01-31 --config hps.yaml
+"""
+FolderArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="The checkpoint's folder.")]
+
+
+def checkpoint(
+    folder: FolderArgument,
+    config: ConfigFile,
+    overrides: SetOption = None,
+    output: Output = OutputFormat.table,
+) -> None:
+    """Copy the RocksDB database, consistent, to a new folder.
+
+    The folder may be there when it is empty. On the same file system table files are linked: it takes a
+    moment and hardly any space. It needs the database to itself.
+    """
+    from hps.rows.tiers import RocksDbRows
+
+    configuration = read_config(config, overrides)
+    with open_store(configuration, TierName.rocksdb, writing=True) as store:
+        assert isinstance(store, RocksDbRows)
+        store.tier.checkpoint(folder)
+        path = store.tier.path
+    if output is OutputFormat.json:
+        print_json({"checkpoint": folder, "database": path})
+    else:
+        say(f"{folder} is a checkpoint of {path}")
+
+
+RESTORE_EXAMPLES = """\b
+Examples:
+  hps store restore /backup/2026-01-31 --config hps.yaml
+  hps store restore /backup/2026-01-31 --config hps.yaml --set tiers.rocksdb.path=restored
+"""
+
+
+def restore(
+    folder: FolderArgument,
+    config: ConfigFile,
+    overrides: SetOption = None,
+    output: Output = OutputFormat.table,
+) -> None:
+    """Make the database of the configuration from a checkpoint.
+
+    tiers.rocksdb.path must be empty or not exist: nothing is written over. A damaged checkpoint is
+    refused.
+    """
+    from hps.tiers.rocksdb import restore as restored
+
+    chosen = read_config(config, overrides).settings.tiers.rocksdb
+    if not chosen.enabled:
+        raise ConfigError("tiers.rocksdb.enabled is false: there is no database to restore")
+    restored(folder, chosen.path)
+    if output is OutputFormat.json:
+        print_json({"checkpoint": folder, "database": chosen.path})
+    else:
+        say(f"{chosen.path} is restored from {folder}")
+
+
+DUMP_EXAMPLES = """\b
+Examples:
+  hps store dump ctr user user.bin --config hps.yaml
+  hps store dump ctr user user.bin --config hps.yaml --tier redis
+"""
+FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The .bin file.")]
+
+
+def dump(
+    model: ModelArgument,
+    table: TableArgument,
+    file: FileArgument,
+    config: ConfigFile,
+    tier: OneTierOption = None,
+    overrides: SetOption = None,
+    output: Output = OutputFormat.table,
+) -> None:
+    """Write a table's rows as HPS's .bin dump.
+
+    It knows no versions and no deletions.
+    """
+    from hps.tiers.dump import write_dump
+
+    configuration = read_config(config, overrides)
+    chosen = open_models(configuration).one(model, table)
+    with open_store(configuration, tier) as store:
+        store.check(chosen)
+
+        def rows() -> Iterator[Rows]:
+            for some in store.scan(chosen):
+                yield some.keys, some.vectors
+
+        total = store.entries(chosen)
+        with work(), ConsoleProgress().task(f"dumping {table}", total) as step:
+            written = write_dump(file, chosen, rows(), step)
+    if output is OutputFormat.json:
+        print_json({"file": file, "table": chosen.id, "tier": store.name, "rows": written})
+    else:
+        say(f"{file}: {plural(written, 'row')}")
+
+
+IMPORT_EXAMPLES = """\b
+Examples:
+  hps store import-dump ctr user user.bin --config hps.yaml
+  hps store import-dump ctr user user.bin --config hps.yaml --version 2026-01-31 --tier redis
+"""
+
+
+def import_dump(
+    model: ModelArgument,
+    table: TableArgument,
+    file: FileArgument,
+    config: ConfigFile,
+    tier: OneTierOption = None,
+    version: VersionOption = None,
+    overrides: SetOption = None,
+    output: Output = OutputFormat.table,
+) -> None:
+    """Write the rows of a .bin dump of HPS into a store. Rows that are newer there stay."""
+    import numpy as np
+
+    from hps.tiers.dump import open_dump
+    from hps.types import version_now
+
+    at = version_now() if version is None else parse_version(version)
+    configuration = read_config(config, overrides)
+    chosen = open_models(configuration).one(model, table)
+    opened = open_dump(file)
+    with open_store(configuration, tier, writing=True) as store:
+        store.ready(chosen)
+        with work(), ConsoleProgress().task(f"importing {table}", opened.rows) as step:
+            for keys, vectors in opened.read(chosen, step):
+                versions = np.full(len(keys), at, np.uint64)
+                store.tier.insert(chosen, keys, vectors, versions)
+    if output is OutputFormat.json:
+        facts = {"rows": opened.rows, "version": at}
+        print_json({"file": file, "table": chosen.id, "tier": store.name, **facts})
+    else:
+        say(f"{plural(opened.rows, 'row')} of {file} written into {chosen.id} in {store.name}")

@@ -1,0 +1,257 @@
+"""``hps store diff|verify``: stores against each other and against a model's files."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hps.cli.output import (
+    VERDICT_STYLES,
+    Output,
+    OutputFormat,
+    count,
+    print_json,
+    print_table,
+    say,
+)
+from hps.cli.progress import ConsoleProgress
+from hps.cli.store_open import (
+    ConfigFile,
+    Models,
+    OneTierOption,
+    SomeModel,
+    SomeTable,
+    TierName,
+    open_models,
+    open_store,
+    read_config,
+    work,
+)
+from hps.cli.targets import SetOption
+from hps.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hps.rows.base import RowSource
+    from hps.rows.compare import Difference
+    from hps.rows.tiers import RedisRows, RocksDbRows
+    from hps.types import EmbeddingTable
+
+
+class Against(StrEnum):
+    files = "files"
+    redis = "redis"
+    rocksdb = "rocksdb"
+
+
+class Kind(StrEnum):
+    missing = "missing"
+    deleted = "deleted"
+    older = "older"
+    newer = "newer"
+    other = "other"
+    extra = "extra"
+
+
+DIFF_EXAMPLES = """\b
+Examples:
+  hps store diff --config hps.yaml                         rocksdb against the models' files
+  hps store diff ctr --config hps.yaml --tier redis --against rocksdb --ignore missing
+  hps store diff ctr user --config hps.yaml --sample 10000 --output json
+  hps store diff --config native.yaml --against rocksdb --other hps.yaml
+\b
+missing  is not in the store            newer  has a newer version there
+deleted  has a tombstone there instead  other  has other values, its version tells nothing
+older    has an older version there     extra  is only there
+\b
+Exit code 1 when they differ.
+"""
+
+
+def diff(
+    config: ConfigFile,
+    model: SomeModel = None,
+    table: SomeTable = None,
+    tier: OneTierOption = None,
+    against: Annotated[
+        Against, typer.Option("--against", "-a", help="What the store is compared with.")
+    ] = Against.files,
+    other: Annotated[
+        Path | None,
+        typer.Option("--other", metavar="FILE", help="--against is of this configuration."),
+    ] = None,
+    sample: Annotated[
+        int | None,
+        typer.Option("--sample", "-n", min=1, help="Compare about so many random rows a table."),
+    ] = None,
+    ignore: Annotated[
+        list[Kind] | None,
+        typer.Option("--ignore", help="Differences that are all right; repeatable."),
+    ] = None,
+    overrides: SetOption = None,
+    output: Output = OutputFormat.table,
+) -> None:
+    """Compare a store with another one, or with model files.
+
+    Versions are compared where both sides keep them; of files only the values. Rows that are written
+    meanwhile may show up as different.
+    """
+    configuration = read_config(config, overrides)
+    models = open_models(configuration)
+    chosen = models.chosen(model, table)
+    with ExitStack() as resources:
+        store = resources.enter_context(open_store(configuration, tier))
+        if other is None and against.value == store.name:
+            raise ConfigError(f"--against {against} is the store itself; name another, or --other")
+        theirs = read_config(other, None) if other else configuration
+        their_models = open_models(theirs) if other else models
+        pairs = [(each, _counterpart(their_models, each)) for each in chosen]
+        other_store = None
+        if against is not Against.files:
+            chosen_tier = TierName(against.value)
+            other_store = resources.enter_context(open_store(theirs, chosen_tier))
+        for mine, their in pairs:
+            store.check(mine)
+            if other_store is not None:
+                other_store.check(their)
+        found = [
+            _compared(store, other_store or their_models.files(their), mine, their, models, sample)
+            for mine, their in pairs
+        ]
+    _show(store.name, against.value, chosen, found, output)
+    if any(each.differs(ignore or ()) for each in found):
+        raise typer.Exit(1)
+
+
+def _counterpart(models: Models, table: EmbeddingTable) -> EmbeddingTable:
+    """The same table of another configuration."""
+    found = models.one(table.model, table.name)
+    if found.dim != table.dim or found.dtype != table.dtype:
+        raise ConfigError(
+            f"table {table.id} has dim {table.dim} of {table.dtype} in one configuration, "
+            f"{found.dim} of {found.dtype} in the other"
+        )
+    return found
+
+
+def _compared(
+    store: RedisRows | RocksDbRows,
+    against: RowSource,
+    table: EmbeddingTable,
+    other: EmbeddingTable,
+    models: Models,
+    sample: int | None,
+) -> Difference:
+    from hps.rows.compare import compare
+
+    keys = None if sample is None else models.files(table).draw(table, sample)
+    with work():
+        return compare(store, against, table, ConsoleProgress(), other=other, sample=keys)
+
+
+def _show(
+    store: str,
+    against: str,
+    tables: list[EmbeddingTable],
+    found: list[Difference],
+    output: OutputFormat,
+) -> None:
+    from hps.rows.compare import KINDS
+
+    if output is OutputFormat.json:
+        entries: list[dict[str, Any]] = [
+            {
+                "model": table.model,
+                "table": table.name,
+                "store": store,
+                "against": against,
+                "sampled": each.sampled,
+                "compared": each.compared,
+                "equal": each.equal,
+                **{kind: each.counts[kind] for kind in KINDS},
+                "keys": each.examples,
+            }
+            for table, each in zip(tables, found, strict=True)
+        ]
+        print_json(entries)
+        return
+    say(f"{store} compared with {against}" + (", a sample" if found and found[0].sampled else ""))
+    print_table(
+        ("table", "rows", "equal", *KINDS),
+        [
+            (t.id, count(d.compared), count(d.equal), *(count(d.counts[k]) for k in KINDS))
+            for t, d in zip(tables, found, strict=True)
+        ],
+    )
+    for table, each in zip(tables, found, strict=True):
+        for kind, keys in each.examples.items():
+            more = "" if each.counts[kind] <= len(keys) else " …"
+            say(f"{table.id}: {kind}: {' '.join(map(str, keys))}{more}")
+
+
+VERIFY_EXAMPLES = """\b
+Examples:
+  hps store verify --config hps.yaml                 every table in RocksDB
+  hps store verify ctr --config hps.yaml --tier redis
+\b
+Exit code 1 when a check fails.
+"""
+
+
+def verify(
+    config: ConfigFile,
+    model: SomeModel = None,
+    table: SomeTable = None,
+    tier: OneTierOption = None,
+    overrides: SetOption = None,
+    output: Output = OutputFormat.table,
+) -> None:
+    """Check that a store holds every row of the files, bit for bit.
+
+    The files are held against their manifest's checksums first. Rows that were updated or deleted since
+    they were loaded are counted, and no fault.
+    """
+    from hps.models.check import check_files
+
+    configuration = read_config(config, overrides)
+    models = open_models(configuration)
+    chosen = models.chosen(model, table)
+    findings: list[tuple[str, str, str, str]] = []
+    with open_store(configuration, tier) as store:
+        for each in chosen:
+            store.check(each)
+        for each in chosen:
+            files = models.versions[each.model].tables[each.name]
+            checked = check_files(files, ConsoleProgress())
+            findings.append((each.id, "checksums", checked.level, checked.text))
+            findings.append((each.id, f"rows in {store.name}", *_verified(store, models, each)))
+    if output is OutputFormat.json:
+        names = ("table", "check", "result", "detail")
+        print_json([dict(zip(names, finding, strict=True)) for finding in findings])
+    else:
+        print_table(("table", "check", "result", "detail"), findings, styles=VERDICT_STYLES)
+    if any(finding[2] == "FAIL" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _verified(
+    store: RedisRows | RocksDbRows, models: Models, table: EmbeddingTable
+) -> tuple[str, str]:
+    from hps.rows.compare import compare
+
+    with work():
+        found = compare(store, models.files(table), table, ConsoleProgress(), extra=False)
+    since = [f"{found.counts[k]:,} {k} since" for k in ("newer", "deleted") if found.counts[k]]
+    text = ", ".join([f"{found.equal:,} of {found.compared:,} as in the files", *since])
+    if not found.differs(("newer", "deleted")):
+        return "OK", text
+    for kind in ("missing", "older", "other"):
+        if found.counts[kind]:
+            keys = " ".join(map(str, found.examples[kind][:3]))
+            text += f"; {found.counts[kind]:,} {kind} (keys {keys} …)"
+    if not store.versioned and found.counts["other"]:
+        text += "; HPS's layout does not tell whether they were updated"
+    return "FAIL", text

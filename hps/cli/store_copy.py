@@ -1,0 +1,292 @@
+"""``hps store load|export|convert``: whole tables into a store, out of it, into another layout."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hps.cli.output import Output, OutputFormat, count, plural, print_json, print_table, say, warn
+from hps.cli.progress import ConsoleProgress
+from hps.cli.store_open import (
+    ConfigFile,
+    ModelArgument,
+    Models,
+    OneTierOption,
+    SomeModel,
+    SomeTable,
+    TableArgument,
+    TierName,
+    TierOption,
+    open_models,
+    open_store,
+    read_config,
+    work,
+)
+from hps.cli.store_values import parse_version
+from hps.cli.targets import SetOption
+from hps.errors import ConfigError, NotFound
+
+if TYPE_CHECKING:
+    from hps.config import Configuration
+    from hps.rows.convert import Converted
+    from hps.rows.tiers import RedisRows, RocksDbRows
+    from hps.types import EmbeddingTable
+
+LOAD_EXAMPLES = """\b
+Examples:
+  hps store load --config hps.yaml                   every table into RocksDB
+  hps store load ctr user --config hps.yaml --tier redis
+  hps store load ctr --config hps.yaml --rebuild     again, without the rows streamed in since
+"""
+
+
+def load(
+    config: ConfigFile,
+    model: SomeModel = None,
+    table: SomeTable = None,
+    tier: OneTierOption = None,
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild", help="RocksDB: give up rows streamed in since, load anew.")
+    ] = False,
+    overrides: SetOption = None,
+    output: Output = OutputFormat.table,
+) -> None:
+    """Load the models' files into a store.
+
+    Tables that are loaded already are left as they are. Killed, it goes on when it is run again. Newer
+    rows in the store stay. A node does the same when it starts.
+    """
+    configuration = read_config(config, overrides)
+    models = open_models(configuration)
+    chosen = models.chosen(model, table)
+    if rebuild and tier is TierName.redis:
+        raise ConfigError("--rebuild is for RocksDB; of Redis, erase the model first")
+    with open_store(configuration, tier, writing=True) as store, work():
+        loaded = [_loaded(store, models, each, rebuild=rebuild) for each in chosen]
+    if output is OutputFormat.json:
+        print_json(loaded)
+        return
+    print_table(
+        ("table", "in", "how", "rows", "rows/s"),
+        [(e["table"], store.name, e["how"], count(e["rows"]), _rate(e)) for e in loaded],
+    )
+
+
+def _loaded(
+    store: RedisRows | RocksDbRows, models: Models, table: EmbeddingTable, *, rebuild: bool
+) -> dict[str, Any]:
+    from hps.models.loader import load_tables
+    from hps.models.preload import preload_tables
+    from hps.rows.tiers import RocksDbRows
+
+    began = time.monotonic()
+    version, progress = models.versions[table.model], ConsoleProgress()
+    if isinstance(store, RocksDbRows):
+        (report,) = load_tables(version, [table], store.tier, progress, rebuild=rebuild)
+        if report.duplicates:
+            warn(f"table {table.id}: {plural(report.duplicates, 'row')} repeat a later row's key")
+        how, rows = str(report.how), report.rows
+    else:
+        rows = preload_tables(version, {table.name: table}, store.tier, 1.0, progress)
+        how = "loaded" if rows else "reused"
+        rows = rows or version.tables[table.name].rows
+    seconds = time.monotonic() - began
+    return {"table": table.id, "tier": store.name, "how": how, "rows": rows, "seconds": seconds}
+
+
+def _rate(entry: dict[str, Any]) -> Any:
+    reused = entry["how"] == "reused" or not entry["seconds"]
+    return count(None if reused else round(entry["rows"] / entry["seconds"]))
+
+
+EXPORT_EXAMPLES = """\b
+Examples:
+  hps store export ctr user --out user.parquet --config hps.yaml
+  hps store export ctr user --out changes.npz --since 2026-01-31T12:00Z --config hps.yaml
+"""
+
+
+def export(
+    model: ModelArgument,
+    table: TableArgument,
+    config: ConfigFile,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="A .parquet or .npz file.")],
+    since: Annotated[
+        str | None,
+        typer.Option(
+            "--since", metavar="VERSION", help="Only rows newer than this version or time."
+        ),
+    ] = None,
+    tier: OneTierOption = None,
+    overrides: SetOption = None,
+    output: Output = OutputFormat.table,
+) -> None:
+    """Write a table's rows to a Parquet or npz file.
+
+    Columns: key, version, deleted, vector. With --since deletions are among them: deleted is true, the
+    vector empty. The version to go on from next time is printed. The file gets its name when it is
+    complete.
+    """
+    from hps.rows.export import check_format
+    from hps.rows.export import export as write
+
+    check_format(out)
+    after = None if since is None else parse_version(since)
+    configuration = read_config(config, overrides)
+    chosen = open_models(configuration).one(model, table)
+    with open_store(configuration, tier) as store:
+        if after is not None and not store.versioned:
+            raise ConfigError(
+                f"--since: {store.name} has HPS's layout, which keeps no versions; leave it out, or "
+                "convert the store: hps store convert"
+            )
+        store.check(chosen)
+        with work(), ConsoleProgress().task(f"exporting {table}", store.entries(chosen)) as step:
+
+            def told(rows: Any) -> Any:
+                for some in rows:
+                    yield some
+                    step(len(some.keys))
+
+            dead = () if after is None else store.tombstones(chosen)
+            report = write(out, chosen, told(store.scan(chosen)), dead, after)
+    if output is OutputFormat.json:
+        facts = {"rows": report.rows, "deleted": report.deleted, "newest": report.newest}
+        print_json({"file": out, "table": chosen.id, "tier": store.name, **facts})
+        return
+    deleted = f", {report.deleted:,} of them deleted" if report.deleted else ""
+    say(f"{out}: {plural(report.rows, 'row')}{deleted}")
+    if store.versioned and report.rows:
+        say(f"The next export goes on with --since {report.newest}")
+
+
+CONVERT_EXAMPLES = """\b
+Examples:
+  hps store convert --config hps.yaml --into native.yaml
+  hps store convert ctr --config hps.yaml --into native.yaml --tier redis
+\b
+hps.yaml says layout: hps, native.yaml layout: native; another folder for RocksDB; Redis may be the same
+one. Afterwards: hps store diff --config native.yaml --against rocksdb --other hps.yaml
+"""
+
+
+def convert(
+    config: ConfigFile,
+    into: Annotated[
+        Path, typer.Option("--into", metavar="FILE", help="The configuration with native stores.")
+    ],
+    model: SomeModel = None,
+    table: SomeTable = None,
+    tier: TierOption = None,
+    overrides: SetOption = None,
+    output: Output = OutputFormat.table,
+) -> None:
+    """Convert stores from HPS's layout to the native one.
+
+    The native one keeps versions and deletions. The source is only read, and may be written to
+    meanwhile: run it again to bring that over. Killed, it goes on when it is run again. Rows get the
+    version of the models' files, so that no update streamed later is refused. For RocksDB the models'
+    files are loaded first.
+    """
+    source, target = read_config(config, overrides), read_config(into, None)
+    old, new = open_models(source), open_models(target)
+    tiers = _convertible(source, target, tier)
+    pairs = [(each, _same_shape(new, each)) for each in old.chosen(model, table)]
+    done: list[tuple[TierName, Converted]] = []
+    for each in tiers:
+        with ExitStack() as resources:
+            here = resources.enter_context(open_store(source, each))
+            there = resources.enter_context(open_store(target, each, writing=True))
+            there_are = [
+                pair for pair in pairs if _is_there(here, pair[0], named=table is not None)
+            ]
+            with work():
+                done += [(each, _converted(here, there, *pair, new)) for pair in there_are]
+    if output is OutputFormat.json:
+        names = ("tier", "table", "read", "written")
+        rows = [(name, c.table, c.read, c.written) for name, c in done]
+        print_json([dict(zip(names, row, strict=True)) for row in rows])
+        return
+    print_table(
+        ("tier", "table", "rows read", "written"),
+        [(name.value, c.table, count(c.read), count(c.written)) for name, c in done],
+    )
+
+
+def _is_there(store: RedisRows | RocksDbRows, table: EmbeddingTable, *, named: bool) -> bool:
+    """Whether the store holds the table. Of one that was not named a lack is only told."""
+    try:
+        store.check(table)
+    except NotFound as error:
+        if named:
+            raise
+        warn(str(error))
+        return False
+    return True
+
+
+def _convertible(
+    source: Configuration, target: Configuration, tier: TierName | None
+) -> list[TierName]:
+    """The tiers to convert. Raises ConfigError where the layouts or places do not fit."""
+    tiers = []
+    for name in [tier] if tier is not None else list(TierName):
+        one, other = _settings(source, name), _settings(target, name)
+        if tier is None and (one is None or other is None):
+            continue
+        for given, where, layout in ((one, "--config", "hps"), (other, "--into", "native")):
+            if given is None:
+                raise ConfigError(f"{where}: tiers.{name} is not configured there")
+            if given.layout != layout:
+                raise ConfigError(
+                    f"{where}: tiers.{name}.layout is {given.layout}, expected {layout}: rows are "
+                    "converted from HPS's layout to the native one"
+                )
+        tiers.append(name)
+    if not tiers:
+        raise ConfigError("no store is configured in both --config and --into")
+    folders = source.settings.tiers.rocksdb.path, target.settings.tiers.rocksdb.path
+    if TierName.rocksdb in tiers and folders[0].resolve() == folders[1].resolve():
+        raise ConfigError(
+            f"--into: tiers.rocksdb.path is {folders[1]}, the source, which is left as it is; "
+            "name another folder"
+        )
+    return tiers
+
+
+def _settings(configuration: Configuration, tier: TierName) -> Any:
+    tiers = configuration.settings.tiers
+    if tier is TierName.redis:
+        return tiers.redis
+    return tiers.rocksdb if tiers.rocksdb.enabled else None
+
+
+def _same_shape(models: Models, table: EmbeddingTable) -> EmbeddingTable:
+    found = models.one(table.model, table.name)
+    if found.dim != table.dim or found.key_bits != table.key_bits:
+        raise ConfigError(
+            f"--into: table {found.id} has dim {found.dim} and {found.key_bits}-bit keys, the source "
+            f"{table.dim} and {table.key_bits}"
+        )
+    return found
+
+
+def _converted(
+    source: RedisRows | RocksDbRows,
+    target: RedisRows | RocksDbRows,
+    table: EmbeddingTable,
+    into: EmbeddingTable,
+    models: Models,
+) -> Converted:
+    from hps.models.loader import load_tables
+    from hps.rows.convert import convert
+    from hps.rows.tiers import RocksDbRows
+
+    progress = ConsoleProgress()
+    if isinstance(target, RocksDbRows):
+        load_tables(models.versions[into.model], [into], target.tier, progress)
+    return convert(source, table, target, into, models.files(into), progress)

@@ -1,0 +1,193 @@
+"""The stores of a configuration, opened by themselves: no caches, no network, no server.
+
+Reading opens RocksDB beside the process that owns it; writing needs it to itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hps.errors import ConfigError, HpsError, NotFound, TierError
+
+if TYPE_CHECKING:
+    from hps.config import Configuration
+    from hps.models.repository import ModelVersion
+    from hps.rows.files import FileRows
+    from hps.rows.tiers import RedisRows, RocksDbRows
+    from hps.types import EmbeddingTable
+
+
+class TierName(StrEnum):
+    redis = "redis"
+    rocksdb = "rocksdb"
+
+
+ConfigFile = Annotated[
+    Path, typer.Option("--config", "-c", metavar="FILE", help="The node's configuration.")
+]
+TierOption = Annotated[
+    TierName | None, typer.Option("--tier", "-t", help="Only this one of the stores.")
+]
+OneTierOption = Annotated[
+    TierName | None,
+    typer.Option("--tier", "-t", help="Default: rocksdb where it is enabled, else redis."),
+]
+ModelArgument = Annotated[str, typer.Argument(help="The model.")]
+TableArgument = Annotated[str, typer.Argument(help="One of its tables; hps store ls lists them.")]
+SomeModel = Annotated[str | None, typer.Argument(help="Only this model's tables.")]
+SomeTable = Annotated[str | None, typer.Argument(help="Only this table.")]
+
+
+@dataclass(slots=True)
+class Models:
+    """The configured models' tables."""
+
+    versions: dict[str, ModelVersion] = field(default_factory=dict)
+    tables: dict[str, dict[str, EmbeddingTable]] = field(default_factory=dict)
+
+    def all(self) -> list[EmbeddingTable]:
+        return [table for tables in self.tables.values() for table in tables.values()]
+
+    def chosen(self, model: str | None, table: str | None) -> list[EmbeddingTable]:
+        """Of one model or all; of one table or all. Raises NotFound."""
+        if model is None:
+            return self.all()
+        if model not in self.tables:
+            there = ", ".join(self.tables) or "none"
+            raise NotFound(f"no model {model!r} is configured; there is {there}")
+        tables = self.tables[model]
+        if table is None:
+            return list(tables.values())
+        if table not in tables:
+            raise NotFound(f"model {model!r} has no table {table!r}; it has {', '.join(tables)}")
+        return [tables[table]]
+
+    def one(self, model: str, table: str) -> EmbeddingTable:
+        (found,) = self.chosen(model, table)
+        return found
+
+    def files(self, table: EmbeddingTable) -> FileRows:
+        from hps.rows.files import FileRows
+
+        return FileRows(self.versions[table.model])
+
+
+def read_config(config: Path, overrides: list[str] | None) -> Configuration:
+    import logging
+
+    from hps.cli.output import warn
+    from hps.config import load_config
+
+    # What a store logs is an error of the command, or nothing to say.
+    logging.getLogger("hps").addHandler(logging.NullHandler())
+    configuration = load_config(config, overrides or ())
+    for warning in configuration.warnings:
+        warn(warning)
+    return configuration
+
+
+def open_models(configuration: Configuration) -> Models:
+    from hps.opening import open_versions
+
+    models = Models()
+    for version in open_versions(configuration):
+        models.versions[version.name] = version
+        models.tables[version.name] = version.embedding_tables()
+    return models
+
+
+def configured_tiers(configuration: Configuration) -> list[TierName]:
+    """Fastest first."""
+    tiers = configuration.settings.tiers
+    there = {TierName.redis: tiers.redis is not None, TierName.rocksdb: tiers.rocksdb.enabled}
+    return [name for name, enabled in there.items() if enabled]
+
+
+@contextmanager
+def open_stores(
+    configuration: Configuration, tier: TierName | None, *, writing: bool = False
+) -> Iterator[list[RedisRows | RocksDbRows]]:
+    """The configured stores, or the one, fastest first. Raises ConfigError for one that is not
+    configured, TierError for a database that cannot be opened."""
+    chosen = [name for name in configured_tiers(configuration) if tier in (None, name)]
+    if not chosen:
+        raise ConfigError(_lack(tier))
+    with ExitStack() as resources:
+        yield [
+            _open_redis(configuration, resources)
+            if name is TierName.redis
+            else _open_rocksdb(configuration, resources, writing=writing)
+            for name in chosen
+        ]
+
+
+@contextmanager
+def open_store(
+    configuration: Configuration, tier: TierName | None, *, writing: bool = False
+) -> Iterator[RedisRows | RocksDbRows]:
+    """The named store, else the one that holds every row."""
+    if tier is None and configuration.settings.tiers.rocksdb.enabled:
+        tier = TierName.rocksdb
+    with open_stores(configuration, tier, writing=writing) as stores:
+        yield stores[-1]
+
+
+def _lack(tier: TierName | None) -> str:
+    if tier is TierName.redis:
+        return "tiers.redis is not configured: give its addresses, or another --tier"
+    if tier is TierName.rocksdb:
+        return "tiers.rocksdb.enabled is false: switch it on, or give another --tier"
+    return "no store is configured: set tiers.redis or tiers.rocksdb"
+
+
+def _open_redis(configuration: Configuration, resources: ExitStack) -> RedisRows:
+    from hps.rows.tiers import RedisRows
+    from hps.tiers.redis import RedisTier
+
+    chosen = configuration.settings.tiers.redis
+    assert chosen is not None
+    tier = RedisTier(chosen)
+    resources.callback(tier.close)
+    return RedisRows(tier, chosen)
+
+
+def _open_rocksdb(
+    configuration: Configuration, resources: ExitStack, *, writing: bool
+) -> RocksDbRows:
+    from hps.rows.tiers import RocksDbRows
+    from hps.tiers.rocksdb import RocksDbTier, Tuning
+
+    chosen = configuration.settings.tiers.rocksdb
+    if not writing and not chosen.path.exists():
+        raise NotFound(
+            f"there is no database {chosen.path} (tiers.rocksdb.path); `hps store load` makes it"
+        )
+    tier = RocksDbTier(
+        chosen.path,
+        layout=chosen.layout,
+        access=chosen.access if writing else "read_only",
+        tuning=Tuning(
+            block_cache_bytes=chosen.block_cache_bytes,
+            block_size=chosen.block_size,
+            threads=chosen.threads,
+            min_free_bytes=chosen.min_free_bytes,
+        ),
+    )
+    resources.callback(tier.close)
+    return RocksDbRows(tier)
+
+
+@contextmanager
+def work() -> Iterator[None]:
+    """What fails in here had begun: exit code 1 instead of 2."""
+    try:
+        yield
+    except TierError as error:
+        raise HpsError(str(error)) from error

@@ -1,0 +1,74 @@
+"""Keys, vectors, versions and times of ``hps store``, as they are typed and shown."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+
+from hps.cli.output import Number, age
+from hps.errors import ConfigError
+from hps.types import EmbeddingTable, KeyArray, VectorArray, make_version, version_unix_ms
+
+SHOWN_VALUES = 8
+# Versions of files that tell no time lie far in the past.
+DATED_SINCE_MS = 1_000_000_000_000
+
+
+def parse_vector(text: str, table: EmbeddingTable) -> VectorArray:
+    """``0.1, -2`` or ``[0.1, -2]`` -> (1, dim); ConfigError for another number of values."""
+    try:
+        values = [float(each) for each in text.strip().strip("[]").replace(",", " ").split()]
+    except ValueError as error:
+        raise ConfigError(f"--vector {text!r}: {error}; give numbers with commas") from None
+    if len(values) != table.dim:
+        raise ConfigError(
+            f"--vector has {len(values)} values, table {table.id} has dim {table.dim}"
+        )
+    with np.errstate(over="ignore"):
+        row = np.array([values], table.dtype)
+    if not np.isfinite(row).all():
+        raise ConfigError(f"--vector {text!r} holds a value that is no finite {table.dtype}")
+    return row
+
+
+def parse_version(text: str) -> int:
+    """A version, or a time like ``2026-01-31`` or ``2026-01-31T12:00Z`` as the version of its start."""
+    if text.isdigit():
+        version = int(text)
+        if version >= 2**64:
+            raise ConfigError(f"version {text} is beyond 2^64-1")
+        return version
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        raise ConfigError(
+            f"{text!r} is neither a version (a whole number) nor a time like 2026-01-31T12:00Z"
+        ) from None
+    return make_version(int((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1000))
+
+
+def as_typed(text: str) -> int:
+    """A key that `parse_key` took, as the number that was typed."""
+    return int(text, 16 if "x" in text.lower() else 10)
+
+
+def key_array(table: EmbeddingTable, keys: list[int]) -> KeyArray:
+    """Distinct, in the order given, as the table knows them."""
+    return table.narrow(np.array(list(dict.fromkeys(keys)), np.int64))
+
+
+def shown_vector(vector: Any) -> str:
+    values = [f"{value:.6g}" for value in vector[:SHOWN_VALUES]]
+    if len(vector) > SHOWN_VALUES:
+        values.append(f"… ({len(vector)} values)")
+    return " ".join(values)
+
+
+def shown_age(version: int) -> Number:
+    """The time since a row was written, where its version tells."""
+    unix_ms = version_unix_ms(version)
+    if unix_ms < DATED_SINCE_MS:
+        return Number("-")
+    return age(datetime.now(UTC).timestamp() - unix_ms / 1000)

@@ -1,0 +1,254 @@
+"""docs/moving-from-hps.md, followed to the letter on data written with HPS's own bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rocksdict import Options, Rdict
+from typer.testing import CliRunner, Result
+
+import hps
+from benchmarks.peers.redis_server import RedisServer
+from hps.cli.main import app
+from tests.support.redis_servers import shared_server
+
+PAGE = Path(__file__).parents[2] / "docs" / "moving-from-hps.md"
+DIM, PARTITIONS = 4, 8
+KEYS = np.concatenate([np.arange(-40, 260), [2**63 - 1, -(2**63)]])
+MASK = 2**64 - 1
+TABLES = {"user": 1.0, "item": 100.0}
+UPDATED, STREAMED = 17, 100_000
+"""A key whose row HPS has updated since its files were written, and one that came later."""
+
+Command = Callable[..., Result]
+
+
+def partition_of(key: int) -> int:
+    """HPS's partition hash, written down once more."""
+
+    def rotated(x: int, bits: int) -> int:
+        return (x >> bits | x << 64 - bits) & MASK
+
+    x = key & MASK
+    x ^= rotated(x, 25) ^ rotated(x, 50)
+    x = x * 0xA24BAED4963EE407 & MASK
+    x ^= rotated(x, 24) ^ rotated(x, 49)
+    x = x * 0x9FB21C651E98DF25 & MASK
+    return (x ^ x >> 28) % PARTITIONS
+
+
+def row(table: str, key: int) -> np.ndarray[Any, Any]:
+    return (np.arange(DIM) + TABLES[table] * (key % 1000)).astype("<f4")
+
+
+def stored(table: str) -> dict[int, bytes]:
+    """What HPS holds: the files' rows, one of them updated, and one that came later."""
+    rows = {int(key): row(table, int(key)).tobytes() for key in KEYS}
+    return rows | {key: row(table, key + 1).tobytes() for key in (UPDATED, STREAMED)}
+
+
+def write_files(folder: Path) -> None:
+    """Sparse files and the ps.json that names them."""
+    for name in TABLES:
+        path = folder / f"{name}.model"
+        path.mkdir()
+        KEYS.astype("<i8").tofile(path / "key")
+        np.stack([row(name, int(key)) for key in KEYS]).tofile(path / "emb_vector")
+    model = {
+        "model": "ctr",
+        "sparse_files": [f"{name}.model" for name in TABLES],
+        "embedding_table_names": list(TABLES),
+        "embedding_vecsize_per_table": [DIM] * 2,
+        "default_value_for_each_table": [0.0, 0.0],
+        "maxnum_catfeature_query_per_table_per_sample": [1000, 1000],
+        "deployed_device_list": [0],
+        "hit_rate_threshold": 1.1,
+    }
+    (folder / "ps.json").write_text(json.dumps({"supportlonglong": True, "models": [model]}))
+
+
+def write_rocksdb(path: Path) -> None:
+    options = Options(raw_mode=True)
+    options.create_if_missing(True)
+    with_db = Rdict(str(path), options)
+    for name in TABLES:
+        family = with_db.create_column_family(f"hps_et.ctr.{name}", options)
+        for key, value in stored(name).items():
+            family[struct.pack("<q", key)] = value
+        family.close()
+    with_db.close()
+
+
+def write_redis(server: RedisServer) -> None:
+    """By the names and bytes of HPS's documentation, not by code of ours."""
+    client = server.client()
+    for name in TABLES:
+        for key, value in stored(name).items():
+            hash_name = f"hps_et{{hps_et.ctr.{name}/p{partition_of(key)}}}v"
+            client.hset(hash_name, struct.pack("<q", key), value)
+    client.close()
+
+
+@pytest.fixture
+def server() -> RedisServer:
+    return shared_server()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What an owner of HPS has, and the page's two configurations beside it."""
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path)
+    write_rocksdb(tmp_path / "rocksdb")
+    write_redis(server)
+    configurations = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    for name, text in zip(("hps.yaml", "native.yaml"), configurations, strict=True):
+        text = text.replace("127.0.0.1:7000", server.address).replace("cluster", "single")
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def commands() -> list[list[str]]:
+    blocks = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    return [shlex.split(line)[1:] for block in blocks for line in block.splitlines()]
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(app, list(map(str, words)))
+
+
+def printed(*words: object) -> Any:
+    result = run(*words, "--output", "json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def contents(server: RedisServer, pattern: str) -> dict[bytes, dict[bytes, bytes]]:
+    client = server.client()
+    found = {name: client.hgetall(name) for name in client.keys(pattern)}
+    client.close()
+    return found
+
+
+def in_rocksdb(path: Path) -> dict[str, dict[bytes, bytes]]:
+    options = Options(raw_mode=True)
+    names = [name for name in Rdict.list_cf(str(path)) if name.startswith("hps_et.")]
+    database = Rdict(str(path), options, dict.fromkeys(names, options))
+    found = {name: dict(database.get_column_family(name).items()) for name in names}
+    database.close()
+    return found
+
+
+def test_the_page_is_followed(folder: Path, server: RedisServer) -> None:
+    before, on_disk = contents(server, "hps_et{*}v"), in_rocksdb(folder / "rocksdb")
+    seen = set()
+    for words in commands():
+        result = run(*words)
+        updated = "verify" in words  # the page says that it tells of updated rows
+        assert result.exit_code == (1 if updated else 0), (words, result.stderr, result.stdout)
+        seen.add(words[1])
+        if words[1] == "convert":
+            assert contents(server, "hps_et{*}v") == before
+            assert in_rocksdb(folder / "rocksdb") == on_disk
+    assert seen == {
+        "import",
+        "ls",
+        "get",
+        "diff",
+        "convert",
+        "verify",
+        "dump",
+        "import-dump",
+        "erase",
+    }
+    assert contents(server, "hps_et{*}v") == {}
+    assert in_rocksdb(folder / "rocksdb") == on_disk
+
+
+def test_what_is_converted_is_what_hps_held(folder: Path, server: RedisServer) -> None:
+    run("model", "import", "ps.json")
+    converted = printed("store", "convert", "--config", "hps.yaml", "--into", "native.yaml")
+    rows = len(KEYS) + 1
+    assert [(c["tier"], c["table"], c["read"]) for c in converted] == [
+        (tier, table, rows) for tier in ("redis", "rocksdb") for table in TABLES
+    ]
+    # Into RocksDB only what differs from the files; into Redis everything.
+    assert [c["written"] for c in converted] == [rows, rows, 2, 2]
+    # The tables count as loaded: the node serves them as they are, and HPS's updates with them.
+    with hps.open("native.yaml") as node:
+        for table in TABLES:
+            keys = np.array([*KEYS.tolist(), STREAMED])
+            found = node.lookup("ctr", {table: keys}, by_table=True)
+            assert found.defaulted == 0
+            want = stored(table)
+            assert [v.tobytes() for v in found.vectors[table]] == [want[int(k)] for k in keys]
+    entries = printed("store", "get", "ctr", "user", UPDATED, STREAMED, "--config", "native.yaml")
+    (version,) = {entry["version"] for entry in entries["rows"]}
+    assert version > 0
+
+
+def test_again_it_brings_over_what_is_new_and_keeps_what_is_newer(
+    folder: Path, server: RedisServer
+) -> None:
+    run("model", "import", "ps.json")
+    convert = ("store", "convert", "--config", "hps.yaml", "--into", "native.yaml")
+    printed(*convert)
+    values = ",".join(["7"] * DIM)
+    printed("store", "put", "ctr", "user", 5, "--vector", values, "--config", "native.yaml")
+    printed("store", "del", "ctr", "user", 6, "--config", "native.yaml")
+    client = server.client()
+    for key in (1, 5, 6):  # HPS goes on meanwhile
+        name = f"hps_et{{hps_et.ctr.user/p{partition_of(key)}}}v"
+        client.hset(name, struct.pack("<q", key), row("user", 900).tobytes())
+    client.close()
+    again = printed(*convert, "--tier", "redis")
+    assert [c["written"] for c in again] == [1, 0]
+    entries = printed(
+        "store", "get", "ctr", "user", 1, 5, 6, "--config", "native.yaml", "-t", "redis"
+    )
+    one, five, six = entries["rows"]
+    assert one["vector"] == row("user", 900).tolist()
+    assert five["vector"] == [7.0] * DIM
+    assert six["deleted"]
+    assert [c["written"] for c in printed(*convert, "--tier", "redis")] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config", "native.yaml", "--into", "native.yaml"], "layout is native, expected hps"),
+        (["--config", "hps.yaml", "--into", "hps.yaml"], "layout is hps, expected native"),
+        (["--config", "hps.yaml", "--into", "here.yaml"], "the source, which is left as it is"),
+        (["--config", "hps.yaml", "--into", "native.yaml", "nobody"], "no model 'nobody'"),
+        (
+            ["--config", "hps.yaml", "--into", "disk.yaml", "--tier", "redis"],
+            "not configured there",
+        ),
+    ],
+)
+def test_what_cannot_be_converted(folder: Path, words: list[str], message: str) -> None:
+    run("model", "import", "ps.json")
+    native = (folder / "native.yaml").read_text()
+    (folder / "here.yaml").write_text(native.replace("path: native", "path: rocksdb"))
+    (folder / "disk.yaml").write_text(re.sub(r"(?ms)^  redis:.*?(?=^  rocksdb:)", "", native))
+    result = run("store", "convert", *words)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_wrong_number_of_partitions_is_told_with_the_right_one(folder: Path) -> None:
+    run("model", "import", "ps.json")
+    wrong = ["--set", "tiers.redis.partitions=5", "--tier", "redis", "--config", "hps.yaml"]
+    (entry, _) = printed("store", "ls", *wrong)
+    assert "partitions in Redis: 8, here: 5" in entry["state"]
+    result = run("store", "diff", *wrong)
+    assert result.exit_code == 2
+    assert "set tiers.redis.partitions" in result.stderr
