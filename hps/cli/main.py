@@ -38,7 +38,7 @@ COMMANDS = {
     "tables": Entry(ASK, "List the tables: rows, bytes, what is cached."),
     "status": Entry(ASK, "Show what a server is doing: models, tiers, hit rates."),
     "model": Entry(CARE, "Import, inspect and verify models of a repository.", group=True),
-    "store": Entry(CARE, "Look into Redis and RocksDB; load, compare, export, convert.", group=True),
+    "store": Entry(CARE, "Look into Redis and RocksDB; load, compare, convert.", group=True),
     "config": Entry(CARE, "Show, check and describe the configuration.", group=True),
     "version": Entry(CARE, "Print the version of hps and of what it stands on."),
 }
