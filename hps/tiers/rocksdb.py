@@ -19,6 +19,7 @@ import numpy as np
 
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.checks import check_keys, check_part, check_rows
+from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.rocksdb_checkpoint import checkpoint, restore
 from hps.tiers.rocksdb_database import Database, Family
 from hps.tiers.rocksdb_errors import NAME
@@ -26,6 +27,7 @@ from hps.tiers.rocksdb_follow import Follower
 from hps.tiers.rocksdb_layout import CodeArray
 from hps.tiers.rocksdb_load import BulkLoad, LoadRecord, ingest_folder
 from hps.tiers.rocksdb_open import Access, OpenSettings, Tuning
+from hps.tiers.rocksdb_positions import Positions
 from hps.tiers.rocksdb_rows import Scanned, VersionedRows
 from hps.tiers.rocksdb_space import StoreFigures
 from hps.tiers.row_values import Layout
@@ -40,7 +42,8 @@ _READ_SLICE = 4096
 
 
 class RocksDbTier:
-    """Implements `Tier`. One instance, the primary, owns ``path``; a second one gets a TierError.
+    """Implements `Tier` and `PositionedStore`. One instance, the primary, owns ``path``; a second one
+    gets a TierError.
 
     Readers may stand beside it, in other processes: ``access="read_only"`` sees the rows as they were
     when it was opened and never writes to the folder; ``"secondary"`` follows the primary (`catch_up`).
@@ -64,6 +67,7 @@ class RocksDbTier:
         self._database = Database(settings, layout)
         self._follower = Follower(self._database)
         self._rows = VersionedRows(self._database, clock)
+        self._positions = Positions(self._database, self._rows)
         self._info = TierInfo(NAME, Source.ROCKSDB, blocking=True, volatile=False)
 
     @property
@@ -269,6 +273,18 @@ class RocksDbTier:
         """Remove rows and tombstones without a trace. On a store that means losing them."""
         check_keys(table, keys)
         self._rows.remove(table, keys)
+
+    def apply(
+        self, table: EmbeddingTable, changes: TableChanges, positions: Sequence[StreamPosition]
+    ) -> None:
+        """See `hps.tiers.positions.PositionedStore`."""
+        check_rows(table, changes.keys, changes.vectors, changes.versions)
+        check_keys(table, changes.deleted, changes.deleted_versions)
+        self._positions.apply(table, changes, positions)
+
+    def applied(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
+        """See `hps.tiers.positions.PositionedStore`."""
+        return self._positions.applied(table, topic, partition)
 
     def sync(self) -> None:
         """Make every acknowledged write survive a power loss as well."""

@@ -3,7 +3,7 @@
 A load record per table lies in the column family ``default`` under ``load:<column family>``. It is
 written as incomplete before the first row and as complete after the last one, so a load that was
 killed is recognised and dropped at the next start. ``streamed:<column family>`` marks a table that
-has been written to since.
+has been written to since. Stream positions (`hps.tiers.rocksdb_positions`) go with that mark.
 """
 
 from __future__ import annotations
@@ -78,14 +78,24 @@ class Records:
         batch = WriteBatch(raw_mode=True)
         batch.put(f"load:{family}".encode(), json.dumps(asdict(record)).encode())
         if not keep_streamed:
-            batch.delete(f"streamed:{family}".encode())
+            self._forget_streams(batch, family)
         self._db().write(batch)
 
     def remove(self, family: str) -> None:
         batch = WriteBatch(raw_mode=True)
         batch.delete(f"load:{family}".encode())
-        batch.delete(f"streamed:{family}".encode())
+        self._forget_streams(batch, family)
         self._db().write(batch)
+
+    def _forget_streams(self, batch: WriteBatch, family: str) -> None:
+        """Have ``batch`` forget that the table was written to, and how far."""
+        batch.delete(f"streamed:{family}".encode())
+        prefix = position_prefix(family)
+        at = self._db().iter()
+        at.seek(prefix)
+        while at.valid() and (name := at.key()).startswith(prefix):
+            batch.delete(name)
+            at.next()
 
     def mark_streamed(self, family: str) -> None:
         self._db().put(f"streamed:{family}".encode(), b"1")
@@ -95,6 +105,11 @@ class Records:
             return set()
         marks: Any = self._db().get([f"streamed:{f}".encode() for f in families])
         return {f for f, mark in zip(families, marks, strict=True) if mark is not None}
+
+
+def position_prefix(family: str) -> bytes:
+    """What the names of a table's stream positions begin with; see `hps.tiers.rocksdb_positions`."""
+    return f"position:{family}:".encode()
 
 
 def clean_leftovers(path: Path) -> None:

@@ -1,0 +1,79 @@
+"""Stream positions in RocksDB: how far each partition of a topic is contained in a table.
+
+They lie in the column family ``default`` under ``position:<column family>:<topic>/<partition>`` and are
+written after the rows they speak of, through the same log: what is there after a crash never claims more than
+the rows do. A new bulk load, which loses rows streamed in, removes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from rocksdict import WriteBatch
+
+from hps.tiers.base import newest_of_each
+from hps.tiers.positions import StreamPosition, TableChanges
+from hps.tiers.rocksdb_database import Database
+from hps.tiers.rocksdb_layout import family_name
+from hps.tiers.rocksdb_load import position_prefix
+from hps.tiers.rocksdb_rows import VersionedRows
+from hps.types import EmbeddingTable, IndexArray
+
+
+class Positions:
+    """Those of one database. Callers write from one thread at a time; any thread may ask."""
+
+    def __init__(self, database: Database, rows: VersionedRows) -> None:
+        self._database = database
+        self._rows = rows
+
+    def apply(
+        self, table: EmbeddingTable, changes: TableChanges, positions: Sequence[StreamPosition]
+    ) -> None:
+        """See `hps.tiers.positions.PositionedStore`."""
+        database = self._database
+        with database.lock, database.errors():
+            database.writable()
+            self._rows.write(
+                table, changes.keys, changes.vectors, changes.versions, resident_only=False
+            )
+            if database.layout == "native":
+                self._rows.write(
+                    table, changes.deleted, None, changes.deleted_versions, resident_only=False
+                )
+            else:
+                self._rows.remove(table, changes.deleted[_last_word(changes)])
+            ahead = [p for p in positions if p.offset > (self._get(table, p) or 0)]
+            if ahead:
+                database.mark_streamed(database.family(table))
+                database.room.write(lambda batch: self._put(table, ahead, batch))
+
+    def applied(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
+        with self._database.errors():
+            return self._get(table, StreamPosition(topic, partition, 0))
+
+    def _name(self, table: EmbeddingTable, position: StreamPosition) -> bytes:
+        family = family_name(table, self._database.layout)
+        return position_prefix(family) + f"{position.topic}/{position.partition}".encode()
+
+    def _get(self, table: EmbeddingTable, position: StreamPosition) -> int | None:
+        stored = self._database.db.get(self._name(table, position))
+        return None if stored is None else int(stored)
+
+    def _put(
+        self, table: EmbeddingTable, positions: Sequence[StreamPosition], batch: WriteBatch
+    ) -> None:
+        # Of several of a partition the last put wins.
+        for position in sorted(positions, key=lambda p: p.offset):
+            batch.put(self._name(table, position), str(position.offset).encode())
+
+
+def _last_word(changes: TableChanges) -> IndexArray:
+    """Positions of the deletions that no insertion of a higher version overrules; without versions in the
+    store it cannot tell itself."""
+    keys = np.concatenate([changes.keys, changes.deleted])
+    at = newest_of_each(keys, np.concatenate([changes.versions, changes.deleted_versions]))
+    if at is None:
+        return np.arange(len(changes.deleted))
+    return at[at >= len(changes.keys)] - len(changes.keys)

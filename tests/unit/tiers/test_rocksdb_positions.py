@@ -1,0 +1,115 @@
+"""Stream positions beside the rows: never ahead of them, never back, gone with the rows."""
+
+import numpy as np
+import pytest
+
+from hps.errors import TierError
+from hps.tiers.base import FetchContext, Part
+from hps.tiers.positions import StreamPosition, TableChanges
+from hps.tiers.rocksdb import LoadRecord, RocksDbTier, restore
+from hps.types import EmbeddingTable, version_now
+
+ITEMS, USERS = EmbeddingTable.make("items", 2), EmbeddingTable.make("users", 2)
+
+
+def changes(insert: dict[int, int], delete: dict[int, int] | None = None) -> TableChanges:
+    """Keys with the sequence of their version; a row's values are its sequence."""
+    now, delete = version_now(), delete or {}
+    at = np.array(list(insert.values()), np.uint64)
+    return TableChanges(
+        np.array(list(insert), np.int64),
+        np.repeat(at[:, None], 2, 1).astype(np.float32),
+        at + np.uint64(now),
+        np.array(list(delete), np.int64),
+        np.array(list(delete.values()), np.uint64) + np.uint64(now),
+    )
+
+
+def at(offset: int, partition: int = 0) -> StreamPosition:
+    return StreamPosition("updates", partition, offset)
+
+
+def first_values(tier, keys, of=ITEMS):
+    part = Part.make(of, np.asarray(keys), np.full((len(keys), 2), -1, np.float32))
+    tier.fetch([part], FetchContext())
+    return part.out[:, 0].tolist()
+
+
+@pytest.fixture(params=["native", "hps"])
+def tier(request, tmp_path):
+    tier = RocksDbTier(tmp_path / "db", layout=request.param)
+    yield tier
+    tier.close()
+
+
+def test_rows_and_positions_are_there_after_a_restart(tier, tmp_path):
+    assert tier.applied(ITEMS, "updates", 0) is None
+    tier.apply(ITEMS, changes({1: 1, 2: 2}), [at(10), at(7, 3)])
+    tier.apply(USERS, changes({1: 1}), [at(99)])
+    tier.checkpoint(tmp_path / "saved")
+    tier.close()
+    again = RocksDbTier(tmp_path / "db", layout=tier.layout)
+    assert first_values(again, [1, 2]) == [1.0, 2.0]
+    assert [again.applied(ITEMS, "updates", p) for p in (0, 3, 1)] == [10, 7, None]
+    assert again.applied(ITEMS, "other", 0) is None
+    assert again.applied(USERS, "updates", 0) == 99
+    assert again.streamed(ITEMS)
+    again.close()
+    restore(tmp_path / "saved", tmp_path / "back")
+    back = RocksDbTier(tmp_path / "back", layout=tier.layout)
+    assert back.applied(ITEMS, "updates", 0) == 10
+    back.close()
+
+
+def test_positions_never_go_back(tier):
+    for offset in (10, 4, 12, 11):
+        tier.apply(ITEMS, changes({}), [at(offset)])
+    assert tier.applied(ITEMS, "updates", 0) == 12
+    tier.apply(ITEMS, changes({}), [at(30), at(20)])
+    assert tier.applied(ITEMS, "updates", 0) == 30
+
+
+def test_of_insertion_and_deletion_the_higher_version_decides(tier):
+    tier.apply(ITEMS, changes({4: 1}), [])
+    tier.apply(ITEMS, changes({1: 5, 2: 5, 3: 5}, {1: 4, 2: 5, 3: 6, 4: 2}), [at(1)])
+    assert first_values(tier, [1, 2, 3, 4]) == [5.0, -1.0, -1.0, -1.0]
+
+
+def test_a_replay_is_harmless(tier):
+    replayed = changes({1: 1, 2: 2}, {3: 3})
+    for _ in range(2):
+        tier.apply(ITEMS, replayed, [at(10)])
+        assert first_values(tier, [1, 2, 3]) == [1.0, 2.0, -1.0]
+
+
+def test_a_new_load_forgets_them_and_a_merge_does_not(tier):
+    tier.apply(ITEMS, changes({1: 1}), [at(10)])
+    tier.apply(USERS, changes({1: 1}), [at(20)])
+    tier.adopt(ITEMS, LoadRecord("files"), 1)
+    assert tier.applied(ITEMS, "updates", 0) == 10
+    tier.bulk_load(
+        ITEMS, [(tier.codes(ITEMS, np.array([9])), np.ones((1, 2), np.float32))], LoadRecord("x")
+    )
+    assert tier.applied(ITEMS, "updates", 0) is None
+    assert tier.applied(USERS, "updates", 0) == 20
+    tier.drop(USERS)
+    assert tier.applied(USERS, "updates", 0) is None
+
+
+def test_a_failed_write_notes_no_position(tier, monkeypatch):
+    def fail(*_args, **_given):
+        raise TierError("rocksdb", "the disk is full")
+
+    monkeypatch.setattr(tier._database.room, "write", fail)
+    with pytest.raises(TierError, match="full"):
+        tier.apply(ITEMS, changes({1: 1}), [at(10)])
+    assert tier.applied(ITEMS, "updates", 0) is None
+
+
+def test_readers_may_ask_but_not_apply(tier):
+    tier.apply(ITEMS, changes({1: 1}), [at(10)])
+    reader = RocksDbTier(tier.path, access="secondary", layout=tier.layout)
+    assert reader.applied(ITEMS, "updates", 0) == 10
+    with pytest.raises(TierError, match="access: secondary; writing is off"):
+        reader.apply(ITEMS, changes({1: 2}), [at(11)])
+    reader.close()
