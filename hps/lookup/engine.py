@@ -39,6 +39,8 @@ from hps.workers import Done, Lanes, Workers, then
 # hold up an event loop for milliseconds.
 INLINE_KEYS = 16_384
 _PLANS_KEPT = 256
+# A promotion takes about as long.
+_ASK_AGAIN_S = 0.002
 _DEFAULT = int(Source.DEFAULT)
 
 Promote = Callable[[EmbeddingTable, KeyArray], None]
@@ -146,9 +148,17 @@ class LookupEngine:
     def _go_on(self, job: _Job, waiting: list[Part]) -> Future[LookupResult]:
         """After the caches: answer, on a thread that may wait if a store must be asked."""
         if waiting and self._stores_block:
-            run = partial(self._run_below, job, waiting)
+            run = partial(self._run_after_waiting, job, waiting, time.perf_counter())
             return self._lanes.stores.submit(run, job.request.deadline)
         return Done(self._run_below(job, waiting))
+
+    def _run_after_waiting(self, job: _Job, waiting: list[Part], since: float) -> LookupResult:
+        """Ask the caches again if it took a while to get a thread: many may wait for the same rows, and
+        those before this one had them promoted."""
+        if time.perf_counter() - since > _ASK_AGAIN_S:
+            self._caches.fetch(waiting, job.context)
+            waiting = [part for part in waiting if len(part.missing)]
+        return self._run_below(job, waiting)
 
     def _ask_caches(self, job: _Job) -> list[Part]:
         """Fetch what memory holds; the parts that must wait for the stores."""

@@ -11,20 +11,28 @@ from dataclasses import dataclass
 from threading import Event, Lock
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hps.native import dedup
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.tiers.parts import copied, hand_over, share
 from hps.tiers.wrappers import Wrapper
-from hps.types import IndexArray
+from hps.types import IndexArray, KeyArray
 
 # A fetch that ended degraded this close to its own deadline was cut short by it: the tier may be well.
 _SHORT_S = 0.005
+# A fetch that could leave a smaller share of a table's keys to another one asks for all of them: to wait for
+# others would cost it more.
+_LEAST = 0.125
+# Keys that are looked at to tell whether another fetch asks for so many of them.
+_SAMPLE = 256
+_ODD, _SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
+Hashes = NDArray[np.uint64]
 
 
 class SingleFlight(Wrapper):
-    """Takes out of a fetch the keys that an earlier one is asking for, and copies their rows when that
-    one has ended.
+    """Takes out of a fetch the keys that an earlier one is asking for, if they are a good part of a
+    table's (``_LEAST``), and copies their rows when that one has ended.
 
     It waits for another fetch no longer than its own deadline allows, and then skips the tier: the keys
     stay missing, ``ctx.degraded`` names it. What the other fetch met holds for its followers too: rows,
@@ -75,9 +83,12 @@ class SingleFlight(Wrapper):
     def _follow(self, earlier: list[_Flight], left: list[Part]) -> list[_Followed]:
         """Take out of ``left`` what ``earlier`` fetches ask for."""
         followed = []
+        samples = [
+            _hashes(own.keys[own.missing[:: 1 + len(own.missing) // _SAMPLE]]) for own in left
+        ]
         for flight in earlier:
-            for own in left:
-                at = flight.places(own)
+            for own, sample in zip(left, samples, strict=True):
+                at = flight.places(own, sample)
                 if at is None or not self._join(flight):
                     continue
                 same = at >= 0
@@ -126,25 +137,31 @@ class _Flight:
     """One fetch under way. Its answer is copied only for followers, because the caller may write to its
     own arrays as soon as it has them."""
 
-    __slots__ = ("_asked", "answer", "degraded", "ended", "landed")
+    __slots__ = ("_asked", "_marks", "answer", "degraded", "ended", "landed")
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._asked = {part.table: (part, part.missing, part.keys[part.missing]) for part in parts}
+        self._marks: dict[object, NDArray[np.bool_]] = {}
         self.landed: Event | None = None
         self.ended = False
         self.answer: dict[object, Part] = {}
         self.degraded: tuple[str, ...] = ()
 
-    def places(self, own: Part) -> IndexArray | None:
+    def places(self, own: Part, sample: Hashes) -> IndexArray | None:
         """Where each key of ``own.missing`` stands among the keys asked for here, -1 where it does not;
-        None when none does."""
+        None when it is not worth following. ``sample``: hashes of some of these keys."""
         asked = self._asked.get(own.table)
         if asked is None or not len(own.missing):
             return None
         keys = asked[2]
+        marks = self._marks.get(own.table)
+        if marks is None:
+            marks = self._marks[own.table] = _marked(keys)
+        if np.count_nonzero(marks[sample & np.uint64(len(marks) - 1)]) < _LEAST * len(sample):
+            return None
         at = dedup(np.concatenate([keys, own.keys[own.missing]]))[1][len(keys) :]
         other = at >= len(keys)
-        if other.all():
+        if len(at) - np.count_nonzero(other) < _LEAST * len(at):
             return None
         at[other] = -1
         return at
@@ -167,3 +184,16 @@ class _Followed:
     flight: _Flight
     part: Part
     at: IndexArray
+
+
+def _hashes(keys: KeyArray) -> Hashes:
+    """(n,) uint64 whose low bits tell keys apart, however alike they are."""
+    return (keys.view(np.uint64) * _ODD) >> _SHIFT
+
+
+def _marked(keys: KeyArray) -> NDArray[np.bool_]:
+    """A place for each hash, true for those of ``keys``: one in sixteen at most, so that a look at few
+    places tells whether two calls have much in common."""
+    marks = np.zeros(1 << (16 * len(keys)).bit_length(), bool)
+    marks[_hashes(keys) & np.uint64(len(marks) - 1)] = True
+    return marks

@@ -245,6 +245,24 @@ def test_an_event_loop_never_waits_for_the_store(make_world):
     assert max(gaps) < 0.15
 
 
+def test_a_lookup_that_waited_for_a_thread_asks_memory_again(make_world):
+    """Those before it may have had its rows promoted."""
+    world = make_world(threads=1)
+    world.put(world.store, "item", [1, 2, 3])
+    world.store.leave.clear()
+    first = world.engine.submit(request(item=[1]))
+    second = world.engine.submit(request(item=[2, 3], want_source=True))
+    time.sleep(0.02)
+    world.put(world.cache, "item", [2])
+    world.store.leave.set()
+    assert first.result(10).defaulted == 0
+    result = second.result(10)
+    assert result.sources["item"].tolist() == [Source.CPU, Source.ROCKSDB]
+    rows = world.row(world.tables["item"], [2, 3])
+    assert result.vectors["item"].tolist() == rows.tolist()
+    assert world.promoted == [("item", [1]), ("item", [3])]
+
+
 def test_a_large_request_in_memory_does_not_wait_behind_a_slow_store(make_world, monkeypatch):
     monkeypatch.setattr(engine_module, "INLINE_KEYS", 10)
     world = make_world(threads=2)

@@ -10,7 +10,7 @@ import pytest
 from hps.errors import BadRequest, TierError
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.memory import MemoryTier
-from hps.tiers.single_flight import SingleFlight
+from hps.tiers.single_flight import SingleFlight, _Flight
 from hps.types import EmbeddingTable, Source, version_now
 
 TABLE, OTHER = EmbeddingTable.make("items", 2), EmbeddingTable.make("users", 2)
@@ -107,6 +107,37 @@ def test_many_fetches_of_the_same_keys_ask_once(flights):
     assert all(rows(other) == ([2, 3, 1], []) for other in others)
     assert flights.store.asked == [{"items": [3, 1, 2]}]
     assert flights.tier._flying == []
+
+
+def test_a_fetch_that_has_ended_without_followers_is_not_followed(flights, monkeypatch):
+    """It ends just after the second one has seen what it asks for."""
+    places = _Flight.places
+
+    def end_first(flight, own, sample):
+        flights.land()
+        first.result(30)
+        return places(flight, own, sample)
+
+    first = flights.start(1, 2)
+    monkeypatch.setattr(_Flight, "places", end_first)
+    second = flights.pool.submit(
+        flights.run, [Part.make(TABLE, np.array([2, 1]))], FetchContext(time.monotonic() + 20)
+    )
+    assert rows(second) == ([2, 1], [])
+    assert len(flights.store.asked) == 2
+
+
+def test_a_few_keys_are_no_reason_to_wait(flights):
+    """Less than an eighth of what is missing: asking costs less than waiting."""
+    first = flights.start(*range(10))
+    second = flights.start(*range(9, 100))
+    third = flights.start(4, *range(101, 107))
+    assert flights.store.asked[1] == {"items": [*range(9, 100)]}
+    assert flights.store.asked[2] == {"items": [*range(101, 107)]}  # one of seven is enough
+    flights.land()
+    assert rows(third) == ([4] + [None] * 6, [])
+    assert rows(second) == ([*range(9, 100)], [])
+    first.result(30)
 
 
 def test_what_nobody_asks_for_is_asked_for_at_once(flights):
