@@ -89,8 +89,8 @@ class Report:
 class Benchmark:
     """``measured`` are the paths, relative to the repository, whose change makes a recording stale.
 
-    ``helpers`` are what it measures with. ``lacking()`` says what this machine lacks to run it (a GPU, say), or None; then a recording in
-    ``benchmarks/results/NAME.json`` is judged instead.
+    ``helpers`` are what it measures with. ``lacking()`` says what this machine lacks to run it (a GPU,
+    say), or None; then a recording in ``benchmarks/results/NAME.json`` is judged instead.
     """
 
     name: str
