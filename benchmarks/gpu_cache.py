@@ -373,7 +373,10 @@ BENCHMARK = Benchmark(
     title="The GPU cache against the row gather, NVE, HierarchicalKV and HPS",
     run=run,
     bars=BARS,
-    measured=("hps/cuda", "hps/tiers/gpu_cache.py", "hps/tiers/bridge.py"),
+    measured=(
+        "hps/cuda",
+        *(f"hps/tiers/{name}.py" for name in ("gpu_cache", "gpu_asks", "gpu_checks", "bridge")),
+    ),
     helpers=(
         *("benchmarks/common.py", "benchmarks/measure.py", "benchmarks/gpu.py"),
         *(f"benchmarks/peers/gpu{name}" for name in (".py", "_common.cuh")),

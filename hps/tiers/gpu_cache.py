@@ -9,17 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from hps.cuda.fetch import PARTS, Ask, Direct, Workspace
+from hps.cuda.fetch import PARTS, Direct, Workspace
 from hps.cuda.layout import NO_ROW, Policy
 from hps.cuda.loader import cupy
-from hps.cuda.pool import Bags, pool
+from hps.cuda.pool import pool
 from hps.cuda.readers import Readers
 from hps.cuda.table import GpuTable
 from hps.cuda.writer import Writer
 from hps.errors import BadRequest, ConfigError, TierTimeout
 from hps.tiers.base import FetchContext, Part, TierInfo
+from hps.tiers.gpu_asks import ask_of, bags_of, hand_out
 from hps.tiers.gpu_checks import Pooling, check_part, check_pooling, checked
-from hps.types import EmbeddingTable, IndexArray, KeyArray, Source, oldest_tombstone
+from hps.types import EmbeddingTable, Source, oldest_tombstone
 
 _INFO = TierInfo("gpu", Source.GPU, memory="cuda", cache=True)
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
@@ -114,7 +115,7 @@ class GpuCache:
             if table is not None:
                 check_part(part, self._device.id)
                 if len(part.missing):
-                    asked.append((part, self._ask(part, table, now)))
+                    asked.append((part, ask_of(part, table, now)))
         if not asked:
             return
         with self._device:
@@ -126,11 +127,7 @@ class GpuCache:
                     misses = space.fetch(
                         self._readers, stream, [ask for _, ask in some], int(Source.GPU)
                     )
-                    if len(some) == 1:
-                        part = some[0][0]
-                        part.missing = _left(part, misses.astype(np.int64))
-                    else:
-                        _hand_out([part for part, _ in some], misses)
+                    hand_out([part for part, _ in some], misses)
             finally:
                 self._workspaces.put(space)
 
@@ -145,7 +142,7 @@ class GpuCache:
             if table is None and len(ask.keys.keys):
                 return False
             if table is not None and len(ask.out):
-                bags.append(_bags(table, ask))
+                bags.append(bags_of(table, ask))
             elif len(ask.out):
                 ask.out.fill(0)
         with self._device:
@@ -155,12 +152,6 @@ class GpuCache:
                 return pool(space, self._readers, stream, bags) == 0
             finally:
                 self._workspaces.put(space)
-
-    def _ask(self, part: Part, table: GpuTable, now: float) -> Ask:
-        n = len(part.missing)
-        positions = None if n == len(part.keys) else part.missing
-        oldest = oldest_tombstone(part.table, now)
-        return Ask(table, part.keys, positions, part.out, part.versions, part.source, n, oldest)
 
     def _workspace(self, ctx: FetchContext) -> Workspace:
         wait = None if ctx.deadline is None else max(0.0, ctx.deadline - time.monotonic())
@@ -332,31 +323,6 @@ class GpuCache:
         self._tables.clear()
 
 
-def _bags(table: GpuTable, ask: Pooling) -> Bags:
-    keys = ask.keys
-    mean = ask.combiner == "mean"
-    return Bags(table, keys.keys, keys.offsets, keys.weights, ask.out, keys.hotness or 0, mean)
-
-
 def _refuse_sealed(held: GpuTable) -> None:
     if held.sealed:
         raise BadRequest(f"table {held.table.id} is static in the GPU cache: it can't be changed")
-
-
-def _hand_out(parts: Sequence[Part], misses: Any) -> None:
-    """Give each part its share of ``misses``, ascending positions in the batch of all parts."""
-    start, first = 0, 0
-    ends = np.cumsum([len(part.missing) for part in parts])
-    cuts = np.searchsorted(misses, ends).tolist()
-    for part, end, cut in zip(parts, ends.tolist(), cuts, strict=True):
-        part.missing = _left(part, misses[first:cut].astype(np.int64) - start)
-        start, first = end, cut
-
-
-def _left(part: Part, misses: KeyArray) -> IndexArray:
-    """The positions that stay missing, of those of ``part.missing`` that ``misses`` names."""
-    if len(part.keys) == len(part.missing):
-        return misses
-    missing: Any = part.missing
-    left: IndexArray = (missing if isinstance(missing, np.ndarray) else missing.get())[misses]
-    return left
