@@ -21,8 +21,8 @@ from services.frontend.head import Head
 from services.frontend.infer import InferApp
 from services.frontend.response import Reply
 
-# An idle keep-alive connection is closed after this time; a connection on which a request has begun
-# but does not go on, after one to two sweeps.
+# An idle keep-alive connection is closed after this time, and one whose client reads nothing of its
+# answer; a connection on which a request has begun but does not go on, after one to two sweeps.
 KEEP_ALIVE_S = 75
 # An idle connection of a server that stops is closed after this time: a request may be on its way.
 LINGER_S = 0.5
@@ -45,12 +45,14 @@ class Protocol(HttpToolsProtocol):
     _receiving = False
     _begun: tuple[RequestResponseCycle, Any] | None = None
     _head_bytes = 0
+    _ended = False
     _last = False
     # The first lines of an answer, and the headers they were made of.
     _opening = b""
     _dated: Any = None
-    # Arrivals; how many there were at the last sweep, and the sweeps since without one.
-    _heard, _swept, _silent = 0, -1, 0
+    # Arrivals; how many there were at the last sweep, what the client had not taken then, and the sweeps
+    # since without a change of either.
+    _heard, _swept, _unsent, _silent = 0, -1, 0, 0
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -61,14 +63,14 @@ class Protocol(HttpToolsProtocol):
             head = self.app.known(data)
             if head is not None and self._answer(head, data[len(data) - head.body_size :]):
                 return
-        self._receiving = True
+        self._receiving, self._ended = True, False
         super().data_received(data)
         while self._begun is not None:  # answering one may begin the next of a pipeline
             (cycle, app), self._begun = self._begun, None
             if cycle.more_body or not self._answer_parsed(cycle, data if is_start else b""):
                 super()._start_asgi_task(cycle, app)
         self._receiving = False
-        if self._reads == "head":
+        if self._reads == "head" and not self._ended:  # else most of it is the request before
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
                 self._refuse(431, f"the request's head has more than {MAX_HEAD_BYTES} bytes")
@@ -86,7 +88,7 @@ class Protocol(HttpToolsProtocol):
             self._adopt(self.cycle)
 
     def on_message_complete(self) -> None:
-        self._reads = "nothing"
+        self._reads, self._ended = "nothing", True
         super().on_message_complete()
 
     def _is_idle(self) -> bool:
@@ -203,14 +205,19 @@ class Protocol(HttpToolsProtocol):
             self.transport.close()
 
     def sweep(self, every_s: float) -> None:
-        """Called every so many seconds: hang up when nothing has come for too long."""
-        if self._heard != self._swept or self._is_answering():
-            self._swept, self._silent = self._heard, 0
+        """Called every so many seconds: hang up when nothing has come or gone for too long."""
+        now = self._heard, self.transport.get_write_buffer_size()
+        unsent = now[1]
+        if now != (self._swept, self._unsent) or (self._is_answering() and not unsent):
+            (self._swept, self._unsent), self._silent = now, 0
             return
         self._silent += 1
         waits_for_request = self._reads == "nothing" and self._heard
-        if self._silent >= (math.ceil(KEEP_ALIVE_S / every_s) if waits_for_request else 1):
-            self.transport.close()
+        if self._silent >= (
+            math.ceil(KEEP_ALIVE_S / every_s) if waits_for_request or unsent else 1
+        ):
+            # What is closed would wait until the client has taken all that was sent.
+            (self.transport.abort if unsent else self.transport.close)()
 
     def _is_answering(self) -> bool:
         cycle = self.cycle

@@ -22,7 +22,8 @@ class Wire(asyncio.Transport):
     def __init__(self):
         super().__init__()
         self.data = b""
-        self.closed = False
+        self.closed = self.aborted = False
+        self.unsent = 0
 
     def write(self, data):
         self.data += data
@@ -32,6 +33,12 @@ class Wire(asyncio.Transport):
 
     def close(self):
         self.closed = True
+
+    def abort(self):
+        self.closed = self.aborted = True
+
+    def get_write_buffer_size(self):
+        return self.unsent
 
     def pause_reading(self):
         pass

@@ -197,3 +197,45 @@ def test_silent_connections_are_closed_in_time(http, sent, sweeps):
         assert wire.closed
 
     http.run(scenario)
+
+
+def test_the_body_before_a_head_does_not_count_as_head(http):
+    """Two requests behind each other, cut in the second one's head."""
+
+    async def scenario():
+        protocol, wire = http.connect()
+        second = http.request([1])
+        await http.read(protocol, http.request([1] * 60_000) + second[:40])
+        await http.read(protocol, second[40:])
+        await http.until(lambda: wire.statuses == [200, 200])
+        assert not wire.closed
+
+    http.run(scenario)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_client_that_never_reads_its_answers_is_cut_off(http, waits):
+    """Closing alone would keep what was not sent, and the connection, for ever. ``waits``: another
+    request was begun, whose answer waits for room."""
+
+    async def scenario():
+        protocol, wire = http.connect()
+        await http.read(protocol, http.request([1] * 3000))
+        wire.unsent = 50_000
+        if waits:
+            protocol.flow.pause_writing()
+            await http.read(protocol, http.binary([1, 2]))
+        for _ in range(9):  # it reads some of it from time to time
+            for _ in range(7):
+                protocol.sweep(10)
+            wire.unsent -= 1
+        assert not wire.closed
+        for _ in range(8):
+            protocol.sweep(10)
+            assert not wire.aborted
+        protocol.sweep(10)
+        assert wire.aborted
+        protocol.connection_lost(None)
+        await asyncio.sleep(0.01)
+
+    http.run(scenario)
