@@ -98,7 +98,7 @@ METRICS: tuple[MetricSpec, ...] = (
         "counter",
         ("tier", "reason"),
         "Fetches that passed over a tier; reason=open (its circuit), failed, late, full (all of its "
-        "threads were busy), no_time (the request's deadline had passed).",
+        "threads were busy), no_time (the request's deadline had passed), refused (tables that do not fit).",
     ),
     MetricSpec(
         TIER_SECONDS,

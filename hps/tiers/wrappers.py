@@ -104,9 +104,9 @@ class Guarded(Wrapper):
     is called in place, into arrays of its own too, because a tier that fails half-way may have
     written some rows.
 
-    ``skipped(reason)`` is told why: ``open`` (circuit), ``failed``, ``late``, ``full``, or ``no_time``
-    (the request had none left). The mutating verbs pass through unguarded: a write must be done or
-    raise, never be skipped.
+    ``skipped(reason)`` is told why: ``open`` (circuit), ``failed``, ``late``, ``full``, ``no_time`` (the
+    request had none left), or ``refused`` (the tier itself passed over some of the tables). The mutating
+    verbs pass through unguarded: a write must be done or raise, never be skipped.
     """
 
     def __init__(
@@ -157,6 +157,8 @@ class Guarded(Wrapper):
             self._breaker.undecided(permit)
             raise
         self._breaker.succeeded(permit)
+        if self.info.name in call.ctx.degraded:
+            self._skipped("refused")
         for mine, part in zip(call.parts, parts, strict=True):
             hand_over(mine, part)
         ctx.degraded.extend(name for name in call.ctx.degraded if name not in ctx.degraded)

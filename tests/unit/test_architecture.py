@@ -20,7 +20,7 @@ DOORS = {
     "starlette": ["services/"],
     "uvicorn": ["services/"],
     "cupy": ["hps/cuda/", "hps/tiers/gpu_cache.py", "hps/tiers/bridge.py"],
-    "redis": ["hps/tiers/redis.py"],
+    "redis": ["hps/tiers/redis.py", "hps/tiers/redis_"],
     "confluent_kafka": ["hps/updates/kafka.py", "hps/updates/producer.py"],
     "rich": ["hps/cli/"],
     "typer": ["hps/cli/"],

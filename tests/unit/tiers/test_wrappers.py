@@ -303,6 +303,23 @@ def test_every_reason_is_told(store):
     assert reasons == ["no_time", "failed", "open"]
 
 
+def test_a_tier_that_passes_over_a_table_itself_is_counted_and_stays_closed(store):
+    reasons = []
+    guarded = guard(store, failures=1, skipped=reasons.append)
+    inner = store.fetch
+
+    def refuse(parts, ctx):
+        ctx.degraded.append("store")
+
+    store.fetch = refuse
+    part, degraded = fetch(guarded)
+    assert (reasons, degraded, guarded.state) == (["refused"], ["store"], "closed")
+    assert_untouched(part)
+    store.fetch = inner
+    assert fetch(guarded)[1] == []
+    assert reasons == ["refused"]
+
+
 def test_a_busy_tier_is_skipped_without_being_called_broken():
     store, gate, reasons = Store(blocking=True), threading.Event(), []
     store.fault = hang_until(gate)
