@@ -25,7 +25,7 @@ from hps.tiers.checks import check_keys, check_part, check_rows
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.redis_client import Command, RedisClient, read_replies
 from hps.tiers.redis_connection import NAME
-from hps.tiers.redis_layout import READ_SLICE, SCRIPTS, WRITE_SLICE, TableName, stamp
+from hps.tiers.redis_layout import SCRIPTS, WRITE_SLICE, TableName, stamp
 from hps.tiers.redis_load import preload
 from hps.tiers.redis_rows import AskedKeys, PartRead, receive_rows
 from hps.tiers.redis_tables import OpenTable, Tables, Usage
@@ -267,11 +267,6 @@ def _degrade(ctx: FetchContext) -> None:
 
 def _commands(read: PartRead, table: OpenTable) -> Iterator[Command]:
     """The part's missing keys as one HMGET per partition and slice."""
-    part = read.part
-    keys = part.keys[part.missing]
-    for share in table.layout.shares(keys):
-        for start in range(0, len(share.at), READ_SLICE):
-            at = share.at[start : start + READ_SLICE]
-            request = table.layout.read(share.partition, keys[at])
-            about = AskedKeys(read, part.missing[at])
-            yield Command(table.slots[share.partition], request, about)
+    missing = read.part.missing
+    for partition, at, request in table.layout.reads(read.part.keys[missing]):
+        yield Command(table.slots[partition], request, AskedKeys(read, missing[at]))

@@ -22,6 +22,7 @@ from __future__ import annotations
 import re
 import struct
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha1
 from importlib.resources import files
@@ -99,6 +100,9 @@ class TableLayout:
         self.rows_keys = [name + b"v" for name in self._names]
         self.stamps_keys = [name + b"t" for name in self._names]
         self.positions_keys = [name + b"o" for name in self._names]
+        self._read_heads = [
+            b"$5\r\nHMGET\r\n$%d\r\n%s\r\n" % (len(name), name) for name in self.rows_keys
+        ]
         self._field = np.dtype([("h", "S4"), ("key", f"<u{self.key_bytes}"), ("t", "S2")])
 
     @property
@@ -128,11 +132,7 @@ class TableLayout:
 
     def shares(self, keys: KeyArray) -> list[Share]:
         """The batch by partition; empty ones left out, order kept."""
-        if self.partitions == 1:
-            return [Share(0, np.arange(len(keys)))] if len(keys) else []
-        partition = self.partition_of(keys)
-        order = np.argsort(partition, kind="stable")
-        ends = np.cumsum(np.bincount(partition, minlength=self.partitions)).tolist()
+        order, ends = self._by_partition(keys)
         starts = [0, *ends[:-1]]
         return [
             Share(i, order[start:end])
@@ -140,13 +140,29 @@ class TableLayout:
             if end > start
         ]
 
+    def _by_partition(self, keys: KeyArray) -> tuple[IndexArray, list[int]]:
+        """Positions (n,) by partition, and where each partition's end."""
+        if self.partitions == 1:
+            return np.arange(len(keys)), [len(keys)]
+        partition = self.partition_of(keys)
+        order = np.argsort(partition, kind="stable")
+        return order, np.cumsum(np.bincount(partition, minlength=self.partitions)).tolist()
+
     # -- packed commands --------------------------------------------------------------------------
 
-    def read(self, partition: int, keys: KeyArray) -> bytes:
-        """HMGET of these keys."""
-        name = self.rows_keys[partition]
-        head = b"*%d\r\n$5\r\nHMGET\r\n$%d\r\n%s\r\n" % (len(keys) + 2, len(name), name)
-        return head + self._fields(keys).tobytes()
+    def reads(self, keys: KeyArray) -> Iterator[tuple[int, IndexArray, bytes]]:
+        """HMGETs of all keys: partition, positions (n,) in the batch, packed command."""
+        order, ends = self._by_partition(keys)
+        fields = self._fields(keys[order]).view(np.uint8).data
+        width = self._field.itemsize
+        begin = 0
+        for partition, last in enumerate(ends):
+            while begin < last:
+                end = min(last, begin + READ_SLICE)
+                head = b"*%d\r\n%s" % (end - begin + 2, self._read_heads[partition])
+                packed = b"".join((head, fields[begin * width : end * width]))
+                yield partition, order[begin:end], packed
+                begin = end
 
     def write(self, partition: int, head: Head, keys: KeyArray, records: NDArray[np.void]) -> bytes:
         """The write script with ``head`` before pairs of key and record (of any one length).

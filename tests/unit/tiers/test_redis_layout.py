@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hps.tiers.redis_layout import (
+    READ_SLICE,
     TableLayout,
     TableName,
     pack,
@@ -89,16 +90,32 @@ def test_what_scan_looks_for():
 
 def test_reads_as_hps_packs_them():
     table = EmbeddingTable.make("t", 2, model="m")
-    wide, narrow = TableLayout(table, "hps", 8), TableLayout(
-        EmbeddingTable.make("t", 2, model="m", key_bits=32), "hps", 8
-    )  # fmt: skip
-    head = b"*4\r\n$5\r\nHMGET\r\n$21\r\nhps_et{hps_et.m.t/p5}v\r\n".replace(b"$21", b"$22")
-    assert wide.read(5, keys_of(42, -2)) == (
-        head + b"$8\r\n\x2a\0\0\0\0\0\0\0\r\n$8\r\n\xfe\xff\xff\xff\xff\xff\xff\xff\r\n"
-    )
-    assert narrow.read(5, keys_of(42, -2)) == (
-        head + b"$4\r\n\x2a\0\0\0\r\n$4\r\n\xfe\xff\xff\xff\r\n"
-    )
+    wide = TableLayout(table, "hps", 8)
+    narrow = TableLayout(EmbeddingTable.make("t", 2, model="m", key_bits=32), "hps", 8)
+    head = b"*3\r\n$5\r\nHMGET\r\n$22\r\nhps_et{hps_et.m.t/p%d}v\r\n"
+    assert [(p, at.tolist(), request) for p, at, request in wide.reads(keys_of(42, -1))] == [
+        (4, [1], head % 4 + b"$8\r\n" + b"\xff" * 8 + b"\r\n"),
+        (5, [0], head % 5 + b"$8\r\n\x2a\0\0\0\0\0\0\0\r\n"),
+    ]
+    assert [(p, at.tolist(), request) for p, at, request in narrow.reads(keys_of(42, -1))] == [
+        (3, [1], head % 3 + b"$4\r\n" + b"\xff" * 4 + b"\r\n"),
+        (5, [0], head % 5 + b"$4\r\n\x2a\0\0\0\r\n"),
+    ]
+    assert list(wide.reads(keys_of())) == []
+
+
+def test_reads_come_in_slices():
+    layout = TableLayout(EmbeddingTable.make("t", 2), "native", 2)
+    keys = np.arange(3 * READ_SLICE)
+    reads = list(layout.reads(keys))
+    assert max(len(at) for _, at, _ in reads) <= READ_SLICE
+    assert len(reads) == 4
+    assert sorted(np.concatenate([at for _, at, _ in reads]).tolist()) == keys.tolist()
+    for partition, at, request in reads:
+        assert request.startswith(b"*%d\r\n" % (len(at) + 2))
+        assert layout.rows_keys[partition] in request
+        assert (layout.partition_of(keys[at]) == partition).all()
+        assert all(struct.pack("<q", key) in request for key in keys[at[:3]].tolist())
 
 
 def test_the_native_layout_keeps_narrow_keys_in_8_bytes():

@@ -1,0 +1,73 @@
+"""The C program that ours is compared with: compiled when it is needed, fed over its input."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+SOURCE = Path(__file__).with_suffix(".c")
+
+
+class Lacking(RuntimeError):
+    """The program cannot be built here; the message says what is missing."""
+
+
+def build(folder: Path) -> Path:
+    """Compile it into ``folder``. Raises Lacking."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise Lacking("no C compiler")
+    program = folder / "redis_hmget"
+    command = [compiler, "-O3", "-o", str(program), str(SOURCE), "-lhiredis"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        first = (
+            done.stderr.strip().splitlines()[0] if done.stderr.strip() else "it does not compile"
+        )
+        raise Lacking(f"{first} (Debian: libhiredis-dev)")
+    return program
+
+
+class Peer:
+    """A running program. For one thread."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def read(self, keys: NDArray[np.int64]) -> tuple[float, int]:
+        """Seconds from keys to rows, and the rows' `checksum`."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(np.uint64(len(keys)).tobytes() + keys.tobytes())
+        self._process.stdin.flush()
+        line = self._process.stdout.readline().split()
+        if len(line) != 2:
+            raise RuntimeError("the C program ended")
+        return float(line[0]), int(line[1])
+
+
+@contextmanager
+def running(program: Path, port: int, partitions: int, row_bytes: int, name: str) -> Iterator[Peer]:
+    """``name`` of a partition's hash, with ``%d``."""
+    command = [str(program), str(port), str(partitions), str(row_bytes), name]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        yield Peer(process)
+    finally:
+        process.stdin.close()  # type: ignore[union-attr]
+        process.stdout.close()  # type: ignore[union-attr]
+        process.wait()
+
+
+def checksum(rows: NDArray[np.float32]) -> int:
+    """Of rows (n, dim), as the C program computes it."""
+    total = 0
+    for first in np.ascontiguousarray(rows[:, 0]).view(np.uint32).tolist():
+        total = (total * 31 + first) & (2**64 - 1)
+    return total
