@@ -1,0 +1,73 @@
+"""A model's files as a source of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hps.rows import files as module
+from hps.rows.files import FileRows
+from hps.rows.tiers import Seen
+
+KEYS = [5, -1, 2**63 - 1, -(2**63), 5, 0]
+VECTORS = np.arange(12).reshape(6, 2)
+LAST = {-1: 1, 2**63 - 1: 2, -(2**63): 3, 5: 4, 0: 5}
+"""Of a key that stands twice the last row counts."""
+
+
+def test_all_rows_and_rows_by_key(write: Any) -> None:
+    version = write(KEYS, VECTORS)
+    (table,) = version.embedding_tables().values()
+    source = FileRows(version)
+    found = {}
+    for rows in source.scan(table):
+        assert set(rows.versions.tolist()) == {source.row_version(table)}
+        found |= dict(zip(rows.keys.tolist(), rows.vectors.tolist(), strict=True))
+    assert found == {key: VECTORS[at].tolist() for key, at in LAST.items()}
+    asked = np.array([0, 7, 5, -(2**63)])
+    held = source.get(table, asked)
+    assert held.found.tolist() == [True, False, True, True]
+    assert held.vectors[held.found].tolist() == [
+        VECTORS[LAST[k]].tolist() for k in (0, 5, -(2**63))
+    ]
+    assert [k.tolist() for k in source.lacks(table, [asked[:1], asked[1:]])] == [[7]]
+
+
+def test_a_key_file_is_read_in_pieces(write: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "_READ", 2)
+    monkeypatch.setattr(module, "_LOOKED_FOR", 2)
+    version = write(KEYS, VECTORS)
+    (table,) = version.embedding_tables().values()
+    source = FileRows(version)
+    held = source.get(table, np.array([5]))
+    assert held.vectors.tolist() == [VECTORS[4].tolist()]
+    lacking = source.lacks(table, [np.array([1]), np.array([5, 9]), np.array([11])])
+    assert np.concatenate(list(lacking)).tolist() == [1, 9, 11]
+
+
+def test_keys_of_32_bits_are_narrowed(write: Any) -> None:
+    version = write([2**32 + 3, 4], VECTORS[:2], key_dtype="uint32")
+    (table,) = version.embedding_tables().values()
+    held = FileRows(version).get(table, np.array([3, 4]))
+    assert held.found.all()
+    assert set(FileRows(version).draw(table, 100).tolist()) == {3, 4}
+
+
+def test_a_draw_from_nothing(write: Any) -> None:
+    version = write([], np.empty((0, 2)))
+    (table,) = version.embedding_tables().values()
+    assert len(FileRows(version).draw(table, 10)) == 0
+    assert next(iter(FileRows(version).lacks(table, [np.array([1])]))).tolist() == [1]
+
+
+@given(st.lists(st.lists(st.integers(0, 30), max_size=8), max_size=12))
+def test_each_key_is_new_once(parts: list[list[int]]) -> None:
+    seen, known = Seen(), set()
+    for part in parts:
+        fresh = seen.fresh(np.array(part, np.int64))
+        expected = [k not in known and k not in part[:i] for i, k in enumerate(part)]
+        assert fresh.tolist() == expected
+        known |= set(part)
