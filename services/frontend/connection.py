@@ -9,6 +9,7 @@ from collections.abc import Generator
 from functools import partial
 from typing import Any, Literal
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -64,7 +65,7 @@ class Protocol(HttpToolsProtocol):
             if head is not None and self._answer(head, data[len(data) - head.body_size :]):
                 return
         self._receiving, self._ended = True, False
-        super().data_received(data)
+        self._parse(data)
         while self._begun is not None:  # answering one may begin the next of a pipeline
             (cycle, app), self._begun = self._begun, None
             if cycle.more_body or not self._answer_parsed(cycle, data if is_start else b""):
@@ -77,17 +78,45 @@ class Protocol(HttpToolsProtocol):
         elif self._head_bytes:
             self._head_bytes = 0
 
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser. It stops at a request that asks for another protocol (``Upgrade: h2c``, as
+        Java's client does by default) and leaves out its body: that one is read again without."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._without_upgrade() + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+            except httptools.HttpParserError:
+                self._refuse(400, "Invalid HTTP request received.")
+                return
+
+    def _without_upgrade(self) -> bytes:
+        """The head that was just read."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%b: %b" % line for line in self.headers if line[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
+
+    def _is_upgrade(self) -> bool:
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
     def on_message_begin(self) -> None:
         self._reads = "head"
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        if self._is_upgrade():
+            return
         self._reads = "body"
         super().on_headers_complete()
         if type(self.cycle) is RequestResponseCycle:
             self._adopt(self.cycle)
 
     def on_message_complete(self) -> None:
+        if self._is_upgrade():
+            return
         self._reads, self._ended = "nothing", True
         super().on_message_complete()
 
@@ -222,9 +251,6 @@ class Protocol(HttpToolsProtocol):
     def _is_answering(self) -> bool:
         cycle = self.cycle
         return not self._is_idle() and (cycle.response_started or not cycle.more_body)
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(400, msg)
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer what the parser could not read, unless an answer is on its way already; hang up."""

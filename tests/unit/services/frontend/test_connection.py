@@ -239,3 +239,34 @@ def test_a_client_that_never_reads_its_answers_is_cut_off(http, waits):
         await asyncio.sleep(0.01)
 
     http.run(scenario)
+
+
+@pytest.mark.parametrize("protocol_name", ["h2c", "websocket"])
+@pytest.mark.parametrize("cut", [0, 25, 90, 300, -5])
+def test_a_client_that_offers_another_protocol_is_answered_in_this_one(http, protocol_name, cut):
+    """Java's own client offers HTTP/2 with its first request, whatever its method and body."""
+    offer = f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol_name}\r\nHTTP2-Settings: AAMAAA\r\n"
+
+    async def scenario():
+        protocol, wire = http.connect()
+        first = http.binary([1, 2], more=offer)
+        await http.read(protocol, first[:cut])
+        await http.read(protocol, first[cut:] + http.binary([3], more=offer) + http.binary([4]))
+        await http.until(lambda: len(wire.statuses) == 3)
+        assert http.vectors(wire) == [[1, 2], [3], [4]]
+        await http.read(protocol, http.binary([5], more=offer) * 600)
+        await http.until(lambda: len(wire.statuses) == 603)
+        assert not wire.closed
+
+    http.run(scenario)
+
+
+@pytest.mark.parametrize("more", [b"", b"Connection: upgrade\r\nUpgrade: h2c\r\n"])
+def test_no_tunnels(http, more):
+    async def scenario():
+        protocol, wire = http.connect()
+        await http.read(protocol, b"CONNECT other:80 HTTP/1.1\r\nHost: other\r\n" + more + b"\r\n")
+        assert wire.statuses == [400]
+        assert wire.closed
+
+    http.run(scenario)
