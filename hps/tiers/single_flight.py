@@ -25,7 +25,7 @@ _SHORT_S = 0.005
 # others would cost it more.
 _LEAST = 0.125
 # Keys that are looked at to tell whether another fetch asks for so many of them.
-_SAMPLE = 256
+_SAMPLE = 64
 _ODD, _SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
 Hashes = NDArray[np.uint64]
 
@@ -70,6 +70,9 @@ class SingleFlight(Wrapper):
     ) -> None:
         left = [share(part, part.missing) for part in parts]
         followed = self._follow(earlier, left)
+        if not followed:
+            self.inner.fetch(parts, ctx)
+            return
         self._ask([own for own in left if len(own.missing)], ctx)
         self._ask([each.part for each in followed if not self._answered(each, ctx)], ctx)
         for part, own in zip(parts, left, strict=True):

@@ -1,0 +1,145 @@
+"""What single flight saves when many lookups miss the same rows, and costs when they have nothing in common.
+
+A node without a CPU cache over RocksDB, 4 lookup threads. 32 lookups of 1,000 keys (dim 32) are started at
+once: all of the same keys (a herd), or each of random ones of 300,000. With `SingleFlight` and past it,
+alternating in one run; medians, CPU time of the process. Beside that, the bare wrapper: a fetch alone,
+and beside three others under way that ask for other keys.
+
+Bars: a herd must be answered in a third of the time. Lookups with nothing to share may cost 1.2 times
+the CPU time at most. Floor: the same lookups past the wrapper.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import hps
+from benchmarks.common import Bar, Benchmark, Options, Report, main
+from hps.config.model_schema import FeatureSpec, ModelSpec, TableSpec
+from hps.models.writer import write_version
+from hps.tiers.base import FetchContext, Part, TierInfo
+from hps.tiers.memory import MemoryTier
+from hps.tiers.single_flight import SingleFlight, _Flight
+from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, Source
+
+ROWS, DIM, KEYS, LOOKUPS = 300_000, 32, 1_000, 32
+SPEC = ModelSpec(
+    name="m",
+    tables=[TableSpec(name="t", dim=DIM)],
+    features=[FeatureSpec(name="t", table="t", pooling="none")],
+)
+BARS = (
+    Bar("herd", "32 lookups of the same 1,000 keys: past it / with it, time", at_least=3.0),
+    Bar("apart", "32 lookups of random keys: with it / past it, CPU", at_most=1.2),
+)
+
+
+def run(options: Options) -> Report:
+    report = Report()
+    random = np.random.default_rng(options.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = random.random((ROWS, DIM), np.float32)
+        write_version(Path(folder) / "models", SPEC, 1, {"t": (np.arange(ROWS), rows)})
+        tiers = {"cpu_cache": {"enabled": False}, "rocksdb": {"path": f"{folder}/db"}}
+        config = {"models": {"repository": f"{folder}/models"}, "tiers": tiers}
+        with hps.open(config) as node:
+            lookups(node.model("m").engine, random, 7 if options.quick else 25, report)
+    report.tables["A fetch through the wrapper, µs beyond the tier's own"] = wrapper(random)
+    return report
+
+
+def lookups(engine: Any, random: np.random.Generator, rounds: int, report: Report) -> None:
+    shared = engine._stores
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for _ in range(rounds):
+        for keys in ("the same", "random"):
+            for kind, stores in (("with", shared), ("past", shared.inner)):
+                engine._stores = stores
+                batches = [random.choice(ROWS, KEYS, replace=False) for _ in range(LOOKUPS)]
+                if keys == "the same":
+                    batches = batches[:1] * LOOKUPS
+                found.setdefault((keys, kind), []).append(timed(engine, batches))
+    medians = {each: np.median(np.array(times), axis=0) for each, times in found.items()}
+    report.tables["32 lookups at once"] = [
+        {
+            "keys": keys,
+            "single flight": kind,
+            "ms": f"{1e3 * wall:.1f}",
+            "CPU ms": f"{1e3 * cpu:.1f}",
+        }
+        for (keys, kind), (wall, cpu) in medians.items()
+    ]
+    same, apart = medians["the same", "with"], medians["random", "with"]
+    report.values["herd"] = float(medians["the same", "past"][0] / same[0])
+    report.values["apart"] = float(apart[1] / medians["random", "past"][1])
+
+
+def timed(engine: Any, batches: list[Any]) -> tuple[float, float]:
+    """Seconds, and seconds of CPU."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    requests = [LookupRequest({"t": JaggedKeys.dense(keys)}) for keys in batches]
+    for future in [engine.submit(request) for request in requests]:
+        future.result()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+class _Nothing(MemoryTier):
+    """Answers at once that it holds nothing."""
+
+    def fetch(self, parts: Any, ctx: FetchContext) -> None:
+        pass
+
+
+def wrapper(random: np.random.Generator) -> list[Mapping[str, Any]]:
+    tier = SingleFlight(_Nothing(TierInfo("nothing", Source.ROCKSDB)))
+    table, ctx = EmbeddingTable.make("t", DIM), FetchContext()
+    rows: list[Mapping[str, Any]] = []
+
+    def part(n: int) -> Part:
+        return Part.make(table, random.integers(-(2**62), 2**62, n))
+
+    for n in (1, 100, 1_000, 10_000):
+        mine = [part(n)]
+        bare = best(lambda mine=mine: tier.inner.fetch(mine, ctx))  # type: ignore[misc] # bound now
+        tier._flying = []
+        alone = best(lambda mine=mine: tier.fetch(mine, ctx))  # type: ignore[misc] # bound now
+        tier._flying = [_Flight([part(n)]) for _ in range(3)]
+        beside = best(lambda mine=mine: tier.fetch(mine, ctx))  # type: ignore[misc] # bound now
+        rows.append(
+            {
+                "keys": f"{n:,}",
+                "alone": f"{alone - bare:.1f}",
+                "beside three": f"{beside - bare:.1f}",
+            }
+        )
+    return rows
+
+
+def best(call: Callable[[], object], times: int = 300) -> float:
+    """CPU time of a call in µs, the best of some rounds."""
+    rounds = []
+    for _ in range(7):
+        start = time.process_time()
+        for _ in range(times):
+            call()
+        rounds.append(time.process_time() - start)
+    return min(rounds) / times * 1e6
+
+
+BENCHMARK = Benchmark(
+    name="single_flight",
+    title="Rows that many lookups miss at a time",
+    run=run,
+    bars=BARS,
+    measured=("hps/tiers", "hps/lookup", "hps/workers.py", "benchmarks/single_flight.py"),
+)
+
+if __name__ == "__main__":
+    sys.exit(main(BENCHMARK))
