@@ -23,7 +23,8 @@ from hps.errors import TierError, Unavailable
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.checks import check_keys, check_part, check_rows
 from hps.tiers.positions import StreamPosition, TableChanges
-from hps.tiers.redis_client import Command, RedisClient, read_replies
+from hps.tiers.redis_client import RedisClient
+from hps.tiers.redis_commands import Command, read_replies
 from hps.tiers.redis_connection import NAME
 from hps.tiers.redis_layout import SCRIPTS, WRITE_SLICE, TableName, stamp
 from hps.tiers.redis_load import preload
@@ -82,7 +83,7 @@ class RedisTier:
         if ctx.deadline is not None:
             deadline = min(deadline, ctx.deadline)
         opened = self._tables.ready((part.table for part in asked), deadline)
-        reads: list[PartRead] = []
+        reads: list[tuple[PartRead, OpenTable]] = []
         commands: list[Command] = []
         now = time.time()
         for part, table in zip(asked, opened, strict=True):
@@ -91,11 +92,11 @@ class RedisTier:
                 continue
             oldest = self._upkeep.oldest_row(part.table), oldest_tombstone(part.table, now)
             read = PartRead(part, table.layout, *oldest)
-            reads.append(read)
+            reads.append((read, table))
             commands += _commands(read, table)
         if commands:
             self._client.run(commands, receive_rows, deadline)
-        for read, table in zip(reads, [t for t in opened if not t.refused], strict=True):
+        for read, table in reads:
             if read.wrong_length:
                 _degrade(ctx)
             positions = read.part.missing

@@ -17,7 +17,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -29,13 +28,13 @@ from redis.exceptions import (
     NoScriptError,
     ReadOnlyError,
     RedisError,
-    ResponseError,
     TryAgainError,
 )
 from redis.exceptions import TimeoutError as Late
 
 from hps.config.schema import RedisSettings
 from hps.errors import TierError, TierTimeout
+from hps.tiers.redis_commands import Command, Receive, read_replies
 from hps.tiers.redis_connection import NAME, Address, Wire, Wires, is_retryable, translate
 from hps.tiers.redis_layout import pack
 from hps.tiers.redis_topology import Topology, topology
@@ -47,23 +46,6 @@ _PASSING = (AskError, TryAgainError, ClusterDownError, ReadOnlyError, NoScriptEr
 _ASKING = b"*1\r\n$6\r\nASKING\r\n"
 
 
-@dataclass(slots=True, eq=False)
-class Command:
-    """One command on its way: ``request`` is packed, ``reply`` what came back, an exception or not.
-    ``about`` belongs to whoever reads the reply."""
-
-    slot: int
-    request: bytes
-    about: Any = None
-    reply: Any = None
-    asking: Address | None = None
-    """The node that a migrating slot's server named for this one command."""
-
-
-Receive = Callable[[Wire, Sequence[Command], float], None]
-"""Reads the replies to these commands; an ``asking`` one is preceded by a status line."""
-
-
 class Node:
     """A server and its idle connections."""
 
@@ -72,11 +54,11 @@ class Node:
     def __init__(self, address: Address) -> None:
         self.address = address
         self.idle: deque[Wire] = deque()
-        self.scripts_loaded = False
+        self.scripts_loaded = True  # until the server says otherwise
 
 
 class RedisClient:
-    """``scripts`` are loaded into each server before they are first used. Connects when it is first used.
+    """``scripts`` are loaded into a server that says it lacks them. Connects when it is first used.
     May be called from many threads; ``settings.connections`` calls run at a time."""
 
     def __init__(self, settings: RedisSettings, scripts: Iterable[bytes] = ()) -> None:
@@ -116,7 +98,10 @@ class RedisClient:
 
     def primaries(self, deadline: float | None = None) -> list[int]:
         """A slot of each server."""
-        return self._topology.some_slots(deadline or self.deadline())
+        try:
+            return self._topology.some_slots(deadline or self.deadline())
+        except RedisError as error:
+            raise translate(error, self._topology.known(0)) from None
 
     def call_slot(self, slot: int, *arguments: Any, deadline: float | None = None) -> Any:
         """A command without a key on the server that holds ``slot``."""
@@ -312,15 +297,3 @@ class _Leg:
         self.commands = commands
         self.wire: Wire | None = None
         self.clean = False
-
-
-def read_replies(wire: Wire, commands: Sequence[Command], deadline: float) -> None:
-    """Any kind of reply, as Python objects."""
-    for command in commands:
-        wire.until(deadline)
-        if command.asking:
-            wire.read_response()
-        try:
-            command.reply = wire.read_response()
-        except ResponseError as error:
-            command.reply = error

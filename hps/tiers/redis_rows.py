@@ -11,7 +11,7 @@ from redis.exceptions import ConnectionError as Lost
 
 from hps.native import ProtocolError, RowReplies
 from hps.tiers.base import Part
-from hps.tiers.redis_client import Command
+from hps.tiers.redis_commands import Command
 from hps.tiers.redis_connection import Wire
 from hps.tiers.redis_layout import TableLayout
 from hps.types import IndexArray, Source

@@ -23,7 +23,8 @@ import numpy as np
 
 from hps.config.schema import RedisSettings
 from hps.errors import TierError, Unavailable
-from hps.tiers.redis_client import Command, RedisClient, read_replies
+from hps.tiers.redis_client import RedisClient
+from hps.tiers.redis_commands import Command, read_replies
 from hps.tiers.redis_connection import NAME
 from hps.tiers.redis_layout import SAMPLE, SWEEP, Policy, packed_script, stamp_value
 from hps.tiers.redis_tables import OpenTable, Tables

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from hps.tiers.base import newest_of_each
 from hps.tiers.positions import StreamPosition, TableChanges
-from hps.tiers.redis_client import Command, RedisClient, read_replies
+from hps.tiers.redis_client import RedisClient
+from hps.tiers.redis_commands import Command, read_replies
 from hps.tiers.redis_layout import WRITE_SLICE, Head, TableLayout, stamp
 from hps.tiers.redis_tables import OpenTable, Tables
 from hps.tiers.redis_upkeep import Upkeep

@@ -217,6 +217,19 @@ def test_a_wrong_password(server, open_tier, table):
         fill(open_tier(server, username="reader", password="right"), table)
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_user_that_may_only_read(server, open_tier, table, recorded):
+    """Even where nobody has recorded how the table is kept, as HPS does not."""
+    keys = fill(open_tier(server), table)
+    if not recorded:
+        server.ask("DEL", "hps:{ctr/1/user}m")
+    server.ask("ACL", "SETUSER", "reader", "on", ">right", "~hps*", "+@read")
+    asking = Asking(open_tier(server, username="reader", password="right"), table)
+    assert not asking.once(keys)
+    assert asking.counts["found"] == N
+    assert server.ask("EXISTS", "hps:{ctr/1/user}m") == recorded
+
+
 def test_access_that_is_withdrawn_and_given_back(server, open_tier, table):
     server.ask("ACL", "SETUSER", "hps", "on", ">right", "~hps*", "+@all")
     tier = open_tier(server, username="hps", password="right")

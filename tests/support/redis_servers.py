@@ -141,7 +141,7 @@ class Cluster:
     USER, PASSWORD = "hps", "a-password-of-the-tests"
 
     def __init__(self, folder: Path) -> None:
-        need(PROGRAM, "redis-cli")
+        need(PROGRAM)
         made = certificates()
         options: dict[str, Any] = {
             "port": 0, "tls-cluster": "yes", "tls-replication": "yes", "cluster-enabled": "yes",

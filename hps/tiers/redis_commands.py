@@ -1,0 +1,40 @@
+"""A command on its way to Redis, and how its reply is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redis.exceptions import ResponseError
+
+from hps.tiers.redis_connection import Address, Wire
+
+
+@dataclass(slots=True, eq=False)
+class Command:
+    """One command on its way: ``request`` is packed, ``reply`` what came back, an exception or not.
+    ``about`` belongs to whoever reads the reply."""
+
+    slot: int
+    request: bytes
+    about: Any = None
+    reply: Any = None
+    asking: Address | None = None
+    """The node that a migrating slot's server named for this one command."""
+
+
+Receive = Callable[[Wire, Sequence[Command], float], None]
+"""Reads the replies to these commands; an ``asking`` one is preceded by a status line."""
+
+
+def read_replies(wire: Wire, commands: Sequence[Command], deadline: float) -> None:
+    """Any kind of reply, as Python objects."""
+    for command in commands:
+        wire.until(deadline)
+        if command.asking:
+            wire.read_response()
+        try:
+            command.reply = wire.read_response()
+        except ResponseError as error:
+            command.reply = error
