@@ -11,7 +11,8 @@ HpsError
 ├── Unauthenticated         no API key, or one nobody knows
 ├── Forbidden               the API key's role does not allow this
 ├── TierError               a tier failed; the chain skips it, counts it and answers degraded
-│   └── TierTimeout
+│   ├── TierTimeout
+│   └── TierMisfit          what it holds of a table is not of the table's shape or layout
 └── DenseModelError         the dense model failed
 
 Messages name the cause and the mend; they are shown to users as they are.
@@ -70,6 +71,10 @@ class TierError(HpsError):
 
 class TierTimeout(TierError):
     pass
+
+
+class TierMisfit(TierError):
+    """What the tier holds of a table is of another shape or layout than the table."""
 
 
 class DenseModelError(HpsError):

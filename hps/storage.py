@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hps import metrics as m
 from hps.config.schema import GuardSettings, RedisSettings, RocksDbSettings, Settings
-from hps.errors import ConfigError, TierError
+from hps.errors import ConfigError, TierError, TierMisfit
 from hps.meters import TierMeter
 from hps.metrics import Metrics
 from hps.models.loader import load_tables, version_of_rows
@@ -212,6 +212,8 @@ class Stores:
                     f"tiers.redis.mode is cluster, but that is a single server ({error}); set "
                     "tiers.redis.mode to single, in a ps.json by an override"
                 ) from None
+            if isinstance(error, TierMisfit) and self._rocksdb is None:
+                raise  # nobody else has the rows
             message = f"{error}; served without it until it answers"
             log.warning("%s", message)
             self.warnings.append(message)

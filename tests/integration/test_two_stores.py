@@ -15,7 +15,7 @@ import hps
 from hps.cli.checks import configured
 from hps.config import load_config
 from hps.config.model_schema import FeatureSpec, MissPolicySpec, ModelSpec, TableSpec
-from hps.errors import ConfigError
+from hps.errors import ConfigError, TierMisfit
 from hps.models.writer import write_version
 from hps.tiers.redis import RedisTier
 from hps.types import Source, version_now
@@ -248,6 +248,12 @@ def test_a_table_that_does_not_fit_is_passed_over_and_named(server, open_node):
     result = ask(node, [1, 2])
     assert result.degraded == ("redis",)
     assert result.sources["user"].tolist() == [Source.ROCKSDB] * 2
+
+
+def test_the_only_store_must_fit(server, open_node):
+    open_node({"addresses": [server.address], "partitions": 4, "initial_cache_rate": 1.0})
+    with pytest.raises(TierMisfit, match="partitions in Redis: 4, here: 8"):
+        open_node({"addresses": [server.address], "partitions": 8}, rocksdb={"enabled": False})
 
 
 def test_a_single_server_that_is_taken_for_a_cluster_is_named(server, open_node):
