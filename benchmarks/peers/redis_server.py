@@ -90,10 +90,17 @@ class RedisServer:
         return redis.Redis(port=self.port, **{**given, **self._client, **arguments})
 
     def ask(self, *command: Any) -> Any:
-        """The reply to one command, over a connection that is kept."""
-        if self._asking is None:
-            self._asking = self.client()
-        return self._asking.execute_command(*command)
+        """The reply to one command, over a connection that is kept unless the server closes it."""
+        for fresh in (False, True):
+            if self._asking is None:
+                self._asking = self.client()
+            try:
+                return self._asking.execute_command(*command)
+            except redis.ConnectionError:
+                self._hang_up()
+                if fresh:
+                    raise
+        return None
 
     def stop(self) -> None:
         """End the process politely, if it runs."""
