@@ -4,7 +4,8 @@ What happens to a table at a start:
 
 * its complete load record carries the digest of the files: reused as it is, rows streamed in since
   included;
-* no record, or the incomplete one of a load that was killed: loaded;
+* no record: loaded;
+* the incomplete record of a load that was killed: continued where the files are untouched, else loaded anew;
 * another digest: the files under this version number were replaced. Loaded anew, unless rows were
   streamed in since, which a new load would lose: that is an error. Without a manifest (HugeCTR
   directories of a `ps.json`, which know no version numbers) the files are merged into what is there
@@ -126,7 +127,12 @@ def _load(
             "load it once with access: primary",
         )
     record = LoadRecord(
-        files.digest, files.rows, row_version(version, files), table.dim, table.dtype.name
+        files.digest,
+        files.rows,
+        row_version(version, files),
+        table.dim,
+        table.dtype.name,
+        stamp=_stamp(files),
     )
     duplicates = Duplicates()
     with _Verifier(files) as verifier:
@@ -207,6 +213,12 @@ def _merge(
         store.insert(table, k, np.ascontiguousarray(vectors[part], table.dtype), versions)
         step(len(k))
     return files.rows
+
+
+def _stamp(files: TableFiles) -> str:
+    """Changes when somebody writes to the files or puts others in their place."""
+    stats = [path.stat() for path in (files.key_path, files.vector_path)]
+    return " ".join(f"{s.st_dev}:{s.st_ino}:{s.st_size}:{s.st_mtime_ns}" for s in stats)
 
 
 def row_version(version: ModelVersion, files: TableFiles) -> int:

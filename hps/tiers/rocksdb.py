@@ -139,9 +139,10 @@ class RocksDbTier:
         """Replace the table's rows by ``chunks``, whose codes (see `codes`) ascend strictly within and
         over the chunks. In the ``hps`` layout rows not among them stay, as in HPS.
 
-        Crash-safe: the record is written first as incomplete, then all rows become visible at once,
-        and last the record becomes complete; a table whose record is incomplete counts as not
-        loaded. Returns the record with the number of rows. ``progress`` gets rows. Other tables may be
+        Crash-safe: the record is written first as incomplete, then the rows come a file at a time, and
+        last the record becomes complete; a table whose record is incomplete counts as not loaded. A load
+        that did not end is continued by the next one of an equal record with a ``stamp`` (``native``
+        layout). Returns the record with the number of rows. ``progress`` gets rows. Other tables may be
         read and written meanwhile, this one must not.
         """
         database = self._database
@@ -149,13 +150,14 @@ class RocksDbTier:
             database.writable(record.rows * database.family(table).codec.value_bytes)
             with database.lock:
                 family = database.family(table)
+                since = database.loaded_until(family, record)
                 database.records.put(family.name, record.started())
                 family.streamed = False
                 family.dirty = True
-                if self._layout == "native":
+                if self._layout == "native" and since < 0:
                     database.clear(family)
             # Without the lock: other tables may be written to meanwhile.
-            job = BulkLoad(self.path, database.options, family.codec, record.version)
+            job = BulkLoad(self.path, database.options, family.codec, record.version, since)
             try:
                 rows = job.run(chunks, record.rows, family.data, family.handle, progress)
             finally:

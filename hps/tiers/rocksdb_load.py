@@ -1,8 +1,9 @@
-"""Bulk load into RocksDB: sorted rows become SST files, which are linked into the table in one step.
+"""Bulk load into RocksDB: sorted rows become SST files, which are linked into the table one by one.
 
 A load record per table lies in the column family ``default`` under ``load:<column family>``. It is
 written as incomplete before the first row and as complete after the last one, so a load that was
-killed is recognised and dropped at the next start. ``streamed:<column family>`` marks a table that
+killed is recognised at the next start, and goes on behind the last file that was linked, when it is the same
+load of the same files. ``streamed:<column family>`` marks a table that
 has been written to since. Stream positions (`hps.tiers.rocksdb_positions`) go with that mark.
 """
 
@@ -20,6 +21,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rocksdict import (
     ColumnFamily,
     IngestExternalFileOptions,
@@ -47,7 +49,8 @@ _BLOCK_ROWS = 8192
 class LoadRecord:
     """What was loaded into a table: the ``digest`` of its files, ``rows`` (before the load: how many
     are expected; after: how many there are), the rows' ``version`` (see hps.types.make_version) and
-    when it was loaded."""
+    when it was loaded. ``stamp`` changes whenever somebody writes to the files: only then may a load that was
+    killed be continued; empty: it begins anew."""
 
     digest: str
     rows: int = 0
@@ -56,6 +59,7 @@ class LoadRecord:
     dtype: str = "float32"
     loaded_unix: float = 0.0
     complete: bool = False
+    stamp: str = ""
 
     def started(self) -> LoadRecord:
         return replace(self, complete=False)
@@ -124,11 +128,15 @@ def ingest_folder(path: Path) -> Path:
 class BulkLoad:
     """Writes one table's rows to SST files beside the database and ingests them all at once."""
 
-    def __init__(self, path: Path, options: Options, codec: RowCodec, version: int) -> None:
+    def __init__(
+        self, path: Path, options: Options, codec: RowCodec, version: int, since: int = -1
+    ) -> None:
         self._folder = ingest_folder(path)
         self._options = options
         self._codec = codec
         self._version = version
+        # Rows up to this code are there already.
+        self._since = since
         self._files: list[str] = []
         self._in_file = 0
         self._unsynced = 0
@@ -186,16 +194,17 @@ class BulkLoad:
         rows = 0
         with ThreadPoolExecutor(2, "hps-ingest") as pool:
             for code, vectors in chunks:
-                for start in range(0, len(code), _BLOCK_ROWS):
+                there = 0
+                if len(code) and int(code[0]) <= self._since:
+                    there = int(np.searchsorted(code, np.uint64(self._since), "right"))
+                for start in range(there, len(code), _BLOCK_ROWS):
                     part = slice(start, start + _BLOCK_ROWS)
                     self._append(code[part], vectors[part], pool)
+                    if self._in_file >= _FILE_BYTES:
+                        self._finish_file(family, pool)
                 rows += len(code)
                 progress(len(code))
-            self._finish_file(pool)
-        if self._files:
-            options = IngestExternalFileOptions()
-            options.set_move_files(True)
-            family.ingest_external_file(self._files, options)
+            self._finish_file(family, pool)
         return rows
 
     def _append(self, code: CodeArray, vectors: VectorArray, pool: Executor) -> None:
@@ -212,15 +221,22 @@ class BulkLoad:
         if self._unsynced >= _SYNC_BYTES and self._syncing.done():
             self._unsynced = 0
             self._syncing = pool.submit(_sync, self._files[-1])
-        if self._in_file >= _FILE_BYTES:
-            self._finish_file(pool)
 
-    def _finish_file(self, pool: Executor) -> None:
-        if self._writer is not None:
-            self._writer.finish()
-            self._writer = None
-            self._in_file = 0
-            pool.submit(_read_back, self._files[-1])
+    def _finish_file(self, family: Rdict, pool: Executor) -> None:
+        """Link it into the table, where it stays whatever happens to the rest of the load."""
+        if self._writer is None:
+            return
+        self._writer.finish()
+        self._writer = None
+        self._in_file = 0
+        self._syncing.result()
+        handle = os.open(self._files[-1], os.O_RDONLY)
+        try:
+            options = IngestExternalFileOptions()
+            options.set_move_files(True)
+            family.ingest_external_file(self._files[-1:], options)
+        finally:
+            pool.submit(_read_back, handle)
 
     def clean(self) -> None:
         self._writer = None
@@ -238,17 +254,16 @@ def _sync(file: str) -> None:
         os.close(handle)
 
 
-def _read_back(file: str) -> None:
+def _read_back(handle: int) -> None:
     """Have a finished file read into the operating system's cache, unless memory is short.
 
     RocksDB drops what its SST writer wrote from that cache, and a read from the disk costs 140 µs
     instead of 5: the first requests after a load would pay for it.
     """
-    size = os.path.getsize(file)
-    if size * 4 > _available_bytes():
-        return
-    handle = os.open(file, os.O_RDONLY)
     try:
+        size = os.fstat(handle).st_size
+        if size * 4 > _available_bytes():
+            return
         # Linux reads ahead only so much per call, whatever it is asked for.
         for start in range(0, size, _READ_AHEAD):
             os.posix_fadvise(handle, start, _READ_AHEAD, os.POSIX_FADV_WILLNEED)
