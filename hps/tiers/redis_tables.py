@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from hps.config.schema import RedisSettings
-from hps.errors import TierError, TierMisfit
+from hps.errors import TierError, TierMisfit, TierTimeout
 from hps.native import partition_hash
-from hps.tiers.redis_client import Command, RedisClient, read_replies
+from hps.tiers.redis_client import RedisClient
+from hps.tiers.redis_commands import Command, read_replies
 from hps.tiers.redis_connection import NAME
 from hps.tiers.redis_layout import (
     DESCRIBE,
@@ -132,7 +133,13 @@ class Tables:
             facts = [part.encode() for pair in table.layout.facts.items() for part in pair]
             request = packed_script(DESCRIBE, [table.layout.facts_key], facts)
             commands.append(Command(table.facts_slot, request))
-        self._client.run(commands, read_replies, deadline)
+        try:
+            self._client.run(commands, read_replies, deadline)
+        except TierTimeout:
+            raise
+        except TierError as error:  # of a reader without the right to write, or a full server
+            log.warning("facts of tables cannot be recorded: %s", error)
+            return [{} for _ in tables]
         return [_pairs(command.reply) for command in commands]
 
     def count(self, tables: Sequence[OpenTable], deadline: float) -> None:
