@@ -1,6 +1,7 @@
 """A node with Redis before RocksDB, on a real server: what goes where, and what its absence costs."""
 
 import gc
+import json
 import os
 import threading
 import time
@@ -19,7 +20,7 @@ from hps.errors import ConfigError, TierMisfit
 from hps.models.writer import write_version
 from hps.tiers.redis import RedisTier
 from hps.types import Source, version_now
-from tests.support.redis_servers import Proxy, RedisServer, need, settings, until
+from tests.support.redis_servers import Proxy, RedisServer, need, settings, shared_cluster, until
 
 KEYS, DIM = 2000, 4
 SPEC = ModelSpec(
@@ -190,6 +191,49 @@ def test_a_newer_row_in_redis_is_served_and_promoted(server, open_node):
         assert result.sources["user"].tolist() == [expected]
         assert result.vectors["user"].tolist() == [[55.0] * DIM]
         assert node.writer.flush(10)
+
+
+def test_a_ps_json_is_served_from_its_redis_cluster(folder, tmp_path):
+    """With TLS and a user; rows that HPS's layout holds already are read in place."""
+    cluster = shared_cluster()
+    files = folder / "models/ctr/1/tables/user"
+    volatile = {
+        "type": "redis_cluster",
+        "address": ",".join(server.address for server in cluster.servers[:2]),
+        "user_name": cluster.USER,
+        "password": cluster.PASSWORD,
+        "num_partitions": 3,
+        "enable_tls": True,
+        "tls_ca_certificate": str(cluster.tls.ca),
+        "tls_client_certificate": str(cluster.tls.certificate),
+        "tls_client_key": str(cluster.tls.key),
+        "tls_server_name_identification": cluster.tls.server_name,
+        "initial_cache_rate": 0.0,
+        "cache_missed_embeddings": True,
+    }
+    model = {
+        "model": "ctr",
+        "sparse_files": [str(files)],
+        "embedding_vecsize_per_table": [DIM],
+        "embedding_table_names": ["user"],
+        "default_value_for_each_table": [-1.0],
+        "gpucache": False,
+    }
+    disk = {"type": "rocks_db", "path": "db"}
+    file = tmp_path / "ps.json"
+    file.write_text(json.dumps({"volatile_db": volatile, "persistent_db": disk, "models": [model]}))
+    tier = RedisTier(cluster.settings(layout="hps", partitions=3))
+    try:
+        with hps.open(file) as node:
+            keys = np.array([8, 9])
+            tier.insert(table(node), keys, rows_of(keys), np.zeros(2, np.uint64))
+            assert node.status()["warnings"] == []
+            expected = [Source.REDIS, Source.ROCKSDB, Source.DEFAULT]
+            assert sources(node, [8, 5, KEYS + 3]) == expected
+            until(lambda: sources(node, [8, 5]) == [Source.REDIS] * 2)
+        assert tier.get(table(node), np.array([5])).out.tolist() == rows_of([5]).tolist()
+    finally:
+        tier.close()
 
 
 def test_status_tells_about_redis(server, open_node):
