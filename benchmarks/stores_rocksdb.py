@@ -1,7 +1,8 @@
 """What a fetch from RocksDB costs, in batches of 1,000 to 100,000 keys and rows of 128 and 512 bytes.
 
 Random keys of a table of 10 million rows (2.5 million of the wide ones), loaded in bulk, its files in the
-operating system's cache; every key is there. Ours is `RocksDbTier.fetch` into the caller's array, keys in no order.
+operating system's cache; every key is there. Ours is `RocksDbTier.fetch` into the caller's array, keys in
+no order.
 
 * the peer: a C++ program, `MultiGet` of the same keys, sorted, over the same database files with the same
   options, values copied into an array. It takes turns with ours. Debian's librocksdb reads the files that the
