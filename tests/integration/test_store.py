@@ -1,0 +1,371 @@
+"""`hps store` on a real Redis and a real database: every command, with good and bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner, Result
+
+import hps
+from benchmarks.peers.redis_server import RedisServer
+from hps.cli.main import app
+from tests.support.redis_servers import shared_server
+
+V4 = "1,2,3,4"
+
+
+def run(*words: object, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, ["store", *map(str, words)], input=stdin)
+
+
+def printed(*words: object, code: int = 0) -> Any:
+    result = run(*words, "--output", "json")
+    assert result.exit_code == code, (result.stderr, result.stdout)
+    return json.loads(result.stdout)
+
+
+def refused(*words: object, code: int = 2) -> str:
+    """The one line that says what is wrong."""
+    result = run(*words)
+    assert result.exit_code == code, (result.stdout, result.stderr)
+    assert "Traceback" not in result.stderr
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.fixture
+def server() -> RedisServer:
+    return shared_server()
+
+
+@pytest.fixture
+def config(tmp_path: Path, small_repository: Path, server: RedisServer) -> Path:
+    settings = {
+        "models": {"repository": str(small_repository)},
+        "tiers": {
+            "redis": {"addresses": [server.address], "partitions": 3},
+            "rocksdb": {"path": str(tmp_path / "db")},
+        },
+    }
+    path = tmp_path / "hps.yaml"
+    path.write_text(json.dumps(settings))
+    return path
+
+
+@pytest.fixture
+def loaded(config: Path) -> tuple[str, Path]:
+    """``--config FILE`` with every table in both stores."""
+    for tier in ("redis", "rocksdb"):
+        printed("load", "--config", config, "--tier", tier)
+    return ("--config", config)
+
+
+def row(key: int, dim: int = 4) -> list[float]:
+    """As in the repository's files."""
+    return (key + np.arange(dim) / 8).tolist()
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def test_tables_before_and_after_a_load(config: Path) -> None:
+    warned = run("ls", "--config", config)
+    assert warned.exit_code == 1
+    assert "there is no database" in warned.stderr
+    first = printed("load", "--config", config)
+    assert {entry["how"] for entry in first} == {"loaded"}
+    assert {entry["how"] for entry in printed("load", "--config", config)} == {"reused"}
+    entries = printed("ls", "--config", config)
+    states = {(e["tier"], e["table"]): (e["rows"], e["dim"], e["state"]) for e in entries}
+    assert states == {
+        ("redis", "users"): (0, 4, "not there"),
+        ("redis", "items"): (0, 2, "not there"),
+        ("redis", "words"): (0, 8, "not there"),
+        ("rocksdb", "users"): (100, 4, "ok"),
+        ("rocksdb", "items"): (100, 2, "ok"),
+        ("rocksdb", "words"): (1000, 8, "ok"),
+    }
+    only = printed("ls", "words", "--config", config, "--tier", "rocksdb")
+    assert [(e["model"], e["version"], e["layout"]) for e in only] == [("words", 1, "native")]
+    assert only[0]["bytes"] == 1000 * (8 + 9 + 8 * 4)
+    assert run("ls", "nobody", "--config", config, "--tier", "rocksdb").exit_code == 2
+
+
+def test_tables_that_are_not_configured_are_listed_and_erased(loaded: Any, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    elsewhere = (*loaded, "--set", f"models.repository={empty}")
+    entries = printed("ls", *elsewhere)
+    assert {e["state"] for e in entries} == {"not configured"}
+    assert sum(e["rows"] for e in entries) == 2 * 1200
+    asked = refused("erase", "clicks", *elsewhere)
+    assert "this would erase clicks/1/items in redis" in asked
+    assert asked.endswith("give --yes if that is meant")
+    assert len(printed("erase", "clicks", "--table", "users", "--yes", *elsewhere)) == 2
+    assert len(printed("erase", "clicks", "--version", 1, "--yes", *elsewhere)) == 2
+    left = {(e["tier"], e["table"]): e["rows"] for e in printed("ls", *elsewhere)}
+    assert left == {("redis", "words"): 1000, ("rocksdb", "words"): 1000}
+    assert "no store holds that" in refused("erase", "clicks", "--yes", *elsewhere)
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def test_rows_are_scanned(loaded: Any) -> None:
+    found = printed("scan", "clicks", "items", "--from", "-3", "--limit", 3, *loaded)
+    assert [(r["key"], r["vector"]) for r in found["rows"]] == [
+        (k, row(k, 2)) for k in (-3, -2, -1)
+    ]
+    found = printed("scan", "words", "words", "--limit", 5000, "--tier", "redis", *loaded)
+    assert sorted(r["key"] for r in found["rows"]) == list(range(1000))
+    shown = run("scan", "words", "words", "--limit", 2, *loaded).stdout
+    assert "0 0.125 0.25" in shown
+    assert "Redis keeps rows in no order" in refused(
+        "scan", "words", "words", "--from", 0, "--tier", "redis", *loaded
+    )
+
+
+def test_rows_by_every_way_to_write_a_key(loaded: Any) -> None:
+    biggest = 2**64 - 1
+    printed("put", "clicks", "users", "0xFFFFFFFFFFFFFFFF", "--vector", V4, *loaded)
+    found = printed("get", "clicks", "users", biggest, -1, 99, "0x7", 1000, *loaded)["rows"]
+    held = {(r["key"], r["tier"]): r["vector"] for r in found}
+    assert {tier for _, tier in held} == {"redis", "rocksdb"}
+    for tier in ("redis", "rocksdb"):
+        assert held[-1, tier] == [1, 2, 3, 4]
+        assert held[99, tier] == row(99)
+        assert held[7, tier] == row(7)
+        assert held[1000, tier] is None
+    assert str(biggest) in run("get", "clicks", "users", biggest, *loaded).stdout
+    assert "… (8 values)" not in run("get", "words", "words", 1, *loaded).stdout
+
+
+def test_a_put_and_a_delete_reach_both_stores(loaded: Any) -> None:
+    printed("put", "clicks", "users", 5, "--vector", f"[{V4}]", *loaded)
+    printed("del", "clicks", "users", "-3", 6, *loaded)
+    for entry in printed("get", "clicks", "users", 5, 6, *loaded)["rows"]:
+        assert entry["deleted"] == (entry["key"] == 6)
+        assert entry["vector"] == ([1, 2, 3, 4] if entry["key"] == 5 else None)
+    with hps.open(loaded[1]) as node:
+        found = node.lookup("clicks", {"users": [5, 6]}, by_table=True)
+        assert found.vectors["users"].tolist() == [[1, 2, 3, 4], [0.5] * 4]
+    only = printed("put", "clicks", "users", 6, "--vector", V4, "--tier", "redis", *loaded)
+    assert [entry["tier"] for entry in only] == ["redis"]
+
+
+def test_a_newer_row_is_kept_and_told(loaded: Any) -> None:
+    printed("put", "clicks", "users", 5, "--vector", V4, *loaded)
+    late = run(
+        "put", "clicks", "users", 5, "--vector", "0,0,0,0", "--version", "2001-01-01", *loaded
+    )
+    assert late.exit_code == 1
+    assert late.stderr.count("keeps what is newer of key 5") == 2
+    assert run("del", "clicks", "users", 5, "--version", 7, *loaded).exit_code == 1
+    rows = printed("get", "clicks", "users", 5, *loaded)["rows"]
+    assert [r["vector"] for r in rows] == [[1, 2, 3, 4]] * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["get", "clicks", "users", "1.5"], "'1.5' is not a key"),
+        (["get", "clicks", "users", "0xzz"], "'0xzz' is not a key"),
+        (["get", "clicks", "users", "18446744073709551616"], "outside -2^63 to 2^64-1"),
+        (["get", "clicks", "nothing", "1"], "has no table 'nothing'; it has users, items"),
+        (
+            ["get", "nobody", "users", "1"],
+            "no model 'nobody' is configured; there is clicks, words",
+        ),
+        (
+            ["put", "clicks", "users", "1", "--vector", "1,2"],
+            "2 values, table clicks/1/users has dim 4",
+        ),
+        (["put", "clicks", "users", "1", "--vector", "1,2,x,4"], "give numbers with commas"),
+        (["put", "clicks", "users", "1", "--vector", "1,2,nan,4"], "no finite float32"),
+        (["put", "clicks", "users", "1", "--vector", "1,2,1e39,4"], "no finite float32"),
+        (["put", "clicks", "users", "1", "--vector", V4, "--version", "soon"], "nor a time like"),
+        (["put", "clicks", "users", "1", "--vector", V4, "--version", "9" * 20], "beyond 2^64-1"),
+        (["diff", "--against", "rocksdb"], "is the store itself"),
+        (["export", "clicks", "users", "--out", "users.csv"], "*.parquet, *.npz"),
+        (["restore", "nothing"], "nothing holds no checkpoint"),
+        (["import-dump", "clicks", "users", "nothing.bin"], "No such file"),
+        (["load", "--rebuild", "--tier", "redis"], "erase the model first"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_done(
+    loaded: Any, words: list[str], message: str
+) -> None:
+    before = printed("get", "clicks", "users", 1, *loaded)
+    assert message in refused(*words, *loaded)
+    assert printed("get", "clicks", "users", 1, *loaded) == before
+
+
+# -- comparing -------------------------------------------------------------------------------------
+
+
+def test_differences_between_stores_and_files(loaded: Any) -> None:
+    assert all(entry["rows"] for entry in printed("load", "--tier", "redis", *loaded))
+    for words in ((), ("--tier", "redis"), ("--tier", "redis", "--against", "rocksdb")):
+        assert all(e["equal"] == e["compared"] > 0 for e in printed("diff", *words, *loaded))
+    printed("put", "clicks", "users", 5, "--vector", V4, "--tier", "redis", *loaded)
+    printed("del", "clicks", "users", 6, "--tier", "redis", *loaded)
+    (found,) = printed(
+        "diff", "clicks", "users", "--tier", "redis", "--against", "rocksdb", *loaded, code=1
+    )
+    assert (found["newer"], found["deleted"], found["equal"]) == (1, 1, 98)
+    assert found["keys"] == {"newer": [5], "deleted": [6]}
+    ignored = ("--ignore", "newer", "--ignore", "deleted")
+    words = ("diff", "clicks", "--tier", "redis", "--against", "rocksdb", *ignored)
+    assert run(*words, *loaded).exit_code == 0
+    (back,) = printed(
+        "diff", "clicks", "users", "--tier", "rocksdb", "--against", "redis", *loaded, code=1
+    )
+    assert (back["older"], back["extra"]) == (1, 1)
+    (few,) = printed("diff", "words", "--sample", 50, *loaded)
+    assert few["sampled"]
+    assert 0 < few["compared"] <= 50
+    shown = run("diff", "clicks", "users", "--tier", "redis", *loaded)
+    assert shown.exit_code == 1
+    assert "clicks/1/users: newer: 5" in shown.stdout
+
+
+def test_every_row_is_verified(loaded: Any) -> None:
+    assert {f["result"] for f in printed("verify", *loaded)} == {"OK"}
+    printed("put", "clicks", "users", 5, "--vector", V4, *loaded)
+    found = printed("verify", "clicks", "users", *loaded)
+    assert found[1]["detail"] == "99 of 100 as in the files, 1 newer since"
+    from hps.cli.store_open import TierName, open_models, open_store, read_config
+
+    configuration = read_config(loaded[1], None)
+    table = open_models(configuration).one("clicks", "users")
+    with open_store(configuration, TierName.rocksdb, writing=True) as store:
+        store.tier.evict(table, np.array([7]))
+    bad = printed("verify", "clicks", "users", *loaded, code=1)
+    assert [f["result"] for f in bad] == ["OK", "FAIL"]
+    assert "1 missing (keys 7" in bad[1]["detail"]
+
+
+# -- whole tables ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", ["redis", "rocksdb"])
+def test_what_changed_since_the_last_export(loaded: Any, tmp_path: Path, tier: str) -> None:
+    out = tmp_path / "all.parquet"
+    words = ("export", "clicks", "users", "--tier", tier, *loaded)
+    first = printed(*words, "--out", out)
+    assert (first["rows"], first["deleted"]) == (100, 0)
+    assert sorted(pq.read_table(out)["key"].to_pylist()) == list(range(100))
+    printed("put", "clicks", "users", 5, "--vector", V4, *loaded)
+    printed("del", "clicks", "users", 6, *loaded)
+    second = printed(*words, "--out", tmp_path / "new.npz", "--since", first["newest"])
+    assert (second["rows"], second["deleted"]) == (2, 1)
+    with np.load(tmp_path / "new.npz") as archive:
+        assert archive["key"].tolist() == [5, 6]
+        assert archive["deleted"].tolist() == [False, True]
+        assert archive["vector"][0].tolist() == [1, 2, 3, 4]
+    third = printed(*words, "--out", tmp_path / "new.npz", "--since", second["newest"])
+    assert third["rows"] == 0
+
+
+def test_a_checkpoint_and_the_way_back(loaded: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    printed("checkpoint", folder, *loaded)
+    printed("del", "clicks", "users", 5, *loaded)
+    assert "is not an empty folder" in refused("checkpoint", folder, *loaded)
+    assert "is not an empty folder" in refused("restore", folder, *loaded)
+    elsewhere = (*loaded, "--set", f"tiers.rocksdb.path={tmp_path / 'restored'}")
+    printed("restore", folder, *elsewhere)
+    (entry,) = printed("get", "clicks", "users", 5, "--tier", "rocksdb", *elsewhere)["rows"]
+    assert entry["vector"] == row(5)
+
+
+@pytest.mark.parametrize("tier", ["redis", "rocksdb"])
+def test_dumps_go_out_and_in(loaded: Any, tmp_path: Path, tier: str) -> None:
+    file = tmp_path / "users.bin"
+    assert printed("dump", "clicks", "users", file, "--tier", tier, *loaded)["rows"] == 100
+    data = file.read_bytes()
+    assert data[:16] == b"bin\0" + struct.pack("<III", 1, 8, 16)
+    assert len(data) == 16 + 100 * 24
+    printed("del", "clicks", "users", 5, *loaded)
+    printed("import-dump", "clicks", "users", file, "--version", 3, "--tier", tier, *loaded)
+    get = ("get", "clicks", "users", 5, "--tier", tier, *loaded)
+    assert printed(*get)["rows"][0]["deleted"]
+    printed("import-dump", "clicks", "users", file, "--tier", tier, *loaded)
+    assert printed(*get)["rows"][0]["vector"] == row(5)
+    assert "name the table it was dumped from" in refused(
+        "import-dump", "clicks", "items", file, "--tier", tier, *loaded, code=2
+    )
+
+
+# -- what may be in the way ------------------------------------------------------------------------
+
+
+def test_another_layout_is_named(loaded: Any) -> None:
+    other = ("--set", "tiers.redis.layout=hps", "--set", "tiers.rocksdb.layout=hps")
+    for tier in ("redis", "rocksdb"):
+        message = refused("scan", "words", "words", "--tier", tier, *loaded, *other)
+        assert f"set tiers.{tier}.layout to that" in message
+    states = {e["state"] for e in printed("ls", *loaded, *other)}
+    assert states == {"there in the native layout"}
+    printed("del", "clicks", "users", 6, *loaded)  # to look did no harm
+    since = ("export", "words", "words", "--out", "x.npz", "--since", 1)
+    hps_only = ("--set", "tiers.rocksdb.layout=hps", "--set", "tiers.redis.layout=hps")
+    assert "keeps no versions" in refused(*since, *loaded, *hps_only)
+
+
+def test_a_wrong_shape_is_named(loaded: Any, server: RedisServer) -> None:
+    wrong = ("--set", "tiers.redis.partitions=4", "--tier", "redis")
+    message = "partitions in Redis: 3, here: 4"
+    assert message in refused("diff", *loaded, *wrong)
+    assert all(message in e["state"] for e in printed("ls", *loaded, *wrong))
+    printed("erase", "clicks", "--tier", "redis", "--yes", *loaded)
+    run("diff", *loaded, *wrong)  # looks at tables that are not there any more
+    assert "not there" in {e["state"] for e in printed("ls", *loaded, "--tier", "redis")}
+
+
+def test_a_redis_that_is_away(loaded: Any) -> None:
+    away = (*loaded, "--set", 'tiers.redis.addresses=["127.0.0.1:1"]')
+    assert "127.0.0.1:1 cannot be reached" in refused("get", "clicks", "users", 1, *away)
+    listed = run("ls", *away, "--output", "json")
+    assert listed.exit_code == 1
+    assert {entry["tier"] for entry in json.loads(listed.stdout)} == {"rocksdb"}
+    assert "127.0.0.1:1 cannot be reached" in listed.stderr
+    assert "tiers.redis is not configured" in refused(
+        "ls", "--config", loaded[1], "--set", "tiers.redis=null", "--tier", "redis"
+    )
+
+
+def test_beside_a_running_node(loaded: Any) -> None:
+    """Reading works; writing names the process that holds the database."""
+
+    def elsewhere(*words: object) -> tuple[int, str]:
+        """In a process of its own: within one, a database is opened once."""
+        command = [sys.executable, "-m", "hps.cli.main", "store", *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return done.returncode, done.stderr
+
+    with hps.open(loaded[1]):
+        assert elsewhere("get", "clicks", "users", 5, *loaded) == (0, "")
+        assert elsewhere("diff", "clicks", *loaded) == (0, "")
+        for words in (["put", "clicks", "users", 5, "--vector", V4], ["erase", "clicks", "--yes"]):
+            code, told = elsewhere(*words, *loaded)
+            assert code == 2
+            assert f"is locked by process {os.getpid()}" in told
+            assert "stop that process" in told
+
+
+def test_no_room_on_the_disk(config: Path) -> None:
+    full = ("--set", f"tiers.rocksdb.min_free_bytes={10**15}")
+    message = refused("load", "--config", config, *full, code=1)
+    assert "the disk is full" in message
+    assert "tiers.rocksdb.min_free_bytes" in message
