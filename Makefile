@@ -56,7 +56,7 @@ check-native: setup
 # continuous integration (CI is set) they fail.
 test-services: setup
 	@$(BIN)/python -m benchmarks.peers perf_analyzer || echo "Its tests will be skipped."
-	@for tool in redis-server curl; do command -v $$tool >/dev/null || tools/install $$tool || echo "Its tests will be skipped."; done
+	@for tool in redis-server openssl curl; do command -v $$tool >/dev/null || tools/install $$tool || echo "Its tests will be skipped."; done
 
 check: setup
 	@$(BIN)/ruff check .

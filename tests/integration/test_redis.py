@@ -1,6 +1,8 @@
 """Redis as a tier, on a real server: what it keeps beside rows, and what goes when there is too much."""
 
 import struct
+import subprocess
+import sys
 import threading
 import time
 
@@ -473,6 +475,45 @@ def test_a_load_goes_on_where_it_was_killed(open_tier, table, monkeypatch):
     assert len(held(again, table, np.arange(40_000))) == 40_000
     assert again.preload(table, chunks_of(40_000), version, mark="digest") == 0
     assert again.preload(table, chunks_of(40_000), version, mark="other digest") == 40_000
+
+
+LOADER = """
+import sys, numpy as np
+import hps.tiers.redis_load
+from hps.config.schema import RedisSettings
+from hps.tiers.redis import RedisTier
+from hps.types import EmbeddingTable
+
+hps.tiers.redis_load._CHUNK = 1000
+table = EmbeddingTable.make("user", 4, model="ctr", version=2)
+keys = np.arange(10**7)
+rows = np.ones((len(keys), 4), np.float32)
+RedisTier(RedisSettings(addresses=[sys.argv[1]])).preload(table, [(keys, rows)], 1, mark="digest")
+"""
+
+
+def test_a_load_that_was_killed_is_finished(server, open_tier, table, monkeypatch):
+    """``kill -9`` of the process, in the middle."""
+    monkeypatch.setattr("hps.tiers.redis_load._CHUNK", 1000)
+
+    def noted():
+        found = server.ask("HGET", "hps:{ctr/2/user}m", "loaded") or b":0"
+        return int(found.rpartition(b":")[2])
+
+    process = subprocess.Popen([sys.executable, "-c", LOADER, server.address])
+    try:
+        until(lambda: noted() > 5000)
+    finally:
+        process.kill()
+        process.wait()
+    seen = noted()
+    n = seen + 3500
+    rows = np.ones((n, DIM), np.float32)
+    tier = open_tier()
+    assert tier.preload(table, [(np.arange(n), rows)], 1, mark="digest") == n - seen
+    part = tier.get(table, np.arange(n))
+    assert len(part.missing) == 0
+    assert (part.out == 1).all()
 
 
 def test_a_load_overwrites_nothing_newer(open_tier, table):
