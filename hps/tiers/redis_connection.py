@@ -174,7 +174,8 @@ def translate(error: Exception, address: Address) -> TierError:
         mend = "renew the certificate, or set tiers.redis.tls.ca or server_name"
         return TierError(NAME, f"{where}: its certificate is not trusted ({text}); {mend}")
     if isinstance(error, Lost):
-        return TierError(NAME, f"{where} cannot be reached ({text})")
+        mend = "see that it runs, or correct tiers.redis.addresses"
+        return TierError(NAME, f"{where} cannot be reached ({text}); {mend}")
     if isinstance(error, RedisError):
         code = getattr(error, "status_code", None)
         return TierError(NAME, f"{where}: {code} {text}" if code else f"{where}: {text}")
