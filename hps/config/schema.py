@@ -78,7 +78,7 @@ class GuardSettings(Strict):
     """Protection around a tier that may block."""
 
     deadline_ms: float = Field(1000.0, gt=0)
-    """Longest time one fetch may take, within the request's own deadline."""
+    """Longest time a fetch may take, within the request's own deadline; beyond 10,000 keys in proportion."""
     failures_to_open: int = Field(5, ge=1)
     """Failures in a row after which the tier is skipped."""
     retry_after_s: float = Field(1.0, gt=0)
@@ -121,7 +121,7 @@ class RedisGuardSettings(GuardSettings):
     """Protection around Redis."""
 
     deadline_ms: float = Field(50.0, gt=0)
-    """Longest time one fetch may take, within the request's own deadline."""
+    """Longest time a fetch may take, within the request's own deadline; beyond 10,000 keys in proportion."""
     concurrency: int | None = Field(None, ge=1)
     """Fetches at a time, further ones skip the tier; null: fewer than `lookup_threads` and `connections`."""
 

@@ -24,6 +24,10 @@ from hps.workers import Workers
 _WAIT_FOR_THREAD = 0.1
 
 
+# A deadline is meant for so many keys; larger fetches have more time in proportion.
+DEADLINE_KEYS = 10_000
+
+
 class Observe(Protocol):
     """Told of each fetch that took ``seconds``: one ``(table, asked, found)`` per part.
 
@@ -91,10 +95,11 @@ class Metered(Wrapper):
 class Guarded(Wrapper):
     """A tier that is skipped while it is broken, late or busy, and named in ``ctx.degraded`` then.
 
-    A fetch that raises TierError, or that isn't done within ``deadline_s`` or the request's own
-    deadline, leaves the parts as they were. Other errors are faults of the program or the request and
-    pass through. Only what is the tier's own fault counts towards opening the circuit: a request that
-    allows less than ``deadline_s`` can't open it, unless its call turns out to take longer than that.
+    A fetch that raises TierError, or that isn't done within ``deadline_s`` (longer in proportion beyond
+    ``DEADLINE_KEYS``) or the request's own deadline, leaves the parts as they were. Other errors are
+    faults of the program or the request and pass through. Only what is the tier's own fault counts
+    towards opening the circuit: a request that allows less than that can't open it, unless its call
+    turns out to take longer.
 
     A blocking call can't be interrupted, so it runs on one of ``threads`` threads of this wrapper, into
     arrays of its own, which are copied to the caller's when it is done in time. A late answer is
@@ -138,8 +143,10 @@ class Guarded(Wrapper):
             check_part(part)
         self._judge_given_up()
         now = time.monotonic()
-        own = ctx.deadline is None or ctx.deadline >= now + self._deadline_s
-        limit = now + self._deadline_s if own or ctx.deadline is None else ctx.deadline
+        keys = sum(len(part.missing) for part in parts)
+        longest = self._deadline_s * max(1.0, keys / DEADLINE_KEYS)
+        own = ctx.deadline is None or ctx.deadline >= now + longest
+        limit = now + longest if own or ctx.deadline is None else ctx.deadline
         if limit <= now:
             self._skip(ctx, "no_time")
             return
@@ -147,7 +154,8 @@ class Guarded(Wrapper):
         if permit is None:
             self._skip(ctx, "open")
             return
-        call = _Call(self.inner, [apart(p) for p in parts], FetchContext(limit, ctx.stream), permit)
+        answer = [apart(part) for part in parts]
+        call = _Call(self.inner, answer, FetchContext(limit, ctx.stream), permit, longest)
         try:
             self._call(call, limit)
         except TierError as error:
@@ -187,7 +195,7 @@ class Guarded(Wrapper):
                 self._free.release()
             else:
                 self._given_up.append(call)
-            message = f"no answer within {self._deadline_s:g} s"
+            message = f"no answer within {call.longest_s:g} s"
             raise TierTimeout(self.info.name, message) from None
         if raised is not None:
             raise raised
@@ -213,10 +221,10 @@ class Guarded(Wrapper):
 
     def _judge_given_up(self) -> None:
         """Forget calls that ended. Those that impatient requests gave up count as failures once they
-        exceed ``deadline_s``."""
+        exceed their time."""
         if not self._given_up:
             return
-        longest = time.monotonic() - self._deadline_s
+        now = time.monotonic()
         for _ in range(len(self._given_up)):
             try:
                 call = self._given_up.popleft()
@@ -224,7 +232,7 @@ class Guarded(Wrapper):
                 return
             if call.ended:
                 continue
-            if not call.judged and call.started < longest:
+            if not call.judged and now > call.started + call.longest_s:
                 call.judged = True
                 self._breaker.failed(call.permit)
             self._given_up.append(call)
@@ -242,10 +250,18 @@ class _Full(TierError):
 class _Call:
     """One fetch on a thread of its own, which whoever asked for it may have given up."""
 
-    __slots__ = ("_tier", "ctx", "ended", "judged", "parts", "permit", "started")
+    __slots__ = ("_tier", "ctx", "ended", "judged", "longest_s", "parts", "permit", "started")
 
-    def __init__(self, tier: Tier, parts: Sequence[Part], ctx: FetchContext, permit: int) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        parts: Sequence[Part],
+        ctx: FetchContext,
+        permit: int,
+        longest_s: float,
+    ) -> None:
         self._tier = tier
+        self.longest_s = longest_s
         self.parts = parts
         self.ctx = ctx
         self.permit = permit

@@ -10,7 +10,7 @@ from hps.errors import BadRequest, TierError, TierTimeout
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.memory import MemoryTier
-from hps.tiers.wrappers import Guarded, Metered
+from hps.tiers.wrappers import DEADLINE_KEYS, Guarded, Metered
 from hps.types import EmbeddingTable, Source
 
 TABLE = EmbeddingTable.make("items", 2)
@@ -177,6 +177,20 @@ def test_the_tier_is_told_the_nearer_deadline(store):
     near = time.monotonic() + 5
     fetch(guard(store, deadline_s=30.0), FetchContext(near))
     assert store.deadline == near
+
+
+def test_a_large_fetch_has_more_time():
+    """Ten times the keys take ten times as long, in a tier that is well."""
+    store = Store(blocking=True)
+    store.fault = lambda _part: time.sleep(0.3)
+    guarded = guard(store, deadline_s=0.2, failures=1)
+    parts = [Part.make(TABLE, np.arange(i, 6 * DEADLINE_KEYS, 2)) for i in (0, 1)]
+    ctx = FetchContext()
+    guarded.fetch(parts, ctx)
+    assert (ctx.degraded, guarded.state) == ([], "closed")
+    assert 0 < store.deadline - time.monotonic() < 1.2
+    _, degraded = fetch(guarded)
+    assert (degraded, guarded.state) == (["store"], "open")
 
 
 def test_a_name_is_reported_once(store):
