@@ -343,6 +343,21 @@ def test_what_is_used_often_stays(server, open_tier, table, kind):
     assert len(held(tier, table, keys)) < 0.9 * len(keys)
 
 
+def test_popularity_fades(server, open_tier, table):
+    """Counts of what stays are halved, so that what was popular once does not stay for ever."""
+    tier = overflowing(open_tier, "least_used")
+    keys = fill(tier, table, 0, 3600)
+    for name in server.ask("KEYS", "hps*}t"):
+        for field in server.ask("HKEYS", name):
+            server.ask("HSET", name, field, 64)
+    for start in range(10_000, 40_000, 1000):
+        new = fill(tier, table, start, start + 1000)
+    names = server.ask("KEYS", "hps*}t")
+    assert max(int(count) for name in names for count in server.ask("HVALS", name)) < 16
+    assert len(held(tier, table, new)) > 100
+    assert len(held(tier, table, keys)) < 0.5 * len(keys)
+
+
 def test_entries_without_stamps_go_first(server, open_tier, table):
     """As HPS's default leaves them: there, nothing ever went."""
     fill(open_tier(partitions=PARTITIONS), table, 0, 6000)
