@@ -25,7 +25,7 @@ from hps.tiers.rocksdb_database import Database, Family
 from hps.tiers.rocksdb_errors import NAME
 from hps.tiers.rocksdb_follow import Follower
 from hps.tiers.rocksdb_layout import CodeArray
-from hps.tiers.rocksdb_load import BulkLoad, LoadRecord, ingest_folder
+from hps.tiers.rocksdb_load import BulkLoad, LoadRecord, ingest_folder, loaded_until
 from hps.tiers.rocksdb_open import Access, OpenSettings, Tuning
 from hps.tiers.rocksdb_positions import Positions
 from hps.tiers.rocksdb_rows import Scanned, VersionedRows
@@ -150,7 +150,9 @@ class RocksDbTier:
             database.writable(record.rows * database.family(table).codec.value_bytes)
             with database.lock:
                 family = database.family(table)
-                since = database.loaded_until(family, record)
+                since = -1
+                if self._layout == "native" and not family.streamed:
+                    since = loaded_until(database.records.get(family.name), record, family.data)
                 database.records.put(family.name, record.started())
                 family.streamed = False
                 family.dirty = True

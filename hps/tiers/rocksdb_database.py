@@ -6,7 +6,6 @@ the set of tables takes ``lock``.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +27,6 @@ from hps.tiers.rocksdb_tombstones import Tombstones
 from hps.tiers.row_values import Layout
 from hps.types import EmbeddingTable
 
-log = logging.getLogger(__name__)
 # What a stop spends at most on flushing tables; the rest is replayed from the log at the next start.
 _CLOSE_BUDGET_S = 3.0
 # Waiting flushes share RocksDB's commits, which are what they wait for.
@@ -238,19 +236,6 @@ class Database:
     def record(self, table: EmbeddingTable) -> LoadRecord | None:
         with self.errors():
             return self.records.get(family_name(table, self.layout))
-
-    def loaded_until(self, family: Family, record: LoadRecord) -> int:
-        """The greatest code that a killed load of the same ``record`` has brought into the table, -1 when
-        there was none or it cannot be continued. In the ``hps`` layout the table may hold other rows."""
-        found = self.records.get(family.name)
-        if self.layout == "hps" or not record.stamp or found != record.started():
-            return -1
-        last = family.data.iter()
-        last.seek_to_last()
-        if family.streamed or not last.valid():
-            return -1
-        log.info("table %s: a load that was interrupted goes on", family.table.id)
-        return int.from_bytes(last.key(), "big")
 
     def mark_streamed(self, family: Family) -> None:
         if not family.streamed:

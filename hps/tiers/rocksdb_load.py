@@ -10,6 +10,7 @@ has been written to since. Stream positions (`hps.tiers.rocksdb_positions`) go w
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import time
@@ -36,6 +37,7 @@ from hps.tiers.rocksdb_errors import NAME
 from hps.tiers.rocksdb_layout import CodeArray, RowCodec
 from hps.types import VectorArray
 
+log = logging.getLogger(__name__)
 _INGEST = "hps-ingest"
 _FILE_BYTES = 256 << 20
 _READ_AHEAD = 128 << 10
@@ -114,6 +116,19 @@ class Records:
 def position_prefix(family: str) -> bytes:
     """What the names of a table's stream positions begin with; see `hps.tiers.rocksdb_positions`."""
     return f"position:{family}:".encode()
+
+
+def loaded_until(found: LoadRecord | None, record: LoadRecord, family: Rdict) -> int:
+    """The greatest code that a killed load of the same ``record`` has brought into a table, whose record
+    is ``found``; -1 when there was none. Only for tables that hold nothing else."""
+    if not record.stamp or found != record.started():
+        return -1
+    last = family.iter()
+    last.seek_to_last()
+    if not last.valid():
+        return -1
+    log.info("a load of %d rows that was interrupted goes on", record.rows)
+    return int.from_bytes(last.key(), "big")
 
 
 def clean_leftovers(path: Path) -> None:
