@@ -59,13 +59,15 @@ class TestOnDisk:
             assert stored == struct.pack("<QB4f", int(VERSIONS[i]), 0, *VECTORS[i])
         assert found[struct.pack(">Q", 5 + 2**63)] == struct.pack("<QB", 11, 1)
 
-    def test_hps_layout_is_bare_keys_and_bare_rows(self, tmp_path):
+    @pytest.mark.parametrize(("bits", "form"), [(64, "<q"), (32, "<I")])
+    def test_hps_layout_is_bare_keys_and_bare_rows(self, tmp_path, bits, form):
+        keys = KEYS if bits == 64 else np.array([5, 2**32 - 1, 2**31, 0, 258, 70_000])
         tier = RocksDbTier(tmp_path, layout="hps")
-        tier.insert(table(), KEYS, VECTORS, VERSIONS)
+        tier.insert(table(key_bits=bits), keys, VECTORS, VERSIONS)
         tier.close()
         found = raw(tmp_path, "hps_et.ctr.items")
         assert found == {
-            struct.pack("<q", int(k)): v.tobytes() for k, v in zip(KEYS, VECTORS, strict=True)
+            struct.pack(form, int(k)): v.tobytes() for k, v in zip(keys, VECTORS, strict=True)
         }
 
     @pytest.mark.parametrize(("bits", "form"), [(64, "<q"), (32, "<I")])

@@ -1,5 +1,6 @@
 """Readers beside the process that writes: what they see, when, and that they never write."""
 
+import struct
 import subprocess
 import sys
 import threading
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rocksdict import Options, Rdict
 
 from hps.errors import TierError
 from hps.tiers.base import FetchContext, Part
@@ -180,6 +182,29 @@ class TestReadOnly:
         stop.set()
         writer.join()
         assert not failed
+
+
+@pytest.mark.parametrize("access", ["read_only", "secondary"])
+@pytest.mark.parametrize(("bits", "form"), [(64, "<q"), (32, "<I")])
+def test_a_database_that_hps_has_open_is_read_in_place(tmp_path, access, bits, form):
+    """With HPS's options and family name; its rows are in the log, in table files, or both."""
+    options = Options(raw_mode=True)
+    options.optimize_for_point_lookup(8)
+    options.optimize_level_style_compaction(64 << 20)
+    hps = Rdict(str(tmp_path), options)
+    family = hps.create_column_family("hps_et.ctr.items", options)
+    for key in (1, 258, 2**31):
+        family[struct.pack(form, key)] = np.full(DIM, key, np.float32).tobytes()
+    family.flush()
+    family[struct.pack(form, 7)] = np.full(DIM, 7, np.float32).tobytes()
+    reader = RocksDbTier(tmp_path, layout="hps", access=access)
+    of = EmbeddingTable.make("items", DIM, model="ctr", version=7, key_bits=bits)
+    assert fetch(reader, of, [7, 2**31, 2, 258, 1]) == [7.0, 2.0**31, -1.0, 258.0, 1.0]
+    assert sorted(k for chunk in reader.scan(of) for k in chunk.keys.tolist()) == [
+        1, 7, 258, 2**31,
+    ]  # fmt: skip
+    reader.close()
+    hps.close()
 
 
 @pytest.mark.parametrize("access", ["read_only", "secondary"])
