@@ -17,7 +17,9 @@ from hps.tiers.chain import TierChain
 from hps.tiers.checks import check_part
 from hps.tiers.cpu_cache import CpuCache
 from hps.tiers.memory import MemoryTier
+from hps.tiers.promoting import Promoting
 from hps.tiers.rocksdb import Access, RocksDbTier, Tuning
+from hps.tiers.single_flight import SingleFlight
 from hps.tiers.wrappers import Guarded, Metered
 from hps.types import EmbeddingTable, Source
 
@@ -226,6 +228,8 @@ TIERS = {
     "metered": TierCase(lambda _path, _tables: Metered(memory(), lambda *_: None)),
     "guarded_in_place": TierCase(lambda _path, _tables: guarded(memory())),
     "guarded": TierCase(lambda _path, _tables: guarded(memory(blocking=True))),
+    "single_flight": TierCase(lambda _path, _tables: SingleFlight(memory())),
+    "promoting": TierCase(lambda _p, _t: Promoting(memory(), lambda *_: None, "redis")),
     "cpu_cache": TierCase(cpu_cache, CPU),
     "cpu_cache_float16": TierCase(cpu_cache, CPU, np.float16),
     "gpu_cache": TierCase(gpu_cache, frozenset({Source.GPU})),

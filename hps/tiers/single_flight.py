@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from hps.native import dedup
 from hps.tiers.base import FetchContext, Part, Tier
+from hps.tiers.checks import check_part
 from hps.tiers.parts import copied, hand_over, share
 from hps.tiers.wrappers import Wrapper
 from hps.types import IndexArray, KeyArray
@@ -51,6 +52,8 @@ class SingleFlight(Wrapper):
         self._flying: list[_Flight] = []  # oldest first; at most one per thread that fetches
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
+        for part in parts:
+            check_part(part)
         flight = _Flight(parts)
         with self._lock:
             earlier = self._flying[:]
