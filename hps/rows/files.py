@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 
 import numpy as np
 
+from hps.errors import HpsError
 from hps.models.loader import row_version
 from hps.models.repository import ModelVersion
 from hps.models.sorting import Duplicates, sorted_chunks
@@ -16,7 +17,7 @@ from hps.types import EmbeddingTable, IndexArray, KeyArray
 
 _SIGN = np.uint64(1 << 63)
 # Keys looked for in one pass over a key file.
-_LOOKED_FOR = 1 << 24
+_LOOKED_FOR = 1 << 23
 _READ = 1 << 20
 
 
@@ -41,6 +42,16 @@ class FileRows:
 
     def scan(self, table: EmbeddingTable) -> Iterator[Rows]:
         """In the order of the signed keys."""
+        try:
+            yield from self._scan(table)
+        except OSError as error:
+            where = self._scratch or gettempdir()
+            raise HpsError(
+                f"cannot sort the rows of {table.id} in {where}: {error.strerror or error}; make room "
+                f"there, or name another folder in TMPDIR"
+            ) from error
+
+    def _scan(self, table: EmbeddingTable) -> Iterator[Rows]:
         files, version = self._version.tables[table.name], self.row_version(table)
         with TemporaryDirectory(prefix="hps-rows-", dir=self._scratch) as scratch:
 

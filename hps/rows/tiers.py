@@ -25,6 +25,8 @@ from hps.types import EmbeddingTable, KeyArray, VersionArray
 
 _SCANNED = 2000  # entries per HSCAN
 _PLACES = 16
+_FAR = [sign << bits for bits in range(2, 63, 4) for sign in (1, -1)]
+_DROPPED = 16
 _NAME = r"[\w-]+"
 _FAMILY = re.compile(rf"(?P<model>{_NAME})/(?P<version>\d+)/(?P<name>{_NAME})")
 _HPS_FAMILY = re.compile(rf"hps_et\.(?P<model>{_NAME})\.(?P<name>{_NAME})")
@@ -103,7 +105,10 @@ class RocksDbRows(TierRows):
         return _tombstones(table, self.tier.tombstones(table))
 
     def erase(self, names: list[TableName]) -> None:
-        self.tier.drop(*(stand_in(name, 1) for name in names))
+        """Of more tables at a time the tier would leave the empty column families there."""
+        for start in range(0, len(names), _DROPPED):
+            some = names[start : start + _DROPPED]
+            self.tier.drop(*(stand_in(name, 1) for name in some))
 
     def scan(self, table: EmbeddingTable) -> Iterator[Rows]:
         """In the order of the stored keys."""
@@ -115,11 +120,11 @@ class RocksDbRows(TierRows):
         return (Rows(*some) for some in self.tier.scan(table, start=key))
 
     def sample(self, table: EmbeddingTable, keys: KeyArray) -> Iterator[Rows]:
-        """Runs of rows that begin at some of the ``keys``."""
+        """Runs of rows that begin at some of the ``keys``, and at others far from them."""
         seen = Seen()
         run = max(1, len(keys) // _PLACES)
-        for start in keys[::run]:
-            some = next(self.tier.scan(table, start=int(start)), None)
+        for start in [*keys[::run].tolist(), *_FAR]:
+            some = next(self.tier.scan(table, start=start), None)
             if some is not None:
                 rows = Rows(*some).at(slice(run))
                 yield rows.at(seen.fresh(rows.keys))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hps.errors import HpsError
 from hps.rows import files as module
 from hps.rows.files import FileRows
 from hps.rows.tiers import Seen
@@ -71,3 +73,14 @@ def test_each_key_is_new_once(parts: list[list[int]]) -> None:
         expected = [k not in known and k not in part[:i] for i, k in enumerate(part)]
         assert fresh.tolist() == expected
         known |= set(part)
+
+
+def test_no_room_for_sorting_is_told(write: Any, monkeypatch: Any) -> None:
+    def full(*_: object) -> Any:
+        raise OSError(28, "No space left on device")
+
+    version = write(KEYS, VECTORS)
+    (table,) = version.embedding_tables().values()
+    monkeypatch.setattr(module, "sorted_chunks", full)
+    with pytest.raises(HpsError, match=r"No space left on device; make room there.* TMPDIR"):
+        list(FileRows(version).scan(table))
