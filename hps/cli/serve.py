@@ -29,8 +29,9 @@ Examples:
 """
 
 
-@app.command(epilog=EXAMPLES)
+@app.command(epilog=EXAMPLES, context_settings={"allow_extra_args": True})
 def serve(
+    ctx: typer.Context,
     config: Annotated[
         Path | None,
         typer.Option("--config", "-c", metavar="FILE", help="Our YAML file, or HPS's ps.json."),
@@ -44,7 +45,10 @@ def serve(
     is printed when it is ready.
     """
     from hps.config import load_config
+    from hps.errors import ConfigError
 
+    if ctx.args:
+        raise ConfigError(f"the configuration file is an option: hps serve --config {ctx.args[0]}")
     started = time.monotonic()
     configuration = load_config(config, overrides or ())
     check_early(configuration)

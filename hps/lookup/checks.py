@@ -28,6 +28,10 @@ def _some(names: list[str]) -> str:
     return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
 
 
+def _keys(n: int) -> str:
+    return "1 key" if n == 1 else f"{n} keys"
+
+
 def check_keys(feature: Feature, keys: JaggedKeys) -> JaggedKeys:
     """The feature's keys, well formed: ``keys`` as it came when nothing had to be converted."""
     flat = keys.keys
@@ -38,7 +42,7 @@ def check_keys(feature: Feature, keys: JaggedKeys) -> JaggedKeys:
     most = feature.max_hotness
     if most is not None and n > batch * most:
         raise BadRequest(
-            f"feature {feature.name!r} takes at most {most} keys per sample (max_hotness), got {n} keys "
+            f"feature {feature.name!r} takes at most {_keys(most)} per sample (max_hotness), got {_keys(n)} "
             f"for a batch of {batch}"
         )
     if keys.weights is not None:
@@ -49,12 +53,12 @@ def check_keys(feature: Feature, keys: JaggedKeys) -> JaggedKeys:
     if hotness is not None and n != batch * hotness:
         per_sample = f"{n / batch:g} per sample" if batch else "no sample"
         raise BadRequest(
-            f"feature {feature.name!r} takes {hotness} keys per sample, got {n} keys for a batch of "
+            f"feature {feature.name!r} takes {_keys(hotness)} per sample, got {_keys(n)} for a batch of "
             f"{batch} ({per_sample})"
         )
     if batch < 0 or n % batch if batch else n:
         raise BadRequest(
-            f"feature {feature.name!r}: {n} keys do not divide into a batch of {batch}; send "
+            f"feature {feature.name!r}: {_keys(n)} cannot be divided into a batch of {batch}; send "
             f"'{feature.name}.offsets' for bags of different lengths"
         )
     return keys
@@ -115,7 +119,7 @@ def _check_offsets(feature: Feature, keys: JaggedKeys) -> JaggedKeys:
         if len(uneven):
             i = int(uneven[0])
             raise BadRequest(
-                f"feature {name!r} takes {feature.hotness} keys per sample, sample {i} has "
+                f"feature {name!r} takes {_keys(feature.hotness)} per sample, sample {i} has "
                 f"{offsets[i + 1] - offsets[i]}"
             )
     if offsets.dtype == _INT64:
@@ -146,7 +150,7 @@ def check_sizes(model: LookupModel, request: LookupRequest) -> int:
         _check_table_keys(model, request)
     if total > model.max_keys:
         raise BadRequest(
-            f"a request to '{model.name}' may carry {model.max_keys} keys, got {total}; send smaller "
+            f"a request to '{model.name}' may carry {_keys(model.max_keys)}, got {total}; send smaller "
             "batches or raise server.max_keys"
         )
     return total
@@ -157,7 +161,7 @@ def _check_table_keys(model: LookupModel, request: LookupRequest) -> None:
         most = model.max_table_keys.get(name)
         if most is not None and len(keys.keys) > most:
             raise BadRequest(
-                f"table {name!r} of {model.name!r} takes at most {most} keys per request "
+                f"table {name!r} of {model.name!r} takes at most {_keys(most)} per request "
                 f"(max_batch_size {model.max_batch_size} times max_hotness), got {len(keys.keys)}"
             )
 
@@ -174,7 +178,9 @@ def check_out(
     elif out.dtype != dtype:
         wrong = f"is {out.dtype}, the table is {dtype}"
     elif not out.flags.c_contiguous:
-        wrong = "is not C-contiguous; pass np.ascontiguousarray of it"
+        wrong = (
+            "is not C-contiguous; pass an array of its own, as np.empty makes it, and copy from it"
+        )
     elif not out.flags.writeable:
         wrong = "is read-only"
     if wrong:

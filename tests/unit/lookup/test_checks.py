@@ -33,8 +33,8 @@ FAULTS = {
     "unlike any": ({"zz": JaggedKeys(keys(1), 1)}, "no feature 'zz'; it has user, pair, item, ctx"),
     "float keys": ({"user": JaggedKeys(np.ones(2), 2)}, "'user': keys must be integers, got .*float64"),
     "matrix": ({"user": JaggedKeys(keys(4).reshape(2, 2), 2)}, r"one flat array, got shape \(2, 2\)"),
-    "indivisible": ({"user": JaggedKeys(keys(5), 2)}, "5 keys do not divide into a batch of 2"),
-    "no sample": ({"user": JaggedKeys(keys(5), 0)}, "5 keys do not divide into a batch of 0"),
+    "indivisible": ({"user": JaggedKeys(keys(5), 2)}, "5 keys cannot be divided into a batch of 2"),
+    "no sample": ({"user": JaggedKeys(keys(5), 0)}, "5 keys cannot be divided into a batch of 0"),
     "negative": ({"user": JaggedKeys(keys(0), -1)}, "batch of -1"),
     "hotness": ({"pair": JaggedKeys(keys(6), 2)}, "takes 2 keys per sample, got 6 .* batch of 2"),
     "jagged hotness": (
@@ -114,7 +114,11 @@ def test_unknown_table(world):
     [
         ("user", np.zeros((2, 2), np.float32), r"shape \[2, 2\], the vectors have \[2, 3\]"),
         ("user", np.zeros((2, 3), np.float64), "is float64, the table is float32"),
-        ("user", np.zeros((2, 6), np.float32)[:, ::2], "not C-contiguous"),
+        (
+            "user",
+            np.zeros((2, 6), np.float32)[:, ::2],
+            "not C-contiguous; pass .* and copy from it",
+        ),
         ("user", [[0.0]], "must be a NumPy array, got list"),
         ("item", np.zeros((2, 2), np.float32), "no requested feature 'item'"),
     ],

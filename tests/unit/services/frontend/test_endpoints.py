@@ -139,7 +139,7 @@ LOOKUP_FAULTS = {
     "nothing": ([], "names no feature of model 'ctr.lookup'; send 'user', 'item', 'history'"),
     "three dimensions": ([("item", K, [[[1]]])], r"shape for input 'item': expected \[-1,1\]"),
     "no dimension": ([("item", K, 1)], "shape for input 'item'"),
-    "wrong hotness": ([("item", K, [[1, 2]])], "takes 1 keys per sample, got 2 keys"),
+    "wrong hotness": ([("item", K, [[1, 2]])], "takes 1 key per sample, got 2 keys"),
     "offsets alone": ([("history.offsets", K, [0])], "'history.offsets' came without 'history'"),
     "weights alone": (
         [("user", K, [[1]]), ("item.weights", "FP32", [1])],
