@@ -453,10 +453,8 @@ def test_a_broken_configuration_ends_serve_within_three_seconds(name: str, tmp_p
 
 def test_a_file_given_to_serve_without_its_option_is_told_how() -> None:
     done = hps_command("serve", "my.yaml")
-    assert done.returncode == 2
-    assert done.stderr == (
-        "error: the configuration file is an option: hps serve --config my.yaml\n"
-    )
+    assert done.code == 2
+    assert done.err == "error: the configuration file is an option: hps serve --config my.yaml\n"
 
 
 def test_a_taken_port_ends_serve(small_server: Hps, small_repository: Path, tmp_path: Path) -> None:
