@@ -182,6 +182,16 @@ def test_uses_are_counted_as_hps_does(server, open_tier, bits):
     assert server.ask("HLEN", name(PARTITIONS[42][0], "t")) == 2  # 42 and 1000, not 77
 
 
+def test_the_use_of_what_is_gone_leaves_no_stamp(server, open_tier):
+    hps = Hps(server, policy="least_used")
+    hps.insert()
+    tier, table = open_tier(server, overflow_margin=100, overflow_policy="least_used"), table_of()
+    (opened,) = tier._tables.ready([table], time.monotonic() + 10)
+    tier._touch(opened, np.array([42, 77]), b"n")
+    assert hps.stamp(42) == b"2"
+    assert sum(server.ask("HLEN", name(i, "t")) for i in range(8)) == len(PARTITIONS)
+
+
 @pytest.mark.parametrize("bits", [64, 32])
 def test_the_last_use_is_kept_as_hps_does(server, open_tier, bits):
     hps = Hps(server, bits, "oldest")

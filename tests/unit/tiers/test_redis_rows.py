@@ -1,0 +1,112 @@
+"""Replies into parts: attempts that broke off, rows larger than the buffer, bytes that do not belong."""
+
+import struct
+
+import numpy as np
+import pytest
+from redis.exceptions import ConnectionError as Lost
+from redis.exceptions import MovedError
+
+from hps.tiers.base import Part
+from hps.tiers.redis_commands import Command
+from hps.tiers.redis_connection import Wire
+from hps.tiers.redis_layout import TableLayout
+from hps.tiers.redis_rows import AskedKeys, PartRead, receive_rows
+from hps.types import EmbeddingTable, Source
+
+
+class Told(Wire):
+    """A connection that receives what it is told, a piece at a time."""
+
+    def __init__(self, data, piece=10**9, room=64):
+        super().__init__()
+        self.data, self.piece = data, piece
+        self.buffer = np.empty(room, np.uint8)
+
+    def until(self, _deadline):
+        if not self.data:
+            raise Lost("Connection closed by server.")
+
+    def receive(self, at):
+        some = self.data[: min(self.piece, len(self.buffer) - at)]
+        self.buffer[at : at + len(some)] = np.frombuffer(some, np.uint8)
+        self.data = self.data[len(some) :]
+        return len(some)
+
+
+def asked(dim, *positions, n=4):
+    """A part of ``n`` keys and one command per tuple of positions."""
+    table = EmbeddingTable.make("user", dim)
+    part = Part.make(table, np.arange(n))
+    part.out[:] = -1
+    read = PartRead(part, TableLayout(table, "native", 1), 0, 0)
+    commands = [Command(0, b"", AskedKeys(read, np.array(at, np.int64))) for at in positions]
+    return read, commands
+
+
+def reply(*rows):
+    """``None`` or ``(version, row)`` each."""
+    parts = [b"*%d\r\n" % len(rows)]
+    for row in rows:
+        if row is None:
+            parts.append(b"$-1\r\n")
+        else:
+            value = struct.pack("<QB", row[0], 0) + np.asarray(row[1], np.float32).tobytes()
+            parts.append(b"$%d\r\n%s\r\n" % (len(value), value))
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("piece", [1, 7, 64, 10**9])
+@pytest.mark.parametrize("dim", [2, 300])
+def test_rows_of_any_size_in_pieces_of_any_size(piece, dim):
+    read, commands = asked(dim, (3, 0), (2,))
+    row = np.arange(dim)
+    wire = Told(reply((5, row), None) + reply((6, row + 1)), piece)
+    receive_rows(wire, commands, 0.0)
+    read.finish()
+    assert read.part.missing.tolist() == [0]
+    assert read.part.out[3].tolist() == row.tolist()
+    assert read.part.out[2].tolist() == (row + 1).tolist()
+    assert (read.part.out[0] == -1).all()
+    assert read.part.versions.tolist() == [0, 0, 6, 5]
+    assert [command.reply for command in commands] == [True, True]
+
+
+def test_what_a_broken_attempt_found_does_not_count():
+    """The row was deleted before it was asked for again."""
+    read, commands = asked(2, (0, 1))
+    with pytest.raises(Lost):
+        receive_rows(Told(reply((5, [1, 2]), (5, [3, 4]))[:-10]), commands, 0.0)
+    assert read.part.source[0] == Source.REDIS
+    receive_rows(Told(reply(None, (6, [5, 6]))), commands, 0.0)
+    read.finish()
+    assert read.part.source.tolist()[:2] == [0, Source.REDIS]
+    assert read.part.missing.tolist() == [0]
+    assert read.part.out[1].tolist() == [5, 6]
+
+
+def test_an_error_is_its_commands_reply():
+    read, commands = asked(2, (0,), (1,))
+    wire = Told(b"-MOVED 7 10.0.0.1:7001\r\n" + reply((5, [1, 2])))
+    receive_rows(wire, commands, 0.0)
+    assert isinstance(commands[0].reply, MovedError)
+    assert (commands[0].reply.host, commands[0].reply.port) == ("10.0.0.1", 7001)
+    assert commands[1].reply is True
+    commands[0].asking = ("10.0.0.1", 7001)
+    receive_rows(Told(b"+OK\r\n" + reply((4, [3, 4]))), commands[:1], 0.0)
+    read.finish()
+    assert read.part.out[:2].tolist() == [[3, 4], [1, 2]]
+    assert not len(read.part.missing)
+
+
+@pytest.mark.parametrize("extra", [b"+OK\r\n", b"x"])
+def test_more_than_was_asked_for_ends_the_connection(extra):
+    _, commands = asked(2, (0,))
+    with pytest.raises(Lost, match="more bytes than were asked for"):
+        receive_rows(Told(reply((5, [1, 2])) + extra), commands, 0.0)
+
+
+def test_another_answer_ends_the_connection():
+    _, commands = asked(2, (0, 1))
+    with pytest.raises(Lost, match="not the answer"):
+        receive_rows(Told(reply((5, [1, 2]))), commands, 0.0)
