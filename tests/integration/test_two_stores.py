@@ -121,7 +121,8 @@ def test_rows_that_only_rocksdb_held_go_into_redis_and_defaults_do_not(server, o
     keys = [5, 1, 3, KEYS + 7]
     assert sources(node, keys) == [Source.ROCKSDB] * 3 + [Source.DEFAULT]
     until(lambda: sources(node, keys) == [Source.REDIS] * 3 + [Source.DEFAULT])
-    assert metric(node, "hps_promotions_total", tier="redis", result="inserted") == 3
+    # Some perhaps more than once: they were asked for again before they were there.
+    assert metric(node, "hps_promotions_total", tier="redis", result="inserted") >= 3
     assert sum(server.ask("HLEN", f"hps:{{ctr/1/user/p{i}}}v") for i in range(8)) == 3
     other = open_node({"addresses": [server.address]})
     assert sources(other, keys) == [Source.REDIS] * 3 + [Source.DEFAULT]
