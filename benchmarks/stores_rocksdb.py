@@ -40,7 +40,7 @@ from hps.types import EmbeddingTable, VectorArray
 # Table files of 1.5 GB each: more would be read from the disk where others use the memory as well.
 ROWS = {128: 10_000_000, 512: 2_500_000}
 QUICK_ROWS = 300_000
-KEYS, QUICK_KEYS = 400_000, 100_000
+KEYS, QUICK_KEYS = 200_000, 100_000
 ROUNDS, QUICK_ROUNDS = 5, 2
 BATCHES = (1_000, 10_000, 100_000)
 _CHUNK = 1 << 16
