@@ -136,7 +136,9 @@ def test_a_stop_while_loading_cuts_loading_off(small_repository, tmp_path):
 def test_what_was_accepted_is_answered_and_the_node_is_closed(
     small_repository, tmp_path, monkeypatch
 ):
-    with running(configuration(small_repository, tmp_path)) as server:
+    # On a machine that is busy with other things, the default ten seconds may pass between two steps.
+    patient = configuration(small_repository, tmp_path, drain_s=60, request_timeout_ms=60_000)
+    with running(patient) as server:
         assert server.ready.wait(20)
         state = server.frontend.state
         entry = state.entries["words.lookup"]
