@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
-from hps.rows.tiers import RocksDbRows, parse_family
+from hps.config.schema import RedisSettings
+from hps.rows.tiers import RedisRows, RocksDbRows, parse_family
+from hps.tiers.base import TierInfo
+from hps.tiers.redis import RedisTier
 from hps.tiers.redis_layout import TableName
 from hps.tiers.rocksdb import RocksDbTier
-from hps.types import EmbeddingTable
+from hps.types import EmbeddingTable, Source
 
 
 def test_families_are_taken_apart() -> None:
@@ -34,3 +38,24 @@ def test_many_tables_are_erased_without_a_trace(tmp_path: Path) -> None:
         store.erase(store.tables()[1:])
         assert [name.name for name in store.tables()] == ["t0"]
         assert store.get(tables[0], np.array([1])).found.all()
+
+
+class Repeating:
+    """A Redis whose hashes are being resized: it names some keys twice."""
+
+    info, layout = TierInfo("redis", Source.REDIS), "native"
+
+    def scan(self, _table: EmbeddingTable, _count: int) -> Any:
+        for keys in ([1, 2, 3], [3, 4], [1, 5]):
+            yield np.array(keys), np.ones((len(keys), 2)), np.ones(len(keys), np.uint64)
+
+    def tombstones(self, _table: EmbeddingTable, _count: int) -> Any:
+        for keys in ([7, 8], [8, 9]):
+            yield np.array(keys), np.ones(len(keys), np.uint64)
+
+
+def test_what_redis_names_twice_is_there_once() -> None:
+    store = RedisRows(cast(RedisTier, Repeating()), RedisSettings())
+    table = EmbeddingTable.make("t", 2)
+    assert [k for rows in store.scan(table) for k in rows.keys.tolist()] == [1, 2, 3, 4, 5]
+    assert [k for rows in store.tombstones(table) for k in rows.keys.tolist()] == [7, 8, 9]
