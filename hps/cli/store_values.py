@@ -35,18 +35,20 @@ def parse_vector(text: str, table: EmbeddingTable) -> VectorArray:
 
 def parse_version(text: str) -> int:
     """A version, or a time like ``2026-01-31`` or ``2026-01-31T12:00Z`` as the version of its start."""
-    if text.isdigit():
-        version = int(text)
-        if version >= 2**64:
-            raise ConfigError(f"version {text} is beyond 2^64-1")
-        return version
     try:
-        time = datetime.fromisoformat(text)
+        version = int(text) if text.isdecimal() else _version_at(datetime.fromisoformat(text))
     except ValueError:
         raise ConfigError(
             f"{text!r} is neither a version (a whole number) nor a time like 2026-01-31T12:00Z"
         ) from None
-    return make_version(int((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1000))
+    if not 0 <= version < 2**64:
+        raise ConfigError(f"version {text} is outside 0 to 2^64-1 (the years 1970 to 2527)")
+    return version
+
+
+def _version_at(time: datetime) -> int:
+    known = time if time.tzinfo else time.replace(tzinfo=UTC)
+    return make_version(round(known.timestamp() * 1000))
 
 
 def as_typed(text: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -75,25 +76,31 @@ def write_files(folder: Path) -> None:
     (folder / "ps.json").write_text(json.dumps({"supportlonglong": True, "models": [model]}))
 
 
-def write_rocksdb(path: Path) -> None:
+def write_rocksdb(path: Path, key_format: str = "<q") -> None:
     options = Options(raw_mode=True)
     options.create_if_missing(True)
     with_db = Rdict(str(path), options)
     for name in TABLES:
         family = with_db.create_column_family(f"hps_et.ctr.{name}", options)
         for key, value in stored(name).items():
-            family[struct.pack("<q", key)] = value
+            family[packed(key_format, key)] = value
         family.close()
     with_db.close()
 
 
-def write_redis(server: RedisServer) -> None:
+def packed(key_format: str, key: int) -> bytes:
+    """HPS's 8 bytes, or 4 where its keys are unsigned 32-bit ones."""
+    return struct.pack(key_format, key if key_format == "<q" else key & 0xFFFF_FFFF)
+
+
+def write_redis(server: RedisServer, key_format: str = "<q") -> None:
     """By the names and bytes of HPS's documentation, not by code of ours."""
     client = server.client()
     for name in TABLES:
         for key, value in stored(name).items():
-            hash_name = f"hps_et{{hps_et.ctr.{name}/p{partition_of(key)}}}v"
-            client.hset(hash_name, struct.pack("<q", key), value)
+            hashed = key if key_format == "<q" else key & 0xFFFF_FFFF
+            hash_name = f"hps_et{{hps_et.ctr.{name}/p{partition_of(hashed)}}}v"
+            client.hset(hash_name, packed(key_format, key), value)
     client.close()
 
 
@@ -219,6 +226,39 @@ def test_again_it_brings_over_what_is_new_and_keeps_what_is_newer(
     assert five["vector"] == [7.0] * DIM
     assert six["deleted"]
     assert [c["written"] for c in printed(*convert, "--tier", "redis")] == [0, 0]
+
+
+def test_keys_of_32_bits(folder: Path, server: RedisServer, monkeypatch: Any) -> None:
+    """``supportlonglong: false``: HPS's keys have 4 bytes."""
+    small = KEYS[(KEYS >= 0) & (KEYS < 2**32)]
+    monkeypatch.setattr(f"{__name__}.KEYS", small)
+    for name in TABLES:
+        small.astype("<i8").tofile(folder / f"{name}.model" / "key")
+        rows = np.stack([row(name, int(key)) for key in small])
+        rows.tofile(folder / f"{name}.model" / "emb_vector")
+    text = (folder / "ps.json").read_text()
+    (folder / "ps.json").write_text(text.replace("true", "false", 1))
+    shutil.rmtree(folder / "rocksdb")
+    server.ask("FLUSHALL")
+    write_rocksdb(folder / "rocksdb", "<I")
+    write_redis(server, "<I")
+    assert run("model", "import", "ps.json").exit_code == 0
+    converted = printed("store", "convert", "--config", "hps.yaml", "--into", "native.yaml")
+    assert {c["read"] for c in converted} == {len(small) + 1}
+    for tier in ("redis", "rocksdb"):
+        against = ("--tier", tier, "--against", tier, "--other", "hps.yaml")
+        found = printed("store", "diff", "--config", "native.yaml", *against)
+        assert {d["equal"] for d in found} == {len(small) + 1}
+
+
+def test_a_ps_json_stands_for_the_old_configuration(folder: Path, server: RedisServer) -> None:
+    run("model", "import", "ps.json")
+    document = json.loads((folder / "ps.json").read_text())
+    document["persistent_db"] = {"type": "rocks_db", "path": "rocksdb", "read_only": True}
+    (folder / "ps.json").write_text(json.dumps(document))
+    words = ("--config", "ps.json", "--into", "native.yaml", "--tier", "rocksdb")
+    converted = printed("store", "convert", *words)
+    assert [(c["read"], c["written"]) for c in converted] == [(len(KEYS) + 1, 2)] * 2
 
 
 @pytest.mark.parametrize(
