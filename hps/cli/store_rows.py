@@ -121,7 +121,7 @@ def get(
     table: TableArgument,
     keys: Annotated[
         list[str],
-        typer.Argument(help="Keys, from -2^63 to 2^64-1; 0x… is hexadecimal.", metavar="KEY..."),
+        typer.Argument(help="Keys, from -2^63 to 2^64-1; 0x… is hexadecimal.", metavar="KEY"),
     ],
     config: ConfigFile,
     tier: TierOption = None,
@@ -219,7 +219,7 @@ Examples:
 def delete(
     model: ModelArgument,
     table: TableArgument,
-    keys: Annotated[list[str], typer.Argument(help="The keys.", metavar="KEY...")],
+    keys: Annotated[list[str], typer.Argument(help="The keys.", metavar="KEY")],
     config: ConfigFile,
     tier: TierOption = None,
     version: VersionOption = None,
