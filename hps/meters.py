@@ -108,6 +108,18 @@ class TierMeter:
         if not skipped:
             self._seconds.observe(seconds)
 
+    def alike(self, found: list[tuple[EmbeddingTable, int, int]]) -> Callable[[float], None]:
+        """What to call with the seconds of each fetch that found all of these."""
+        amounts = [
+            ((self._keys.get(table) or self._counters(table))[0], n) for table, _, n in found if n
+        ]
+
+        def observe(seconds: float) -> None:
+            add_all(amounts)
+            self._seconds.observe(seconds)
+
+        return observe
+
     def passed_over(self, reason: str) -> None:
         """A fetch skipped the tier (the ``skipped`` of ``Guarded``)."""
         self._metrics.counter(TIER_SKIPPED, self._tier, reason).add()

@@ -17,7 +17,7 @@ from hps.lookup.base import Feature, LookupModel
 from hps.lookup.checks import check_keys, check_sizes
 from hps.lookup.pooling import pool
 from hps.meters import LookupMeter
-from hps.tiers.fused import FusedLookup
+from hps.tiers.fused import Ask, FusedLookup, gather_alike
 from hps.types import (
     EmbeddingTable,
     JaggedKeys,
@@ -90,17 +90,17 @@ class _Form:
     """What requests of the same features and sizes have in common, checked once; called with the keys
     of one of them. Any number of threads may."""
 
-    __slots__ = ("_finished", "_names", "_shares", "_tier")
+    __slots__ = ("_finished", "_gather", "_names", "_shares")
 
     def __init__(
         self,
-        tier: FusedLookup,
+        gather: Callable[[list[Ask]], bool],
         shares: list[_Share],
         names: tuple[str, ...] | None,
         finished: Callable[[float], None],
     ) -> None:
         """``names``: the features in the request's order, None when the shares are in it already."""
-        self._tier = tier
+        self._gather = gather
         self._shares = shares
         self._names = names
         self._finished = finished
@@ -111,7 +111,7 @@ class _Form:
         for share in self._shares:
             flat = keys[share.position] if share.as_sent else share.shifted(keys)
             asks.append((share.table, flat, np.empty(share.shape, share.dtype)))
-        if not self._tier.gather(asks):
+        if not self._gather(asks):
             return None
         vectors: dict[str, VectorArray] = {}
         for share, (_, _, rows) in zip(self._shares, asks, strict=True):
@@ -190,4 +190,6 @@ class ShortWay:
         answers = [(share.table, self._source * sum(s.n for s in share.slices)) for share in shares]
         in_order = names == tuple(s.feature.name for share in shares for s in share.slices)
         finished = self._meter.finished_alike(answers)
-        return _Form(self._tier, shares, None if in_order else names, finished)
+        sizes = [(share.table, share.shape[0]) for share in shares]
+        gather = gather_alike(self._tier, sizes)
+        return _Form(gather, shares, None if in_order else names, finished)

@@ -7,7 +7,7 @@ default) takes what is there; ``COMPILED`` tells which one is in use.
 from __future__ import annotations
 
 from hps.config.environment import native_mode
-from hps.native import twin, twin_cache, twin_resp
+from hps.native import twin, twin_cache, twin_pool, twin_resp
 
 _mode = native_mode()
 COMPILED = False
@@ -15,6 +15,8 @@ partition_hash = twin.partition_hash
 dedup = twin.dedup
 cache_bytes = twin_cache.cache_bytes
 CacheTable = twin_cache.CacheTable
+gather_all = twin_pool.gather_all
+pool_bags = twin_pool.pool_bags
 RowReplies = twin_resp.RowReplies
 ProtocolError = twin_resp.ProtocolError
 if _mode != "off":
@@ -29,6 +31,8 @@ if _mode != "off":
         dedup = _core.dedup
         cache_bytes = _core.cache_bytes
         CacheTable = _core.CacheTable  # type: ignore[misc,assignment] # its twin has the same methods
+        gather_all = _core.gather_all  # type: ignore[assignment]
+        pool_bags = _core.pool_bags  # type: ignore[assignment]
         RowReplies = _core.RowReplies  # type: ignore[misc,assignment]
         ProtocolError = _core.ProtocolError  # type: ignore[misc,assignment]
 
@@ -39,5 +43,7 @@ __all__ = [
     "RowReplies",
     "cache_bytes",
     "dedup",
+    "gather_all",
     "partition_hash",
+    "pool_bags",
 ]

@@ -29,7 +29,28 @@ class CacheTable:
         eviction: str,
         code: int,
         kernels: str | None = None,
-    ) -> None: ...
+        file: int = -1,
+        huge_pages: str = "try",
+        numa_node: int = -1,
+    ) -> None:
+        """``file``: a descriptor, made as long as the table and shared with whoever attaches to it. Raises
+        MemoryError for want of memory, RuntimeError when the system refuses pages or node."""
+
+    @staticmethod
+    def attach(file: int, like: NDArray[Any], code: int) -> CacheTable:
+        """The table that lies in ``file`` already. Raises ValueError when it is none, or another."""
+
+    def mend(self) -> bool:
+        """Make good what a writer left that was killed; False when there was nothing."""
+
+    def retire(self) -> None:
+        """Tell everybody attached that the table is given up."""
+
+    @property
+    def retired(self) -> bool: ...
+    threads: int
+    """How many threads a call with many keys may use."""
+
     @property
     def rows(self) -> int: ...
     @property
@@ -69,6 +90,25 @@ class CacheTable:
 
     def top_k(self, n: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
         """The keys (k,) of the n hottest rows, hottest first, and their scores (k,)."""
+
+def gather_all(
+    tables: dict[Any, CacheTable],
+    asks: list[tuple[Any, NDArray[np.int64], NDArray[Any]]],
+    threads: int = 1,
+) -> bool:
+    """See twin_pool.gather_all."""
+
+def pool_bags(
+    table: CacheTable,
+    keys: NDArray[np.int64],
+    offsets: NDArray[np.int64] | None,
+    weights: NDArray[np.float32] | None,
+    divisors: NDArray[np.float32] | None,
+    out: NDArray[Any],
+    given: NDArray[np.int64] | None = None,
+    rows: NDArray[Any] | None = None,
+) -> NDArray[np.int64] | None:
+    """See twin_pool.pool_bags."""
 
 class ProtocolError(ValueError):
     """See twin_resp.ProtocolError."""

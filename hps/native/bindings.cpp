@@ -40,5 +40,6 @@ NB_MODULE(_core, m) {
   m.def("partition_hash", &py_partition_hash, nb::arg("keys").noconvert());
   m.def("dedup", &py_dedup, nb::arg("keys").noconvert());
   bind_cache(m);
+  bind_gather(m);
   bind_resp(m);
 }

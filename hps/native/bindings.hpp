@@ -32,5 +32,7 @@ inline nb::ndarray<nb::numpy, T, nb::ndim<1>> own(std::unique_ptr<T[]> data, std
   return nb::ndarray<nb::numpy, T, nb::ndim<1>>(raw, {size}, owner);
 }
 
+// Adds gather_all and pool_bags.
+void bind_gather(nb::module_& m);
 // Adds CacheTable and what belongs to it.
 void bind_cache(nb::module_& m);

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hps.types import IndexArray, KeyArray, SourceArray, VectorArray, VersionArray
 
 SLOTS, STEPS, LOAD_PERCENT = 4, 16, 60
-TICKS_PER_TURNOVER, SWEEP_SHARE, SAMPLE = 64, 16, 8
+TICKS_PER_TURNOVER, SWEEP_SHARE, SAMPLE = 64, 16, 19
 OLDEST, TOMBSTONE_AGE = 200, 239
 FIRST_USES, DECAY, USES_DOUBLE = 32, 4, 16
 EVICTIONS = ("lru", "lfu", "random", "fifo")
@@ -34,7 +34,7 @@ def homes(keys: KeyArray, buckets: int) -> IndexArray:
 
 def cache_bytes(capacity: int, row_bytes: int) -> int:
     """What a table of ``capacity`` rows of ``row_bytes`` takes."""
-    beside = 192 + _buckets(capacity) * 64 + capacity * 8
+    beside = 256 + _buckets(capacity) * 64 + capacity * 8
     return beside + -beside % 64 + capacity * row_bytes
 
 
@@ -69,6 +69,7 @@ class CacheTable:
         self._fresh = self._clock = self._admitted = self._hand = self._swept = 0
         self.rows = self.tombstones = self.evictions = 0
         self._lock, self._turn = Lock(), Lock()
+        self.threads = 1
         self._random = np.random.default_rng(capacity)
 
     # -- reading ----------------------------------------------------------------------------------
@@ -258,11 +259,14 @@ class CacheTable:
         if self._fresh < self.capacity:
             self._fresh += 1
             return self._fresh - 1
-        coldest = None
-        while coldest is None:
-            end = min(self._hand + SAMPLE, self._buckets)
-            coldest = self._coldest(range(self._hand, end))
-            self._hand = end % self._buckets
+        looked_at: list[int] = []
+        seen = 0
+        while seen < SAMPLE and len(looked_at) < self._buckets:
+            looked_at.append(self._hand)
+            seen += int(self._occupied[self._hand].sum())
+            self._hand = (self._hand + 1) % self._buckets
+        coldest = self._coldest(looked_at)
+        assert coldest is not None  # the table is full
         return self._expel(coldest)
 
     def _coldest(self, buckets: Iterable[int]) -> tuple[int, int] | None:

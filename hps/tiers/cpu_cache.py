@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.errors import BadRequest, ConfigError
-from hps.native import COMPILED, CacheTable, cache_bytes, dedup
+from hps.native import COMPILED, CacheTable, cache_bytes, dedup, gather_all
 from hps.tiers.base import FetchContext, Part, TierInfo, newest_of_each
 from hps.tiers.capacity import plan_capacity
 from hps.tiers.checks import check_gather, check_keys, check_part, check_rows
@@ -69,6 +69,7 @@ class CpuCache:
     ) -> None:
         self._clock = clock
         self._eviction = eviction
+        self._threads = 1
         self._tables: dict[EmbeddingTable, CacheTable] = {}
         for table, rows in capacities.items():
             self.add_table(table, rows, (evictions or {}).get(table))
@@ -121,22 +122,19 @@ class CpuCache:
                 raise
             part.missing = _NOTHING if left is None else left
 
-    def gather(self, asks: Sequence[Ask]) -> bool:
+    def gather(self, asks: list[Ask]) -> bool:
         """See `FusedLookup.gather`."""
-        tables = self._tables
+        if not COMPILED:
+            self._check(asks)
+        try:
+            return gather_all(self._tables, asks, self._threads)
+        except (TypeError, ValueError):
+            self._check(asks)  # says in words what the compiled table refused
+            raise
+
+    def _check(self, asks: list[Ask]) -> None:
         for table, keys, out in asks:
-            held = tables.get(table)
-            if held is None:
-                return False
-            if not COMPILED:
-                check_gather(table, keys, out)
-            try:
-                if not held.gather(keys, out):
-                    return False
-            except (TypeError, ValueError):
-                check_gather(table, keys, out)  # says in words what the compiled table refused
-                raise
-        return True
+            check_gather(table, keys, out)
 
     def insert(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray

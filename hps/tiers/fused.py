@@ -8,7 +8,8 @@ than the lookup itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 from hps.tiers.base import Tier, TierInfo
@@ -27,7 +28,7 @@ class FusedLookup(Protocol):
     @property
     def info(self) -> TierInfo: ...
 
-    def gather(self, asks: Sequence[Ask]) -> bool:
+    def gather(self, asks: list[Ask]) -> bool:
         """Write the row of every key to its place.
 
         False when a key has no row here, be it deleted: what is in the outs has no meaning then, and
@@ -52,17 +53,35 @@ class _MeteredGather:
     fetched the ordinary way."""
 
     def __init__(self, inner: FusedLookup, observe: Observe) -> None:
-        self._inner = inner
+        self.inner = inner
         self._observe = observe
 
     @property
     def info(self) -> TierInfo:
-        return self._inner.info
+        return self.inner.info
 
-    def gather(self, asks: Sequence[Ask]) -> bool:
-        start = time.perf_counter()
-        if not self._inner.gather(asks):
-            return False
-        seconds = time.perf_counter() - start
-        self._observe([(table, len(keys), len(keys)) for table, keys, _ in asks], seconds)
-        return True
+    def gather(self, asks: list[Ask]) -> bool:
+        return self.alike([(table, len(keys)) for table, keys, _ in asks])(asks)
+
+    def alike(self, sizes: Sequence[tuple[EmbeddingTable, int]]) -> Callable[[list[Ask]], bool]:
+        inner, clock = gather_alike(self.inner, sizes), time.perf_counter
+        found = [(table, n, n) for table, n in sizes]
+        # Who has to look up a counter per table prefers to do it once.
+        observe_alike = getattr(self._observe, "alike", None)
+        observe = observe_alike(found) if observe_alike else partial(self._observe, found)
+
+        def gather(asks: list[Ask]) -> bool:
+            start = clock()
+            if not inner(asks):
+                return False
+            observe(clock() - start)
+            return True
+
+        return gather
+
+
+def gather_alike(
+    tier: FusedLookup, sizes: Sequence[tuple[EmbeddingTable, int]]
+) -> Callable[[list[Ask]], bool]:
+    """``tier.gather`` for asks that all have these tables and numbers of keys, in this order."""
+    return tier.alike(sizes) if isinstance(tier, _MeteredGather) else tier.gather

@@ -129,7 +129,7 @@ class CacheWriter:
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything queued before this call is done; False when time ran out or the
-        writer is closed."""
+        writer is closed, or this process is a fork of its own, without its thread."""
         barrier = self._queue(self._promotions, lambda: None)
         try:
             barrier.result(timeout)
@@ -158,7 +158,8 @@ class CacheWriter:
     ) -> Future[None]:
         change = _Change(work, Future())
         with self._wake:
-            if self._closed:
+            # After a fork this process has no such thread: nobody would ever finish it.
+            if self._closed or not self._thread.is_alive():
                 change.done.cancel()
             else:
                 queue.append(change)
@@ -172,17 +173,29 @@ class CacheWriter:
             if isinstance(job, _Change):
                 _finish(job)
                 continue
-            refused = False
-            for table, keys, queued in _slices(job):
-                if self._closed:
-                    return
-                if refused:
-                    self._count("failed", len(keys))
-                else:
-                    refused = not self._promote_slice(table, keys)
-                self._done(queued)
-                while change := self._next_change():
-                    _finish(change)
+            waiting = sum(len(promotion.keys) for promotion in job)
+            try:
+                for done in self._promote_all(job):
+                    self._done(done)
+                    waiting -= done
+            except Exception:
+                # Whatever it was, others wait for this thread, some without an end.
+                log.exception("the cache writer gave up %d promotions", waiting)
+                self._done(waiting)
+
+    def _promote_all(self, promotions: list[_Promotion]) -> Iterator[int]:
+        """Promote, let changes overtake; how many keys of the queue are done with, each time."""
+        refused = False
+        for table, keys, queued in _slices(promotions):
+            if self._closed:
+                return
+            if refused:
+                self._count("failed", len(keys))
+            else:
+                refused = not self._promote_slice(table, keys)
+            yield queued
+            while change := self._next_change():
+                _finish(change)
 
     def _next(self) -> _Change | list[_Promotion] | None:
         """A change, or else all promotions that wait; None once closed."""

@@ -1,31 +1,130 @@
 #include "hps/memory.hpp"
 
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <cerrno>
+#include <cstring>
+#include <fstream>
 #include <new>
+#include <stdexcept>
+#include <string>
 
 namespace hps {
 namespace {
 
 constexpr std::size_t kHugePage = 2 << 20;
+constexpr int kMpolBind = 2;  // of <numaif.h>, which belongs to a library
+constexpr unsigned long kNodes = 1024;
+
+std::uintptr_t rounded(std::uintptr_t at) { return (at + kHugePage - 1) / kHugePage * kHugePage; }
+
+std::string reason() { return std::strerror(errno); }
+
+// What the kernel has chosen of several words, the chosen one in brackets; empty: no such file.
+std::string chosen(const std::string& setting) {
+  std::ifstream file("/sys/kernel/mm/transparent_hugepage/" + setting);
+  for (std::string word; file >> word;)
+    if (word.front() == '[') return word.substr(1, word.size() - 2);
+  return "";
+}
+
+void check_transparent(bool shared) {
+  const std::string setting = shared ? "shmem_enabled" : "enabled", is = chosen(setting);
+  if (is == "never" || is == "deny" || is.empty())
+    throw std::runtime_error("the system gives no transparent huge pages: " +
+                             ("/sys/kernel/mm/transparent_hugepage/" + setting) + " is " +
+                             (is.empty() ? "not there" : is + ", it must be advise or always"));
+}
 
 }  // namespace
 
-Memory::Memory(std::size_t bytes) {
+Memory::Memory(std::size_t bytes, const MemoryKind& kind) : bytes_(bytes) {
   if (bytes > SIZE_MAX - 2 * kHugePage) throw std::bad_alloc();
-  const bool large = bytes >= kHugePage;
-  mapped_bytes_ = bytes + (large ? kHugePage : 0);
-  mapped_ =
-      mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (mapped_ == MAP_FAILED) throw std::bad_alloc();
-  auto at = reinterpret_cast<std::uintptr_t>(mapped_);
-  if (large) {
-    at = (at + kHugePage - 1) / kHugePage * kHugePage;
+  if (kind.pages == Pages::kTransparent) check_transparent(kind.file >= 0);
+  try {
+    kind.file < 0 ? map_private(kind) : map_file(kind);
+  } catch (...) {
+    if (mapped_ != nullptr) munmap(mapped_, mapped_bytes_);
+    throw;
+  }
+}
+
+void Memory::map_private(const MemoryKind& kind) {
+  const bool reserved = kind.pages == Pages::kReserved;
+  const bool large = reserved || (bytes_ >= kHugePage && kind.pages != Pages::kSmall);
+  const std::size_t wanted = reserved ? rounded(bytes_) : bytes_ + (large ? kHugePage : 0);
+  int flags = MAP_PRIVATE | MAP_ANONYMOUS;
+#ifdef MAP_HUGETLB
+  if (reserved) flags |= MAP_HUGETLB;
+#endif
+  void* at = mmap(nullptr, wanted, PROT_READ | PROT_WRITE, flags, -1, 0);
+  if (at == MAP_FAILED && reserved)
+    throw std::runtime_error("the system has too few reserved huge pages (" + reason() +
+                             "): " + std::to_string(wanted / kHugePage) +
+                             " of 2 MiB are needed; raise vm.nr_hugepages");
+  if (at == MAP_FAILED) throw std::bad_alloc();
+  mapped_ = at;
+  mapped_bytes_ = wanted;
+  data_ = static_cast<std::uint8_t*>(at);
+  if (large && !reserved) {
+    data_ = reinterpret_cast<std::uint8_t*>(rounded(reinterpret_cast<std::uintptr_t>(at)));
 #ifdef MADV_HUGEPAGE
-    madvise(reinterpret_cast<void*>(at), bytes, MADV_HUGEPAGE);  // advice: no harm in a refusal
+    madvise(data_, bytes_, MADV_HUGEPAGE);  // advice: no harm in a refusal
 #endif
   }
-  data_ = reinterpret_cast<std::uint8_t*>(at);
+  bind(kind.numa_node);
+}
+
+void Memory::map_file(const MemoryKind& kind) {
+  if (ftruncate(kind.file, static_cast<off_t>(bytes_)) != 0)
+    throw std::runtime_error("the table's file can't be made so long: " + reason());
+  void* at = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, kind.file, 0);
+  if (at == MAP_FAILED) throw std::bad_alloc();
+  mapped_ = at;
+  mapped_bytes_ = bytes_;
+  data_ = static_cast<std::uint8_t*>(at);
+  bind(kind.numa_node);
+#if defined(MADV_HUGEPAGE) && defined(MADV_POPULATE_WRITE)
+  if (kind.pages != Pages::kSmall && madvise(at, bytes_, MADV_HUGEPAGE) == 0)
+    madvise(at, bytes_, MADV_POPULATE_WRITE);  // in huge pages; what it can't do, the next one can
+#endif
+  const int refused = posix_fallocate(kind.file, 0, static_cast<off_t>(bytes_));
+  if (refused == ENOSPC || refused == ENOMEM || refused == EFBIG) throw std::bad_alloc();
+  if (refused != 0)
+    throw std::runtime_error(std::string("the table's file can't be filled: ") +
+                             std::strerror(refused));
+}
+
+void Memory::bind(int numa_node) {
+  if (numa_node < 0) return;
+  unsigned long nodes[kNodes / (8 * sizeof(unsigned long))] = {};
+  const auto node = static_cast<unsigned long>(numa_node);
+  long refused = -1;
+  errno = EINVAL;
+#ifdef SYS_mbind
+  if (node < kNodes) {
+    nodes[node / (8 * sizeof *nodes)] |= 1UL << node % (8 * sizeof *nodes);
+    refused = syscall(SYS_mbind, mapped_, mapped_bytes_, kMpolBind, nodes, kNodes + 1, 0);
+  }
+#endif
+  if (refused != 0)
+    throw std::runtime_error("memory can't be bound to NUMA node " + std::to_string(numa_node) +
+                             " (" + reason() + "); /sys/devices/system/node lists the nodes");
+}
+
+Memory::Memory(int file, std::size_t at_least) : bytes_(0) {
+  struct stat found{};
+  if (fstat(file, &found) != 0 || static_cast<std::size_t>(found.st_size) < at_least)
+    throw std::invalid_argument("the file is too short for a table");
+  bytes_ = mapped_bytes_ = static_cast<std::size_t>(found.st_size);
+  void* at = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  if (at == MAP_FAILED) throw std::bad_alloc();
+  mapped_ = at;
+  data_ = static_cast<std::uint8_t*>(at);
 }
 
 Memory::~Memory() { munmap(mapped_, mapped_bytes_); }

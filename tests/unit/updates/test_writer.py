@@ -9,6 +9,7 @@ import pytest
 
 from hps.errors import BadRequest, TierError
 from hps.tiers.base import FetchContext, Part, TierInfo
+from hps.tiers.cpu_cache import CpuCache
 from hps.tiers.memory import MemoryTier
 from hps.tiers.wrappers import Guarded
 from hps.types import EmbeddingTable, Source, version_now
@@ -407,3 +408,37 @@ def test_it_tells_what_the_upper_store_lacked(make):
     writer.promote(TABLE, arrays(1))
     assert writer.flush(5)
     assert len(told) == 1
+
+
+def test_the_thread_outlives_whatever_goes_wrong():
+    """Or whoever waits for it would wait for ever."""
+    counted = []
+
+    def count(result, keys):
+        counted.append(result)
+        if len(counted) <= 2:
+            raise RuntimeError("a counter that fails")
+
+    cache, store = CpuCache({TABLE: 100}), MemoryTier()
+    keys = np.arange(5)
+    store.insert(TABLE, keys, np.ones((5, TABLE.dim), np.float32), np.ones(5, np.uint64))
+    writer = CacheWriter(cache, [store], 100, count)
+    try:
+        writer.promote(TABLE, keys)
+        assert writer.flush(5)
+        assert writer.waiting_keys == 0
+        writer.promote(TABLE, keys)
+        assert writer.flush(5)
+        assert counted == ["inserted", "failed", "inserted"]
+    finally:
+        writer.close()
+
+
+def test_a_writer_without_its_thread_says_so():
+    """As in a process that was forked from the one that made it."""
+    writer = CacheWriter(CpuCache({}), [], 100)
+    alive = writer._thread
+    writer._thread = threading.Thread(target=lambda: None)
+    assert not writer.flush()
+    writer._thread = alive
+    writer.close()

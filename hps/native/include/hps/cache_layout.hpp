@@ -32,6 +32,10 @@
 //   - A reader tries again at most kRetries times, then reports the key as missing, which a cache
 //     may do at any time. So no reader ever waits for a writer that sleeps or was killed.
 // Readers write nothing but scores, one byte each, whose loss or misplacement is harmless.
+//
+// *A writer that dies* has at most one row number in its hand, and the header says which, and which
+// slot it was at. A slot changes in one store of its bucket's word, so whoever takes over can tell
+// which steps were done: CacheTable::mend.
 #pragma once
 
 #include <cstddef>
@@ -92,18 +96,31 @@ struct Header {
   std::uint64_t row_bytes;
   std::uint64_t buckets_at, versions_at, rows_at, bytes;  // offsets from the header
 
+  // Set once, when the table is given up: those who still have it must look for another.
+  std::uint32_t retired;
+
   // Changed by the writer.
-  alignas(64) std::uint64_t rows;
-  std::uint64_t tombstones;
-  std::uint64_t evictions;  // rows dropped to make room
-  std::uint64_t admitted;   // rows since the last tick
-  std::uint64_t hand;       // the bucket at which the next victim is looked for
-  std::uint64_t swept;      // the bucket at which the next sweep of scores begins
-  std::uint32_t fresh_row;  // this row and those after it were never used
-  std::uint32_t free_row;   // head of the list of rows given back, linked by their versions
-  // The bucket the writer is at, + 1; 0: none. If it died there, that is the place to be mended.
+  alignas(64) std::uint64_t held;  // rows, and from bit 32 on tombstones
+  std::uint64_t evictions;         // rows dropped to make room
+  std::uint64_t admitted;          // rows since the last tick
+  std::uint64_t hand;              // the bucket at which the next victim is looked for
+  std::uint64_t swept;             // the bucket at which the next sweep of scores begins
+  std::uint32_t fresh_row;         // this row and those after it were never used
+  std::uint32_t free_row;          // head of the list of rows given back, linked by their versions
+
+  // What the writer is at, for whoever takes over from one that died: the row number that has left
+  // its slot or is to get into one, + 1, and from bit 40 on what it was (RowKind); 0: nothing. Then
+  // that slot, bucket * kSlots + slot + 1, and `held` as it was before.
+  std::uint64_t at_hand;
   std::uint64_t writing;
+  std::uint64_t held_before;
 };
+
+enum class RowKind : std::uint64_t { kNone = 0, kRow = 1, kTombstone = 2 };
+// What one of a kind adds to `held`.
+constexpr std::uint64_t held_as(RowKind kind) {
+  return kind == RowKind::kRow ? 1 : kind == RowKind::kTombstone ? 1ULL << 32 : 0;
+}
 
 // Where the parts of a table lie in this process.
 struct CacheView {

@@ -39,7 +39,20 @@ class CacheTable {
   // Throws std::invalid_argument when the numbers can't be meant, std::bad_alloc for want of
   // memory.
   CacheTable(std::uint64_t capacity, std::size_t row_bytes, Eviction eviction,
-             const ReadKernels& read = *runnable_kernels().front());
+             const ReadKernels& read = *runnable_kernels().front(), const MemoryKind& kind = {});
+
+  // One that lies in `file` already, which may be closed afterwards. Whoever only reads need not be
+  // the process that made it. Before anybody else writes, the writer must be dead, and `mend` be
+  // called. Throws std::invalid_argument when there is something else in the file.
+  CacheTable(std::size_t row_bytes, const ReadKernels& read, int file);
+
+  // Makes good what a writer left that was killed in mid-work, in the same short time however many
+  // rows there are; false when there was nothing. A row that was being replaced is dropped.
+  bool mend();
+
+  // Tells everybody who has the table that it is given up.
+  void retire() { view_.header->retired = 1; }
+  bool retired() const;
 
   // What a table takes, head room and header included.
   static std::uint64_t bytes_for(std::uint64_t capacity, std::size_t row_bytes);
@@ -51,6 +64,10 @@ class CacheTable {
                     std::uint64_t oldest_tombstone, const CacheAnswer& answer,
                     std::int64_t* left) const {
     return read_.fetch(view_, keys, missing, m, oldest_tombstone, answer, left);
+  }
+
+  std::size_t pool(const PoolAsk& ask, std::int64_t* left) const {
+    return read_.pool(view_, ask, left);
   }
 
   // One key after the other: a key's version must be at least the one it has. A key that is not
@@ -65,6 +82,7 @@ class CacheTable {
   const Header& header() const { return *view_.header; }
 
  private:
+  void look();
   struct Slot {
     std::uint64_t bucket;
     unsigned slot;
@@ -79,14 +97,16 @@ class CacheTable {
   bool find_room(std::uint64_t home, Slot& at, unsigned& step) const;
   std::uint32_t drop(Slot at);
   bool has_free_row() const;
-  std::uint32_t take_row();
+  std::uint32_t take_row(RowKind& before);
   void give_back(std::uint32_t row);
-  std::uint32_t make_room();
-  std::uint32_t make_room_near(std::uint64_t home);
-  void find_coldest(std::uint64_t number, Slot& coldest, int& worst) const;
-  std::uint32_t expel(Slot at);
+  static RowKind kind_at(std::uint64_t word, unsigned slot);
+  void begin(Slot at, std::uint32_t number, RowKind before);
+  void end(RowKind before, RowKind after);
+  std::uint32_t make_room(RowKind& before);
+  std::uint32_t make_room_near(std::uint64_t home, RowKind& before);
+  unsigned find_coldest(std::uint64_t number, Slot& coldest, int& worst) const;
+  std::uint32_t expel(Slot at, RowKind& before);
   void fill(std::uint32_t number, std::uint64_t version, const std::uint8_t* row);
-  void count(bool is_tombstone, int change);
   void tick();
   unsigned coldness(Slot at, std::uint64_t word) const;
   std::uint8_t first_score(bool is_tombstone) const;

@@ -54,6 +54,10 @@ static inline void release_fence() {
 #endif
 }
 
+// Keeps stores in their order as another process sees them after this one was killed: a processor
+// leaves no store undone that came before one that was done.
+static inline void compiler_fence() { std::atomic_signal_fence(std::memory_order_seq_cst); }
+
 // Copies of rows that may be written at the same time. The reader finds out afterwards and throws
 // the copy away, so it is an ordinary copy.
 #ifdef HPS_TSAN

@@ -1,0 +1,205 @@
+// The table as Python holds it; the files that bind something to tables share it.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "bindings.hpp"
+#include "hps/cache_table.hpp"
+#include "hps/parallel.hpp"
+
+// What one thread of several takes at a time: some 100 us.
+constexpr std::size_t kPieceKeys = 4096;
+
+template <typename T>
+using Array = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Rows = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using ReadOnlyRows = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// An array by the buffer protocol: a third of what nb::ndarray costs.
+class Buffer {
+ public:
+  Buffer(PyObject* array, bool writable) {
+    const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0);
+    if (PyObject_GetBuffer(array, &view_, flags) == 0) return;
+    PyErr_Clear();
+    throw std::invalid_argument("arrays must be C-contiguous, outs writable");
+  }
+  ~Buffer() { PyBuffer_Release(&view_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  bool has(int ndim, const char* format) const {
+    return view_.ndim == ndim && std::strcmp(view_.format, format) == 0;
+  }
+  std::size_t size(int axis) const { return static_cast<std::size_t>(view_.shape[axis]); }
+  const char* format() const { return view_.format; }
+  std::uint8_t* bytes() const { return static_cast<std::uint8_t*>(view_.buf); }
+
+ private:
+  Py_buffer view_;
+};
+
+// As the buffer protocol names it; "" for a type that has no name there.
+inline const char* format_of(nb::dlpack::dtype type) {
+  const unsigned size = type.bits == 8 ? 0 : type.bits == 16 ? 1 : type.bits == 32 ? 2 : 3;
+  if (type.lanes != 1) return "";
+  constexpr bool kLong = sizeof(long) == 8;
+  static constexpr const char* kFloats[] = {"", "e", "f", "d"};
+  static constexpr const char* kInts[] = {"b", "h", "i", kLong ? "l" : "q"};
+  static constexpr const char* kUnsigned[] = {"B", "H", "I", kLong ? "L" : "Q"};
+  switch (static_cast<nb::dlpack::dtype_code>(type.code)) {
+    case nb::dlpack::dtype_code::Float:
+      return kFloats[size];
+    case nb::dlpack::dtype_code::Int:
+      return kInts[size];
+    case nb::dlpack::dtype_code::UInt:
+      return kUnsigned[size];
+    default:
+      return "";
+  }
+}
+
+class CacheTable {
+ public:
+  CacheTable(std::uint64_t capacity, const ReadOnlyRows& like, hps::Eviction eviction,
+             std::uint8_t code, const hps::ReadKernels& kernels, const hps::MemoryKind& kind)
+      : dtype_(like.dtype()),
+        dim_(like.shape(1)),
+        code_(code),
+        format_(format_of(like.dtype())),
+        table_(capacity, like.shape(1) * like.itemsize(), eviction, kernels, kind) {}
+
+  CacheTable(int file, const ReadOnlyRows& like, std::uint8_t code, const hps::ReadKernels& kernels)
+      : dtype_(like.dtype()),
+        dim_(like.shape(1)),
+        code_(code),
+        format_(format_of(like.dtype())),
+        table_(like.shape(1) * like.itemsize(), kernels, file) {}
+
+  nb::object fetch(Keys keys, Keys missing, std::uint64_t oldest_tombstone, Rows out,
+                   Array<std::uint64_t> versions, Array<std::uint8_t> source) const {
+    const std::size_t n = keys.shape(0), m = missing.shape(0);
+    check_rows(out, n);
+    if (versions.shape(0) != n || source.shape(0) != n)
+      throw std::invalid_argument("versions and source must have one entry per key");
+    for (std::size_t i = 0; i < m; ++i)
+      if (static_cast<std::uint64_t>(missing.data()[i]) >= n)
+        throw std::invalid_argument("missing must hold positions of keys");
+
+    const hps::CacheAnswer answer{static_cast<std::uint8_t*>(out.data()), versions.data(),
+                                  source.data(), code_};
+    std::unique_ptr<std::int64_t[]> left(new std::int64_t[m]);
+    std::size_t unanswered = 0;
+    without_gil(m, [&] {
+      unanswered =
+          fetch_by_pieces(keys.data(), missing.data(), m, oldest_tombstone, answer, left.get());
+    });
+    if (unanswered == 0) return nb::none();
+    return nb::cast(own(std::move(left), unanswered));
+  }
+
+  bool gather(Keys keys, Rows out) const {
+    const std::size_t n = keys.shape(0);
+    check_rows(out, n);
+    bool all = false;
+    without_gil(
+        n, [&] { all = table_.gather(keys.data(), n, static_cast<std::uint8_t*>(out.data())); });
+    return all;
+  }
+
+  void write(Keys keys, std::optional<ReadOnlyRows> rows, Array<const std::uint64_t> versions,
+             std::uint64_t oldest_tombstone, bool resident_only) {
+    const std::size_t n = keys.shape(0);
+    if (versions.shape(0) != n) throw std::invalid_argument("versions must have one entry per key");
+    if (rows) check_rows(*rows, n);
+    const std::uint8_t* from = rows ? static_cast<const std::uint8_t*>(rows->data()) : nullptr;
+    // Another writer may have to be waited for: never with the GIL.
+    nb::gil_scoped_release release;
+    table_.write({keys.data(), versions.data(), from, n, oldest_tombstone, resident_only});
+  }
+
+  void evict(Keys keys) {
+    nb::gil_scoped_release release;
+    table_.evict(keys.data(), keys.shape(0));
+  }
+
+  nb::object top_k(std::size_t n) const {
+    std::vector<hps::HotKey> hot;
+    {
+      nb::gil_scoped_release release;
+      hot = table_.top_k(n);
+    }
+    std::unique_ptr<std::int64_t[]> keys(new std::int64_t[hot.size()]);
+    std::unique_ptr<std::uint8_t[]> scores(new std::uint8_t[hot.size()]);
+    for (std::size_t i = 0; i < hot.size(); ++i) {
+      keys[i] = hot[i].key;
+      scores[i] = hot[i].score;
+    }
+    return nb::make_tuple(own(std::move(keys), hot.size()), own(std::move(scores), hot.size()));
+  }
+
+  std::uint64_t rows() const { return table_.counts().rows; }
+  std::uint64_t tombstones() const { return table_.counts().tombstones; }
+  std::uint64_t evictions() const { return table_.counts().evictions; }
+  std::uint64_t capacity() const { return table_.header().capacity; }
+  std::uint64_t bytes() const { return table_.header().bytes; }
+
+  bool mend() { return table_.mend(); }
+  void retire() { table_.retire(); }
+  bool retired() const { return table_.retired(); }
+  std::size_t threads() const { return threads_; }
+  void set_threads(std::size_t threads) {
+    if (threads < 1) throw std::invalid_argument("a call has at least one thread");
+    threads_ = threads;
+  }
+
+  template <typename Array>
+  void check_rows(const Array& rows, std::size_t n) const {
+    if (rows.dtype() != dtype_ || rows.shape(1) != dim_)
+      throw std::invalid_argument("rows must have the table's dtype and dim");
+    if (rows.shape(0) != n) throw std::invalid_argument("rows must have one entry per key");
+  }
+
+  // Throws for keys and an out that do not fit; the GIL must be held. For `Buffer`s.
+  void check_gather(const Buffer& keys, const Buffer& out) const {
+    if (!keys.has(1, kInt64)) throw std::invalid_argument("keys must be int64 (n,)");
+    if (!out.has(2, format_.c_str()) || out.size(1) != dim_ || out.size(0) != keys.size(0))
+      throw std::invalid_argument("out must be (n, dim) of the table's dtype");
+  }
+  const hps::CacheTable& table() const { return table_; }
+  bool is_format(const char* format) const { return format_ == format; }
+  std::size_t dim() const { return dim_; }
+
+  static constexpr const char* kInt64 = sizeof(long) == 8 ? "l" : "q";
+
+ private:
+  std::size_t fetch_by_pieces(const std::int64_t* keys, const std::int64_t* missing, std::size_t m,
+                              std::uint64_t oldest_tombstone, const hps::CacheAnswer& answer,
+                              std::int64_t* left) const {
+    if (threads_ == 1 || m < 2 * kPieceKeys)
+      return table_.fetch(keys, missing, m, oldest_tombstone, answer, left);
+    const std::size_t pieces = (m + kPieceKeys - 1) / kPieceKeys;
+    std::vector<std::size_t> counts(pieces);
+    hps::parallel(pieces, threads_, [&](std::size_t piece) {
+      const std::size_t at = piece * kPieceKeys, n = std::min(kPieceKeys, m - at);
+      counts[piece] = table_.fetch(keys, missing + at, n, oldest_tombstone, answer, left + at);
+    });
+    std::size_t total = 0;
+    for (std::size_t piece = 0; piece < pieces; ++piece) {
+      std::memmove(left + total, left + piece * kPieceKeys, counts[piece] * sizeof *left);
+      total += counts[piece];
+    }
+    return total;
+  }
+
+  nb::dlpack::dtype dtype_;
+  std::size_t dim_;
+  std::uint8_t code_;
+  std::string format_;
+  std::size_t threads_ = 1;
+  hps::CacheTable table_;
+};
