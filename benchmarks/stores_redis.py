@@ -6,7 +6,11 @@ rows of 128 and 512 bytes, 8 partitions, `native` layout, every key found:
 * ours: `RedisTier.fetch` of one part, from keys to rows, versions and sources;
 * the peer: a C program that pipelines the same HMGETs with hiredis and copies the rows out
   (`benchmarks/peers/redis_hmget.c`); same keys, same server, taking turns batch by batch;
+* Feast's `RedisOnlineStore.online_read` of the same rows, 10,000 at a time, as it keeps them on the same
+  server (`benchmarks/peers/feast_redis.py`); making its keys and taking its values apart is not counted;
 * the floor: the server's own CPU time for what we ask it.
+
+TFRA's Redis table is not measured: it needs a TensorFlow of its own vintage.
 
 Then what writing costs: `RedisTier.insert`, whose script applies the version rule, against bare HSETs of the
 same rows in the same slices; and a bulk load, which notes how far it has come.
@@ -30,6 +34,7 @@ import psutil
 
 from benchmarks.common import ROOT, Bar, Benchmark, Options, Report, main
 from benchmarks.measure import Spread, alternate, ratio, versions
+from benchmarks.peers.environments import PeerMissing, require
 from benchmarks.peers.process import cores
 from benchmarks.peers.redis_hmget import Lacking, build, checksum, running
 from benchmarks.peers.redis_server import RedisServer
@@ -45,7 +50,9 @@ BATCHES = {1_000: 600, 10_000: 90, 100_000: 21}
 ROWS, QUICK_ROWS = 400_000, 100_000
 LOADED, QUICK_LOADED = 1_000_000, 200_000
 QUICK_SHARE = 6
+FEAST_ROWS, FEAST_KEYS, FEAST_TURNS = 20_000, 10_000, 12
 PARTITIONS = 8
+FEAST = ROOT / "benchmarks/peers/feast_redis.py"
 _SLICE = 1000
 
 
@@ -72,7 +79,7 @@ BARS = (
         for keys in BATCHES
     ),
     Bar("redis_load", "Redis, bulk load at dim 32: million rows/s", at_least=0.2),
-    Bar("redis_stores", "Redis, 10,000 keys: ours / Feast's or TFRA's read", at_least=2.0),
+    Bar("redis_feast", f"Redis, {FEAST_KEYS:,} keys x 128 B: keys/s of ours / Feast", at_least=2.0),
 )
 
 
@@ -85,11 +92,11 @@ def run(options: Options) -> Report:
         try:
             for dim in DIMS:
                 _reads(tier, server, dim, Path(name), options, report)
+            _feast(tier, server, options, report)
             _writes(tier, server, options, report)
             _load(tier, options, report)
         finally:
             tier.close()
-    report.notes.append("Feast and TFRA were not run: they need environments of their own.")
     return report
 
 
@@ -144,7 +151,8 @@ def _reads(
         report.notes.append(f"The C program is missing: {error}.")
         return
     name = TableLayout(table, "native", PARTITIONS).rows_keys[0].decode().replace("p0", "p%d")
-    with running(program, server.port, PARTITIONS, 4 * dim, name) as peer:
+    command = [str(program), str(server.port), str(PARTITIONS), str(4 * dim), name]
+    with running(command) as peer:
         for size, turns in BATCHES.items():
             turns = turns // QUICK_SHARE if options.quick else turns
             batches = [random.permutation(n)[:size] for _ in range(min(turns, 50))]
@@ -173,6 +181,36 @@ def _reads(
                 side: asdict(_million(each)) for side, each in rates.items()
             }
     report.tables[f"Redis, rows of {4 * dim} B"] = lines
+
+
+def _feast(tier: RedisTier, server: RedisServer, options: Options, report: Report) -> None:
+    """Both read the same rows, from the same server; each as it keeps them."""
+    table, turns = _table(DIMS[0]), FEAST_TURNS // (3 if options.quick else 1)
+    random = np.random.default_rng(options.seed)
+    try:
+        python = str(require("feast").python)
+        command = [python, str(FEAST), str(server.port), str(table.dim), str(FEAST_ROWS)]
+        with running(command, b"ready\n") as peer:
+            batches = [random.permutation(FEAST_ROWS)[:FEAST_KEYS] for _ in range(turns)]
+            _agree(tier, table, peer.read, batches[0])
+            mine, other = cycle(batches), cycle(batches)
+            rates = alternate(
+                {
+                    "ours": lambda: FEAST_KEYS / _fetch(tier, table, next(mine))[0],
+                    "Feast": lambda: FEAST_KEYS / peer.read(next(other))[0],
+                },
+                turns,
+            )
+    except (PeerMissing, Lacking) as error:
+        report.notes.append(f"Feast is missing: {error}")
+        return
+    found = ratio(rates["ours"], rates["Feast"])
+    report.values["redis_feast"] = found.median
+    report.figures["redis"]["feast"] = {side: asdict(_million(r)) for side, r in rates.items()}
+    report.tables[f"Redis, {FEAST_KEYS:,} keys of 128 B, M keys/s"] = [
+        {"ours": f"{_million(rates['ours'])}", "Feast": f"{_million(rates['Feast'])}",
+         "ours / Feast": f"{found:.1f}"}
+    ]  # fmt: skip
 
 
 def _million(rates: list[float]) -> Spread:

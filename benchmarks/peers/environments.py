@@ -139,4 +139,5 @@ def _finish_perf_analyzer(folder: Path) -> None:
 
 TRITON = Environment("triton", _finish_triton)
 PERF_ANALYZER = Environment("perf_analyzer", _finish_perf_analyzer)
-ENVIRONMENTS = {each.name: each for each in (TRITON, PERF_ANALYZER)}
+FEAST = Environment("feast", lambda _folder: None)
+ENVIRONMENTS = {each.name: each for each in (TRITON, PERF_ANALYZER, FEAST)}

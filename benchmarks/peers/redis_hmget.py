@@ -1,10 +1,10 @@
-"""The C program that ours is compared with: compiled when it is needed, fed over its input."""
+"""Programs that ours is compared with, fed over their input; the C one is compiled when it is needed."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,25 +48,28 @@ class Peer:
         self._process.stdin.flush()
         line = self._process.stdout.readline().split()
         if len(line) != 2:
-            raise RuntimeError("the C program ended")
+            raise RuntimeError("the peer ended")
         return float(line[0]), int(line[1])
 
 
 @contextmanager
-def running(program: Path, port: int, partitions: int, row_bytes: int, name: str) -> Iterator[Peer]:
-    """``name`` of a partition's hash, with ``%d``."""
-    command = [str(program), str(port), str(partitions), str(row_bytes), name]
+def running(command: Sequence[str], first_line: bytes = b"") -> Iterator[Peer]:
+    """The program until the block ends; entered when it has said ``first_line``."""
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
     try:
+        if first_line and process.stdout.readline() != first_line:
+            raise Lacking(f"{command[1]} did not start")
         yield Peer(process)
     finally:
-        process.stdin.close()  # type: ignore[union-attr]
-        process.stdout.close()  # type: ignore[union-attr]
+        process.stdin.close()
+        process.stdout.close()
         process.wait()
 
 
 def checksum(rows: NDArray[np.float32]) -> int:
-    """Of rows (n, dim), as the C program computes it."""
+    """Of rows (n, dim), as the peers compute it."""
     total = 0
     for first in np.ascontiguousarray(rows[:, 0]).view(np.uint32).tolist():
         total = (total * 31 + first) & (2**64 - 1)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -11,8 +14,10 @@ from hps.native import partition_hash
 from hps.tiers.redis_client import RedisClient
 from hps.tiers.redis_tables import OpenTable
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
+from hps.workers import Workers
 
-_CHUNK = 65_536
+_CHUNK = 32_768
+_AT_ONCE = 2
 _FIELD = "loaded"
 
 
@@ -40,27 +45,61 @@ def preload(
     one of the same mark, version and share skips what was acknowledged; one that was complete is not
     repeated. Without a mark everything is inserted. Returns the rows inserted.
     """
-    layout = opened.layout
-    table, key = layout.table, layout.facts_key
+    table, key = opened.layout.table, opened.layout.facts_key
     mark = mark and f"{mark}/{version}/{share:g}"
     skip = _done(client, key, mark)
-    limit = np.uint64(min(1.0, share) * 2**32)
-    seen = inserted = 0
+    # The next chunk is packed while the server takes in the last one.
+    workers = Workers(_AT_ONCE, _AT_ONCE, name="redis-load")
+    waiting: deque[tuple[Future[int], int]] = deque()
+    inserted = 0
+
+    def settle(most: int) -> None:
+        nonlocal inserted
+        while len(waiting) > most:
+            future, seen = waiting.popleft()
+            inserted += future.result()
+            if mark:
+                client.call(key, "HSET", key, _FIELD, f"{mark}:{seen}")
+
+    try:
+        for seen, keys, vectors in _pieces(chunks):
+            if seen > skip:
+                work = partial(_insert_share, tier, table, keys, vectors, version, share)
+                waiting.append((workers.submit(work), seen))
+                settle(_AT_ONCE)
+            progress(len(keys))
+        settle(0)
+    finally:
+        workers.close()
+    return inserted
+
+
+def _pieces(
+    chunks: Iterable[tuple[KeyArray, VectorArray]],
+) -> Iterator[tuple[int, KeyArray, VectorArray]]:
+    """Keys and vectors in pieces of bounded size, and how many rows these are with all before."""
+    seen = 0
     for keys, vectors in chunks:
         for start in range(0, len(keys), _CHUNK):
-            some, rows = keys[start : start + _CHUNK], vectors[start : start + _CHUNK]
+            some = keys[start : start + _CHUNK]
             seen += len(some)
-            if seen > skip:
-                high = partition_hash(table.narrow(np.ascontiguousarray(some))) >> np.uint64(32)
-                at = np.flatnonzero(high < limit)
-                versions = np.full(len(at), version, np.uint64)
-                chosen = np.ascontiguousarray(rows[at], table.dtype)
-                tier.insert(table, np.ascontiguousarray(some[at]), chosen, versions)
-                inserted += len(at)
-                if mark:
-                    client.call(key, "HSET", key, _FIELD, f"{mark}:{seen}")
-            progress(len(some))
-    return inserted
+            yield seen, some, vectors[start : start + _CHUNK]
+
+
+def _insert_share(
+    tier: _Insert,
+    table: EmbeddingTable,
+    keys: KeyArray,
+    vectors: VectorArray,
+    version: int,
+    share: float,
+) -> int:
+    keys = np.ascontiguousarray(keys)
+    high = partition_hash(table.narrow(keys)) >> np.uint64(32)
+    at = np.flatnonzero(high < np.uint64(min(1.0, share) * 2**32))
+    rows = np.ascontiguousarray(vectors[at], table.dtype)
+    tier.insert(table, keys[at], rows, np.full(len(at), version, np.uint64))
+    return len(at)
 
 
 def _done(client: RedisClient, key: bytes, mark: str) -> int:
