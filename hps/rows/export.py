@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import zipfile
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -67,12 +67,12 @@ def export(
         sink.finish()
         os.replace(part, path)
     except OSError as error:
-        raise HpsError(
-            f"cannot write {path}: {error.strerror or error}; make room there"
-        ) from error
+        reason = error.strerror or error
+        raise HpsError(f"cannot write {path}: {reason}; make room, or name another file") from error
     finally:
         if sink is not None:
-            sink.close()
+            with suppress(OSError):  # on a full disk closing fails as well; `finish` has told
+                sink.close()
         part.unlink(missing_ok=True)
     return report
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,18 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, name: str) -> None:
         export(path, TABLE, broken())
     assert [p.name for p in tmp_path.iterdir()] == [name]
     assert path.read_text() == "before"
+
+
+@pytest.mark.parametrize("name", ["t.npz", "t.parquet"])
+def test_a_full_disk_is_told(tmp_path: Path, name: str) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(HpsError, match=r"cannot write .*make room, or name another file"):
+            export(tmp_path / name, TABLE, [rows(i, 1000) for i in range(0, 20_000, 1000)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_other_endings_are_refused(tmp_path: Path) -> None:
