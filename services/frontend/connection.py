@@ -290,11 +290,12 @@ class Cycle(RequestResponseCycle):
         if message["type"] != WHOLE:
             await super().send(message)
             return
-        if self.disconnected:
-            return
-        if self.flow.write_paused:
+        if self.flow.write_paused and not self.disconnected:
             await self.flow.drain()
-        self.finish(message["reply"])
+        if self.transport.is_closing():  # uvicorn tells only the last of a pipeline
+            self.disconnected = True
+        if not self.disconnected:
+            self.finish(message["reply"])
 
     def finish(self, reply: Reply) -> None:
         """Send the answer."""

@@ -26,6 +26,8 @@ class Wire(asyncio.Transport):
         self.unsent = 0
 
     def write(self, data):
+        if self.closed:  # as uvloop does
+            raise RuntimeError("the handler is closed")
         self.data += data
 
     def is_closing(self):

@@ -270,3 +270,23 @@ def test_no_tunnels(http, more):
         assert wire.closed
 
     http.run(scenario)
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_client_that_goes_while_its_answer_waits_is_no_error(http, caplog, behind):
+    """``behind``: requests that it has sent after the one that waits for room."""
+
+    async def scenario():
+        protocol, wire = http.connect()
+        protocol.flow.pause_writing()
+        await http.read(protocol, http.binary([1] * 3000))
+        for _ in range(behind):
+            await http.read(protocol, http.binary([2]))
+        assert len(protocol.tasks) == 1
+        wire.closed = True
+        protocol.connection_lost(ConnectionResetError())
+        await http.until(lambda: not protocol.tasks)
+        assert wire.data == b""
+
+    http.run(scenario)
+    assert [record.message for record in caplog.records] == []
