@@ -194,7 +194,10 @@ def test_a_newer_row_is_kept_and_told(loaded: Any) -> None:
         (["put", "clicks", "users", "1", "--vector", "1,2,nan,4"], "no finite float32"),
         (["put", "clicks", "users", "1", "--vector", "1,2,1e39,4"], "no finite float32"),
         (["put", "clicks", "users", "1", "--vector", V4, "--version", "soon"], "nor a time like"),
-        (["put", "clicks", "users", "1", "--vector", V4, "--version", "9" * 20], "outside 0 to 2^64-1"),
+        (
+            ["put", "clicks", "users", "1", "--vector", V4, "--version", "9" * 20],
+            "outside 0 to 2^64-1",
+        ),
         (["diff", "--against", "rocksdb"], "is the store itself"),
         (["export", "clicks", "users", "--out", "users.csv"], "*.parquet, *.npz"),
         (["restore", "nothing"], "nothing holds no checkpoint"),
