@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import urllib.request
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -83,3 +84,28 @@ def test_several_features_some_of_one_table(small_server):
         np.testing.assert_array_equal(vectors["history"], bags / np.float32(3))
         unknown = sum(((k < -50) | (k >= 50)).sum() for k in (item, history))
         assert parameters["hps_defaulted"] == unknown + ((user < 0) | (user >= 100)).sum()
+
+
+def test_hps_own_form_whose_counts_are_data(small_server):
+    """``KEYS`` and ``NUMKEYS`` are two inputs, as many as the model has tables."""
+    for users, items in ((2, 1), (1, 2), (3, 0), (0, 3), (2, 1)):
+        flat = RNG.integers(0, 50, (1, 3))
+        keys = {"KEYS": flat, "NUMKEYS": np.array([[users, items]])}
+        vectors, parameters = infer(small_server, "clicks.lookup", keys)
+        wanted = [
+            rows(flat[0, :users], 0, 100, [0.5] * 4).ravel(),
+            rows(flat[0, users:], -50, 50, [1.0, 2.0]).ravel(),
+        ]
+        np.testing.assert_array_equal(vectors["OUTPUT0"].ravel(), np.concatenate(wanted))
+        assert parameters["hps_defaulted"] == 0
+
+
+def test_bags_whose_lengths_are_data(small_server):
+    for ends in ([0, 2, 5], [0, 0, 5], [0, 5, 5], [0, 2, 5]):
+        flat = RNG.integers(0, 50, 5)
+        keys = {"history": flat, "history.offsets": np.array(ends)}
+        vectors, _ = infer(small_server, "clicks.lookup", keys)
+        all_rows = rows(flat, -50, 50, [1.0, 2.0])
+        for bag, (start, end) in zip(vectors["history"], pairwise(ends), strict=True):
+            mean = all_rows[start:end].mean(axis=0) if end > start else [0.0, 0.0]
+            np.testing.assert_allclose(bag, mean, rtol=1e-6)
