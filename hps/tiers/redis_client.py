@@ -163,13 +163,14 @@ class RedisClient:
         """Where to ask next time."""
         lost = False
         for command in failed:
-            error, command.asking = command.reply, None
+            error, address = command.reply, command.asking or self._topology.known(command.slot)
+            command.asking = None
             if isinstance(error, MovedError):
                 self._topology.moved(error.slot_id, (error.host, error.port))
             elif isinstance(error, AskError):
                 command.asking = (error.host, error.port)
             elif isinstance(error, NoScriptError):
-                self._node(self._topology.known(command.slot)).scripts_loaded = False
+                self._node(address).scripts_loaded = False
             elif not isinstance(error, TryAgainError):
                 lost = True
         if lost:

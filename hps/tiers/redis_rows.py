@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
+from numpy.typing import NDArray
 from redis.exceptions import ConnectionError as Lost
 
 from hps.native import ProtocolError, RowReplies
@@ -28,9 +29,13 @@ class PartRead:
     layout: TableLayout
     oldest_row: int
     oldest_tombstone: int
-    left: list[IndexArray] = field(default_factory=list)
+    left: NDArray[np.bool_] = field(init=False)
+    """(n,) of the part's keys: which were asked for and not found."""
     wrong_length: int = 0
     """The length of a value that is no row of this table; 0 when all were."""
+
+    def __post_init__(self) -> None:
+        self.left = np.zeros(len(self.part.keys), bool)
 
     def replies(self, commands: Sequence[Command]) -> RowReplies:
         counts: list[int] = []
@@ -39,6 +44,7 @@ class PartRead:
             keys = command.about
             if keys.tried:  # what an attempt that broke off has found may have changed since
                 self.part.source[keys.at] = 0
+                self.left[keys.at] = False
             keys.tried = True
             counts += [-1, len(keys.at)] if command.asking else [len(keys.at)]
             positions.append(keys.at)
@@ -57,9 +63,7 @@ class PartRead:
 
     def finish(self) -> None:
         """Leave what was not found in ``missing``."""
-        left = self.left[0] if len(self.left) == 1 else np.concatenate(self.left)
-        left.sort()
-        self.part.missing = left
+        self.part.missing = np.flatnonzero(self.left)
 
 
 @dataclass(slots=True, eq=False)
@@ -108,5 +112,5 @@ def _settle(wire: Wire, read: PartRead, asked: Sequence[Command], replies: RowRe
         command.reply = True
     for reply, message in replies.errors:
         owners[reply].reply = wire.parsed(message)
-    read.left.append(replies.left)
+    read.left[replies.left] = True
     read.wrong_length = read.wrong_length or replies.wrong_length

@@ -11,6 +11,7 @@ import pytest
 from hps.errors import ConfigError, TierError
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.redis import RedisTier
+from hps.tiers.redis_layout import TableLayout
 from hps.tiers.wrappers import Guarded
 from hps.types import EmbeddingTable, version_now
 from tests.support.redis_servers import Cluster, Watched, need, shared_cluster, until
@@ -162,6 +163,9 @@ def test_moving_slots_are_followed(cluster, open_tier, table):
         new = np.arange(N, N + 500)
         tier.insert(table, new, rows_of(new), np.full(500, version_now(), np.uint64))
         assert right(tier, table, np.arange(N + 500)) == N + 500
+        target.ask("SCRIPT", "FLUSH")  # a node that is new, and is sent nothing else
+        new = new[TableLayout(table, "native", 8).partition_of(new) == 3]
+        tier.insert(table, new, rows_of(new), np.full(len(new), version_now(), np.uint64))
     finally:
         settle(cluster, slot, target)
     until(lambda: cluster.holder(name) is target)

@@ -110,3 +110,16 @@ def test_another_answer_ends_the_connection():
     _, commands = asked(2, (0, 1))
     with pytest.raises(Lost, match="not the answer"):
         receive_rows(Told(reply((5, [1, 2]))), commands, 0.0)
+
+
+def test_what_a_broken_attempt_missed_counts_once():
+    """The first of two tables was read to its end before the connection broke; then its row was written."""
+    one, (first,) = asked(2, (0, 1))
+    two, (second,) = asked(2, (0,))
+    with pytest.raises(Lost):
+        receive_rows(Told(reply(None, None)), [first, second], 0.0)
+    receive_rows(Told(reply((5, [1, 2]), None) + reply((5, [3, 4]))), [first, second], 0.0)
+    one.finish()
+    assert one.part.missing.tolist() == [1]
+    two.finish()
+    assert two.part.missing.tolist() == []
