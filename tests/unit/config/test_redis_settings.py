@@ -64,7 +64,9 @@ def test_versions_beside_none_are_refused(tmp_path, redis, rocksdb):
 
 def test_every_row_needs_a_place(tmp_path):
     off = {"enabled": False}
-    with pytest.raises(ConfigError, match=r"rocksdb.enabled: is false, and there is no tiers.redis"):
+    with pytest.raises(
+        ConfigError, match=r"rocksdb.enabled: is false, and there is no tiers.redis"
+    ):
         load(tmp_path, None, rocksdb=off)
     with pytest.raises(ConfigError, match=r"redis.overflow_margin: would lose rows for good"):
         load(tmp_path, {"overflow_margin": 1000}, rocksdb=off)

@@ -241,7 +241,9 @@ class TestTrouble:
         _, _, (report,) = load(access="read_only")
         assert report.reused
         make_version(1, spec=USERS, n=7, replace=True)
-        with pytest.raises(TierError, match=r"ctr/1/users is not loaded .*access: read_only forbids"):
+        with pytest.raises(
+            TierError, match=r"ctr/1/users is not loaded .*access: read_only forbids"
+        ):
             load(access="read_only")
         make_version(2, spec=USERS)
         with pytest.raises(TierError, match=r"holds no table ctr/2/users"):
