@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hps.models.loader import row_version
+from hps.models.manifest import checksum_file, compare_checksum
 from hps.models.repository import ModelVersion
 from hps.models.sorting import block_rows
 from hps.models.tables import TableFiles
@@ -27,7 +29,8 @@ def preload_tables(
     """Put a ``share`` of every table of ``version`` into ``redis``, where it isn't there yet, and return the
     rows written. Newer rows stay (in the ``hps`` layout no row is newer than another).
 
-    Raises TierError when Redis refuses a table or can't be asked; another call goes on where that was.
+    Raises ModelError, before a row is written, for files that do not match their manifest. Raises TierError
+    when Redis refuses a table or can't be asked; another call goes on where that was.
     """
     rows = 0
     for name, table in tables.items():
@@ -39,9 +42,15 @@ def preload_tables(
                 row_version(version, files),
                 share=share,
                 mark=files.digest,
+                before=partial(_verify, files),
                 progress=step,
             )
     return rows
+
+
+def _verify(files: TableFiles) -> None:
+    for path, entry in files.entries():
+        compare_checksum(path, entry.checksum, checksum_file(path))
 
 
 def _chunks(files: TableFiles, table: EmbeddingTable) -> Iterator[tuple[KeyArray, VectorArray]]:

@@ -174,11 +174,12 @@ class RedisTier:
         *,
         share: float = 1.0,
         mark: str = "",
+        before: Callable[[], None] = lambda: None,
         progress: Callable[[int], None] = lambda _rows: None,
     ) -> int:
         """Insert a share of a table's rows; see `hps.tiers.redis_load.preload`."""
         opened = self._tables.usable(table, self._client.deadline())
-        return preload(self, self._client, opened, chunks, version, share, mark, progress)
+        return preload(self, self._client, opened, chunks, version, share, mark, before, progress)
 
     # -- tables -----------------------------------------------------------------------------------
 

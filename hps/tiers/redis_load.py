@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Protocol
 
 import numpy as np
 
-from hps.native import partition_hash
+from hps.native import dedup, partition_hash
 from hps.tiers.redis_client import RedisClient
 from hps.tiers.redis_tables import OpenTable
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
@@ -35,11 +35,13 @@ def preload(
     version: int,
     share: float,
     mark: str,
+    before: Callable[[], None],
     progress: Callable[[int], None],
 ) -> int:
     """Insert a ``share`` of the rows in ``chunks`` of keys (n,) and vectors (n, dim) with one ``version``;
     rows that are newer in Redis stay. Which rows these are is told by their keys' hash: the same ones
-    every time and on every node. ``progress`` gets rows looked at.
+    every time and on every node. Of a key that stands twice the last row stays. ``before`` is called before
+    the first row is written, if any is. ``progress`` gets rows looked at.
 
     ``mark`` names the source (its digest): how far a load has come is noted beside the rows, so the next
     one of the same mark, version and share skips what was acknowledged; one that was complete is not
@@ -50,13 +52,14 @@ def preload(
     skip = _done(client, key, mark)
     # The next chunk is packed while the server takes in the last one.
     workers = Workers(_AT_ONCE, _AT_ONCE, name="redis-load")
-    waiting: deque[tuple[Future[int], int]] = deque()
+    waiting: deque[tuple[Future[int], int, KeyArray]] = deque()
     inserted = 0
+    checked = False
 
     def settle(most: int) -> None:
         nonlocal inserted
         while len(waiting) > most:
-            future, seen = waiting.popleft()
+            future, seen, _ = waiting.popleft()
             inserted += future.result()
             if mark:
                 client.call(key, "HSET", key, _FIELD, f"{mark}:{seen}")
@@ -64,8 +67,13 @@ def preload(
     try:
         for seen, keys, vectors in _pieces(chunks):
             if seen > skip:
+                if not checked:
+                    before()
+                    checked = True
+                if _repeat(keys, [sent for _, _, sent in waiting]):
+                    settle(0)  # or an earlier row of a key could overwrite a later one
                 work = partial(_insert_share, tier, table, keys, vectors, version, share)
-                waiting.append((workers.submit(work), seen))
+                waiting.append((workers.submit(work), seen, keys))
                 settle(_AT_ONCE)
             progress(len(keys))
         settle(0)
@@ -84,6 +92,12 @@ def _pieces(
             some = keys[start : start + _CHUNK]
             seen += len(some)
             yield seen, some, vectors[start : start + _CHUNK]
+
+
+def _repeat(keys: KeyArray, sent: Sequence[KeyArray]) -> bool:
+    """Whether a key may stand among ``sent`` as well; also true when one stands twice in ``keys``."""
+    both = np.concatenate([keys, *sent])
+    return len(dedup(both)[0]) < len(both)
 
 
 def _insert_share(

@@ -538,3 +538,33 @@ def test_a_load_overwrites_nothing_newer(open_tier, table):
     tier.insert(table, np.array([5]), rows_of([500]), versions_of(1))
     tier.preload(table, chunks_of(100), make_version(NOW_MS - 1000))
     assert tier.get(table, np.array([5])).out.tolist() == rows_of([500]).tolist()
+
+
+def test_of_a_key_that_stands_twice_the_last_row_is_loaded(open_tier, table, monkeypatch):
+    """Although two pieces are on their way at a time; here the first one takes longer."""
+    monkeypatch.setattr("hps.tiers.redis_load._CHUNK", 1000)
+    tier, insert = open_tier(), RedisTier.insert
+
+    def slow(self, table, keys, vectors, versions):
+        if vectors[0, 0] == 1:
+            time.sleep(0.2)
+        insert(self, table, keys, vectors, versions)
+
+    monkeypatch.setattr(RedisTier, "insert", slow)
+    rows = np.repeat(np.float32([1, 2]), 1000)[:, None].repeat(DIM, 1)
+    tier.preload(table, [(np.arange(2000) % 1000, rows)], version_now())
+    assert (tier.get(table, np.arange(1000)).out == 2).all()
+
+
+def test_the_rows_are_looked_over_before_the_first_is_written(open_tier, table):
+    tier = open_tier()
+    with pytest.raises(KeyboardInterrupt):
+        tier.preload(table, chunks_of(100), version_now(), mark="a", before=interrupt)
+    assert not len(held(tier, table, np.arange(100)))
+    version = version_now()
+    assert tier.preload(table, chunks_of(100), version, mark="b") == 100
+    assert tier.preload(table, chunks_of(100), version, mark="b", before=interrupt) == 0
+
+
+def interrupt():
+    raise KeyboardInterrupt

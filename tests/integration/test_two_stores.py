@@ -16,7 +16,7 @@ import hps
 from hps.cli.checks import configured
 from hps.config import load_config
 from hps.config.model_schema import FeatureSpec, MissPolicySpec, ModelSpec, TableSpec
-from hps.errors import ConfigError, TierMisfit
+from hps.errors import ConfigError, ModelError, TierMisfit
 from hps.models.writer import write_version
 from hps.tiers.redis import RedisTier
 from hps.types import Source, version_now
@@ -299,6 +299,17 @@ def test_the_only_store_must_fit(server, open_node):
     open_node({"addresses": [server.address], "partitions": 4, "initial_cache_rate": 1.0})
     with pytest.raises(TierMisfit, match="partitions in Redis: 4, here: 8"):
         open_node({"addresses": [server.address], "partitions": 8}, rocksdb={"enabled": False})
+
+
+def test_files_that_were_damaged_are_not_loaded(server, folder, open_node):
+    """Into Redis as little as into RocksDB; it is shared, so other nodes would serve them at once."""
+    (file,) = (folder / "models").rglob("emb_vector")
+    data = bytearray(file.read_bytes())
+    data[7] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ModelError, match="emb_vector"):
+        open_node({"addresses": [server.address]}, rocksdb={"enabled": False})
+    assert not server.ask("EXISTS", "hps:{ctr/1/user/p0}v")
 
 
 def test_a_single_server_that_is_taken_for_a_cluster_is_named(server, open_node):
