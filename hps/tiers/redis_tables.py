@@ -1,8 +1,9 @@
 """The tables in a Redis: whether their rows are what we take them for, how many there are, which there are.
 
-Each table has a small hash of facts: layout, partitions, dim, dtype. It is written by whoever uses the table
-first and compared by everybody; where HPS filled the table there is none yet, and some rows are looked at
-instead. A table that does not fit is refused with both values, and looked at again every few seconds.
+Each table has a small hash of facts: layout, partitions, dim, dtype. It is written by whoever writes to the
+table first and compared by everybody; to look leaves no trace. Where HPS filled the table there is none yet,
+and some rows are looked at instead. A table that does not fit is refused with both values, and looked at
+again every few seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hps.config.schema import RedisSettings
-from hps.errors import TierError, TierMisfit, TierTimeout
+from hps.errors import TierMisfit
 from hps.native import partition_hash
 from hps.tiers.redis_client import RedisClient
 from hps.tiers.redis_commands import Command, read_replies
@@ -37,12 +38,14 @@ log = logging.getLogger(__name__)
 _LOOK_AGAIN_S = 5.0
 _LOOKED_AT = 8  # rows per partition, where there are no facts
 _SCANNED = 1000
+_FIRST_FACT = "layout"
 
 
 class OpenTable:
-    """A table in use. ``refused`` is why its rows cannot be what the table's are."""
+    """A table in use. ``refused`` is why its rows cannot be what the table's are; ``recorded``, whether
+    its facts were there when it was last looked at."""
 
-    __slots__ = ("entries", "facts_slot", "layout", "looked_at", "refused", "slots")
+    __slots__ = ("entries", "facts_slot", "layout", "looked_at", "recorded", "refused", "slots")
 
     def __init__(self, layout: TableLayout, client: RedisClient) -> None:
         self.layout = layout
@@ -51,6 +54,7 @@ class OpenTable:
         self.entries: list[int] = [0] * layout.partitions
         """Of each partition, tombstones included, as last seen."""
         self.refused: str | None = None
+        self.recorded = False
         self.looked_at = 0.0
 
 
@@ -108,39 +112,32 @@ class Tables:
         return found
 
     def look_at(self, tables: Sequence[OpenTable], deadline: float) -> None:
-        """Compare the tables' facts, writing them where there are none; and count the entries."""
+        """Compare the tables' facts, or some of their rows where there are none; and count the entries."""
+        unsure = [not t.looked_at or t.refused or not any(t.entries) for t in tables]
         calls = [(t.layout.facts_key, ("HGETALL", t.layout.facts_key)) for t in tables]
         found = [_pairs(reply) for reply in self._client.call_all(calls, deadline=deadline)]
-        refused = [
-            _mismatch(t, facts) if facts else self._refused_rows(t, deadline)
-            for t, facts in zip(tables, found, strict=True)
-        ]
-        unknown = [
-            t for t, facts, no in zip(tables, found, refused, strict=True) if not facts and not no
-        ]
-        described = dict(zip(unknown, self._describe(unknown, deadline), strict=True))
         self.count(tables, deadline)
-        for table, reason in zip(tables, refused, strict=True):
-            reason = reason or (_mismatch(table, described[table]) if table in described else None)
-            if reason and reason != table.refused:
-                log.error("%s", reason)
-            table.refused = reason
+        for table, facts, look in zip(tables, found, unsure, strict=True):
+            table.recorded = _FIRST_FACT in facts
+            if table.recorded:
+                _judge(table, _mismatch(table, facts))
+            elif look:
+                _judge(table, self._refused_rows(table, deadline))
             table.looked_at = time.monotonic()
 
-    def _describe(self, tables: Sequence[OpenTable], deadline: float) -> list[dict[str, str]]:
-        commands = []
-        for table in tables:
-            facts = [part.encode() for pair in table.layout.facts.items() for part in pair]
-            request = packed_script(DESCRIBE, [table.layout.facts_key], facts)
-            commands.append(Command(table.facts_slot, request))
-        try:
-            self._client.run(commands, read_replies, deadline)
-        except TierTimeout:
-            raise
-        except TierError as error:  # of a reader without the right to write, or a full server
-            log.warning("facts of tables cannot be recorded: %s", error)
-            return [{} for _ in tables]
-        return [_pairs(command.reply) for command in commands]
+    def writable(self, table: EmbeddingTable, deadline: float) -> OpenTable:
+        """`usable`, and its facts are recorded: to be asked for before rows are written."""
+        found = self.usable(table, deadline)
+        if not found.recorded:
+            facts = [part.encode() for pair in found.layout.facts.items() for part in pair]
+            request = packed_script(DESCRIBE, [found.layout.facts_key], facts)
+            command = Command(found.facts_slot, request)
+            self._client.run([command], read_replies, deadline)
+            found.recorded = True
+            _judge(found, _mismatch(found, _pairs(command.reply)))
+            if found.refused:  # somebody else was first
+                raise TierMisfit(NAME, found.refused)
+        return found
 
     def count(self, tables: Sequence[OpenTable], deadline: float) -> None:
         """Renew ``entries``."""
@@ -212,7 +209,7 @@ class Tables:
         for table in self.opened():
             known = table.layout.table
             if known.model == model and name in (None, known.name):
-                table.looked_at, table.refused = 0.0, None
+                table.looked_at, table.refused, table.recorded = 0.0, None, False
                 table.entries = [0] * len(table.entries)
         return sum(unlinked)
 
@@ -231,6 +228,12 @@ class Tables:
 def _pairs(reply: Sequence[bytes]) -> dict[str, str]:
     text = [each.decode("utf-8", "replace") for each in reply]
     return dict(zip(text[::2], text[1::2], strict=True))
+
+
+def _judge(table: OpenTable, reason: str | None) -> None:
+    if reason and reason != table.refused:
+        log.error("%s", reason)
+    table.refused = reason
 
 
 def _mismatch(table: OpenTable, facts: dict[str, str]) -> str | None:

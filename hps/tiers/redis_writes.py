@@ -51,7 +51,7 @@ class Writes:
         """Upsert, or delete where ``vectors`` is None, what is not older than what is stored."""
         if not len(keys):
             return
-        opened = self._tables.usable(table, self._client.deadline())
+        opened = self._tables.writable(table, self._client.deadline())
         at = _decisive(opened.layout, keys, versions)
         for start in range(0, len(at), _BLOCK):
             some = at[start : start + _BLOCK]
@@ -78,7 +78,7 @@ class Writes:
     ) -> None:
         """See `hps.tiers.positions.PositionedStore`. Each partition notes the positions together with
         the last of its rows, and after all others were acknowledged."""
-        opened = self._tables.usable(table, self._client.deadline())
+        opened = self._tables.writable(table, self._client.deadline())
         layout = opened.layout
         keys = np.concatenate([changes.keys, changes.deleted])
         versions = np.concatenate([changes.versions, changes.deleted_versions])

@@ -77,6 +77,21 @@ def test_how_a_table_is_kept_is_recorded(server, open_tier, table):
     }  # fmt: skip
 
 
+def test_to_look_at_an_empty_table_leaves_no_trace(server, open_tier, table):
+    """So a reader whose settings are wrong does not settle how the table is kept."""
+    wrong = open_tier(partitions=4)
+    wrong.check(table)
+    assert len(wrong.get(table, np.arange(10)).missing) == 10
+    assert not server.ask("EXISTS", "hps:{ctr/2/user}m")
+    fill(open_tier(), table, 0, 100)
+    with pytest.raises(TierError, match="partitions in Redis: 8, here: 4"):
+        fill(wrong, table, 0, 100)
+    wrong = open_tier(partitions=4)
+    server.ask("DEL", "hps:{ctr/2/user}m")
+    with pytest.raises(TierError, match="partitions in Redis: 8, here: 4"):
+        wrong.check(table)  # the rows tell
+
+
 @pytest.mark.parametrize(
     ("given", "other", "named"),
     [

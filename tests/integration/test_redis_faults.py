@@ -135,7 +135,8 @@ def test_a_server_that_was_restarted_empty(server, open_tier, table):
     assert len(tier.get(table, keys).missing) == 0
     tier._upkeep._due = 0.0
     tier.rows(table)
-    until(lambda: server.ask("HGET", "hps:{ctr/1/user}m", "partitions") == b"8")
+    until(lambda: fill(tier, table) is not None and server.ask("EXISTS", "hps:{ctr/1/user}m"))
+    assert server.ask("HGET", "hps:{ctr/1/user}m", "partitions") == b"8"
 
 
 @pytest.mark.parametrize("cut_after", [0, 1, 7, 1000, 20_000, 100_000, 500_000])

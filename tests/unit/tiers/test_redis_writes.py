@@ -32,8 +32,10 @@ class Recording:
     def deadline(self):
         return 0.0
 
-    def usable(self, _table, _deadline):
+    def writable(self, _table, _deadline):
         return self.table
+
+    usable = writable
 
     def run(self, commands, _receive, _deadline):
         self.runs.append([command.request for command in commands])
