@@ -16,9 +16,10 @@ from rocksdict import Checkpoint
 
 from hps.errors import TierError
 from hps.tiers.rocksdb_database import Database
-from hps.tiers.rocksdb_errors import NAME, full_disk, nearest, translate
+from hps.tiers.rocksdb_errors import NAME, full_disk, is_full, nearest, translate
 from hps.tiers.rocksdb_open import Opened, OpenSettings, Tuning, existing_families
 
+_MEND = "Free some, or name a folder on another disk; the database itself is as it was"
 _TABLE_FILES = {".sst", ".blob"}
 
 
@@ -35,6 +36,8 @@ def checkpoint(database: Database, folder: Path) -> None:
             _publish(part, folder)
         except Exception as error:
             shutil.rmtree(part, ignore_errors=True)
+            if is_full(error):
+                raise full_disk(folder, 0, str(error), _MEND) from error
             if isinstance(error, OSError):
                 raise translate(error, folder) from error
             raise

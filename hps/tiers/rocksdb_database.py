@@ -226,12 +226,13 @@ class Database:
             for family in families:
                 self.records.remove(family.name)
                 self.clear(family)
-            for table in tables:
-                self._families.pop(table, None)
-            if len(families) <= 16:
-                for family in families:
-                    self.db.drop_column_family(family.name)
-                    self.opened.families.discard(family.name)
+            names = {family.name for family in families}
+            # Whatever object a table was named by: its column family is gone for all of them.
+            self._families = {t: f for t, f in self._families.items() if f.name not in names}
+            if len(names) <= 16:
+                for name in names:
+                    self.db.drop_column_family(name)
+                    self.opened.families.discard(name)
 
     def record(self, table: EmbeddingTable) -> LoadRecord | None:
         with self.errors():

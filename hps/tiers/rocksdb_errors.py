@@ -36,7 +36,7 @@ def translate(error: BaseException, path: Path) -> TierError:
             f"{path} is locked by {_lock_owner(path)}; a database folder belongs to one node: "
             "stop that process or set tiers.rocksdb.path to another folder",
         )
-    if "no space left" in low or "file too large" in low:
+    if is_full(error):
         return full_disk(path, 0, text)
     if "permission denied" in low or isinstance(error, PermissionError):
         return TierError(NAME, f"no permission for {path}; make it writable for this user ({text})")
@@ -58,7 +58,19 @@ def translate(error: BaseException, path: Path) -> TierError:
     return TierError(NAME, f"{path}: {text}")
 
 
-def full_disk(path: Path, needed: int, why: str) -> TierError:
+def is_full(error: BaseException) -> bool:
+    """Whether a disk, or what a file may take of it, is used up."""
+    low = str(error).lower()
+    return "no space left" in low or "file too large" in low
+
+
+_MEND = (
+    "Free some, or move tiers.rocksdb.path to a larger disk; rows are still served, and writing goes on by "
+    "itself within seconds once there is space"
+)
+
+
+def full_disk(path: Path, needed: int, why: str, mend: str = _MEND) -> TierError:
     """Writing stops for want of space; ``needed`` bytes, 0 = unknown."""
     try:
         free = shutil.disk_usage(nearest(path)).free
@@ -67,9 +79,7 @@ def full_disk(path: Path, needed: int, why: str) -> TierError:
     wanted = f", {needed:,} bytes are needed" if needed else ""
     return TierError(
         NAME,
-        f"{path}: the disk is full: {free:,} bytes are free{wanted}. Free some, or move "
-        f"tiers.rocksdb.path to a larger disk; rows are still served, and writing goes on by itself "
-        f"within seconds once there is space ({why})",
+        f"{path}: the disk is full: {free:,} bytes are free{wanted}. {mend} ({why})",
     )
 
 

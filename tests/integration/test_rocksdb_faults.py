@@ -82,6 +82,23 @@ def small_disk(tmp_path) -> Iterator[SmallDisk]:
     subprocess.run(["umount", "-l", path], check=True)
 
 
+def test_a_checkpoint_onto_a_full_disk_names_that_disk(small_disk, tmp_path):
+    """Not the database's, which has room; and leaves nothing there."""
+    tier = RocksDbTier(tmp_path / "db")
+    tier.insert(ITEMS, np.arange(20_000), np.ones((20_000, 64), np.float32), np.ones(20_000, "u8"))
+    small_disk.fill(leave=1 << 20)
+    saved = small_disk.path / "saved"
+    with pytest.raises(
+        TierError, match=rf"{saved}: the disk is full: .* name a folder on another disk"
+    ):
+        tier.checkpoint(saved)
+    assert [file.name for file in small_disk.path.iterdir()] == ["ballast"]
+    tier.insert(ITEMS, np.arange(5), np.ones((5, 64), np.float32), np.ones(5, "u8"))
+    small_disk.make_room()
+    tier.checkpoint(saved)
+    tier.close()
+
+
 def test_little_space_stops_writes_before_the_disk_is_full(small_disk):
     tier = RocksDbTier(small_disk.path / "db", tuning=Tuning(min_free_bytes=16 << 20))
     insert(tier, ITEMS, range(100))

@@ -152,6 +152,15 @@ class TestRestart:
         assert [len(fetch(tier, t, KEYS[:1]).missing) for t in tables] == [1, 0, 0, 1]
         tier.close()
 
+    def test_a_table_that_was_dropped_by_another_object_is_gone(self, tmp_path):
+        tier, items = RocksDbTier(tmp_path), table("items")
+        tier.insert(items, KEYS, VECTORS, VERSIONS)
+        tier.drop(table("items"))
+        assert len(fetch(tier, items, KEYS).missing) == len(KEYS)
+        tier.insert(items, KEYS, VECTORS, VERSIONS)
+        assert not len(fetch(tier, items, KEYS).missing)
+        tier.close()
+
     def test_more_tables_can_be_opened_while_rows_are_held(self, tmp_path):
         tier = RocksDbTier(tmp_path)
         first = [table(f"t{i}") for i in range(5)]
