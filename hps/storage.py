@@ -24,13 +24,13 @@ from hps.models.preload import preload_tables
 from hps.models.tables import TableFiles
 from hps.node import TierStatus
 from hps.opening import OpenedModel
-from hps.tiers.base import Tier
+from hps.tiers.base import FetchContext, Part, Tier
 from hps.tiers.chain import TierChain
 from hps.tiers.promoting import Promoting
 from hps.tiers.remembered import Remembered
 from hps.tiers.single_flight import SingleFlight
-from hps.tiers.wrappers import Guarded, Metered
-from hps.types import EmbeddingTable, KeyArray, NoProgress, Progress
+from hps.tiers.wrappers import Guarded, Metered, Wrapper
+from hps.types import EmbeddingTable, KeyArray, NoProgress, Progress, VectorArray, VersionArray
 from hps.updates.writer import CacheWriter
 from hps.workers import Again
 
@@ -165,7 +165,7 @@ class Stores:
         )
         if self._rocksdb is not None and chosen.cache_missed_embeddings:
             self._into_redis = CacheWriter(
-                redis,
+                _Promoted(redis),
                 self.tiers,
                 self._settings.updates.promote_queue_keys,
                 partial(count_promotion, self._metrics, redis.info.name),
@@ -234,6 +234,22 @@ class Stores:
         )
         self._resources.callback(guarded.close)
         return guarded
+
+
+class _Promoted(Wrapper):
+    """Redis as promotions write to it."""
+
+    def __init__(self, redis: RedisTier) -> None:
+        super().__init__(redis)
+        self._redis = redis
+
+    def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
+        self.inner.fetch(parts, ctx)
+
+    def insert(
+        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
+    ) -> None:
+        self._redis.promote(table, keys, vectors, versions)
 
 
 def count_promotion(metrics: Metrics, tier: str, result: str, keys: int) -> None:

@@ -31,7 +31,7 @@ from hps.tiers.redis_load import preload
 from hps.tiers.redis_rows import AskedKeys, PartRead, receive_rows
 from hps.tiers.redis_tables import OpenTable, Tables, Usage
 from hps.tiers.redis_upkeep import Upkeep
-from hps.tiers.redis_writes import Writes, position_field
+from hps.tiers.redis_writes import Only, Writes, position_field
 from hps.tiers.row_values import Layout, Stored, WrongLength
 from hps.types import (
     EmbeddingTable,
@@ -135,7 +135,17 @@ class RedisTier:
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
     ) -> None:
         check_rows(table, keys, vectors, versions)
-        self._writes.write(table, keys, vectors, versions, resident_only=True)
+        self._writes.write(table, keys, vectors, versions, only="resident")
+
+    def promote(
+        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
+    ) -> None:
+        """Insert rows that were found further down, but none whose time is over. In the ``hps`` layout
+        only where none is: what came meanwhile may be newer, and no version tells."""
+        check_rows(table, keys, vectors, versions)
+        at = np.flatnonzero(versions >= self._upkeep.oldest_row(table))
+        only: Only | None = "absent" if self.layout == "hps" else None
+        self._writes.write(table, keys[at], vectors[at], versions[at], only=only)
 
     def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> None:
         """In the ``hps`` layout a deletion leaves no trace."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,9 @@ from hps.types import (
 # Rows packed at a time: they bound the memory, and each block has the whole timeout for itself.
 _BLOCK = 32_768
 
+Only = Literal["resident", "absent"]
+_FLAGS: dict[Only, bytes] = {"resident": b"r", "absent": b"a"}
+
 Slice = tuple[int, KeyArray, NDArray[np.void]]
 """Partition, keys (n,) and records (n,)."""
 
@@ -46,9 +50,10 @@ class Writes:
         vectors: VectorArray | None,
         versions: VersionArray,
         *,
-        resident_only: bool = False,
+        only: Only | None = None,
     ) -> None:
-        """Upsert, or delete where ``vectors`` is None, what is not older than what is stored."""
+        """Upsert, or delete where ``vectors`` is None, what is not older than what is stored; ``only``
+        rows that are there, or that are not."""
         if not len(keys):
             return
         opened = self._tables.writable(table, self._client.deadline())
@@ -56,7 +61,7 @@ class Writes:
         for start in range(0, len(at), _BLOCK):
             some = at[start : start + _BLOCK]
             slices = _slices(opened.layout, keys[some], vectors, versions, some)
-            self._run(opened, slices, resident_only=resident_only)
+            self._run(opened, slices, only=only)
         self._upkeep.nudge()
 
     def remove(self, table: EmbeddingTable, keys: KeyArray) -> None:
@@ -108,10 +113,10 @@ class Writes:
         opened: OpenTable,
         slices: Iterable[Slice],
         *,
-        resident_only: bool = False,
+        only: Only | None = None,
         positions: Sequence[StreamPosition] = (),
     ) -> None:
-        head = self._head(opened, resident_only=resident_only, positions=positions)
+        head = self._head(opened, only, positions)
         commands = [
             Command(opened.slots[p], opened.layout.write(p, head, keys, records), (p, len(keys)))
             for p, keys, records in slices
@@ -127,9 +132,9 @@ class Writes:
             self._upkeep.written(opened, partition, rows, deadline)
 
     def _head(
-        self, opened: OpenTable, *, resident_only: bool, positions: Sequence[StreamPosition]
+        self, opened: OpenTable, only: Only | None, positions: Sequence[StreamPosition]
     ) -> Head:
-        flags = (b"v" if opened.layout.values.versioned else b"") + (b"r" if resident_only else b"")
+        flags = (b"v" if opened.layout.values.versioned else b"") + (_FLAGS[only] if only else b"")
         oldest = oldest_tombstone(opened.layout.table, time.time()).to_bytes(8, "little")
         noted = [(position_field(p.topic, p.partition), b"%d" % p.offset) for p in positions]
         return Head(flags, oldest, stamp(self._upkeep.policy), noted)

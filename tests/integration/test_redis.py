@@ -242,6 +242,15 @@ def test_rows_beyond_their_time_are_not_served_and_go(server, open_tier, table):
     assert len(held(tier, table, np.arange(1000, 2000))) == 1000
 
 
+def test_rows_beyond_their_time_are_not_promoted(open_tier, table):
+    """Or each lookup that finds them on the disk would write them again."""
+    tier, keys = open_tier(ttl_s=60), np.arange(10)
+    tier.promote(table, keys, rows_of(keys), versions_of(10, NOW_MS - 61_000))
+    assert tier.usage(table).entries == 0
+    tier.promote(table, keys, rows_of(keys), versions_of(10))
+    assert len(held(tier, table, keys)) == 10
+
+
 def test_tables_may_have_a_time_of_their_own(open_tier, table):
     other = EmbeddingTable.make("items", DIM, model="ctr")
     tier = open_tier(ttl_s=60, table_ttl_s={"ctr/items": None})

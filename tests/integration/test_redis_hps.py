@@ -119,6 +119,17 @@ def test_the_last_write_wins(server, open_tier):
     assert fetch(tier, table, 42).out.tolist() == rows_of([42]).tolist()
 
 
+def test_a_promotion_overwrites_nothing(server, open_tier):
+    """The row it brings was read a while ago; what is there by now may be newer, and no version tells."""
+    hps, tier, table = Hps(server), open_tier(server), table_of()
+    hps.insert()
+    keys, zero = np.array([42, 1234567]), np.zeros(2, np.uint64)
+    tier.promote(table, keys, rows_of(keys) + 1, zero)
+    assert fetch(tier, table, 42, 1234567).out.tolist() == [
+        rows_of([42])[0].tolist(), (rows_of([1234567])[0] + 1).tolist()
+    ]  # fmt: skip
+
+
 def test_another_number_of_partitions_is_seen_in_the_rows(server, open_tier):
     """HPS records it nowhere."""
     Hps(server, partitions=16).insert()

@@ -128,6 +128,25 @@ def test_rows_that_only_rocksdb_held_go_into_redis_and_defaults_do_not(server, o
     assert sources(other, keys) == [Source.REDIS] * 3 + [Source.DEFAULT]
 
 
+def test_without_versions_what_came_meanwhile_stays(server, open_node, monkeypatch):
+    """Somebody else writes a row into Redis between the promotion's reading and its writing."""
+    promote, promoted = RedisTier.promote, threading.Event()
+    newer = rows_of([5]) + 100
+
+    def late(self, table, keys, vectors, versions):
+        self.insert(table, np.array([5]), newer, np.zeros(1, np.uint64))
+        promote(self, table, keys, vectors, versions)
+        promoted.set()
+
+    monkeypatch.setattr(RedisTier, "promote", late)
+    node = open_node({"addresses": [server.address], "layout": "hps"}, {"layout": "hps"})
+    assert sources(node, [5, 6]) == [Source.ROCKSDB] * 2
+    assert promoted.wait(10)
+    found = node.lookup("ctr", {"user": np.array([5, 6])}, want_source=True)
+    assert found.sources["user"].tolist() == [Source.REDIS] * 2
+    np.testing.assert_array_equal(found.vectors["user"], np.concatenate([newer, rows_of([6])]))
+
+
 def test_nothing_goes_there_when_that_is_not_wanted(server, open_node):
     node = open_node({"addresses": [server.address], "cache_missed_embeddings": False})
     for _ in range(2):

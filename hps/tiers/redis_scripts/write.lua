@@ -1,7 +1,8 @@
 -- Writes rows into one partition of a table, under the version rule and all at once.
 --
 -- KEYS: the hashes of rows; of stamps, when there is one; of stream positions, when there are any.
--- ARGV: 1 'v' when values begin with a version, 'r' when only resident rows are written
+-- ARGV: 1 'v' when values begin with a version, 'r' when only resident rows are written, 'a' when only
+--       absent ones are
 --       2 the version below which a tombstone is forgotten, u64 little-endian
 --       3 the stamp of an entry that is used now: '' for none, 'n' to count uses, else the bytes to keep
 --       4 how many stream positions follow, as pairs of field and offset
@@ -10,6 +11,7 @@
 local v, t, o = KEYS[1], KEYS[2], KEYS[#KEYS]
 local versioned = string.find(ARGV[1], 'v', 1, true)
 local resident = string.find(ARGV[1], 'r', 1, true)
+local absent = string.find(ARGV[1], 'a', 1, true)
 local stamp = ARGV[3]
 local positions = tonumber(ARGV[4])
 local first = 5 + 2 * positions
@@ -28,12 +30,12 @@ for i = first, #ARGV, 2 do
 end
 
 local put, m = {}, 0
-if n > 0 and (versioned or resident) then
+if n > 0 and (versioned or resident or absent) then
   local held = redis.call('HMGET', v, unpack(fields))
   for i = 1, n do
     local value, old = ARGV[first + 2 * i - 1], held[i]
     if old and versioned and #old == 9 and is_older(old, ARGV[2]) then old = false end
-    local ok = old or not resident
+    local ok = (old or not resident) and not (old and absent)
     if ok and old and versioned and #old >= 9 then ok = not is_older(value, old) end
     if ok then
       put[m + 1] = fields[i]
