@@ -42,9 +42,11 @@ _KINDS: dict[Policy, bytes] = {"random": b"", "least_used": b"n", "oldest": b"t"
 
 @dataclass(slots=True)
 class _Sweep:
-    """Where a partition's sweep stands. ``highest``: the highest stamp that goes, None if unknown."""
+    """Where a partition's sweep stands. ``highest``: the highest stamp that goes, None if unknown. ``due``:
+    steps of the background's pass that are to be done, parts of one included."""
 
     cursor: bytes = b"0"
+    due: float = 0.0
     highest: int | None = None
     resolving: bool = False
 
@@ -172,14 +174,17 @@ class Upkeep:
                 return 0
         removed = 0
         for partition, entries in enumerate(table.entries):
-            steps = math.ceil(entries / _STEP * min(1.0, interval_s / self._pass_s(layout.table)))
-            sweep = _Sweep() if interval_s == math.inf else self._sweep(table, partition)
-            for _ in range(steps):
+            whole = interval_s == math.inf
+            sweep = _Sweep() if whole else self._sweep(table, partition)
+            # Of a small partition one step is due per pass: there may be thousands of them.
+            share = min(1.0, interval_s / self._pass_s(layout.table))
+            sweep.due += max(1.0, entries / _STEP) * share if entries else 0.0
+            while (whole and entries) or sweep.due >= 1.0:
+                sweep.due -= 1.0
                 removed += self._step(table, partition, sweep, 0, self._client.deadline())
                 if sweep.cursor == b"0":
                     break
-            while interval_s == math.inf and sweep.cursor != b"0":
-                removed += self._step(table, partition, sweep, 0, self._client.deadline())
+            sweep.due = min(sweep.due, 1.0)
         return removed
 
     def _pass_s(self, table: EmbeddingTable) -> float:

@@ -270,10 +270,23 @@ def test_forgotten_tombstones_go(open_tier):
 
 
 def test_what_is_too_old_goes_by_itself(open_tier, table):
-    tier = open_tier(ttl_s=60)
+    tier = open_tier(ttl_s=40)
     fill(tier, table, 0, 1000, NOW_MS - 61_000)
     tier._upkeep._due = 0.0
     until(lambda: tier.rows(table) == 0)
+
+
+def test_small_partitions_are_looked_at_once_per_pass(server, open_tier, table, monkeypatch):
+    """Not every ten seconds: thousands of tables would keep the server busy with it."""
+    tier = open_tier()
+    fill(tier, table, 0, 1000)
+    (opened,), upkeep, steps = tier._tables.opened(), tier._upkeep, []
+    step = type(upkeep)._step
+    monkeypatch.setattr(upkeep, "_step", lambda *a: steps.append(a[1]) or step(upkeep, *a))
+    for _ in range(2 * 360 + 10):  # of ten seconds, in passes of an hour
+        server.ask("DEL", "hps:{ctr/2/user}u")
+        upkeep.expire(opened, 10.0)
+    assert sorted(steps) == sorted([*range(8)] * 2)
 
 
 # -- overflow --------------------------------------------------------------------------------------
