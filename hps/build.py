@@ -14,7 +14,7 @@ from typing import Any
 
 from hps import metrics as m
 from hps.config import Configuration, Settings, configuration_from, load_config
-from hps.config.schema import ModelOverride, TableOverride
+from hps.config.schema import CpuCacheSettings, ModelOverride, TableOverride
 from hps.lookup.engine import LookupEngine, Promote
 from hps.meters import DenseMeter, LookupMeter, TierMeter
 from hps.metrics import Metrics
@@ -26,7 +26,8 @@ from hps.storage import Stores, count_promotion
 from hps.tiers.base import Tier
 from hps.tiers.capacity import plan_capacity
 from hps.tiers.chain import TierChain
-from hps.tiers.cpu_cache import CpuCache
+from hps.tiers.cpu_cache import CacheMemory, CpuCache
+from hps.tiers.cpu_segments import Segments
 from hps.tiers.wrappers import Metered
 from hps.types import EmbeddingTable, KeyArray, NoProgress, Progress, Source
 from hps.updates.warm import Warming
@@ -159,9 +160,15 @@ class _Builder:
             shares={t: o.cache_share for t, o in overrides.items() if o.cache_share is not None},
         )
         evictions = {t: o.cache_eviction for t, o in overrides.items() if o.cache_eviction}
-        cache = CpuCache(plan, eviction=chosen.eviction, evictions=evictions)
+        cache = CpuCache(
+            plan,
+            eviction=chosen.eviction,
+            evictions=evictions,
+            memory=cache_memory(chosen),
+            threads=chosen.threads,
+        )
         self._resources.callback(cache.close)
-        return TierStatus(cache, cache.size, cache.capacity)
+        return TierStatus(cache, cache.size, cache.capacity, facts=cache.facts)
 
     def _override(self, table: EmbeddingTable) -> TableOverride:
         models = self._settings.models.serve or {}
@@ -228,6 +235,14 @@ def _promote_to(caches: list[TierStatus], writer: CacheWriter) -> Promote:
             writer.promote(table, keys)
 
     return promote
+
+
+def cache_memory(chosen: CpuCacheSettings) -> CacheMemory:
+    """Where the CPU cache is to lie."""
+    segments, shared = None, chosen.shared
+    if shared.name is not None:
+        segments = Segments(shared.name, shared.folder, take_over=shared.take_over)
+    return CacheMemory(segments, chosen.huge_pages, chosen.numa_node)
 
 
 def _numeric_facts(node: Node) -> Iterator[tuple[tuple[str, ...], float]]:

@@ -17,6 +17,7 @@ from hps.cli.output import (
     print_table,
     say,
     share,
+    size,
     warn,
 )
 from hps.cli.targets import ADMIN, AdminOption, ApiKeyOption, NoServerOption
@@ -152,6 +153,11 @@ def _show_tiers(report: dict[str, Any]) -> None:
     columns = ("tier", "kind", "circuit", "keys answered", "share")
     print_table(columns, rows, styles={"open": "red", "half-open": "yellow"})
     for name, tier in tiers.items():
+        if shared := tier.get("shared_memory"):
+            taken = f"{shared['path']}, {size(shared['bytes'])}"
+            say(
+                f"{name} shared: {taken}, owner {shared['owner']}, {count(shared['readers'])} readers"
+            )
         if tier.get("problem"):
             warn(f"{name} does not answer: {tier['problem']}")
 

@@ -239,3 +239,10 @@ def stores(redis: str | None, rocksdb: str | None, *, overflow: bool) -> list[Fi
         "lose against rows with versions: take the same layout for both"
     )
     return [Finding(("redis", "layout"), message, (("rocksdb", "layout"),))]
+
+
+def cpu_cache(*, shared: bool, huge_pages: str) -> list[Finding]:
+    if shared and huge_pages == "reserved":
+        message = "reserved pages can't be shared by name; take transparent"
+        return [Finding(("huge_pages",), message, (("shared", "name"),))]
+    return []

@@ -59,6 +59,17 @@ class ModelsSettings(Strict):
     """The models to serve, with overrides; null: every model of the repository."""
 
 
+class SharedCacheSettings(Strict):
+    """The cache in memory that other processes of this machine can attach to."""
+
+    name: str | None = Field(None, pattern=r"^[a-zA-Z0-9_\-]{1,100}$")
+    """Name of the cache, which one process at a time owns; null: it is this process's alone."""
+    folder: Path = Path("/dev/shm")
+    """Folder of a memory file system with room for all of it."""
+    take_over: bool = False
+    """Keep the rows of an owner that was killed; only where nothing else changes the stores meanwhile."""
+
+
 class CpuCacheSettings(Strict):
     """The cache in host memory."""
 
@@ -70,8 +81,22 @@ class CpuCacheSettings(Strict):
     """Capacity as a share of each table's rows instead of bytes."""
     eviction: Eviction = "lru"
     """Which row makes room: the one used longest ago, the one used least, any, the one that came first."""
+    threads: int = Field(1, ge=1, le=256)
+    """Threads that one lookup of many keys may use."""
+    huge_pages: Literal["try", "transparent", "reserved", "off"] = "try"
+    """`try`: where the system gives them; `transparent`, or `reserved` by vm.nr_hugepages: or an error."""
+    numa_node: int | None = Field(None, ge=0, lt=1024)
+    """Keep the cache in the memory of this NUMA node; null: wherever the system puts it."""
+    shared: SharedCacheSettings = SharedCacheSettings()
+    """Lets other processes attach to the cache."""
     warm: bool = True
     """Fill the cache from the start of the model files before the node is ready."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        return self.consistent(
+            checks.cpu_cache(shared=self.shared.name is not None, huge_pages=self.huge_pages)
+        )
 
 
 class GuardSettings(Strict):

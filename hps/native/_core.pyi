@@ -43,11 +43,6 @@ class CacheTable:
     def mend(self) -> bool:
         """Make good what a writer left that was killed; False when there was nothing."""
 
-    def retire(self) -> None:
-        """Tell everybody attached that the table is given up."""
-
-    @property
-    def retired(self) -> bool: ...
     threads: int
     """How many threads a call with many keys may use."""
 

@@ -70,8 +70,6 @@ void bind_cache(nb::module_& m) {
       .def_static("attach", &attached, nb::arg("file"), nb::arg("like").noconvert(),
                   nb::arg("code"), nb::rv_policy::take_ownership)
       .def("mend", &CacheTable::mend)
-      .def("retire", &CacheTable::retire)
-      .def_prop_ro("retired", &CacheTable::retired)
       .def_prop_rw("threads", &CacheTable::threads, &CacheTable::set_threads)
       .def("fetch", &CacheTable::fetch, nb::arg("keys").noconvert(), nb::arg("missing").noconvert(),
            nb::arg("oldest_tombstone"), nb::arg("out").noconvert(), nb::arg("versions").noconvert(),

@@ -149,8 +149,6 @@ class CacheTable {
   std::uint64_t bytes() const { return table_.header().bytes; }
 
   bool mend() { return table_.mend(); }
-  void retire() { table_.retire(); }
-  bool retired() const { return table_.retired(); }
   std::size_t threads() const { return threads_; }
   void set_threads(std::size_t threads) {
     if (threads < 1) throw std::invalid_argument("a call has at least one thread");

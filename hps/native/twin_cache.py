@@ -161,6 +161,10 @@ class CacheTable:
                     if (at := self._find_one(key)) is not None:
                         self._free.append(self._drop(*at))
 
+    def mend(self) -> bool:
+        """Nobody else's work to make good: this table is no other process's."""
+        return False
+
     def top_k(self, n: int) -> tuple[KeyArray, NDArray[np.uint8]]:
         """The keys (k,) of the ``n`` hottest rows, hottest first, and their scores (k,), 255 the highest."""
         with self._lock:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -658,3 +659,19 @@ def test_rows_of_another_dim_are_found_at_the_start(folder, layout, load):
         TierError, match=r"clicks/1/users: a stored row has \d+ bytes, expected \d+"
     ):
         hps.open(settings(folder, tiers={"rocksdb": {**db, "load": load}}))
+
+
+def test_a_shared_cache_is_told_in_the_status_and_gone_with_the_node(folder, tmp_path):
+    shared = {"name": "of-a-test", "folder": str(tmp_path)}
+    with hps.open(settings(folder, tiers={"cpu_cache": {"shared": shared}})) as node:
+        told = node.status()["tiers"][0]["shared_memory"]
+        assert (told["owner"], told["readers"]) == (os.getpid(), 0)
+        assert told["bytes"] > 0
+        assert Path(told["path"]).is_dir()
+    assert not Path(told["path"]).exists()
+
+
+def test_reserved_pages_cannot_be_shared():
+    chosen = {"shared": {"name": "x"}, "huge_pages": "reserved"}
+    with pytest.raises(ConfigError, match="reserved pages can't be shared"):
+        hps.open({"tiers": {"cpu_cache": chosen}})

@@ -97,8 +97,6 @@ CacheCounts CacheTable::counts() const {
   return {held & UINT32_MAX, held >> 32, load(h.evictions)};
 }
 
-bool CacheTable::retired() const { return load(view_.header->retired) != 0; }
-
 bool CacheTable::find(std::int64_t key, Slot& at) const {
   const std::uint64_t from = home(key);
   for (unsigned steps = reach(load(view_.buckets[from].word)) | 1; steps != 0; steps &= steps - 1) {

@@ -96,9 +96,6 @@ struct Header {
   std::uint64_t row_bytes;
   std::uint64_t buckets_at, versions_at, rows_at, bytes;  // offsets from the header
 
-  // Set once, when the table is given up: those who still have it must look for another.
-  std::uint32_t retired;
-
   // Changed by the writer.
   alignas(64) std::uint64_t held;  // rows, and from bit 32 on tombstones
   std::uint64_t evictions;         // rows dropped to make room

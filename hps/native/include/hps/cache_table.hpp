@@ -50,10 +50,6 @@ class CacheTable {
   // rows there are; false when there was nothing. A row that was being replaced is dropped.
   bool mend();
 
-  // Tells everybody who has the table that it is given up.
-  void retire() { view_.header->retired = 1; }
-  bool retired() const;
-
   // What a table takes, head room and header included.
   static std::uint64_t bytes_for(std::uint64_t capacity, std::size_t row_bytes);
 

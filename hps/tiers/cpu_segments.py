@@ -1,0 +1,236 @@
+"""The CPU cache's tables as files in shared memory: who owns them, who reads them, what becomes of them.
+
+``<folder>/hps.<name>/`` has a file per table; ``tables.json``, replaced whole, tells which; ``owner.json``
+who may write; ``readers/`` has a file per process that reads. A process is known by its number and
+start time, so that another one that got the same number is not taken for it. What a dead owner left
+is removed by the next one, or taken over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hps.errors import ConfigError
+from hps.native import CacheTable
+from hps.types import EmbeddingTable, Source
+
+SHARED_MEMORY = Path("/dev/shm")
+Entry = dict[str, Any]
+
+
+def this_process() -> Entry:
+    """What tells this process from every other on the machine."""
+    return {"pid": os.getpid(), "start": _start_of(os.getpid()), "space": _pid_space()}
+
+
+def is_alive(process: Entry) -> bool:
+    """Whether the process still runs. One in another container can't be seen, so counts as alive."""
+    if process["space"] != _pid_space():
+        return True
+    start = _start_of(process["pid"])
+    return start is not None and start == process["start"]
+
+
+def _start_of(pid: int) -> int | None:
+    """When the process began, in ticks since the machine did; None when it ended."""
+    try:
+        # After the name in brackets, which may have any: state, then 18 others, then the start.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _pid_space() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def catalog(path: Path) -> dict[str, Entry]:
+    """The tables in the folder, by their ids; empty when there is no such folder."""
+    return _read(path / "tables.json")
+
+
+def attach(path: Path, table: EmbeddingTable, entry: Entry) -> CacheTable:
+    """The table of ``entry``. Raises OSError when it has gone, ValueError when it is another."""
+    from hps.native import _core
+
+    if (entry["dim"], entry["dtype"]) != (table.dim, table.dtype.str):
+        raise ValueError(
+            f"the shared cache has table {table.id} with dim {entry['dim']} and {entry['dtype']}, not "
+            f"{table.dim} and {table.dtype.str}"
+        )
+    file = os.open(path / entry["file"], os.O_RDWR | os.O_CLOEXEC)
+    try:
+        like = np.empty((0, table.dim), table.dtype)
+        return _core.CacheTable.attach(file, like, int(Source.CPU))  # type: ignore[return-value]
+    finally:
+        os.close(file)
+
+
+class Segments:
+    """The owner's side. Raises ConfigError when a living process owns ``name``. ``take_over``: keep the
+    tables of an owner that died, as it left them, where they are to be just like that."""
+
+    def __init__(self, name: str, folder: Path = SHARED_MEMORY, *, take_over: bool = False) -> None:
+        self.name, self.folder = name, folder
+        self.path = folder / f"hps.{name}"
+        self._entries: dict[str, Entry] = {}
+        self._left: dict[str, Entry] = {}
+        try:
+            with _locked(self.path):
+                self._claim(take_over)
+        except OSError as error:
+            raise ConfigError(
+                f"the shared cache can't be made in {folder}: {error.strerror}; see "
+                "tiers.cpu_cache.shared.folder"
+            ) from error
+
+    def _claim(self, take_over: bool) -> None:
+        owner = _read(self.path / "owner.json")
+        if owner and is_alive(owner):
+            raise ConfigError(
+                f"the shared cache {self.name!r} belongs to process {owner['pid']}, which runs; give "
+                "this node another tiers.cpu_cache.shared.name"
+            )
+        self._left = catalog(self.path) if take_over else {}
+        kept = {entry["file"] for entry in self._left.values()}
+        for file in self.path.glob("*.table"):
+            if file.name not in kept:
+                file.unlink()
+        if not take_over:
+            (self.path / "tables.json").unlink(missing_ok=True)
+        self._owner = this_process() | {"claim": secrets.token_hex(8)}
+        _write(self.path / "owner.json", self._owner)
+
+    def taken_over(self, table: EmbeddingTable, rows: int, eviction: str) -> CacheTable | None:
+        """The table as a dead owner left it, mended."""
+        entry = self._left.pop(table.id, None)
+        if entry is None:
+            return None
+        asked = (rows, eviction, table.dim, table.dtype.str)
+        if (entry["rows"], entry["eviction"], entry["dim"], entry["dtype"]) == asked:
+            with contextlib.suppress(OSError, ValueError):
+                held = attach(self.path, table, entry)
+                held.mend()
+                self._entries[table.id] = entry
+                self.publish(table)
+                return held
+        (self.path / entry["file"]).unlink(missing_ok=True)
+        return None
+
+    def check_room(self, size: int, what: str) -> None:
+        """Raise ConfigError when ``size`` bytes don't fit into the folder."""
+        disk = os.statvfs(self.folder)
+        free = disk.f_bavail * disk.f_frsize
+        if size > free:
+            raise ConfigError(
+                f"{what} takes {size:,} bytes, and {self.folder} has {free:,} bytes free; enlarge it "
+                "(mount -o remount,size=..., docker run --shm-size, an emptyDir of medium Memory) or "
+                "lower the cache's capacity_bytes, share or cache_rows"
+            )
+
+    def create(self, table: EmbeddingTable, rows: int, eviction: str) -> int:
+        """An open file for a new table, which is shown to others by `publish`."""
+        name = f"{secrets.token_hex(8)}.table"  # never used before: by it others see what is new
+        self._entries[table.id] = {
+            "file": name,
+            "rows": rows,
+            "eviction": eviction,
+            "dim": table.dim,
+            "dtype": table.dtype.str,
+        }
+        return os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    def publish(self, table: EmbeddingTable) -> None:
+        """Show ``table`` to those who attach."""
+        shown = _read(self.path / "tables.json")
+        replaced = shown.get(table.id)
+        shown[table.id] = self._entries[table.id]
+        _write(self.path / "tables.json", shown)
+        if replaced and replaced["file"] != shown[table.id]["file"]:
+            (self.path / replaced["file"]).unlink(missing_ok=True)
+
+    def drop(self, table: EmbeddingTable) -> None:
+        """Take ``table`` back from those who attach; who has it keeps the memory until it looks again."""
+        shown = _read(self.path / "tables.json")
+        shown.pop(table.id, None)
+        _write(self.path / "tables.json", shown)
+        if entry := self._entries.pop(table.id, None):
+            (self.path / entry["file"]).unlink(missing_ok=True)
+
+    def facts(self) -> dict[str, Any]:
+        """Where it is, its size, its owner, and how many processes read it."""
+        size = sum(file.stat().st_size for file in self.path.glob("*.table"))
+        owner = self._owner["pid"]
+        return {"path": str(self.path), "bytes": size, "owner": owner, "readers": self._readers()}
+
+    def _readers(self) -> int:
+        living = 0
+        for file in self.path.glob("readers/*"):
+            with contextlib.suppress(FileNotFoundError):
+                if is_alive(json.loads(file.read_bytes())):
+                    living += 1
+                else:
+                    file.unlink()
+        return living
+
+    def close(self) -> None:
+        """Remove everything. Who is attached keeps what it has until it looks again. Idempotent; does
+        nothing in a fork of the owner, and when another process has taken over."""
+        if os.getpid() == self._owner["pid"] and self._owner == _read(self.path / "owner.json"):
+            with contextlib.suppress(FileNotFoundError), _locked(self.path):
+                shutil.rmtree(self.path, ignore_errors=True)
+
+
+def register_reader(path: Path) -> Path:
+    """Tell the owner of ``path`` that this process reads; the file to remove afterwards."""
+    me = this_process()
+    file = path / "readers" / f"{me['pid']}-{me['start']}-{me['space']}"
+    file.parent.mkdir(exist_ok=True)
+    _write(file, me)
+    return file
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Meanwhile nobody else claims or removes ``path``, which is there."""
+    while True:
+        path.mkdir(mode=0o700, parents=False, exist_ok=True)
+        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(path / "lock").st_ino == os.fstat(lock).st_ino:
+                    yield
+                    return
+        finally:
+            os.close(lock)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What the file says; nothing when it isn't there."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    """Replaced whole: whoever reads it, or dies here, finds the old one or the new one."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.write_text(json.dumps(value))
+    new.replace(path)

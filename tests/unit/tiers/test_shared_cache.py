@@ -1,0 +1,190 @@
+"""The CPU cache in shared memory: who owns it, who reads it, and what is left when either is killed."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hps.errors import ConfigError, TierError
+from hps.native import COMPILED
+from hps.tiers import cpu_segments
+from hps.tiers.attached_cache import AttachedCache
+from hps.tiers.base import FetchContext, Part
+from hps.tiers.cpu_cache import CacheMemory, CpuCache
+from hps.tiers.cpu_segments import Segments, is_alive, this_process
+from hps.types import EmbeddingTable
+
+pytestmark = pytest.mark.skipif(not COMPILED, reason="the twins share no memory")
+TABLE = EmbeddingTable.make("items", 4)
+SCRIPT = Path(__file__).parents[2] / "support" / "killed_cache.py"
+
+
+def owned(folder, rows=100, **options):
+    return CpuCache({TABLE: rows}, memory=CacheMemory(Segments("c", folder, **options)))
+
+
+def attached(folder, promote=lambda table, keys: None, table=TABLE):
+    return AttachedCache("c", [table], promote, folder=folder)
+
+
+def insert(cache, keys, version=1):
+    keys = np.asarray(keys, np.int64)
+    rows = (keys[:, None] + np.arange(4)).astype(np.float32)
+    cache.insert(TABLE, keys, rows, np.full(len(keys), version, np.uint64))
+
+
+def held(cache, keys):
+    part = Part.make(TABLE, np.asarray(keys, np.int64))
+    cache.fetch([part], FetchContext())
+    found = part.source > 0
+    assert (part.out[found, 0] == part.keys[found]).all()
+    return part.keys[found].tolist()
+
+
+def abandon(folder):
+    """As a killed owner leaves it: nothing is tidied up, and the process is no more."""
+    owner = folder / "hps.c" / "owner.json"
+    owner.write_text(json.dumps(json.loads(owner.read_text()) | {"start": 1}))
+
+
+def test_killed_writers_and_readers_leave_it_usable():
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "100"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_the_owner_writes_others_read_and_what_they_use_stays(tmp_path):
+    cache, reader = owned(tmp_path, rows=64), attached(tmp_path)
+    insert(cache, range(10))
+    assert held(reader, range(20)) == list(range(10))
+    out = np.empty((2, 4), np.float32)
+    assert reader.gather([(TABLE, np.array([3, 4]), out)])
+    assert out[:, 0].tolist() == [3, 4]
+    for n in range(1000, 1400):
+        assert held(reader, [7]) == [7]
+        insert(cache, [n])
+    assert (held(cache, [7]), held(cache, [8])) == ([7], [])
+    assert reader.size(TABLE) == cache.size(TABLE) == 64
+    reader.close()
+    cache.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_others_hand_on_what_they_want_written(tmp_path):
+    asked = []
+    cache = owned(tmp_path)
+    reader = attached(tmp_path, lambda table, keys: asked.append((table, keys.tolist())))
+    insert(reader, [1, 2])
+    assert (asked, held(reader, [1])) == ([(TABLE, [1, 2])], [])
+    keys, versions = np.array([1]), np.ones(1, np.uint64)
+    for refused in (
+        lambda: reader.update(TABLE, keys, np.ones((1, 4), np.float32), versions),
+        lambda: reader.delete(TABLE, keys, versions),
+        lambda: reader.evict(TABLE, keys),
+    ):
+        with pytest.raises(TierError, match="owner alone"):
+            refused()
+    cache.close()
+
+
+def test_tables_and_owners_come_and_go(tmp_path, monkeypatch):
+    monkeypatch.setattr("hps.tiers.attached_cache.LOOK_S", 0)
+    reader = attached(tmp_path)
+    assert held(reader, [1]) == []
+    cache = owned(tmp_path)
+    insert(cache, [1])
+    assert held(reader, [1]) == [1]
+    cache.drop_table(TABLE)
+    assert held(reader, [1]) == []
+    cache.add_table(TABLE, 50)
+    insert(cache, [2])
+    assert (held(reader, [2]), reader.capacity(TABLE)) == ([2], 50)
+    cache.close()
+    assert held(reader, [2]) == []
+
+
+def test_a_table_of_another_shape_is_not_read(tmp_path, caplog):
+    cache = owned(tmp_path)
+    attached(tmp_path, table=EmbeddingTable.make("items", 5))
+    assert "dim 4" in caplog.text
+    cache.close()
+
+
+def test_it_has_one_owner(tmp_path):
+    cache = owned(tmp_path)
+    with pytest.raises(ConfigError, match=rf"process {os.getpid()}.*shared\.name"):
+        owned(tmp_path)
+    insert(cache, [1])
+    assert held(attached(tmp_path), [1]) == [1]  # the second one left it alone
+    cache.close()
+    owned(tmp_path).close()
+
+
+@pytest.mark.parametrize("take_over", [False, True])
+def test_what_a_dead_owner_left_is_removed_or_taken_over(tmp_path, take_over, monkeypatch):
+    monkeypatch.setattr("hps.tiers.attached_cache.LOOK_S", 0)
+    dead, reader = owned(tmp_path), attached(tmp_path)
+    insert(dead, [1])
+    abandon(tmp_path)
+    assert held(reader, [1]) == [1]  # still
+    cache = owned(tmp_path, take_over=take_over)
+    assert len(list(tmp_path.glob("hps.c/*.table"))) == 1
+    assert held(cache, [1]) == held(reader, [1]) == ([1] if take_over else [])
+    insert(cache, [2])
+    assert held(reader, [2]) == [2]
+    dead.close()  # it is no longer its own
+    assert len(list(tmp_path.glob("hps.c/*.table"))) == 1
+    cache.close()
+
+
+def test_a_table_of_another_capacity_is_not_taken_over(tmp_path):
+    insert(owned(tmp_path), [1])
+    abandon(tmp_path)
+    cache = owned(tmp_path, rows=200, take_over=True)
+    assert (held(cache, [1]), cache.capacity(TABLE)) == ([], 200)
+    assert len(list(tmp_path.glob("hps.c/*.table"))) == 1
+    cache.close()
+
+
+def test_size_owner_and_readers_are_told(tmp_path):
+    cache, reader = owned(tmp_path), attached(tmp_path)
+    facts = cache.facts()["shared_memory"]
+    assert facts["path"] == str(tmp_path / "hps.c")
+    assert facts["bytes"] == cache.stats(TABLE).bytes
+    assert (facts["owner"], facts["readers"]) == (os.getpid(), 1)
+    (tmp_path / "hps.c" / "readers" / "dead").write_text(json.dumps(this_process() | {"start": 1}))
+    assert cache.facts()["shared_memory"]["readers"] == 1
+    reader.close()
+    assert cache.facts()["shared_memory"]["readers"] == 0
+    cache.close()
+
+
+def test_too_little_room_is_told_with_both_sizes_before_anything_is_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        cpu_segments.os, "statvfs", lambda _: type("Disk", (), {"f_bavail": 4, "f_frsize": 4096})
+    )
+    with pytest.raises(ConfigError, match=r"takes [\d,]+ bytes, and .* has 16,384 bytes free"):
+        owned(tmp_path, rows=10_000)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_system_cannot_give_is_refused():
+    with pytest.raises(ConfigError, match="NUMA node 1000"):
+        CpuCache({TABLE: 10}, memory=CacheMemory(numa_node=1000))
+    reserved = int(re.search(r"HugePages_Free:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
+    if reserved == 0:
+        with pytest.raises(ConfigError, match=r"vm\.nr_hugepages"):
+            CpuCache({TABLE: 10}, memory=CacheMemory(huge_pages="reserved"))
+
+
+def test_a_process_is_told_from_one_that_got_its_number():
+    me = this_process()
+    assert is_alive(me)
+    assert not is_alive(me | {"start": me["start"] + 1})
+    assert is_alive(me | {"space": 0})  # of another container: who knows
