@@ -1,0 +1,145 @@
+"""Gather and pool in one pass: what the lookup gets by gathering first and pooling then. Bit by bit where all
+bags have as many keys; jagged bags NumPy adds up in another order, so there within rounding."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hps.lookup.pooling import pool
+from hps.native import COMPILED, CacheTable, pool_bags, twin_cache, twin_pool
+from hps.types import JaggedKeys
+
+ROWS = 50
+TWINS = [(twin_cache.CacheTable, twin_pool.pool_bags)]
+BOTH = [(CacheTable, pool_bags), *TWINS] if COMPILED else TWINS
+
+
+def filled(make, dim, dtype):
+    rows = np.random.default_rng(dim).normal(0, 1, (ROWS, dim)).astype(dtype)
+    table = make(ROWS, rows[:0], "lru", 2)
+    table.write(np.arange(ROWS), rows, np.ones(ROWS, np.uint64), 0, False)
+    return table, rows
+
+
+@pytest.mark.parametrize("sides", BOTH)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_every_bag_is_what_numpy_makes_of_it(sides, dtype, data):
+    dim = data.draw(st.sampled_from([2, 3, 16, 32, 128]))
+    table, rows = filled(sides[0], dim, dtype)
+    sizes = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=6))
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    n = int(offsets[-1])
+    keys = np.array(data.draw(st.lists(st.integers(0, ROWS - 1), min_size=n, max_size=n)), np.int64)
+    weights = None
+    if data.draw(st.booleans()):
+        weights = np.random.default_rng(n).normal(0, 1, n).astype(np.float32)
+    out = np.empty((len(sizes), dim), dtype)
+    assert sides[1](table, keys, offsets, weights, None, out) is None
+    expected = pool(rows[keys], JaggedKeys(keys, len(sizes), offsets, weights), "sum")
+    rounding = 12 * float(np.finfo(dtype).eps)
+    np.testing.assert_allclose(out, expected, rtol=rounding, atol=10 * rounding)
+
+
+@pytest.mark.parametrize("sides", BOTH)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dim", [2, 3, 16, 32, 33, 128])
+@pytest.mark.parametrize("hotness", [1, 2, 7, 20])
+def test_bags_of_one_size_are_the_same_bit_by_bit(sides, dtype, weighted, dim, hotness):
+    table, rows = filled(sides[0], dim, dtype)
+    random = np.random.default_rng(hotness)
+    keys = random.integers(0, ROWS, 9 * hotness)
+    weights = random.normal(0, 1, len(keys)).astype(np.float32) if weighted else None
+    out = np.empty((9, dim), dtype)
+    jagged = JaggedKeys(keys, 9, None, weights)
+    assert sides[1](table, keys, None, weights, None, out) is None
+    assert out.tobytes() == pool(rows[keys], jagged, "sum").tobytes()
+    divisors = np.full(9, hotness, np.float32)
+    if weights is not None:
+        divisors = weights.reshape(9, hotness).sum(axis=1)
+    assert sides[1](table, keys, None, weights, divisors, out) is None
+    assert out.tobytes() == pool(rows[keys], jagged, "mean").tobytes()
+
+
+@pytest.mark.parametrize("sides", BOTH)
+def test_missing_rows_are_listed_and_can_be_given(sides):
+    table, rows = filled(sides[0], 4, np.float32)
+    keys = np.array([1, 900, 2, 3, 901, 902, 4, 5], np.int64)
+    out = np.empty((4, 4), np.float32)
+    missing = sides[1](table, keys, None, None, None, out)
+    assert missing.tolist() == [1, 4, 5]
+    assert out[1].tobytes() == (rows[2] + rows[3]).tobytes()  # the others are right already
+    extra = np.arange(12, dtype=np.float32).reshape(3, 4)
+    assert sides[1](table, keys, None, None, None, out, missing, extra) is None
+    assert out.tolist() == [
+        (rows[1] + extra[0]).tolist(),
+        (rows[2] + rows[3]).tolist(),
+        (extra[1] + extra[2]).tolist(),
+        (rows[4] + rows[5]).tolist(),
+    ]
+
+
+@pytest.mark.parametrize("sides", BOTH)
+def test_a_bag_whose_divisor_is_zero_and_an_empty_one_are_zeros(sides):
+    table, _ = filled(sides[0], 4, np.float32)
+    out = np.full((2, 4), 7, np.float32)
+    divisors = np.zeros(2, np.float32)
+    sides[1](table, np.array([1, 2]), np.array([0, 2, 2]), None, divisors, out)
+    assert not out.any()
+
+
+@pytest.mark.skipif(not COMPILED, reason="the twin has one thread")
+def test_several_threads_find_the_same():
+    table, _ = filled(CacheTable, 16, np.float32)
+    keys = np.random.default_rng(1).integers(0, ROWS + 1, 200_000)
+    results = []
+    for threads in (1, 3):
+        table.threads = threads
+        out = np.empty((20_000, 16), np.float32)
+        missing = pool_bags(table, keys, None, None, None, out)
+        whole = (keys < ROWS).reshape(20_000, 10).all(axis=1)
+        left = table.fetch(
+            keys,
+            np.arange(len(keys)),
+            0,
+            np.empty((len(keys), 16), np.float32),
+            np.zeros(len(keys), np.uint64),
+            np.zeros(len(keys), np.uint8),
+        )
+        results.append((missing.tobytes(), out[whole].tobytes(), left.tobytes()))
+    assert results[0] == results[1]
+    assert np.frombuffer(results[0][0], np.int64).tolist() == np.flatnonzero(keys == ROWS).tolist()
+
+
+@pytest.mark.skipif(not COMPILED, reason="the twin trusts its arrays")
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"offsets": np.array([0, 3])},
+        {"offsets": np.array([0, 3, 1, 2])},
+        {"offsets": np.array([1, 2, 2])},
+        {"offsets": np.array([0, -1, 2])},
+        {"weights": np.ones(1, np.float32)},
+        {"divisors": np.ones(3, np.float32)},
+        {"out": np.empty((2, 5), np.float32)},
+        {"out": np.empty((2, 4))},
+        {"out": np.empty((3, 4), np.float32)},
+        {"given": np.array([0])},
+        {"given": np.array([0]), "rows": np.ones((2, 4), np.float32)},
+        {"keys": np.ones(2, np.int32)},
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(wrong):
+    table, _ = filled(CacheTable, 4, np.float32)
+    right = {
+        "keys": np.array([1, 2]),
+        "offsets": None,
+        "weights": None,
+        "divisors": None,
+        "out": np.empty((2, 4), np.float32),
+    }
+    with pytest.raises((TypeError, ValueError)):
+        pool_bags(table, **right | wrong)
