@@ -30,6 +30,7 @@ from hps.tiers.cpu_cache import CacheMemory, CpuCache
 from hps.tiers.cpu_segments import Segments
 from hps.tiers.wrappers import Metered
 from hps.types import EmbeddingTable, KeyArray, NoProgress, Progress, Source
+from hps.updates.snapshot import HotKeys, Snapshots, hot_keys_at_start
 from hps.updates.warm import Warming
 from hps.updates.writer import CacheWriter
 from hps.workers import Lanes, Workers
@@ -93,6 +94,7 @@ class _Builder:
         self._resources = resources
         self._metrics = Metrics()
         self._stores = Stores(settings, opened, self._metrics, resources)
+        self._hot: dict[str, HotKeys] = {}
         self._tables = [table for model in opened for table in model.tables.values()]
 
     def node(self, warnings: tuple[str, ...]) -> Node:
@@ -168,6 +170,17 @@ class _Builder:
             threads=chosen.threads,
         )
         self._resources.callback(cache.close)
+        if chosen.snapshot.path is not None:
+            self._hot = hot_keys_at_start(chosen.snapshot.path)
+            snapshots = Snapshots(
+                cache,
+                self._tables,
+                chosen.snapshot.path,
+                interval_s=chosen.snapshot.interval_s,
+                most=chosen.snapshot.keys,
+                bytes_per_s=chosen.snapshot.bytes_per_s,
+            )
+            self._resources.callback(snapshots.close)
         return TierStatus(cache, cache.size, cache.capacity, facts=cache.facts)
 
     def _override(self, table: EmbeddingTable) -> TableOverride:
@@ -176,12 +189,15 @@ class _Builder:
         return override.tables.get(table.name) or TableOverride()
 
     def _warm(self, cache: TierStatus, writer: CacheWriter) -> None:
-        """Fill the cache from the start of the files, as far as it reaches."""
+        """Fill the cache with what was hot, or else from the start of the files, as far as it reaches."""
         warming = Warming(writer, self._progress)
         for model in self._opened:
             for name, table in model.tables.items():
                 files = model.version.tables[name]
                 rows = min(files.rows, cache.capacity(table) or 0)
+                if rows and (hot := self._hot.get(table.id)) is not None and len(hot[0]):
+                    warming.hottest(table, hot[0][:rows], cache.tier)
+                    continue
                 version = self._stores.version_of_rows(table)
                 warming.fill(table, files.keys()[:rows], files.vectors()[:rows], version)
 

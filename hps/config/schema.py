@@ -70,6 +70,19 @@ class SharedCacheSettings(Strict):
     """Keep the rows of an owner that was killed; only where nothing else changes the stores meanwhile."""
 
 
+class SnapshotSettings(Strict):
+    """Which keys are hot, kept in a file, so that the cache is warm after a restart."""
+
+    path: Path | None = None
+    """File of the hot keys; null: none is kept."""
+    interval_s: float = Field(60.0, gt=0)
+    """Seconds from one writing to the next; it is written at the end too."""
+    keys: int | None = Field(None, ge=1)
+    """Most keys per table; null: all that are in the cache."""
+    bytes_per_s: int = Field(64 << 20, ge=1024)
+    """How fast it is written at most; a key takes 9 bytes."""
+
+
 class CpuCacheSettings(Strict):
     """The cache in host memory."""
 
@@ -89,8 +102,10 @@ class CpuCacheSettings(Strict):
     """Keep the cache in the memory of this NUMA node; null: wherever the system puts it."""
     shared: SharedCacheSettings = SharedCacheSettings()
     """Lets other processes attach to the cache."""
+    snapshot: SnapshotSettings = SnapshotSettings()
+    """Keeps the hot keys over a restart."""
     warm: bool = True
-    """Fill the cache from the start of the model files before the node is ready."""
+    """Fill the cache before the node is ready: with the snapshot's keys, or else the first of the files."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from hps.tiers.base import FetchContext, Part, Tier
 from hps.types import EmbeddingTable, KeyArray, Progress, VectorArray
 from hps.updates.writer import CacheWriter
 
@@ -39,6 +40,15 @@ class Warming:
                 insert_rows(self._writer, table, keys, vectors, version, step)
             else:
                 promote_keys(self._writer, table, keys, step, self._until)
+
+    def hottest(self, table: EmbeddingTable, keys: KeyArray, cache: Tier) -> None:
+        """Put ``keys (n,)``, the hottest first, into ``cache`` as the stores have them."""
+        with self._progress.task(f"warming {table.name}, hottest keys", len(keys)) as step:
+            promote_keys(self._writer, table, keys, step, self._until)
+        # Those that came first look coldest now: a use puts that right.
+        half = keys[: len(keys) // 2]
+        for start in range(0, len(half), _CHUNK_ROWS):
+            cache.fetch([Part.make(table, half[start : start + _CHUNK_ROWS])], FetchContext())
 
 
 def insert_rows(

@@ -2,6 +2,7 @@
 LRU but for half a point."""
 
 import lzma
+import time
 from collections import OrderedDict
 
 import numpy as np
@@ -12,7 +13,10 @@ from hps.tiers.base import FetchContext, Part
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu_cache import CpuCache
 from hps.tiers.memory import MemoryTier
-from hps.types import EmbeddingTable, Source, version_now
+from hps.types import EmbeddingTable, NoProgress, Source, version_now
+from hps.updates.snapshot import read_hot_keys, write_hot_keys
+from hps.updates.warm import Warming
+from hps.updates.writer import CacheWriter
 
 TABLE = EmbeddingTable.make("items", 8)
 BATCH = 256
@@ -89,3 +93,33 @@ def test_replay(trace, store, share):
     assert hit_rate < exact + 0.005
     stats = cache.stats(TABLE)
     assert stats.rows == stats.capacity <= capacity
+
+
+@pytest.mark.data
+def test_after_a_restart_it_is_as_warm_as_before(trace, store, tmp_path):
+    """The same accesses, by a cache that went on and by one that was restarted from the hot keys."""
+    capacity, half = round(0.1 * store.size(TABLE)), len(trace) // 2
+    cache = CpuCache({TABLE: capacity})
+    replay(trace[:half], TierChain([TierChain([cache]), store]), cache)
+    write_hot_keys(tmp_path / "hot", {TABLE.id: cache.top_k(TABLE, capacity)})
+
+    began = time.monotonic()
+    restarted = CpuCache({TABLE: capacity})
+    writer = CacheWriter(restarted, [store], 1 << 20)
+    keys, _ = read_hot_keys(tmp_path / "hot")[TABLE.id]
+    Warming(writer, NoProgress()).hottest(TABLE, keys, restarted)
+    took = time.monotonic() - began
+    writer.close()
+
+    then = trace[half : half + 50_000]
+    rates = {}
+    for name, each in {
+        "before": cache,
+        "after": restarted,
+        "cold": CpuCache({TABLE: capacity}),
+    }.items():
+        rates[name] = replay(then, TierChain([TierChain([each]), store]), each)
+    print(f"\n{len(keys)} keys in {took:.1f} s: {rates}")
+    assert rates["cold"] < rates["before"] - 0.05  # or this would tell nothing
+    assert abs(rates["after"] - rates["before"]) < 0.02
+    assert took < 10

@@ -675,3 +675,17 @@ def test_reserved_pages_cannot_be_shared():
     chosen = {"shared": {"name": "x"}, "huge_pages": "reserved"}
     with pytest.raises(ConfigError, match="reserved pages can't be shared"):
         hps.open({"tiers": {"cpu_cache": chosen}})
+
+
+def test_a_restarted_node_has_the_rows_that_were_hot(folder, tmp_path):
+    snapshot = {"path": str(tmp_path / "hot")}
+    serve = {"clicks": {"tables": {"users": {"cache_rows": 16}}}}
+    chosen = {"models": {"serve": serve}, "tiers": {"cpu_cache": {"snapshot": snapshot}}}
+    hot = [100, 200, 300]
+    for start in range(2):
+        with hps.open(settings(folder, **json.loads(json.dumps(chosen)))) as node:
+            found = node.lookup("clicks", {"user": hot}, want_source=True)
+            assert node.writer.flush(5)
+            expected = Source.CPU if start else Source.ROCKSDB
+            assert (found.sources["user"] == expected).all()
+            np.testing.assert_array_equal(found.vectors["user"], rows(hot, 4))

@@ -1,0 +1,160 @@
+"""Which keys of a cache are hot, kept in a file, so that a node is as warm after a restart as before.
+
+Keys, not rows: a row's truth is in the stores, which may have changed meanwhile. The file is
+``HPSHOT1\\n``, the length of a JSON header (u32, little endian), the header, which lists the tables, each
+table's keys (int64) and scores (u8), hottest first, and the CRC-32 of all that.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.types import EmbeddingTable, KeyArray
+
+log = logging.getLogger(__name__)
+_MAGIC = b"HPSHOT1\n"
+_CHUNK_BYTES = 1 << 20
+_ENTRY_BYTES = 9
+
+HotKeys = tuple[KeyArray, NDArray[np.uint8]]
+"""Keys (n,), hottest first, and their scores (n,)."""
+
+
+class Ranked(Protocol):
+    """A cache that knows its hottest keys; `CpuCache` does."""
+
+    def top_k(self, table: EmbeddingTable, n: int) -> HotKeys: ...
+
+    def capacity(self, table: EmbeddingTable) -> int: ...
+
+
+def write_hot_keys(
+    path: Path,
+    tables: Mapping[str, HotKeys],
+    bytes_per_s: float = float("inf"),
+    wait: Callable[[float], object] = time.sleep,
+) -> None:
+    """Replace ``path`` by the hot keys of ``tables``, by their ids, no faster than ``bytes_per_s``. Whoever
+    reads it finds the old file or the new one, whole. Raises OSError."""
+    header = json.dumps(
+        {
+            "written": time.time(),
+            "tables": [[name, len(keys)] for name, (keys, _) in tables.items()],
+        }
+    ).encode()
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    checksum = 0
+    try:
+        with new.open("wb") as file:
+            for chunk in _chunks(header, tables):
+                file.write(chunk)
+                checksum = zlib.crc32(chunk, checksum)
+                wait(len(chunk) / bytes_per_s)
+            file.write(checksum.to_bytes(4, "little"))
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _chunks(header: bytes, tables: Mapping[str, HotKeys]) -> Iterator[bytes]:
+    yield _MAGIC + len(header).to_bytes(4, "little") + header
+    for keys, scores in tables.values():
+        for array in (keys.astype("<i8", copy=False), scores):
+            data = memoryview(array.tobytes())
+            for start in range(0, len(data), _CHUNK_BYTES):
+                yield bytes(data[start : start + _CHUNK_BYTES])
+
+
+def read_hot_keys(path: Path) -> dict[str, HotKeys]:
+    """What `write_hot_keys` wrote. Raises OSError, and ValueError for a damaged file."""
+    data = path.read_bytes()
+    start = len(_MAGIC) + 4
+    if len(data) < start + 4 or not data.startswith(_MAGIC):
+        raise ValueError(f"{path} is no snapshot of hot keys")
+    if zlib.crc32(memoryview(data)[:-4]) != int.from_bytes(data[-4:], "little"):
+        raise ValueError(f"{path} is damaged: its checksum does not match")
+    at = start + int.from_bytes(data[start - 4 : start], "little")
+    tables = {}
+    for name, n in json.loads(data[start:at])["tables"]:
+        keys = np.frombuffer(data, "<i8", n, at).astype(np.int64)
+        scores = np.frombuffer(data, np.uint8, n, at + 8 * n)
+        tables[name] = keys, scores
+        at += _ENTRY_BYTES * n
+    return tables
+
+
+class Snapshots:
+    """Writes ``cache``'s hot keys of ``tables`` to ``path`` every ``interval_s`` seconds and when it is
+    closed, on a thread of its own. Neither readers nor the writer of the cache wait for it.
+
+    ``most``: keys per table, None for all.
+    """
+
+    def __init__(
+        self,
+        cache: Ranked,
+        tables: Iterable[EmbeddingTable],
+        path: Path,
+        *,
+        interval_s: float,
+        most: int | None = None,
+        bytes_per_s: float = float("inf"),
+    ) -> None:
+        self._cache = cache
+        self._tables = tuple(tables)
+        self._path = path
+        self._interval_s = interval_s
+        self._most = most
+        self._bytes_per_s = bytes_per_s
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hps-hot-keys", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write it once more. The cache must still be open. Idempotent."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._interval_s):
+            self._write()
+        self._write()
+
+    def _write(self) -> None:
+        try:
+            hot = {}
+            for table in self._tables:
+                n = self._cache.capacity(table)
+                hot[table.id] = self._cache.top_k(table, n if self._most is None else self._most)
+            if not any(len(keys) for keys, _ in hot.values()):
+                return  # nothing was served: what an earlier one says is worth more
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_hot_keys(self._path, hot, self._bytes_per_s, self._closed.wait)
+        except OSError as error:
+            log.warning("the hot keys can't be written to %s: %s", self._path, error)
+        except Exception:
+            log.exception("the hot keys can't be written to %s", self._path)
+
+
+def hot_keys_at_start(path: Path) -> dict[str, HotKeys]:
+    """As `read_hot_keys`; nothing, with a warning, from a damaged file, and without from none."""
+    try:
+        return read_hot_keys(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        log.warning("the cache starts without its hot keys: %s", error)
+        return {}
