@@ -21,6 +21,7 @@ from hps.lookup.base import Lookup
 from hps.metrics import Metrics
 from hps.pipeline import InferencePipeline
 from hps.tiers.base import Tier
+from hps.tiers.cpu_reads import CacheReads
 from hps.types import (
     EmbeddingTable,
     JaggedKeys,
@@ -148,6 +149,25 @@ class Node:
                 _jagged(features), tensors, top_k, _deadline(timeout_s), want_source, outputs
             )
         )
+
+    def hot_keys(
+        self, model: str | None = None, table: str | None = None, limit: int = 20
+    ) -> list[dict[str, Any]]:
+        """The hottest keys of each table (of ``model``; its ``table``) that a cache ranks, with their scores
+        from 255 down, ready for JSON. Looks through whole caches. Raises ``NotFound``."""
+        chosen = list(self.models.values()) if model is None else [self.model(model)]
+        if table is not None and not any(table in served.tables for served in chosen):
+            who = "no model has a" if model is None else f"model '{model}' has no"
+            raise NotFound(f"{who} table '{table}'")
+        found = []
+        for served in chosen:
+            for name, each in served.tables.items():
+                for entry in self.tiers:
+                    if table in (None, name) and isinstance(entry.tier, CacheReads):
+                        keys, scores = entry.tier.top_k(each, limit)
+                        hot = {"keys": keys.tolist(), "scores": scores.tolist()}
+                        found.append({"model": served.name, "table": name} | hot)
+        return found
 
     def promotions_waiting(self) -> dict[str, int]:
         """Keys waiting to be copied into a tier, by its name; ``cpu`` stands for all caches."""

@@ -37,6 +37,7 @@ COMMANDS = {
     "lookup": Entry(ASK, "Show rows of a table; --explain: which tier they came from, how old."),
     "tables": Entry(ASK, "List the tables: rows, bytes, what is cached."),
     "status": Entry(ASK, "Show what a server is doing: models, tiers, hit rates."),
+    "hotkeys": Entry(ASK, "List the hottest keys of the CPU cache, of a server or of a snapshot."),
     "model": Entry(CARE, "Import, inspect and verify models of a repository.", group=True),
     "store": Entry(CARE, "Look into Redis and RocksDB; load, compare, convert.", group=True),
     "config": Entry(CARE, "Show, check and describe the configuration.", group=True),

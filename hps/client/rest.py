@@ -6,7 +6,7 @@ import http.client
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -168,6 +168,14 @@ class Client:
     def status(self) -> dict[str, Any]:
         """What the server serves and how it is doing."""
         return dict(self.admin("/v1/status"))
+
+    def hot_keys(
+        self, model: str | None = None, table: str | None = None, limit: int = 20
+    ) -> list[dict[str, Any]]:
+        """The hottest keys of the server's CPU cache, by table, with their scores from 255 down."""
+        asked = {"model": model, "table": table, "limit": limit}
+        query = urlencode({name: value for name, value in asked.items() if value is not None})
+        return list(self.admin(f"/v1/hotkeys?{query}")["tables"])
 
     def metrics(self) -> list[Sample]:
         """The server's metrics: name, labels, value."""

@@ -60,6 +60,16 @@ def admin_routes(state: State, guard: Guard, timeout_s: float) -> APIRouter:
         ]
         return Json({"tables": found})
 
+    # Not `async`: a large cache is looked through, which runs on a thread then.
+    @router.get("/v1/hotkeys", responses=answers("HotKeys", [400, 404, 503]))
+    def hot_keys(
+        model: str | None = None,
+        table: str | None = None,
+        limit: int = Query(20, ge=1, le=MAX_ROWS, description="Keys per table"),
+    ) -> Response:
+        """The hottest keys of the CPU cache, by table, with their scores from 255 down."""
+        return Json({"tables": state.require_node().hot_keys(model, table, limit)})
+
     @router.get("/v1/tables/{model}/{table}/rows", responses=answers("Rows", [400, 404, 503, 504]))
     async def rows(
         model: str,

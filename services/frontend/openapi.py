@@ -100,6 +100,7 @@ SCHEMAS: dict[str, Any] = {
     ),
     "Status": _object(["phase", "ready"], phase=_TEXT, ready={"type": "boolean"}),
     "Models": _object(["models"], models=_list({"type": "object"})),
+    "HotKeys": _object(["tables"], tables=_list({"type": "object"})),
     "Tables": _object(["tables"], tables=_list({"type": "object"})),
     "Rows": _object(
         ["model", "version", "table", "dim", "rows"],

@@ -689,3 +689,8 @@ def test_a_restarted_node_has_the_rows_that_were_hot(folder, tmp_path):
             expected = Source.CPU if start else Source.ROCKSDB
             assert (found.sources["user"] == expected).all()
             np.testing.assert_array_equal(found.vectors["user"], rows(hot, 4))
+            node.lookup("clicks", {"user": hot})
+            (told,) = node.hot_keys("clicks", "users", 16)
+            assert told["table"] == "users"
+            assert set(hot) <= set(told["keys"])
+            assert len(node.hot_keys("clicks", "users", 3)[0]["scores"]) == 3

@@ -110,3 +110,14 @@ def test_who_may_do_what(small, call, error, key_guard):
     for path in ("/v2/health/live", "/v2/health/ready", "/metrics", "/docs", "/openapi.json"):
         assert call(app, "GET", path).status_code == 200
     assert call(app, "POST", "/v2/repository/index").status_code == 401
+
+
+def test_hot_keys(small, admin, call, monkeypatch):
+    asked = []
+    monkeypatch.setattr(type(small.node), "hot_keys", lambda _, *told: asked.append(told) or [1])
+    assert call(admin, "GET", "/v1/hotkeys?model=ctr&table=items&limit=1").json() == {"tables": [1]}
+    call(admin, "GET", "/v1/hotkeys")
+    assert asked == [("ctr", "items", 1), (None, None, 20)]
+    monkeypatch.undo()
+    assert call(admin, "GET", "/v1/hotkeys?model=ctr&table=nope").status_code == 404
+    assert call(admin, "GET", "/v1/hotkeys?limit=0").status_code == 400

@@ -59,6 +59,7 @@ def validator(document, schema):
         ("/v1/status", "Status"),
         ("/v1/models", "Models"),
         ("/v1/tables", "Tables"),
+        ("/v1/hotkeys?limit=2", "HotKeys"),
         ("/v1/tables/ctr/items/rows?keys=1,99", "Rows"),
     ],
 )

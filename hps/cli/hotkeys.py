@@ -1,0 +1,78 @@
+"""``hps hotkeys``: which keys of the CPU cache are hot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hps.cli.output import Number, Output, OutputFormat, print_json, print_table
+from hps.cli.targets import ADMIN, AdminOption, ApiKeyOption, NoServerOption
+from hps.errors import BadRequest, NotFound
+
+app = typer.Typer(add_completion=False)
+
+EXAMPLES = """\b
+Examples:
+  hps hotkeys
+  hps hotkeys ctr ad --limit 100
+  hps hotkeys --snapshot hps-data/hot-keys --output json
+"""
+
+
+@app.command(epilog=EXAMPLES)
+def hotkeys(
+    model: Annotated[str | None, typer.Argument(help="Only this model's tables.")] = None,
+    table: Annotated[str | None, typer.Argument(help="Only this table of it.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Keys per table.")] = 20,
+    snapshot: Annotated[
+        Path | None, typer.Option(help="Read the file of tiers.cpu_cache.snapshot.path instead.")
+    ] = None,
+    admin: AdminOption = ADMIN,
+    _server: NoServerOption = None,
+    api_key: ApiKeyOption = None,
+    output: Output = OutputFormat.table,
+) -> None:
+    """List the hottest keys, hottest first, with their scores: 255 is the highest."""
+    if snapshot is not None:
+        found = from_snapshot(snapshot, model, table, limit)
+    else:
+        from hps.client import Client
+
+        with Client(admin_url=admin, api_key=api_key) as client:
+            found = client.hot_keys(model, table, limit)
+    if output is OutputFormat.json:
+        print_json(found)
+        return
+    print_table(
+        ("model", "table", "key", "score"),
+        [
+            (entry["model"], entry["table"], Number(key), Number(score))
+            for entry in found
+            for key, score in zip(entry["keys"], entry["scores"], strict=True)
+        ],
+    )
+
+
+def from_snapshot(
+    path: Path, model: str | None, table: str | None, limit: int
+) -> list[dict[str, Any]]:
+    """As ``Client.hot_keys``, from a file."""
+    from hps.updates.snapshot import read_hot_keys
+
+    try:
+        tables = read_hot_keys(path)
+    except OSError as error:
+        raise NotFound(f"{path} can't be read: {error.strerror}") from None
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+    found = []
+    for name, (keys, scores) in tables.items():
+        of_model, _, of_table = name.split("/")
+        if model in (None, of_model) and table in (None, of_table):
+            hot = {"keys": keys[:limit].tolist(), "scores": scores[:limit].tolist()}
+            found.append({"model": of_model, "table": of_table} | hot)
+    if not found:
+        raise NotFound(f"{path} has no such table; there is {', '.join(tables) or 'none'}")
+    return found

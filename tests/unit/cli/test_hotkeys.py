@@ -1,0 +1,43 @@
+"""hps hotkeys from a snapshot: what is chosen, how much, and what is wrong with the file."""
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from hps.cli.hotkeys import from_snapshot
+from hps.cli.main import app
+from hps.errors import BadRequest, NotFound
+from hps.updates.snapshot import write_hot_keys
+
+
+@pytest.fixture
+def path(tmp_path):
+    scores = np.array([255, 9], np.uint8)
+    tables = {"m/1/a": (np.array([-5, 6]), scores), "n/2/b": (np.array([7, 8]), scores)}
+    write_hot_keys(tmp_path / "hot", tables)
+    return tmp_path / "hot"
+
+
+def test_tables_and_keys_are_chosen(path):
+    assert [entry["table"] for entry in from_snapshot(path, None, None, 9)] == ["a", "b"]
+    only = [{"model": "n", "table": "b", "keys": [7], "scores": [255]}]
+    assert from_snapshot(path, "n", None, 1) == from_snapshot(path, "n", "b", 1) == only
+
+
+def test_it_is_printed(path):
+    done = CliRunner().invoke(app, ["hotkeys", "m", "--snapshot", str(path)])
+    assert (done.exit_code, "-5" in done.stdout, "255" in done.stdout) == (0, True, True)
+    done = CliRunner().invoke(app, ["hotkeys", "--snapshot", str(path), "--output", "json"])
+    assert json.loads(done.stdout)[1]["keys"] == [7, 8]
+
+
+def test_what_is_not_there_is_named(path, tmp_path):
+    with pytest.raises(NotFound, match="m/1/a, n/2/b"):
+        from_snapshot(path, "m", "b", 1)
+    with pytest.raises(NotFound, match="can't be read"):
+        from_snapshot(tmp_path / "none", None, None, 1)
+    path.write_bytes(b"other")
+    with pytest.raises(BadRequest, match="no snapshot"):
+        from_snapshot(path, None, None, 1)
