@@ -144,8 +144,9 @@ def existing_families(path: Path) -> list[str]:
     try:
         if (path / "CURRENT").exists():
             return list(Rdict.list_cf(str(path)))
+        # A database has a log from its first moment. A MANIFEST alone is what a process left that was
+        # killed while it created one.
         left = next((f for f in path.glob("*") if f.suffix in (".sst", ".log")), None)
-        left = left or next(path.glob("MANIFEST-*"), None)
     except Exception as error:
         raise translate(error, path) from error
     if left is not None:

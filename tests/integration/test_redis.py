@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from hps.tiers.redis import RedisTier
 from hps.types import EmbeddingTable, make_version, version_now
 from tests.support.redis_servers import settings, shared_server, until
 
-NOW_MS = time.time_ns() // 1_000_000
 DIM = 4
 
 
@@ -43,15 +43,24 @@ def table():
     return EmbeddingTable.make("user", DIM, model="ctr", version=2)
 
 
+STARTED = SimpleNamespace(ms=0)
+
+
+@pytest.fixture(autouse=True)
+def _started():
+    """When the test at hand began, in Unix milliseconds: rows grow old while other tests run."""
+    STARTED.ms = time.time_ns() // 1_000_000
+
+
 def rows_of(keys, dim=DIM):
     return (np.asarray(keys)[:, None] % 977 + np.arange(dim)).astype(np.float32)
 
 
-def versions_of(n, ms=NOW_MS):
-    return np.full(n, make_version(ms), np.uint64)
+def versions_of(n, ms=None):
+    return np.full(n, make_version(STARTED.ms if ms is None else ms), np.uint64)
 
 
-def fill(tier, table, first, last, ms=NOW_MS):
+def fill(tier, table, first, last, ms=None):
     keys = np.arange(first, last)
     tier.insert(table, keys, rows_of(keys, table.dim), versions_of(len(keys), ms))
     return keys
@@ -165,7 +174,7 @@ def test_nothing_connects_before_the_first_use():
 def test_all_rows_are_scanned(open_tier, table):
     tier = open_tier()
     keys = fill(tier, table, -3000, 3000)
-    tier.delete(table, keys[:10].copy(), versions_of(10, NOW_MS + 1))
+    tier.delete(table, keys[:10].copy(), versions_of(10, STARTED.ms + 1))
     found = {}
     for some, rows, versions in tier.scan(table, 100):
         np.testing.assert_array_equal(rows, rows_of(some))
@@ -173,7 +182,7 @@ def test_all_rows_are_scanned(open_tier, table):
         found |= dict.fromkeys(some.tolist())
     assert sorted(found) == keys[10:].tolist()
     dead = {k: v for keys, at in tier.tombstones(table, 100) for k, v in zip(keys, at, strict=True)}
-    assert dead == dict.fromkeys(keys[:10].tolist(), versions_of(1, NOW_MS + 1)[0])
+    assert dead == dict.fromkeys(keys[:10].tolist(), versions_of(1, STARTED.ms + 1)[0])
 
 
 def test_a_table_is_measured(open_tier, table):
@@ -229,7 +238,7 @@ def test_large_batches_go_in_slices_that_let_others_in(server, open_tier, table)
 
 def test_rows_beyond_their_time_are_not_served_and_go(server, open_tier, table):
     tier = open_tier(ttl_s=60)
-    fill(tier, table, 0, 1000, NOW_MS - 61_000)
+    fill(tier, table, 0, 1000, STARTED.ms - 61_000)
     fill(tier, table, 1000, 2000)
     part = Part.make(table, np.array([5, 1005]), np.full((2, DIM), 7, np.float32))
     tier.fetch([part], FetchContext())
@@ -245,7 +254,7 @@ def test_rows_beyond_their_time_are_not_served_and_go(server, open_tier, table):
 def test_rows_beyond_their_time_are_not_promoted(open_tier, table):
     """Or each lookup that finds them on the disk would write them again."""
     tier, keys = open_tier(ttl_s=60), np.arange(10)
-    tier.promote(table, keys, rows_of(keys), versions_of(10, NOW_MS - 61_000))
+    tier.promote(table, keys, rows_of(keys), versions_of(10, STARTED.ms - 61_000))
     assert tier.usage(table).entries == 0
     tier.promote(table, keys, rows_of(keys), versions_of(10))
     assert len(held(tier, table, keys)) == 10
@@ -255,7 +264,7 @@ def test_tables_may_have_a_time_of_their_own(open_tier, table):
     other = EmbeddingTable.make("items", DIM, model="ctr")
     tier = open_tier(ttl_s=60, table_ttl_s={"ctr/items": None})
     for each in (table, other):
-        fill(tier, each, 0, 10, NOW_MS - 61_000)
+        fill(tier, each, 0, 10, STARTED.ms - 61_000)
     assert not len(held(tier, table, np.arange(10)))
     assert len(held(tier, other, np.arange(10))) == 10
 
@@ -263,7 +272,7 @@ def test_tables_may_have_a_time_of_their_own(open_tier, table):
 def test_forgotten_tombstones_go(open_tier):
     table = EmbeddingTable.make("user", DIM, tombstone_ttl_s=60)
     tier = open_tier()
-    tier.delete(table, np.arange(100), versions_of(100, NOW_MS - 61_000))
+    tier.delete(table, np.arange(100), versions_of(100, STARTED.ms - 61_000))
     tier.delete(table, np.arange(100, 150), versions_of(50))
     assert tier.expire(table) == 100
     assert tier.usage(table).entries == 50
@@ -271,7 +280,7 @@ def test_forgotten_tombstones_go(open_tier):
 
 def test_what_is_too_old_goes_by_itself(open_tier, table):
     tier = open_tier(ttl_s=40)
-    fill(tier, table, 0, 1000, NOW_MS - 61_000)
+    fill(tier, table, 0, 1000, STARTED.ms - 61_000)
     tier._upkeep._due = 0.0
     until(lambda: tier.rows(table) == 0)
 
@@ -420,7 +429,7 @@ def test_a_partition_far_beyond_is_resolved_in_steps(server, open_tier, table):
 # -- stream positions ------------------------------------------------------------------------------
 
 
-def changes(upserts=(), deletions=(), ms=NOW_MS):
+def changes(upserts=(), deletions=(), ms=None):
     keys, deleted = np.array(upserts, np.int64), np.array(deletions, np.int64)
     return TableChanges(
         keys, rows_of(keys), versions_of(len(keys), ms), deleted, versions_of(len(deleted), ms)
@@ -573,7 +582,7 @@ def test_a_load_that_was_killed_is_finished(server, open_tier, table, monkeypatc
 def test_a_load_overwrites_nothing_newer(open_tier, table):
     tier = open_tier()
     tier.insert(table, np.array([5]), rows_of([500]), versions_of(1))
-    tier.preload(table, chunks_of(100), make_version(NOW_MS - 1000))
+    tier.preload(table, chunks_of(100), make_version(STARTED.ms - 1000))
     assert tier.get(table, np.array([5])).out.tolist() == rows_of([500]).tolist()
 
 

@@ -366,6 +366,8 @@ def test_ten_thousand_failing_requests(server, open_tier, table):
     asking.until_well(keys, found=0)
 
 
+# JAX, where another test imported it, warns of every fork; the child here runs nothing of it.
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_a_fork_does_not_use_its_parents_connections(server, open_tier, table):
     tier = open_tier(server)
     fill(tier, table, 10)

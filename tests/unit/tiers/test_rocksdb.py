@@ -517,6 +517,19 @@ class TestBrokenFolders:
         ):
             fetch(RocksDbTier(tmp_path), table(), keys)
 
+    def test_a_creation_that_was_killed_is_begun_again(self, tmp_path):
+        RocksDbTier(tmp_path / "other").close()
+        (manifest,) = (tmp_path / "other").glob("MANIFEST-*")
+        folder = tmp_path / "db"
+        folder.mkdir()
+        (folder / "MANIFEST-000001").write_bytes(manifest.read_bytes()[:20])
+        (folder / "000001.dbtmp").write_bytes(b"MANIFEST-0000")
+        (folder / "LOCK").touch()
+        tier = RocksDbTier(folder)
+        tier.insert(table(), KEYS, VECTORS, VERSIONS)
+        assert len(fetch(tier, table(), KEYS).missing) == 0
+        tier.close()
+
     def test_a_flipped_bit_is_an_error_and_not_a_wrong_row(self, tmp_path):
         tier = RocksDbTier(tmp_path, tuning=Tuning())
         items = table()
