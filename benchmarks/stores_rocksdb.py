@@ -163,7 +163,7 @@ def _compare(
             sides["C++"] = lambda b: _theirs(peer, b, batch)
         turns = {name: iter(drawn) for name in sides}
         times = alternate(
-            {name: lambda n=name, s=side: s(next(turns[n])) for name, side in sides.items()},  # type: ignore[misc]
+            {name: lambda n=name, s=side: s(next(turns[n])) for name, side in sides.items()},  # type: ignore[misc] # bound now
             len(drawn),
         )
     return {name: found[1:] for name, found in times.items()}
