@@ -1,13 +1,14 @@
 """The C++ core, or its NumPy twins where it could not be built.
 
 ``HPS_NATIVE=on`` fails when the compiled module is missing, ``off`` forces the twins, ``auto`` (the
-default) takes what is there; ``COMPILED`` tells which one is in use.
+default) takes what is there; ``COMPILED`` tells which one is in use. A module of other sources than those
+beside this file is refused (ConfigError): it would have to be built again.
 """
 
 from __future__ import annotations
 
 from hps.config.environment import native_mode
-from hps.native import twin, twin_cache, twin_pool, twin_resp
+from hps.native import source, twin, twin_cache, twin_codec, twin_pool, twin_resp
 
 _mode = native_mode()
 COMPILED = False
@@ -19,6 +20,10 @@ gather_all = twin_pool.gather_all
 pool_bags = twin_pool.pool_bags
 RowReplies = twin_resp.RowReplies
 ProtocolError = twin_resp.ProtocolError
+decode_hps = twin_codec.decode_hps
+decode_native = twin_codec.decode_native
+encode_hps = twin_codec.encode_hps
+crc32 = twin_codec.crc32
 if _mode != "off":
     try:
         from hps.native import _core
@@ -26,6 +31,7 @@ if _mode != "off":
         if _mode == "on":
             raise
     else:
+        source.check(_core)
         COMPILED = True
         partition_hash = _core.partition_hash
         dedup = _core.dedup
@@ -35,6 +41,10 @@ if _mode != "off":
         pool_bags = _core.pool_bags  # type: ignore[assignment]
         RowReplies = _core.RowReplies  # type: ignore[misc,assignment]
         ProtocolError = _core.ProtocolError  # type: ignore[misc,assignment]
+        decode_hps = _core.decode_hps
+        decode_native = _core.decode_native
+        encode_hps = _core.encode_hps
+        crc32 = _core.crc32
 
 __all__ = [
     "COMPILED",
@@ -42,7 +52,11 @@ __all__ = [
     "ProtocolError",
     "RowReplies",
     "cache_bytes",
+    "crc32",
+    "decode_hps",
+    "decode_native",
     "dedup",
+    "encode_hps",
     "gather_all",
     "partition_hash",
     "pool_bags",

@@ -1,7 +1,13 @@
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from hps.native.twin_codec import Group
+
+SOURCES: str
+"""The digest of the sources it was built from, see source.py."""
 
 def partition_hash(keys: NDArray[np.int64]) -> NDArray[np.uint64]:
     """The HPS partition hash of each key: (n,) uint64."""
@@ -132,3 +138,30 @@ class RowReplies:
     def errors(self) -> list[tuple[int, str]]: ...
     @property
     def wrong_length(self) -> int: ...
+
+def decode_hps(
+    messages: Sequence[bytes | None],
+    keyed: NDArray[np.uint8],
+    stamps: NDArray[np.uint64],
+    key_bytes: int,
+    row_bytes: int,
+    longest: int,
+) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint64], NDArray[np.uint8]]:
+    """See twin_codec.decode_hps."""
+
+def decode_native(
+    messages: Sequence[bytes | None], longest: int
+) -> tuple[NDArray[np.uint8], list[Group]]:
+    """See twin_codec.decode_native."""
+
+def encode_hps(
+    keys: NDArray[np.int64],
+    vectors: NDArray[np.uint8],
+    key_bytes: int,
+    row_bytes: int,
+    rows_per_message: int,
+) -> list[bytes]:
+    """See twin_codec.encode_hps."""
+
+def crc32(data: NDArray[np.uint8], crc: int = 0) -> int:
+    """See twin_codec.crc32."""

@@ -37,9 +37,11 @@ NB_MODULE(_core, m) {
   m.doc() = "Compiled kernels of hps; hps.native chooses between them and their NumPy twins.";
   // A cache that a daemon thread still holds when the interpreter ends is no leak to shout about.
   nb::set_leak_warnings(false);
+  m.attr("SOURCES") = HPS_SOURCES;  // their digest, see source.py
   m.def("partition_hash", &py_partition_hash, nb::arg("keys").noconvert());
   m.def("dedup", &py_dedup, nb::arg("keys").noconvert());
   bind_cache(m);
+  bind_codec(m);
   bind_gather(m);
   bind_resp(m);
 }

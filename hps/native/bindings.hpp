@@ -36,3 +36,5 @@ inline nb::ndarray<nb::numpy, T, nb::ndim<1>> own(std::unique_ptr<T[]> data, std
 void bind_gather(nb::module_& m);
 // Adds CacheTable and what belongs to it.
 void bind_cache(nb::module_& m);
+// Adds the decoders and encoders of update messages.
+void bind_codec(nb::module_& m);

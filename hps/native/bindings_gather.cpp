@@ -80,6 +80,10 @@ void check(bool fits, const char* what) {
   if (!fits) throw std::invalid_argument(what);
 }
 
+std::int64_t begin_of(const hps::PoolAsk& ask, std::size_t bag) {
+  return ask.offsets != nullptr ? ask.offsets[bag] : static_cast<std::int64_t>(bag) * ask.hotness;
+}
+
 // A negative or falling offset, or one past the keys, must never be followed.
 void check_offsets(const hps::PoolAsk& ask, std::size_t bags, std::size_t n) {
   if (ask.offsets == nullptr) {
@@ -91,6 +95,16 @@ void check_offsets(const hps::PoolAsk& ask, std::size_t bags, std::size_t n) {
   check(fits, "offsets must rise from 0 to the number of keys");
 }
 
+void check_given(const hps::PoolAsk& ask, std::size_t n) {
+  std::int64_t after = 0;
+  bool fits = true;
+  for (std::size_t i = 0; i < ask.n_given; ++i) {
+    fits &= after <= ask.given[i] && ask.given[i] < static_cast<std::int64_t>(n);
+    after = ask.given[i] + 1;
+  }
+  check(fits, "given must be ascending positions of keys");
+}
+
 std::size_t pool_by_pieces(const CacheTable& table, const hps::PoolAsk& ask, std::size_t bags,
                            std::size_t n, std::int64_t* left) {
   const std::size_t pieces = table.threads() == 1 ? 1 : std::min(bags, n / kPieceKeys);
@@ -99,9 +113,7 @@ std::size_t pool_by_pieces(const CacheTable& table, const hps::PoolAsk& ask, std
   if (pieces <= 1) return table.table().pool(all, left);
   const auto first_bag = [&](std::size_t piece) { return piece * bags / pieces; };
   const auto first_key = [&](std::size_t piece) {
-    const std::size_t bag = first_bag(piece);
-    return ask.offsets != nullptr ? static_cast<std::size_t>(ask.offsets[bag])
-                                  : bag * static_cast<std::size_t>(ask.hotness);
+    return static_cast<std::size_t>(begin_of(ask, first_bag(piece)));
   };
   std::vector<std::size_t> counts(pieces);
   hps::parallel(pieces, table.threads(), [&](std::size_t piece) {
@@ -116,6 +128,25 @@ std::size_t pool_by_pieces(const CacheTable& table, const hps::PoolAsk& ask, std
     total += counts[piece];
   }
   return total;
+}
+
+// Only the bags that have a given row, one by one.
+std::size_t pool_given(const CacheTable& table, const hps::PoolAsk& ask, std::size_t bags,
+                       std::int64_t* left) {
+  const std::size_t row_bytes = table.table().header().row_bytes;
+  std::size_t unanswered = 0, bag = 0;
+  for (std::size_t at = 0; at < ask.n_given;) {
+    while (bag < bags && begin_of(ask, bag + 1) <= ask.given[at]) ++bag;
+    hps::PoolAsk mine = ask;
+    mine.first = bag;
+    mine.last = bag + 1;
+    mine.given = ask.given + at;
+    mine.rows = ask.rows + at * row_bytes;
+    while (at < ask.n_given && ask.given[at] < begin_of(ask, bag + 1)) ++at;
+    mine.n_given = static_cast<std::size_t>(ask.given + at - mine.given);
+    unanswered += table.table().pool(mine, left + unanswered);
+  }
+  return unanswered;
 }
 
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -145,10 +176,14 @@ nb::object py_pool(const CacheTable& table, const Keys& keys, const std::optiona
     ask.n_given = given->shape(0);
     table.check_rows(*rows, ask.n_given);
     ask.rows = static_cast<const std::uint8_t*>(rows->data());
+    check_given(ask, n);
   }
   std::unique_ptr<std::int64_t[]> left(new std::int64_t[n]);
   std::size_t unanswered = 0;
-  without_gil(n, [&] { unanswered = pool_by_pieces(table, ask, bags, n, left.get()); });
+  without_gil(n, [&] {
+    unanswered = given ? pool_given(table, ask, bags, left.get())
+                       : pool_by_pieces(table, ask, bags, n, left.get());
+  });
   if (unanswered == 0) return nb::none();
   return nb::cast(own(std::move(left), unanswered));
 }

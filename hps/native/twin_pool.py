@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -44,31 +43,44 @@ def pool_bags(
     for an empty bag and where that is 0.
 
     Bag ``b`` has the keys ``offsets[b]:offsets[b + 1]``, of ``offsets (bags + 1,)``; without, all have as
-    many. ``rows (g, dim)`` are taken for the keys at the ascending positions ``given (g,)``. Returns
-    the positions of keys that have no row, None when there are none; what their bags have has no
-    meaning. Counts as a use of the keys.
+    many. ``rows (g, dim)`` are taken for the keys at the ascending positions ``given (g,)``; then the
+    bags that have none of these are left as they are. Returns the positions of keys that have no
+    row, None when there are none; what their bags have has no meaning. Counts as a use of the keys.
     """
-    bags = len(out)
+    bags, n = len(out), len(keys)
     if offsets is None:
-        offsets = np.arange(bags + 1) * (len(keys) // bags if bags else 0)
-    vectors = np.zeros((len(keys), out.shape[1]), out.dtype)
-    versions, source = np.zeros(len(keys), np.uint64), np.zeros(len(keys), np.uint8)
-    left = table.fetch(keys, np.arange(len(keys)), 0, vectors, versions, source)
-    found = source != 0
+        offsets = np.arange(bags + 1) * (n // bags if bags else 0)
+    vectors = np.zeros((n, out.shape[1]), out.dtype)
+    versions, source = np.zeros(n, np.uint64), np.zeros(n, np.uint8)
+    table.fetch(keys, np.arange(n), 0, vectors, versions, source)
+    lacking, wanted = source == 0, np.ones(bags, bool)
     if given is not None and rows is not None:
-        vectors[given], found[given] = rows, True
-    del left
+        wanted[:] = False
+        wanted[np.searchsorted(offsets, given, side="right") - 1] = True
+        vectors[given], lacking[given] = rows, False
+        lacking &= np.repeat(wanted, np.diff(offsets))
     with np.errstate(all="ignore"):
-        summed = vectors.astype(np.float32)
-        if weights is not None:
-            summed *= weights[:, None]
-        for bag, (start, stop) in enumerate(pairwise(offsets)):
-            total = np.zeros(out.shape[1], np.float32)
-            for i in range(start, stop):
-                total = summed[i] if i == start else total + summed[i]
-            if divisors is not None and stop > start:
-                by = divisors[bag]
-                total = total / by if by != 0 else np.zeros_like(total)
-            out[bag] = total
-    missing = np.flatnonzero(~found)
+        summed = _sum_in_order(vectors, offsets, weights)
+        if divisors is not None:
+            by = np.where(np.diff(offsets) > 0, divisors, 1)[:, None]
+            summed = np.where(by == 0, np.float32(0), summed / np.where(by == 0, 1, by))
+        out[wanted] = summed[wanted]
+    missing = np.flatnonzero(lacking)
     return missing if len(missing) else None
+
+
+def _sum_in_order(
+    vectors: VectorArray, offsets: IndexArray, weights: Floats | None
+) -> NDArray[np.float32]:
+    """(bags, dim): the first rows of all bags, then their second ones, and so on."""
+    rows = vectors.astype(np.float32)
+    if weights is not None:
+        rows *= weights[:, None]
+    sizes = np.diff(offsets)
+    total = np.zeros((len(sizes), rows.shape[1]), np.float32)
+    filled = np.flatnonzero(sizes)
+    total[filled] = rows[offsets[filled]]
+    for i in range(1, int(sizes.max(initial=0))):
+        longer = np.flatnonzero(sizes > i)
+        total[longer] += rows[offsets[longer] + i]
+    return total

@@ -49,27 +49,14 @@ enum class Outcome { kMissing, kRow, kTombstone };
 // Where a key's row is, as of its bucket's sequence number; no score: there is no readable row.
 struct Found {
   std::uint8_t* score;  // tells bucket and slot too
-  std::uint32_t row;
+  const std::uint8_t* row;
+  const std::uint64_t* version;
   std::uint32_t sequence;
 };
 
 HPS_INLINE Bucket& bucket_of(const Found& found) {
   return *reinterpret_cast<Bucket*>(reinterpret_cast<std::uintptr_t>(found.score) &
                                     ~std::uintptr_t{63});
-}
-
-HPS_INLINE Found at_slot(Bucket& bucket, std::uint64_t word, unsigned slots) {
-  const auto slot = static_cast<unsigned>(__builtin_ctz(slots));
-  return {bucket.scores + slot, load(bucket.rows[slot]), sequence(word)};
-}
-
-// Finds a readable row.
-HPS_INLINE bool find_in(Bucket& bucket, std::int64_t key, std::uint64_t& word, Found& found) {
-  word = load_acquire(bucket.word);
-  const unsigned slots = match(bucket, key) & readable(word);
-  if (__builtin_expect(slots == 0, 0)) return false;
-  found = at_slot(bucket, word, slots);
-  return true;
 }
 
 // How likely a hit raises an LFU score: 1 / 2^(score / 16).

@@ -1,7 +1,8 @@
-// Gather and pool in one pass. A row is copied to the first-level cache, found whole, and added to
-// its bag from there. Every operation is rounded as in hps/lookup/pooling.py and comes in the same
-// order.
-#include <vector>
+// Gather and pool in one pass. A row is copied, to registers where its length is a usual one and
+// else to the first-level cache, found whole, and only then added to its bag. Every operation is
+// rounded as in hps/lookup/pooling.py and comes in the same order.
+#include <cstring>
+#include <memory>
 
 #include "cache_reader.hpp"
 #include "hps/cache_read.hpp"
@@ -14,7 +15,7 @@ template <typename Element, std::size_t RowBytes>
 struct Pooling {
   const PoolAsk& ask;
   std::size_t dim;
-  std::vector<float> sum;  // of a bag of float16 rows
+  std::unique_ptr<float[]> sum;  // of a bag of float16 rows
 
   std::int64_t begin_of(std::size_t bag) const {
     return ask.offsets != nullptr ? ask.offsets[bag] : static_cast<std::int64_t>(bag) * ask.hotness;
@@ -28,7 +29,7 @@ struct Pooling {
 
   float* sum_of(std::size_t bag) {
     if constexpr (sizeof(Element) == sizeof(float)) return out_of(bag);
-    return sum.data();
+    return sum.get();
   }
 
   HPS_INLINE void add(float* __restrict to, const Element* __restrict row, std::int64_t position,
@@ -70,19 +71,19 @@ template <typename Element, std::size_t RowBytes>
 std::size_t pool_rows(const CacheView& view, const PoolAsk& ask, std::int64_t* left) {
   Reader<RowBytes, false> reader(view);
   Pooling<Element, RowBytes> pooling{ask, view.row_bytes / sizeof(Element), {}};
-  if (sizeof(Element) != sizeof(float)) pooling.sum.resize(pooling.width());
-  std::vector<Element> row(pooling.width());
+  if (sizeof(Element) != sizeof(float)) pooling.sum.reset(new float[pooling.width()]);
+  const std::unique_ptr<Element[]> row(new Element[pooling.width()]);
   std::size_t unanswered = 0, bag = ask.first, given = 0;
   const std::int64_t first = pooling.begin_of(ask.first), end = pooling.begin_of(ask.last);
   while (given < ask.n_given && ask.given[given] < first) ++given;
   reader.look_up(
       static_cast<std::size_t>(end - first),
       [&](std::size_t i) { return ask.keys[first + static_cast<std::int64_t>(i)]; },
-      [&](std::size_t) { return reinterpret_cast<std::uint8_t*>(row.data()); },
+      [&](std::size_t) { return reinterpret_cast<std::uint8_t*>(row.get()); },
       [&](std::size_t i, Outcome outcome, std::uint64_t) {
         const std::int64_t position = first + static_cast<std::int64_t>(i);
         while (pooling.begin_of(bag + 1) <= position) pooling.finish(bag++);
-        const Element* found = row.data();
+        const Element* found = row.get();
         if (given < ask.n_given && ask.given[given] == position) {
           found = reinterpret_cast<const Element*>(ask.rows) + given++ * pooling.width();
         } else if (outcome != Outcome::kRow) {
@@ -96,6 +97,118 @@ std::size_t pool_rows(const CacheView& view, const PoolAsk& ask, std::int64_t* l
   return unanswered;
 }
 
+#if defined(__AVX512F__)
+constexpr std::size_t kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr std::size_t kVectorBytes = 32;
+#else
+constexpr std::size_t kVectorBytes = 16;
+#endif
+using Floats = float __attribute__((vector_size(kVectorBytes)));
+
+// A row, or the sum of a bag, in registers.
+template <std::size_t RowBytes>
+struct Row {
+  static constexpr std::size_t kParts = RowBytes / kVectorBytes;
+  Floats parts[kParts];
+
+  HPS_INLINE static Row filled(float value) {
+    Row row;
+    for (std::size_t i = 0; i < kParts; ++i) row.parts[i] = Floats{} + value;
+    return row;
+  }
+
+  HPS_INLINE static Row at(const std::uint8_t* shared) {
+    Row row;
+    for (std::size_t i = 0; i < kParts; ++i)
+      copy_from_shared(reinterpret_cast<std::uint8_t*>(&row.parts[i]), shared + i * kVectorBytes,
+                       kVectorBytes);
+    return row;
+  }
+
+  HPS_INLINE void add(const Row& other) {
+    for (std::size_t i = 0; i < kParts; ++i) parts[i] += other.parts[i];
+  }
+
+  HPS_INLINE void add(const Row& other, float weight) {
+    for (std::size_t i = 0; i < kParts; ++i) parts[i] += other.parts[i] * weight;
+  }
+
+  HPS_INLINE void put(std::uint8_t* to, float divisor) const {
+    for (std::size_t i = 0; i < kParts; ++i) {
+      const Floats part = divisor == 0 ? Floats{} : divisor == 1 ? parts[i] : parts[i] / divisor;
+      std::memcpy(to + i * kVectorBytes, &part, kVectorBytes);
+    }
+  }
+};
+
+// pool_rows for float32 rows that fit into registers, and their sum too.
+template <std::size_t RowBytes>
+std::size_t pool_in_registers(const CacheView& view, const PoolAsk& ask, std::int64_t* left) {
+  using Vector = Row<RowBytes>;
+  // -0 + x is x, of either sign.
+  const Vector nothing = Vector::filled(-0.0F);
+  Reader<RowBytes, false> reader(view);
+  const Pooling<float, RowBytes> bags{ask, RowBytes / sizeof(float), {}};
+  std::size_t unanswered = 0, bag = ask.first, given = 0;
+  const std::int64_t begin = bags.begin_of(ask.first), end = bags.begin_of(ask.last);
+  std::int64_t bag_end = begin;  // of the bag that is summed; before the first, nothing is
+  Vector sum = nothing;
+  const auto key_at = [&](std::size_t i) { return ask.keys[begin + static_cast<std::int64_t>(i)]; };
+  const auto put = [&](std::int64_t from) HPS_FLAT {
+    const bool empty = bag_end == from;
+    const float divisor = empty ? 0 : ask.divisors == nullptr ? 1 : ask.divisors[bag];
+    sum.put(ask.out + bag * RowBytes, divisor);
+    sum = nothing;
+    ++bag;
+  };
+  std::int64_t bag_begin = begin;
+  if (bag < ask.last) bag_end = bags.begin_of(bag + 1);
+  while (given < ask.n_given && ask.given[given] < begin) ++given;
+  reader.find_all(static_cast<std::size_t>(end - begin), key_at,
+                  [&](std::size_t i, const Found& at) HPS_FLAT {
+                    const std::int64_t position = begin + static_cast<std::int64_t>(i);
+                    while (bag_end <= position) {
+                      put(bag_begin);
+                      bag_begin = bag_end;
+                      bag_end = bags.begin_of(bag + 1);
+                    }
+                    Vector row;
+                    if (__builtin_expect(given < ask.n_given && ask.given[given] == position, 0)) {
+                      row = Vector::at(ask.rows + given++ * RowBytes);
+                    } else {
+                      bool whole = at.score != nullptr;
+                      if (__builtin_expect(whole, 1)) {
+                        row = Vector::at(at.row);
+                        whole = reader.is_unchanged(at);
+                      }
+                      if (__builtin_expect(whole, 1)) {
+                        reader.touch(*at.score);
+                      } else {
+                        alignas(kVectorBytes) std::uint8_t copied[RowBytes];
+                        std::uint64_t version = 0;
+                        if (reader.look_again(key_at(i), copied, version) != Outcome::kRow) {
+                          left[unanswered++] = position;
+                          return true;
+                        }
+                        row = Vector::at(copied);
+                      }
+                    }
+                    if (ask.weights == nullptr) {
+                      sum.add(row);
+                    } else {
+                      sum.add(row, ask.weights[position]);
+                    }
+                    return true;
+                  });
+  while (bag < ask.last) {
+    put(bag_begin);
+    bag_begin = bag_end;
+    if (bag < ask.last) bag_end = bags.begin_of(bag + 1);
+  }
+  return unanswered;
+}
+
 template <typename Element>
 std::size_t pool_of(const CacheView& view, const PoolAsk& ask, std::int64_t* left) {
   switch (view.row_bytes) {
@@ -103,10 +216,23 @@ std::size_t pool_of(const CacheView& view, const PoolAsk& ask, std::int64_t* lef
       return pool_rows<Element, 64>(view, ask, left);
     case 128:
       return pool_rows<Element, 128>(view, ask, left);
-    case 512:
-      return pool_rows<Element, 512>(view, ask, left);
     default:
       return pool_rows<Element, 0>(view, ask, left);
+  }
+}
+
+std::size_t pool_floats(const CacheView& view, const PoolAsk& ask, std::int64_t* left) {
+  switch (view.row_bytes) {
+    case 64:
+      return pool_in_registers<64>(view, ask, left);
+    case 128:
+      return pool_in_registers<128>(view, ask, left);
+    case 256:
+      return pool_in_registers<256>(view, ask, left);
+    case 512:
+      return pool_in_registers<512>(view, ask, left);
+    default:
+      return pool_rows<float, 0>(view, ask, left);
   }
 }
 
@@ -114,7 +240,7 @@ std::size_t pool_of(const CacheView& view, const PoolAsk& ask, std::int64_t* lef
 
 std::size_t pool(const CacheView& view, const PoolAsk& ask, std::int64_t* left);
 std::size_t pool(const CacheView& view, const PoolAsk& ask, std::int64_t* left) {
-  return ask.halves ? pool_of<_Float16>(view, ask, left) : pool_of<float>(view, ask, left);
+  return ask.halves ? pool_of<Half>(view, ask, left) : pool_floats(view, ask, left);
 }
 
 }  // namespace HPS_ISA

@@ -90,7 +90,7 @@ void copy_rows_of(const std::uint8_t* rows, std::size_t row_bytes, const std::in
     if (i + kAhead < n) {
       const std::uint8_t* row = rows + static_cast<std::size_t>(numbers[i + kAhead]) * bytes;
       for (std::size_t at = 0; at < bytes && at < kPrefetchBytes; at += 64)
-        __builtin_prefetch(row + at);
+        __builtin_prefetch(row + at, 0, kToSecondLevel);
     }
     std::memcpy(out + i * bytes, rows + static_cast<std::size_t>(numbers[i]) * bytes, bytes);
   }

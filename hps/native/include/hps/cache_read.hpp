@@ -7,6 +7,13 @@
 
 namespace hps {
 
+// Stored; sums are taken in float. g++ 12 for ARM knows it by this name only.
+#if defined(__aarch64__)
+using Half = __fp16;
+#else
+using Half = _Float16;
+#endif
+
 // Where a fetch writes, indexed by the key's position.
 struct CacheAnswer {
   std::uint8_t* out;

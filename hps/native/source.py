@@ -1,0 +1,40 @@
+"""Of which C++ sources the compiled core is: it carries their digest, which CMake gets by running this file.
+
+After an update of the checkout the core of before may lack what Python expects of it, or do something else
+under the same name.
+"""
+
+from __future__ import annotations
+
+import sys
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+
+
+def digest(folder: Path = FOLDER) -> str:
+    """Of what the core is built from; empty where the sources are not installed."""
+    total = sha256()
+    found = [p for p in folder.rglob("*.?pp") if p.parent.name != "stress"]
+    for path in sorted([*found, *folder.glob("CMakeLists.txt")]):
+        name = path.relative_to(folder).as_posix()
+        total.update(f"{name} {sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return total.hexdigest() if found else ""
+
+
+def check(core: Any, folder: Path = FOLDER) -> None:
+    """Raises ConfigError unless ``core`` was built from the sources in ``folder``."""
+    from hps.errors import ConfigError
+
+    expected = digest(folder)
+    if expected and getattr(core, "SOURCES", "") != expected:
+        raise ConfigError(
+            f"the native core {core.__file__} was built from other sources than those in {folder}: build "
+            "it again with `make setup`, or `pip install .`; HPS_NATIVE=off does without it"
+        )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(digest())
