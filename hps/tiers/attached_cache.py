@@ -14,7 +14,7 @@ from hps.errors import TierError
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.cpu_reads import CacheReads
 from hps.tiers.cpu_segments import SHARED_MEMORY, attach, catalog, register_reader
-from hps.tiers.fused import Ask
+from hps.tiers.fused import Ask, Bags
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 
 log = logging.getLogger(__name__)
@@ -56,9 +56,9 @@ class AttachedCache(CacheReads):
         self._look_now_and_then()
         super().fetch(parts, ctx)
 
-    def gather(self, asks: list[Ask]) -> bool:
+    def gather(self, asks: list[Ask], bags: Sequence[Bags] = (), /) -> bool:
         self._look_now_and_then()
-        return super().gather(asks)
+        return super().gather(asks, bags)
 
     def insert(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray

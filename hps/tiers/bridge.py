@@ -15,18 +15,20 @@ from hps.cuda.loader import Struct, cupy
 from hps.cuda.scatter import Answers, scatter
 from hps.cuda.staging import Staging
 from hps.errors import TierTimeout
+from hps.native import dedup
 from hps.tiers.base import FetchContext, Part, Tier, TierInfo
 from hps.tiers.gpu_checks import check_part, checked
-from hps.types import EmbeddingTable, KeyArray
+from hps.types import EmbeddingTable, IndexArray, KeyArray
 
 
 class HostBridge:
     """A tier on the device whose rows are those of ``inner``, a tier (or a chain) in host memory.
 
-    `fetch` takes parts as `GpuCache.fetch` does. Keys that are on the device and still missing come down
-    in one copy; what ``inner`` finds, it writes into pinned memory, from where one launch brings the
-    rows of all tables up. That launch is on the context's stream, else on the thread's current one, and
-    is not waited for: use the arrays on that stream. As safe beside other threads as ``inner`` is.
+    `fetch` takes parts as `GpuCache.fetch` does, and keys may repeat: ``inner`` is asked once. Keys that are
+    on the device and still missing come down in one copy; what ``inner`` finds, it writes into pinned
+    memory, from where one launch brings the rows of all tables up. That launch is on the context's stream,
+    else on the thread's current one, and is not waited for: use the arrays on that stream. As safe beside
+    other threads as ``inner`` is.
 
     ``workspaces`` bounds the fetches under way; one more waits for its turn, at most until its deadline.
     The mutating verbs take arrays on host or device and pass them on.
@@ -52,18 +54,23 @@ class HostBridge:
             return
         with self._device:
             stream = ctx.stream or cupy().cuda.get_current_stream()
-            keys = _missing_keys(parts, stream)
+            wanted = [_once(keys) for keys in _missing_keys(parts, stream)]
             space = self._space(ctx)
             try:
-                answers = space.begin(parts)
+                answers = space.begin(parts, wanted)
                 asked = [
                     Part(a.table, k, a.rows, a.versions, a.sources, np.arange(len(k)))
-                    for a, k in zip(answers, keys, strict=True)
+                    for a, (k, _) in zip(answers, wanted, strict=True)
                 ]
                 self.inner.fetch(asked, FetchContext(ctx.deadline, None, ctx.degraded))
-                for part, answer, below in zip(parts, answers, asked, strict=True):
+                for part, answer, below, (_, picks) in zip(
+                    parts, answers, asked, wanted, strict=True
+                ):
                     answer.sources[below.missing] = UNANSWERED
-                    part.missing = part.missing[below.missing]
+                    left = below.missing
+                    if picks is not None:
+                        left = np.flatnonzero(answer.sources[picks] == UNANSWERED)
+                    part.missing = part.missing[left]
                 space.send(stream, answers, [(p.out, p.versions, p.source) for p in parts])
             finally:
                 self._spaces.put(space)
@@ -102,6 +109,17 @@ class HostBridge:
         self.inner.close()
 
 
+_Wanted = tuple[KeyArray, IndexArray | None]
+"""Distinct keys, and which of them each place wants; None when that is the i-th."""
+
+
+def _once(keys: KeyArray) -> _Wanted:
+    if len(keys) < 2:
+        return keys, None
+    unique, picks = dedup(keys)
+    return (keys, None) if len(unique) == len(keys) else (unique, picks)
+
+
 class _Space:
     """Pinned memory of one fetch at a time, free again when its launch has ended."""
 
@@ -111,14 +129,16 @@ class _Space:
         self._args = Struct(SCATTER_ARGS)
         self._sent = cp.cuda.Event(block=True, disable_timing=True)
 
-    def begin(self, parts: Sequence[Part]) -> list[Answers]:
+    def begin(self, parts: Sequence[Part], wanted: Sequence[_Wanted]) -> list[Answers]:
         """Room for what ``parts`` miss: nothing answered yet."""
         self._sent.synchronize()
-        self._staging.begin(sum(Answers.bytes(p.table, len(p.missing)) for p in parts))
+        both = list(zip(parts, wanted, strict=True))
+        self._staging.begin(
+            sum(Answers.bytes(p.table, len(keys), len(p.missing)) for p, (keys, _) in both)
+        )
         answers = []
-        for part in parts:
-            answer = Answers.make(self._staging, part.table, len(part.missing))
-            answer.positions[:] = part.missing
+        for part, (keys, picks) in both:
+            answer = Answers.make(self._staging, part.table, len(keys), part.missing, picks)
             answer.sources[:] = 0
             answer.versions[:] = 0
             answers.append(answer)

@@ -8,7 +8,7 @@ may be called from any thread.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from hps.errors import BadRequest
 from hps.tiers.base import Part
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
+
+if TYPE_CHECKING:
+    from hps.tiers.fused import Bags
 
 _INT64, _UINT64, _UINT8 = np.dtype(np.int64), np.dtype(np.uint64), np.dtype(np.uint8)
 
@@ -64,6 +67,31 @@ def check_gather(table: EmbeddingTable, keys: KeyArray, out: VectorArray) -> Non
     check_keys(table, keys)
     _check(table, "out", out, (len(keys), table.dim), table.dtype)
     _check_writable(table, "out", out)
+
+
+def check_bags(bags: Bags) -> None:
+    """Check every array of ``bags``, and that the offsets rise from 0 to the number of keys."""
+    table, n, count = bags.table, len(bags.keys), len(bags.out)
+    check_keys(table, bags.keys)
+    _check(table, "out", bags.out, (count, table.dim), table.dtype)
+    _check_writable(table, "out", bags.out)
+    if bags.weights is not None:
+        _check(table, "weights", bags.weights, (n,), np.dtype(np.float32))
+    if bags.divisors is not None:
+        _check(table, "divisors", bags.divisors, (count,), np.dtype(np.float32))
+    if bags.offsets is None:
+        if n % count if count else n:
+            raise BadRequest(
+                f"table {table.id}: {n} keys cannot be divided into {count} bags; pass offsets"
+            )
+        return
+    _check(table, "offsets", bags.offsets, (count + 1,), _INT64)
+    ends = (int(bags.offsets[0]), int(bags.offsets[-1]))
+    if ends != (0, n) or (bags.offsets[1:] < bags.offsets[:-1]).any():
+        raise BadRequest(
+            f"table {table.id}: offsets must rise from 0 to the number of keys, {n}, and run from "
+            f"{ends[0]} to {ends[1]}"
+        )
 
 
 def check_part(part: Part) -> None:

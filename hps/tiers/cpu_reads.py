@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.errors import BadRequest
-from hps.native import COMPILED, CacheTable, gather_all
+from hps.native import COMPILED, CacheTable, gather_all, pool_bags
 from hps.tiers.base import FetchContext, Part, TierInfo
-from hps.tiers.checks import check_gather, check_part
-from hps.tiers.fused import Ask
-from hps.types import EmbeddingTable, KeyArray, Source, oldest_tombstone
+from hps.tiers.checks import check_bags, check_gather, check_part
+from hps.tiers.fused import Ask, Bags
+from hps.types import EmbeddingTable, KeyArray, Source, VectorArray, oldest_tombstone
 
 _INFO = TierInfo("cpu", Source.CPU, cache=True)
 _NOTHING = np.empty(0, np.int64)
@@ -61,19 +61,38 @@ class CacheReads:
                 raise
             part.missing = _NOTHING if left is None else left
 
-    def gather(self, asks: list[Ask]) -> bool:
+    def gather(self, asks: list[Ask], bags: Sequence[Bags] = (), /) -> bool:
         """See `FusedLookup.gather`."""
         if not COMPILED:
-            self._check(asks)
+            self._check(asks, bags)
         try:
-            return gather_all(self._tables, asks, self._threads)
+            if asks and not gather_all(self._tables, asks, self._threads):
+                return False
+            for each in bags:
+                held = self._tables.get(each.table)
+                if held is None:
+                    return False
+                each.missing = pool_bags(
+                    held, each.keys, each.offsets, each.weights, each.divisors, each.out
+                )
         except (TypeError, ValueError):
-            self._check(asks)  # says in words what the compiled table refused
+            self._check(asks, bags)  # says in words what the compiled table refused
             raise
+        return True
 
-    def _check(self, asks: list[Ask]) -> None:
+    def complete(self, bags: Bags, rows: VectorArray) -> bool:
+        """See `FusedLookup.complete`."""
+        held = self._tables.get(bags.table)
+        if held is None or bags.missing is None:
+            return held is not None
+        given = bags.offsets, bags.weights, bags.divisors, bags.out, bags.missing, rows
+        return pool_bags(held, bags.keys, *given) is None
+
+    def _check(self, asks: list[Ask], bags: Sequence[Bags]) -> None:
         for table, keys, out in asks:
             check_gather(table, keys, out)
+        for each in bags:
+            check_bags(each)
 
     def top_k(self, table: EmbeddingTable, n: int) -> tuple[KeyArray, NDArray[np.uint8]]:
         """The keys (k,) of the ``n`` hottest rows of ``table``, hottest first, and their scores (k,) from

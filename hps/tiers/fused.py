@@ -2,37 +2,78 @@
 
 A second, optional protocol beside `Tier`: most requests find every key in the cache, and for those a
 fetch's reports per key (versions, sources, what is missing) and the deduplication before it cost more
-than the lookup itself.
+than the lookup itself. Rows that are wanted pooled need not even be written anywhere.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hps.tiers.base import Tier, TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.wrappers import Metered, Observe
-from hps.types import EmbeddingTable, KeyArray, VectorArray
+from hps.types import EmbeddingTable, IndexArray, KeyArray, VectorArray
 
 Ask = tuple[EmbeddingTable, KeyArray, VectorArray]
 """A table, keys ``(n,) int64`` that may repeat, and ``out (n, dim)`` of its dtype for their rows."""
 
+POOLED_DTYPES = frozenset({np.dtype(np.float32), np.dtype(np.float16)})
+"""Of rows that can be asked for as `Bags`."""
+
+
+@dataclass(slots=True)
+class Bags:
+    """Keys ``(n,) int64`` of a table, which may repeat; their rows are wanted pooled, in ``out (bags, dim)``.
+
+    Bag ``b`` has the keys ``offsets[b]:offsets[b + 1]`` of ``offsets (bags + 1,) int64``; without, all have
+    as many. Rows are multiplied by ``weights (n,) float32``, sums divided by ``divisors (bags,)
+    float32``; an empty bag, and one whose divisor is 0, gets zeros. Sums are taken in the order of
+    the keys and in float32. ``missing (m,)``: after a gather, the ascending positions of the keys
+    that have no row here, None when all have; what their bags have in ``out`` has no meaning yet.
+    """
+
+    table: EmbeddingTable
+    keys: KeyArray
+    out: VectorArray
+    offsets: IndexArray | None = None
+    weights: NDArray[np.float32] | None = None
+    divisors: NDArray[np.float32] | None = None
+    missing: IndexArray | None = None
+
+
+class Gather(Protocol):
+    """`FusedLookup.gather`."""
+
+    def __call__(self, asks: list[Ask], bags: Sequence[Bags] = (), /) -> bool: ...
+
 
 @runtime_checkable
 class FusedLookup(Protocol):
-    """A tier in memory that can answer a whole request, or say that it can't."""
+    """A tier in memory that can answer a whole request, or say what it lacks."""
 
     @property
     def info(self) -> TierInfo: ...
 
-    def gather(self, asks: list[Ask]) -> bool:
-        """Write the row of every key to its place.
+    def gather(self, asks: list[Ask], bags: Sequence[Bags] = (), /) -> bool:
+        """Write the row of every key of ``asks`` to its place, and pool ``bags``.
 
-        False when a key has no row here, be it deleted: what is in the outs has no meaning then, and
-        the request goes the ordinary way. Counts as a use of the keys. Thread-safe as `fetch`.
+        False when a key of ``asks`` has no row here, be it deleted, or a table is not held at all: what
+        is in the outs has no meaning then, and the request goes the ordinary way. What is lacking
+        of ``bags`` is in their ``missing``. Counts as a use of the keys. Thread-safe as `fetch`.
+        """
+        ...
+
+    def complete(self, bags: Bags, rows: VectorArray) -> bool:
+        """Pool those bags anew that lack rows, with ``rows (m, dim)`` for the keys that are missing.
+
+        False when another row of theirs is no longer here.
         """
         ...
 
@@ -49,8 +90,8 @@ def fused(tier: Tier) -> FusedLookup | None:
 
 
 class _MeteredGather:
-    """Tells ``observe`` of every gather that found all of its rows; what didn't is observed when it is
-    fetched the ordinary way."""
+    """Tells ``observe`` of every gather and the rows it found; what it lacked is observed when it is
+    fetched the ordinary way, and a gather that failed not at all."""
 
     def __init__(self, inner: FusedLookup, observe: Observe) -> None:
         self.inner = inner
@@ -60,28 +101,51 @@ class _MeteredGather:
     def info(self) -> TierInfo:
         return self.inner.info
 
-    def gather(self, asks: list[Ask]) -> bool:
-        return self.alike([(table, len(keys)) for table, keys, _ in asks])(asks)
+    def gather(self, asks: list[Ask], bags: Sequence[Bags] = (), /) -> bool:
+        return self.alike([(each[0], len(each[1])) for each in [*asks, *map(_ask, bags)]])(
+            asks, bags
+        )
 
-    def alike(self, sizes: Sequence[tuple[EmbeddingTable, int]]) -> Callable[[list[Ask]], bool]:
+    def complete(self, bags: Bags, rows: VectorArray) -> bool:
+        return self.inner.complete(bags, rows)
+
+    def alike(self, sizes: Sequence[tuple[EmbeddingTable, int]]) -> Gather:
         inner, clock = gather_alike(self.inner, sizes), time.perf_counter
-        found = [(table, n, n) for table, n in sizes]
+        everything = [(table, n, n) for table, n in sizes]
         # Who has to look up a counter per table prefers to do it once.
         observe_alike = getattr(self._observe, "alike", None)
-        observe = observe_alike(found) if observe_alike else partial(self._observe, found)
+        found_all: Any = (
+            observe_alike(everything) if observe_alike else partial(self._observe, everything)
+        )
 
-        def gather(asks: list[Ask]) -> bool:
+        def gather(asks: list[Ask], bags: Sequence[Bags] = (), /) -> bool:
             start = clock()
-            if not inner(asks):
+            if not inner(asks, bags):
                 return False
-            observe(clock() - start)
+            seconds = clock() - start
+            for each in bags:
+                if each.missing is not None:
+                    self._observe(_found(asks, bags), seconds)
+                    return True
+            found_all(seconds)
             return True
 
         return gather
 
 
-def gather_alike(
-    tier: FusedLookup, sizes: Sequence[tuple[EmbeddingTable, int]]
-) -> Callable[[list[Ask]], bool]:
-    """``tier.gather`` for asks that all have these tables and numbers of keys, in this order."""
+def _ask(bags: Bags) -> Ask:
+    return bags.table, bags.keys, bags.out
+
+
+def _found(asks: list[Ask], bags: Sequence[Bags]) -> list[tuple[EmbeddingTable, int, int]]:
+    """What a gather found, as if it had not been asked for more."""
+    sizes = [(table, len(keys)) for table, keys, _ in asks]
+    for each in bags:
+        lacking = 0 if each.missing is None else len(each.missing)
+        sizes.append((each.table, len(each.keys) - lacking))
+    return [(table, n, n) for table, n in sizes]
+
+
+def gather_alike(tier: FusedLookup, sizes: Sequence[tuple[EmbeddingTable, int]]) -> Gather:
+    """``tier.gather`` for asks, then bags, that all have these tables and numbers of keys, in this order."""
     return tier.alike(sizes) if isinstance(tier, _MeteredGather) else tier.gather

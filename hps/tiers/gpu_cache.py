@@ -12,7 +12,8 @@ import numpy as np
 from hps.cuda.fetch import PARTS, Direct, Workspace
 from hps.cuda.layout import NO_ROW, Policy
 from hps.cuda.loader import cupy
-from hps.cuda.pool import pool
+from hps.cuda.pool import RowBags, pool, pool_rows
+from hps.cuda.prepared import FixedBags, FixedRows, Prepared, PreparedFetch, PreparedRows
 from hps.cuda.readers import Readers
 from hps.cuda.table import GpuTable
 from hps.cuda.writer import Writer
@@ -20,6 +21,7 @@ from hps.errors import BadRequest, ConfigError, TierTimeout
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.gpu_asks import ask_of, bags_of, hand_out
 from hps.tiers.gpu_checks import Pooling, check_part, check_pooling, checked
+from hps.tiers.gpu_space import DeviceSpace
 from hps.types import EmbeddingTable, Source, oldest_tombstone
 
 _INFO = TierInfo("gpu", Source.GPU, memory="cuda", cache=True)
@@ -48,6 +50,7 @@ class GpuCache:
     ) -> None:
         self._cupy = cupy()
         self._device = self._cupy.cuda.Device(device)
+        self.space = DeviceSpace(device)
         self._clock = clock
         self._tables: dict[EmbeddingTable, GpuTable] = {}
         self._workspaces: queue.SimpleQueue[Workspace] = queue.SimpleQueue()
@@ -72,9 +75,10 @@ class GpuCache:
         policy: Policy = Policy.LRU,
         host_rows: int = 0,
         static: bool = False,
+        **clock: Any,
     ) -> None:
         """Begin to keep ``table``, with room for ``rows`` rows (rounded up to whole buckets), ``host_rows``
-        of them in pinned host memory; 0 rows keep it out.
+        of them in pinned host memory; 0 rows keep it out. ``clock``: ``ticks`` and ``epoch_s`` of `GpuTable`.
 
         A ``static`` table keeps all of its ``rows``: insert each key once, then `seal` it; until then
         it must not be read, and afterwards it can't be changed.
@@ -91,13 +95,18 @@ class GpuCache:
             self.drop_table(table)
             return
         with self._device:
-            self._tables[table] = GpuTable(table, rows, policy, host_rows, static=static)
+            self._tables[table] = GpuTable(table, rows, policy, host_rows, static=static, **clock)
 
     def seal(self, table: EmbeddingTable) -> int:
         """End the filling of a static table; returns how many keys found no slot (next to never any)."""
         held = self.held(table)
         held.sealed = True
         return held.dropped
+
+    def sealed(self, table: EmbeddingTable) -> bool:
+        """Whether ``table`` is static and filled."""
+        held = self._tables.get(table)
+        return held is not None and held.sealed
 
     def drop_table(self, table: EmbeddingTable) -> None:
         """Forget ``table``; its memory is free once the fetches under way have ended."""
@@ -150,6 +159,35 @@ class GpuCache:
             try:
                 stream = stream or self._cupy.cuda.get_current_stream()
                 return pool(space, self._readers, stream, bags) == 0
+            finally:
+                self._workspaces.put(space)
+
+    def prepare(self, asks: Sequence[tuple[EmbeddingTable, int, int, bool, Any]]) -> Prepared:
+        """Poolings to be repeated with other keys: per table how many keys, how many a bag, whether their
+        mean is wanted, and ``out``. Of tables that are kept here, and stay."""
+        fixed = [
+            FixedBags(self.held(table), n, hotness, mean, out)
+            for table, n, hotness, mean, out in asks
+        ]
+        with self._device:
+            return Prepared(self._readers, fixed)
+
+    def prepare_fetch(self, asks: Sequence[tuple[EmbeddingTable, int]]) -> PreparedFetch:
+        """Fetches to be repeated with other keys: per table how many. Of tables as for `prepare`."""
+        with self._device:
+            return PreparedFetch(self._readers, [(self.held(table), n) for table, n in asks])
+
+    def prepare_rows(self, asks: Sequence[FixedRows]) -> PreparedRows:
+        """Poolings of what a prepared fetch found."""
+        with self._device:
+            return PreparedRows(asks)
+
+    def pool_rows(self, asks: Sequence[RowBags], stream: Any) -> None:
+        """Pool rows that were fetched, on ``stream``; waits for it. Thread-safe as `fetch`."""
+        with self._device:
+            space = self._workspace(FetchContext())
+            try:
+                pool_rows(space.staging, stream, asks)
             finally:
                 self._workspaces.put(space)
 

@@ -15,11 +15,13 @@ from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 
 @dataclass(frozen=True, slots=True)
 class StreamPosition:
-    """``offset`` of the first message that is not yet applied, of one partition of a topic."""
+    """``offset`` of the first message that is not yet applied, of one partition of a topic. ``since``: what
+    is noted with it began there, so it holds only in a store that has everything before."""
 
     topic: str
     partition: int
     offset: int
+    since: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,9 @@ class PositionedStore(Protocol):
         self, table: EmbeddingTable, changes: TableChanges, positions: Sequence[StreamPosition]
     ) -> None:
         """Insert and delete under the version rule; then, and never before a row, note ``positions``,
-        which never go back. When it raises, some of it may have been done: applying it again is
-        harmless."""
+        which never go back. A store that may lose rows while it is open, as a server that restarts empty,
+        notes none whose ``since`` lies beyond what it has. When it raises, some of it may have been done:
+        applying it again is harmless."""
         ...
 
     def applied(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:

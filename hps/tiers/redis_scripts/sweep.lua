@@ -1,7 +1,7 @@
 -- Removes entries of one partition, looking at a bounded number of them: those whose time is over, and
 -- up to a number of those that were used least.
 --
--- KEYS: the hashes of rows, of stamps.
+-- KEYS: the hashes of rows, of stamps; the floors, when they are kept.
 -- ARGV: 1 the cursor, 2 how many entries to look at
 --       3 'v' when values begin with a version
 --       4 the version below which a row, 5 below which a tombstone is too old, u64 little-endian
@@ -14,12 +14,6 @@ local v, t = KEYS[1], KEYS[2]
 local versioned, row, tombstone = ARGV[3] == 'v', ARGV[4], ARGV[5]
 local need, kind, highest = tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8])
 
-local function is_older(a, b)
-  local a_low, a_high = struct.unpack('<I4I4', a)
-  local b_low, b_high = struct.unpack('<I4I4', b)
-  return a_high < b_high or (a_high == b_high and a_low < b_low)
-end
-
 local function seconds(stamp)
   if not stamp or #stamp ~= 8 then return 0 end
   local low, high = struct.unpack('<I4i4', stamp)
@@ -27,13 +21,31 @@ local function seconds(stamp)
 end
 
 local scanned = redis.call('HSCAN', v, ARGV[1], 'COUNT', ARGV[2])
-local gone, left, removed = {}, {}, 0
+local gone, left, values, removed = {}, {}, {}, 0
 for i = 1, #scanned[2], 2 do
   local value = scanned[2][i + 1]
   if versioned and #value >= 9 and is_older(value, #value == 9 and tombstone or row) then
     gone[#gone + 1] = scanned[2][i]
   else
     left[#left + 1] = scanned[2][i]
+    values[scanned[2][i]] = value
+  end
+end
+
+local f = KEYS[3]
+local buckets = f and floor_buckets(f) or 0
+
+local function raise_floor(at, version)
+  if is_older(floor_at(f, at), version) then redis.call('SETRANGE', f, 8 * at, version) end
+end
+
+local function evict(key)
+  gone[#gone + 1] = key
+  local value = values[key]
+  if buckets > 0 and #value >= 9 and not is_older(value, tombstone) then
+    local version = string.sub(value, 1, 8)
+    raise_floor(bucket_of(key, buckets), version)
+    raise_floor(buckets, version)
   end
 end
 
@@ -56,7 +68,7 @@ if need > 0 then
         used = seconds(stamps[i])
       end
       if need > 0 and (kind == '' or used <= highest) then
-        gone[#gone + 1] = fields[i]
+        evict(fields[i])
         need = need - 1
       elseif kind == 'n' and used > 1 then
         redis.call('HSET', t, fields[i], math.floor(used / 2))

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rocksdict import Rdict, WriteBatch
 
-from hps.tiers.rocksdb_layout import CodeArray
+from hps.tiers.rocksdb.layout import CodeArray
 from hps.types import VersionArray
 
 _ENTRY = np.dtype([("version", ">u8"), ("code", ">u8")])

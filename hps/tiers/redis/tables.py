@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from hps.config.schema import RedisSettings
+from hps.config.store_settings import RedisSettings
 from hps.errors import TierMisfit
 from hps.native import partition_hash
-from hps.tiers.redis_client import RedisClient
-from hps.tiers.redis_commands import Command, read_replies
-from hps.tiers.redis_connection import NAME
-from hps.tiers.redis_layout import (
+from hps.tiers.redis.client import RedisClient
+from hps.tiers.redis.commands import Command, read_replies
+from hps.tiers.redis.connection import NAME
+from hps.tiers.redis.layout import (
     DESCRIBE,
     TableLayout,
     TableName,
@@ -39,13 +39,18 @@ _LOOK_AGAIN_S = 5.0
 _LOOKED_AT = 8  # rows per partition, where there are no facts
 _SCANNED = 1000
 _FIRST_FACT = "layout"
+_FLOORS = "floors"
+_MOST_FLOORS = 1 << 20  # 8 MiB per partition
 
 
 class OpenTable:
     """A table in use. ``refused`` is why its rows cannot be what the table's are; ``recorded``, whether
-    its facts were there when it was last looked at."""
+    its facts were there when it was last looked at; ``floors``, whether versions of evicted rows are kept;
+    ``lost``, whether rows are missing that were loaded."""
 
-    __slots__ = ("entries", "facts_slot", "layout", "looked_at", "recorded", "refused", "slots")
+    __slots__ = (
+        "entries", "facts_slot", "floors", "layout", "looked_at", "lost", "recorded", "refused", "slots",
+    )  # fmt: skip
 
     def __init__(self, layout: TableLayout, client: RedisClient) -> None:
         self.layout = layout
@@ -55,6 +60,8 @@ class OpenTable:
         """Of each partition, tombstones included, as last seen."""
         self.refused: str | None = None
         self.recorded = False
+        self.floors = False
+        self.lost = False
         self.looked_at = 0.0
 
 
@@ -73,6 +80,7 @@ class Tables:
         self._client = client
         self._layout = settings.layout
         self._partitions = settings.partitions
+        self._floors = min(settings.overflow_margin or 0, _MOST_FLOORS)
         self._open: dict[EmbeddingTable, OpenTable] = {}
         self._lock = threading.Lock()
 
@@ -80,7 +88,8 @@ class Tables:
         return list(self._open.values())
 
     def ready(self, tables: Iterable[EmbeddingTable], deadline: float) -> list[OpenTable]:
-        """The tables, looked at before their first use; some may be refused."""
+        """The tables, looked at before their first use; some may be refused, and some could not be looked
+        at (``looked_at`` is 0), because the server that holds their facts is not well."""
         wanted = [self._table(table) for table in tables]
         now = time.monotonic()
         new = [
@@ -95,6 +104,9 @@ class Tables:
     def usable(self, table: EmbeddingTable, deadline: float) -> OpenTable:
         """The table; raises TierMisfit when it is refused."""
         (found,) = self.ready([table], deadline)
+        if not found.looked_at:
+            self._client.call(found.layout.facts_key, "EXISTS", found.layout.facts_key)  # says why
+            self.look_at([found], deadline)
         if found.refused:
             raise TierMisfit(NAME, found.refused)
         return found
@@ -112,13 +124,18 @@ class Tables:
         return found
 
     def look_at(self, tables: Sequence[OpenTable], deadline: float) -> None:
-        """Compare the tables' facts, or some of their rows where there are none; and count the entries."""
+        """Compare the tables' facts, or some of their rows where there are none; and count the entries. Those
+        whose server of a cluster is not well stay as they were."""
         unsure = [not t.looked_at or t.refused or not any(t.entries) for t in tables]
         calls = [(t.layout.facts_key, ("HGETALL", t.layout.facts_key)) for t in tables]
-        found = [_pairs(reply) for reply in self._client.call_all(calls, deadline=deadline)]
-        self.count(tables, deadline)
-        for table, facts, look in zip(tables, found, unsure, strict=True):
+        found = self._client.call_all(calls, deadline=deadline, partly=True)
+        self.count(tables, deadline, partly=True)
+        for table, reply, look in zip(tables, found, unsure, strict=True):
+            if isinstance(reply, Exception):
+                continue
+            facts = _pairs(reply)
             table.recorded = _FIRST_FACT in facts
+            table.floors = _FLOORS in facts
             if table.recorded:
                 _judge(table, _mismatch(table, facts))
             elif look:
@@ -137,14 +154,28 @@ class Tables:
             _judge(found, _mismatch(found, _pairs(command.reply)))
             if found.refused:  # somebody else was first
                 raise TierMisfit(NAME, found.refused)
+        if self._floors and not found.floors and found.layout.values.versioned:
+            self._keep_floors(found, deadline)
         return found
 
-    def count(self, tables: Sequence[OpenTable], deadline: float) -> None:
-        """Renew ``entries``."""
-        calls = [(key, ("HLEN", key)) for t in tables for key in t.layout.rows_keys]
-        counts = iter(self._client.call_all(calls, deadline=deadline))
-        for table in tables:
-            table.entries = [int(next(counts)) for _ in table.entries]
+    def _keep_floors(self, table: OpenTable, deadline: float) -> None:
+        """Before anything is evicted, and of all partitions: while a cluster moves a slot, a script is
+        refused of whose keys only some are there. Leaves floors that are kept already as they are."""
+        last = str(8 * self._floors + 8)
+        calls = [(key, ("SETRANGE", key, last, b"\0")) for key in table.layout.floors_keys]
+        facts = table.layout.facts_key
+        self._client.call_all(calls, deadline=deadline)
+        self._client.call(facts, "HSET", facts, _FLOORS, self._floors, deadline=deadline)
+        table.floors = True
+
+    def count(self, tables: Sequence[OpenTable], deadline: float, *, partly: bool = False) -> None:
+        """Renew ``entries``, ``partly`` where that can be done."""
+        places = [(table, i) for table in tables for i in range(table.layout.partitions)]
+        calls = [(t.layout.rows_keys[i], ("HLEN", t.layout.rows_keys[i])) for t, i in places]
+        counts = self._client.call_all(calls, deadline=deadline, partly=partly)
+        for (table, i), count in zip(places, counts, strict=True):
+            if not isinstance(count, Exception):
+                table.entries[i] = int(count)
 
     # -- rows without facts -----------------------------------------------------------------------
 
@@ -209,7 +240,8 @@ class Tables:
         for table in self.opened():
             known = table.layout.table
             if known.model == model and name in (None, known.name):
-                table.looked_at, table.refused, table.recorded = 0.0, None, False
+                table.looked_at, table.refused = 0.0, None
+                table.recorded = table.floors = False
                 table.entries = [0] * len(table.entries)
         return sum(unlinked)
 
@@ -219,7 +251,12 @@ class Tables:
         deadline = self._client.deadline()
         self.count([opened], deadline)
         layout = opened.layout
-        names = [*layout.rows_keys, *layout.stamps_keys, *layout.positions_keys]
+        names = [
+            *layout.rows_keys,
+            *layout.stamps_keys,
+            *layout.positions_keys,
+            *layout.floors_keys,
+        ]
         calls = [(key, ("MEMORY", "USAGE", key, "SAMPLES", "50")) for key in names]
         sizes = self._client.call_all(calls, deadline=deadline)
         return Usage(sum(opened.entries), sum(size or 0 for size in sizes))

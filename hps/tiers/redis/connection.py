@@ -1,9 +1,9 @@
 """One connection to a Redis server: redis-py's, with a deadline for every step and a way to the raw bytes.
 
 redis-py does the connecting, the authentication and the encryption. What it lacks, and is added here: a
-deadline that covers connecting, sending and reading alike; one TLS context for all connections (making
-one reads the system's certificates, 20 ms each time) and a server name of our own choice; and receiving
-into a buffer that rows are decoded from.
+deadline that covers looking names up, connecting, sending and reading alike; one TLS context for all
+connections (making one reads the system's certificates, 20 ms each time) and a server name of our own
+choice; and receiving into a buffer that rows are decoded from.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from redis.exceptions import ConnectionError as Lost
 from redis.exceptions import TimeoutError as Late
 from redis.retry import Retry
 
-from hps.config.schema import RedisSettings, RedisTlsSettings
+from hps.config.store_settings import RedisSettings, RedisTlsSettings
 from hps.errors import ConfigError, TierError, TierTimeout
+from hps.tiers.redis.names import Names
 
 NAME = "redis"
 Address = tuple[str, int]
@@ -38,33 +39,62 @@ _BUFFER = 256 << 10
 class Wire(Connection):
     """A plain connection. For one thread at a time."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, *, names: Names, **kwargs: Any) -> None:
         super().__init__(protocol=2, retry=Retry(NoBackoff(), 0), **kwargs)
         self.buffer = np.empty(_BUFFER, np.uint8)
+        self._names = names
+        self._name = self.host
+        self._connect_by = 0.0
 
     def open(self, deadline: float, connect_timeout_s: float) -> None:
         """Connect and authenticate, unless that is done already."""
-        left = _left(deadline)
+        left = left_of(deadline)
         self.socket_timeout = left
-        self.socket_connect_timeout = min(left, connect_timeout_s)
+        self._connect_by = time.monotonic() + min(left, connect_timeout_s)
         self.connect()
+
+    def _connect(self) -> Any:
+        """To one after the other of the host's addresses."""
+        failure: Exception = OSError("the name has no address")
+        try:
+            for address in self._names.look_up(self._name, self._connect_by):
+                self.host = address
+                self.socket_connect_timeout = left_of(self._connect_by)
+                try:
+                    return super()._connect()
+                except (OSError, RedisError) as error:
+                    failure = error
+            self._names.doubt(self._name)
+            raise failure
+        finally:
+            self.host = self._name
 
     @property
     def stale(self) -> bool:
         """Whether the server closed it, or bytes wait that nobody asked for: not to be used again."""
         sock: Any = self._sock
-        if sock is None or (isinstance(sock, ssl.SSLSocket) and sock.pending()):
+        if sock is None or self.has_bytes:
             return True
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         return bool(poll.poll(0))
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether decrypted bytes wait that no poll of the file tells of."""
+        sock: Any = self._sock
+        return isinstance(sock, ssl.SSLSocket) and sock.pending() > 0
+
+    def fileno(self) -> int:
+        sock: Any = self._sock
+        return int(sock.fileno())
 
     def until(self, deadline: float) -> None:
         """The next step fails with redis-py's timeout when it takes longer."""
         sock: Any = self._sock
         if sock is None:
             raise Lost("Connection closed")
-        sock.settimeout(_left(deadline))
+        sock.settimeout(left_of(deadline))
 
     def receive(self, at: int) -> int:
         """Read into ``buffer`` from ``at`` on; returns the number of bytes."""
@@ -94,7 +124,7 @@ class TlsWire(Wire, SSLConnection):
         self._server_name = server_name
 
     def _wrap_socket_with_ssl(self, sock: Any) -> Any:
-        return self._context.wrap_socket(sock, server_hostname=self._server_name or self.host)
+        return self._context.wrap_socket(sock, server_hostname=self._server_name or self._name)
 
 
 class Wires:
@@ -106,6 +136,7 @@ class Wires:
             "username": settings.sentinel_username,
             "password": settings.sentinel_password,
         }
+        self._names = Names()
         self._database = settings.database
         self._tls: dict[str, Any] = {}
         self._class: type[Wire] = Wire
@@ -119,12 +150,16 @@ class Wires:
     def to_server(self, address: Address) -> Wire:
         return self._make(address, self._user, db=self._database)
 
+    def close(self) -> None:
+        """No more names are looked up. Connections are closed by who has them."""
+        self._names.close()
+
     def to_sentinel(self, address: Address) -> Wire:
         return self._make(address, self._sentinel)
 
     def _make(self, address: Address, user: dict[str, str | None], **kwargs: Any) -> Wire:
         host, port = address
-        return self._class(host=host, port=port, **user, **self._tls, **kwargs)
+        return self._class(host=host, port=port, names=self._names, **user, **self._tls, **kwargs)
 
 
 def _context(tls: RedisTlsSettings) -> ssl.SSLContext:
@@ -142,7 +177,7 @@ def _context(tls: RedisTlsSettings) -> ssl.SSLContext:
     return context
 
 
-def _left(deadline: float) -> float:
+def left_of(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
         raise Late("the deadline passed")

@@ -18,20 +18,21 @@ from contextlib import suppress
 
 import numpy as np
 
-from hps.config.schema import RedisSettings
+from hps.config.store_settings import RedisSettings
 from hps.errors import TierError, Unavailable
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.checks import check_keys, check_part, check_rows
 from hps.tiers.positions import StreamPosition, TableChanges
-from hps.tiers.redis_client import RedisClient
-from hps.tiers.redis_commands import Command, read_replies
-from hps.tiers.redis_connection import NAME
-from hps.tiers.redis_layout import SCRIPTS, WRITE_SLICE, TableName, stamp
-from hps.tiers.redis_load import preload
-from hps.tiers.redis_rows import AskedKeys, PartRead, receive_rows
-from hps.tiers.redis_tables import OpenTable, Tables, Usage
-from hps.tiers.redis_upkeep import Upkeep
-from hps.tiers.redis_writes import Only, Writes, position_field
+from hps.tiers.redis.client import RedisClient
+from hps.tiers.redis.commands import Command, read_replies
+from hps.tiers.redis.connection import NAME
+from hps.tiers.redis.layout import SCRIPTS, WRITE_SLICE, TableName, stamp
+from hps.tiers.redis.load import Loads
+from hps.tiers.redis.load import Source as LoadSource
+from hps.tiers.redis.rows import AskedKeys, PartRead, receive_rows
+from hps.tiers.redis.tables import OpenTable, Tables, Usage
+from hps.tiers.redis.upkeep import Upkeep
+from hps.tiers.redis.writes import Only, Writes, position_field
 from hps.tiers.row_values import Layout, Stored, WrongLength
 from hps.types import (
     EmbeddingTable,
@@ -59,7 +60,8 @@ class RedisTier:
         self._settings = settings
         self._client = RedisClient(settings, SCRIPTS)
         self._tables = Tables(self._client, settings)
-        self._upkeep = Upkeep(self._client, self._tables, settings)
+        self._loads = Loads(self, self._client)
+        self._upkeep = Upkeep(self._client, self._tables, settings, self._loads.look)
         self._writes = Writes(self._client, self._tables, self._upkeep)
         self._touches = Workers(1, _TOUCHES, name=f"{NAME}-touch")
         self._info = TierInfo(NAME, Source.REDIS, blocking=True, shared=True, cache=True)
@@ -75,7 +77,9 @@ class RedisTier:
     # -- reading ----------------------------------------------------------------------------------
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
-        """Parts of tables that are refused stay as they are; ``ctx.degraded`` names the tier then."""
+        """Parts of tables that are refused stay as they are, and so do keys whose server of a cluster is
+        not well while another one is; ``ctx.degraded`` names the tier then, and when rows are missing of a
+        table that lost some."""
         for part in parts:
             check_part(part)
         asked = [part for part in parts if len(part.missing)]
@@ -87,7 +91,7 @@ class RedisTier:
         commands: list[Command] = []
         now = time.time()
         for part, table in zip(asked, opened, strict=True):
-            if table.refused:
+            if table.refused or not table.looked_at:
                 _degrade(ctx)
                 continue
             oldest = self._upkeep.oldest_row(part.table), oldest_tombstone(part.table, now)
@@ -95,13 +99,20 @@ class RedisTier:
             reads.append((read, table))
             commands += _commands(read, table)
         if commands:
-            self._client.run(commands, receive_rows, deadline)
+            self._client.run(commands, receive_rows, deadline, partly=True)
+        for command in commands:
+            if isinstance(command.reply, Exception):
+                command.about.give_up()
+                _degrade(ctx)
         for read, table in reads:
             if read.wrong_length:
                 _degrade(ctx)
             positions = read.part.missing
             read.finish()
+            if len(read.part.missing) and self._loads.may_lack(table, sure=self._upkeep.sure):
+                _degrade(ctx)
             self._note_use(table, read.part, positions)
+        self._upkeep.nudge()
 
     def _note_use(self, table: OpenTable, part: Part, positions: IndexArray) -> None:
         mark = stamp(self._upkeep.policy)
@@ -145,7 +156,7 @@ class RedisTier:
         check_rows(table, keys, vectors, versions)
         at = np.flatnonzero(versions >= self._upkeep.oldest_row(table))
         only: Only | None = "absent" if self.layout == "hps" else None
-        self._writes.write(table, keys[at], vectors[at], versions[at], only=only)
+        self._writes.write(table, keys[at], vectors[at], versions[at], only=only, partly=True)
 
     def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> None:
         """In the ``hps`` layout a deletion leaves no trace."""
@@ -187,9 +198,11 @@ class RedisTier:
         before: Callable[[], None] = lambda: None,
         progress: Callable[[int], None] = lambda _rows: None,
     ) -> int:
-        """Insert a share of a table's rows; see `hps.tiers.redis_load.preload`."""
+        """Insert a share of a table's rows, and go on where another call stopped; see
+        `hps.tiers.redis.load`. Returns the rows inserted. When all were loaded and Redis loses some, fetches
+        that miss rows are degraded, and ``chunks`` that can be read again are loaded again."""
         opened = self._tables.usable(table, self._client.deadline())
-        return preload(self, self._client, opened, chunks, version, share, mark, before, progress)
+        return self._loads.load(opened, LoadSource(chunks, version, share, mark, before), progress)
 
     # -- tables -----------------------------------------------------------------------------------
 
@@ -268,6 +281,7 @@ class RedisTier:
     def close(self) -> None:
         """Idempotent."""
         self._touches.close(1.0)
+        self._loads.close()
         self._upkeep.close()
         self._client.close()
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from rocksdict import Rdict, WriteBatch, WriteOptions
 
 from hps.errors import TierError
-from hps.tiers.rocksdb_errors import NAME, full_disk, nearest
+from hps.tiers.rocksdb.errors import NAME, full_disk, nearest
 
 # Longest a batch waits for compactions.
 STALL_SECONDS = 10.0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from redis.exceptions import ResponseError
 
-from hps.tiers.redis_connection import Address, Wire
+from hps.tiers.redis.connection import Address, Wire
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +25,9 @@ class Command:
     """The node that a migrating slot's server named for this one command."""
 
 
+# Redis 6 reports what a command in a script met as a mere error of the script.
+_IN_SCRIPT = re.compile(r"Error running script .*: -([A-Z]+ .*)")
+
 Receive = Callable[[Wire, Sequence[Command], float], None]
 """Reads the replies to these commands; an ``asking`` one is preceded by a status line."""
 
@@ -37,4 +41,5 @@ def read_replies(wire: Wire, commands: Sequence[Command], deadline: float) -> No
         try:
             command.reply = wire.read_response()
         except ResponseError as error:
-            command.reply = error
+            inside = _IN_SCRIPT.search(str(error))
+            command.reply = wire.parsed(inside[1]) if inside else error

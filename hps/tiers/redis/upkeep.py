@@ -4,7 +4,8 @@ The server is never held up for long: each step looks at a bounded number of ent
 many go during the writes that bring new ones, which evict as many as they bring and more. Which ones are
 used least is judged by a sample of their stamps: those below a limit that the wanted share of the sample
 lies below go in the order in which the server's hash lies, and counts of what stays are halved. Redis and
-HPS itself sort all stamps of a partition at once instead.
+HPS itself sort all stamps of a partition at once instead. The versions of what goes are remembered, by
+buckets of keys, so that no older row takes its place.
 
 Rows beyond their time to live and tombstones that are forgotten are not served; they are removed in the
 background, by one of the nodes that share the Redis, in passes over the whole table.
@@ -16,18 +17,19 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
-from hps.config.schema import RedisSettings
+from hps.config.store_settings import RedisSettings
 from hps.errors import TierError, Unavailable
-from hps.tiers.redis_client import RedisClient
-from hps.tiers.redis_commands import Command, read_replies
-from hps.tiers.redis_connection import NAME
-from hps.tiers.redis_layout import SAMPLE, SWEEP, Policy, packed_script, stamp_value
-from hps.tiers.redis_tables import OpenTable, Tables
+from hps.tiers.redis.client import RedisClient
+from hps.tiers.redis.commands import Command, read_replies
+from hps.tiers.redis.connection import NAME
+from hps.tiers.redis.layout import SAMPLE, SWEEP, Policy, packed_script, stamp_value
+from hps.tiers.redis.tables import OpenTable, Tables
 from hps.types import EmbeddingTable, make_version, oldest_tombstone
 from hps.workers import Workers
 
@@ -35,7 +37,7 @@ log = logging.getLogger(__name__)
 
 _STEP = 500  # entries looked at per call: about a millisecond of the server's time
 _SAMPLE = 1000
-_EVERY_S = 10.0
+_EVERY_S, _AFTER_LOSS_S = 10.0, 0.5
 _LONGEST_PASS_S = 3600.0
 _KINDS: dict[Policy, bytes] = {"random": b"", "least_used": b"n", "oldest": b"t"}
 
@@ -52,9 +54,16 @@ class _Sweep:
 
 
 class Upkeep:
-    """``clock`` gives Unix seconds. Any thread may call; sweeps of several threads do no harm."""
+    """``also`` is done in the background as well, and soon after servers were lost. Any thread may call;
+    sweeps of several threads do no harm."""
 
-    def __init__(self, client: RedisClient, tables: Tables, settings: RedisSettings) -> None:
+    def __init__(
+        self,
+        client: RedisClient,
+        tables: Tables,
+        settings: RedisSettings,
+        also: Callable[[], None] = lambda: None,
+    ) -> None:
         self._client = client
         self._tables = tables
         self._margin = settings.overflow_margin
@@ -64,7 +73,9 @@ class Upkeep:
         self._table_ttl_s = settings.table_ttl_s
         self._sweeps: dict[tuple[OpenTable, int], _Sweep] = {}
         self._workers = Workers(1, 1, name=f"{NAME}-upkeep")
-        self._due = time.monotonic() + _EVERY_S
+        self._also = also
+        self._last = time.monotonic()
+        self._losses = self._looked_after = 0
         self._lock = threading.Lock()
 
     @property
@@ -130,6 +141,7 @@ class Upkeep:
             b"%d" % (sweep.highest or 0),
         ]
         keys = [layout.rows_keys[partition], layout.stamps_keys[partition]]
+        keys += [layout.floors_keys[partition]] if table.floors else []
         command = Command(table.slots[partition], packed_script(SWEEP, keys, arguments))
         self._client.run([command], read_replies, deadline)
         sweep.cursor, removed, left = command.reply
@@ -143,22 +155,33 @@ class Upkeep:
 
     def nudge(self) -> None:
         """Have the background work done if it is due. Costs nothing else."""
-        if time.monotonic() < self._due:
+        losses = self._client.losses
+        every = _EVERY_S if losses == self._losses else _AFTER_LOSS_S
+        if time.monotonic() < self._last + every:
             return
         with self._lock:
-            if time.monotonic() < self._due:
+            if time.monotonic() < self._last + every:
                 return
-            self._due = time.monotonic() + _EVERY_S
+            self._last, self._losses = time.monotonic(), losses
         with suppress(Unavailable):
             self._workers.submit(self._background)
 
+    @property
+    def sure(self) -> bool:
+        """Whether no connection or server was lost since the background work was done."""
+        return self._client.losses == self._looked_after
+
     def _background(self) -> None:
+        losses = self._client.losses
         try:
             tables = [each for each in self._tables.opened() if each.looked_at]
             self._tables.look_at(tables, self._client.deadline())
+            self._also()
+            self._looked_after = losses
             for table in tables:
                 self.expire(table, _EVERY_S)
         except TierError as error:
+            self._losses = -1  # as soon as it answers
             log.debug("upkeep: %s", error)
 
     def expire(self, table: OpenTable, interval_s: float = math.inf) -> int:
@@ -174,6 +197,8 @@ class Upkeep:
                 return 0
         removed = 0
         for partition, entries in enumerate(table.entries):
+            if self._client.is_away(table.slots[partition]):
+                continue
             whole = interval_s == math.inf
             sweep = _Sweep() if whole else self._sweep(table, partition)
             # Of a small partition one step is due per pass: there may be thousands of them.

@@ -18,12 +18,12 @@ from typing import Any, NoReturn
 from rocksdict import ColumnFamily, Options, Rdict
 
 from hps.errors import TierError
-from hps.tiers.rocksdb_errors import NAME, translate
-from hps.tiers.rocksdb_layout import RowCodec, family_name
-from hps.tiers.rocksdb_load import LoadRecord, Records, clean_leftovers
-from hps.tiers.rocksdb_open import Opened, OpenSettings, note_manifest
-from hps.tiers.rocksdb_space import Room, StoreFigures
-from hps.tiers.rocksdb_tombstones import Tombstones
+from hps.tiers.rocksdb.errors import NAME, translate
+from hps.tiers.rocksdb.layout import RowCodec, family_name
+from hps.tiers.rocksdb.load import LoadRecord, Records, clean_leftovers
+from hps.tiers.rocksdb.open import Opened, OpenSettings, note_manifest
+from hps.tiers.rocksdb.space import Room, StoreFigures
+from hps.tiers.rocksdb.tombstones import Tombstones
 from hps.tiers.row_values import Layout
 from hps.types import EmbeddingTable
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS
@@ -12,11 +12,14 @@ from redis.exceptions import ConnectionError as Lost
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as Late
 
-from hps.config.schema import RedisSettings
-from hps.tiers.redis_connection import Address, Wire, Wires
+from hps.config.store_settings import RedisSettings
+from hps.tiers.redis.connection import Address, Wire, Wires
 
 # One server that does not answer may not use up a call's whole time where others could.
 _SHARE = 0.5
+
+
+Away = Callable[[Address], object]
 
 
 class Topology(Protocol):
@@ -24,6 +27,8 @@ class Topology(Protocol):
     take one's place."""
 
     fixed: bool
+    away: Away
+    """Truthy for a server that is asked last, because it is known to be away."""
 
     def address(self, slot: int, deadline: float) -> Address:
         """Where ``slot`` is, asking if nothing is known yet."""
@@ -66,6 +71,7 @@ def parse_address(text: str) -> Address:
 
 class OneServer:
     fixed = True
+    away: Away
 
     def __init__(self, address: Address) -> None:
         self._address = address
@@ -95,12 +101,14 @@ class _Asked:
     """What has to be asked for, of the first of several servers that answers; by one thread at a time."""
 
     fixed = False
+    away: Away
 
     def __init__(self, seeds: Sequence[Address], connect_s: float) -> None:
         self._seeds = list(seeds)
         self._connect_s = connect_s
         self._lock = threading.Lock()
         self._epoch = 0
+        self.away = lambda _address: False
 
     def refresh(self, deadline: float) -> None:
         try:
@@ -214,7 +222,7 @@ class Cluster(_Asked):
         self._slots[slot] = (address[0] or self.known(slot)[0], address[1])
 
     def _candidates(self) -> list[Address]:
-        return list(dict.fromkeys([*self._nodes, *self._seeds]))
+        return sorted(dict.fromkeys([*self._nodes, *self._seeds]), key=lambda a: bool(self.away(a)))
 
     def _learn(self, wire: Wire, address: Address) -> None:
         wire.send_command("CLUSTER", "SLOTS")

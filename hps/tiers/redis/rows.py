@@ -12,9 +12,9 @@ from redis.exceptions import ConnectionError as Lost
 
 from hps.native import ProtocolError, RowReplies
 from hps.tiers.base import Part
-from hps.tiers.redis_commands import Command
-from hps.tiers.redis_connection import Wire
-from hps.tiers.redis_layout import TableLayout
+from hps.tiers.redis.commands import Command
+from hps.tiers.redis.connection import Wire
+from hps.tiers.redis.layout import TableLayout
 from hps.types import IndexArray, Source
 
 _GROWTH = 2
@@ -73,6 +73,12 @@ class AskedKeys:
     read: PartRead
     at: IndexArray
     tried: bool = False
+
+    def give_up(self) -> None:
+        """Nobody answered: they stay missing, whatever an attempt that broke off had found."""
+        self.read.part.source[self.at] = 0
+        self.read.part.versions[self.at] = 0
+        self.read.left[self.at] = True
 
 
 def receive_rows(wire: Wire, commands: Sequence[Command], deadline: float) -> None:

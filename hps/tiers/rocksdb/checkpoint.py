@@ -15,9 +15,9 @@ from pathlib import Path
 from rocksdict import Checkpoint
 
 from hps.errors import TierError
-from hps.tiers.rocksdb_database import Database
-from hps.tiers.rocksdb_errors import NAME, full_disk, is_full, nearest, translate
-from hps.tiers.rocksdb_open import Opened, OpenSettings, Tuning, existing_families
+from hps.tiers.rocksdb.database import Database
+from hps.tiers.rocksdb.errors import NAME, full_disk, is_full, nearest, translate
+from hps.tiers.rocksdb.open import Opened, OpenSettings, Tuning, existing_families
 
 _MEND = "Free some, or name a folder on another disk; the database itself is as it was"
 _TABLE_FILES = {".sst", ".blob"}

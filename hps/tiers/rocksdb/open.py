@@ -45,7 +45,7 @@ from rocksdict import (
 )
 
 from hps.errors import TierError
-from hps.tiers.rocksdb_errors import NAME, translate
+from hps.tiers.rocksdb.errors import NAME, translate
 
 Access = Literal["primary", "read_only", "secondary"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from hps.tiers.rocksdb_database import Database, Family
-from hps.tiers.rocksdb_layout import family_name
-from hps.tiers.rocksdb_open import existing_families
+from hps.tiers.rocksdb.database import Database, Family
+from hps.tiers.rocksdb.layout import family_name
+from hps.tiers.rocksdb.open import existing_families
 from hps.types import EmbeddingTable
 
 

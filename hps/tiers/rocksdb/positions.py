@@ -14,10 +14,10 @@ from rocksdict import WriteBatch
 
 from hps.tiers.base import newest_of_each
 from hps.tiers.positions import StreamPosition, TableChanges
-from hps.tiers.rocksdb_database import Database
-from hps.tiers.rocksdb_layout import family_name
-from hps.tiers.rocksdb_load import position_prefix
-from hps.tiers.rocksdb_rows import VersionedRows
+from hps.tiers.rocksdb.database import Database
+from hps.tiers.rocksdb.layout import family_name
+from hps.tiers.rocksdb.load import position_prefix
+from hps.tiers.rocksdb.rows import VersionedRows
 from hps.types import EmbeddingTable, IndexArray
 
 

@@ -14,9 +14,9 @@ from rocksdict import WriteBatch
 
 from hps.errors import TierError
 from hps.tiers.base import newest_of_each
-from hps.tiers.rocksdb_database import Database, Family
-from hps.tiers.rocksdb_errors import NAME
-from hps.tiers.rocksdb_layout import CodeArray
+from hps.tiers.rocksdb.database import Database, Family
+from hps.tiers.rocksdb.errors import NAME
+from hps.tiers.rocksdb.layout import CodeArray
 from hps.tiers.row_values import Stored, WrongLength
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray, oldest_tombstone
 

@@ -4,7 +4,7 @@ A load record per table lies in the column family ``default`` under ``load:<colu
 written as incomplete before the first row and as complete after the last one, so a load that was
 killed is recognised at the next start, and goes on behind the last file that was linked, when it is the same
 load of the same files. ``streamed:<column family>`` marks a table that
-has been written to since. Stream positions (`hps.tiers.rocksdb_positions`) go with that mark.
+has been written to since. Stream positions (`hps.tiers.rocksdb.positions`) go with that mark.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from rocksdict import (
 )
 
 from hps.errors import TierError
-from hps.tiers.rocksdb_errors import NAME
-from hps.tiers.rocksdb_layout import CodeArray, RowCodec
+from hps.tiers.rocksdb.errors import NAME
+from hps.tiers.rocksdb.layout import CodeArray, RowCodec
 from hps.types import VectorArray
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class Records:
 
 
 def position_prefix(family: str) -> bytes:
-    """What the names of a table's stream positions begin with; see `hps.tiers.rocksdb_positions`."""
+    """What the names of a table's stream positions begin with; see `hps.tiers.rocksdb.positions`."""
     return f"position:{family}:".encode()
 
 

@@ -1,7 +1,7 @@
 """How rows lie in Redis: names, fields, values and packed commands of both layouts, as pure functions.
 
-A table is spread over ``partitions`` by the partition hash of its keys. Each partition has up to three
-hashes, on one node of a cluster because what is in braces is the same:
+A table is spread over ``partitions`` by the partition hash of its keys. Each partition has up to four Redis
+keys, on one node of a cluster because what is in braces is the same:
 
 ==========  ================================================  ====================================
 hash        ``native``                                        ``hps``, HPS's own layout
@@ -9,6 +9,7 @@ hash        ``native``                                        ``hps``, HPS's own
 rows        ``hps:{<model>/<version>/<table>/p<i>}v``         ``hps_et{hps_et.<model>.<table>/p<i>}v``
 stamps      ``…}t``: uses or last use, as HPS keeps them      ``…}t``
 positions   ``…}o``: ``<topic>/<partition>`` -> offset        ``…}o``
+floors      ``…}f``: versions of evicted rows, a string
 facts       ``hps:{<model>/<version>/<table>}m``              ``hps_et{hps_et.<model>.<table>}m``
 ==========  ================================================  ====================================
 
@@ -48,25 +49,26 @@ class Script(NamedTuple):
     digest: bytes
 
 
-def _script(name: str) -> Script:
-    text = files("hps.tiers").joinpath("redis_scripts", f"{name}.lua").read_bytes()
+def _script(*names: str) -> Script:
+    folder = files("hps.tiers").joinpath("redis_scripts")
+    text = b"".join(folder.joinpath(f"{name}.lua").read_bytes() for name in names)
     return Script(text, sha1(text, usedforsecurity=False).hexdigest().encode())
 
 
-WRITE, TOUCH, SAMPLE, SWEEP, DESCRIBE = map(
-    _script, ("write", "touch", "sample", "sweep", "describe")
-)
+WRITE, SWEEP = _script("versions", "write"), _script("versions", "sweep")
+TOUCH, SAMPLE, DESCRIBE = map(_script, ("touch", "sample", "describe"))
 SCRIPTS = [each.text for each in (WRITE, TOUCH, SAMPLE, SWEEP, DESCRIBE)]
 
 
 class Head(NamedTuple):
-    """The write script's arguments before the rows: ``flags`` and the others as it takes them, and pairs
-    of field and offset of stream positions."""
+    """The write script's arguments before the rows: ``flags`` and the others as it takes them, and field,
+    offset and ``since`` of stream positions. ``floors``: whether they are kept."""
 
     flags: bytes
     oldest_tombstone: bytes
     stamp: bytes
-    positions: list[tuple[bytes, bytes]]
+    positions: list[tuple[bytes, bytes, bytes]]
+    floors: bool = False
 
 
 class Share(NamedTuple):
@@ -100,6 +102,7 @@ class TableLayout:
         self.rows_keys = [name + b"v" for name in self._names]
         self.stamps_keys = [name + b"t" for name in self._names]
         self.positions_keys = [name + b"o" for name in self._names]
+        self.floors_keys = [name + b"f" for name in self._names]
         self._read_heads = [
             b"$5\r\nHMGET\r\n$%d\r\n%s\r\n" % (len(name), name) for name in self.rows_keys
         ]
@@ -183,8 +186,10 @@ class TableLayout:
         pairs["value"] = records.view(f"V{size}")
         names = [self.rows_keys[partition]]
         names += [self.stamps_keys[partition]] if head.stamp else []
+        names += [self.floors_keys[partition]] if head.floors else []
         names += [self.positions_keys[partition]] if head.positions else []
-        arguments = [head.flags, head.oldest_tombstone, head.stamp, b"%d" % len(head.positions)]
+        flags = head.flags + (b"f" if head.floors else b"")
+        arguments = [flags, head.oldest_tombstone, head.stamp, b"%d" % len(head.positions)]
         arguments += [part for position in head.positions for part in position]
         return packed_script(WRITE, names, arguments, 2 * len(keys)) + pairs.tobytes()
 
@@ -241,8 +246,8 @@ def stamp_value(policy: Policy, stored: bytes) -> int:
 
 # -- names ----------------------------------------------------------------------------------------
 
-_NATIVE = re.compile(r"hps:\{([\w-]+)/(\d+)/([\w-]+)(?:/p(\d+))?\}([vtomu])")
-_HPS = re.compile(r"hps_et\{hps_et\.([\w-]+)\.([\w-]+)(?:/p(\d+))?\}([vtomu])")
+_NATIVE = re.compile(r"hps:\{([\w-]+)/(\d+)/([\w-]+)(?:/p(\d+))?\}([vtomuf])")
+_HPS = re.compile(r"hps_et\{hps_et\.([\w-]+)\.([\w-]+)(?:/p(\d+))?\}([vtomuf])")
 
 
 class KeyName(NamedTuple):
@@ -272,8 +277,8 @@ def parse_key(layout: Layout, key: bytes) -> KeyName | None:
 def pattern(layout: Layout, model: str | None = None) -> str:
     """For SCAN: the keys of one model or of all. Names hold no character that is special here."""
     if layout == "native":
-        return f"hps:{{{model or '*'}/*}}[vtomu]"
-    return f"hps_et{{hps_et.{model or '*'}.*}}[vtomu]"
+        return f"hps:{{{model or '*'}/*}}[vtomuf]"
+    return f"hps_et{{hps_et.{model or '*'}.*}}[vtomuf]"
 
 
 def _stem(layout: Layout, table: TableName) -> str:

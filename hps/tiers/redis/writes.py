@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from hps.tiers.base import newest_of_each
 from hps.tiers.positions import StreamPosition, TableChanges
-from hps.tiers.redis_client import RedisClient
-from hps.tiers.redis_commands import Command, read_replies
-from hps.tiers.redis_layout import WRITE_SLICE, Head, TableLayout, stamp
-from hps.tiers.redis_tables import OpenTable, Tables
-from hps.tiers.redis_upkeep import Upkeep
+from hps.tiers.redis.client import RedisClient
+from hps.tiers.redis.commands import Command, read_replies
+from hps.tiers.redis.layout import WRITE_SLICE, Head, TableLayout, stamp
+from hps.tiers.redis.tables import OpenTable, Tables
+from hps.tiers.redis.upkeep import Upkeep
 from hps.types import (
     EmbeddingTable,
     IndexArray,
@@ -51,9 +51,11 @@ class Writes:
         versions: VersionArray,
         *,
         only: Only | None = None,
+        partly: bool = False,
     ) -> None:
         """Upsert, or delete where ``vectors`` is None, what is not older than what is stored; ``only``
-        rows that are there, or that are not."""
+        rows that are there, or that are not. ``partly``: wait for no server of a cluster that is not well;
+        the others have got theirs when it raises."""
         if not len(keys):
             return
         opened = self._tables.writable(table, self._client.deadline())
@@ -61,7 +63,7 @@ class Writes:
         for start in range(0, len(at), _BLOCK):
             some = at[start : start + _BLOCK]
             slices = _slices(opened.layout, keys[some], vectors, versions, some)
-            self._run(opened, slices, only=only)
+            self._run(opened, slices, only=only, partly=partly)
         self._upkeep.nudge()
 
     def remove(self, table: EmbeddingTable, keys: KeyArray) -> None:
@@ -115,6 +117,7 @@ class Writes:
         *,
         only: Only | None = None,
         positions: Sequence[StreamPosition] = (),
+        partly: bool = False,
     ) -> None:
         head = self._head(opened, only, positions)
         commands = [
@@ -122,22 +125,31 @@ class Writes:
             for p, keys, records in slices
         ]
         deadline = self._client.deadline()
-        self._client.run(commands, read_replies, deadline)
+        self._client.run(commands, read_replies, deadline, partly=partly)
         written: dict[int, int] = {}
+        failed = None
         for command in commands:
             partition, rows = command.about
+            if isinstance(command.reply, Exception):
+                failed = command
+                continue
             opened.entries[partition] = command.reply
             written[partition] = written.get(partition, 0) + rows
         for partition, rows in written.items():
             self._upkeep.written(opened, partition, rows, deadline)
+        if failed is not None:
+            raise self._client.failure(failed)
 
     def _head(
         self, opened: OpenTable, only: Only | None, positions: Sequence[StreamPosition]
     ) -> Head:
         flags = (b"v" if opened.layout.values.versioned else b"") + (_FLAGS[only] if only else b"")
         oldest = oldest_tombstone(opened.layout.table, time.time()).to_bytes(8, "little")
-        noted = [(position_field(p.topic, p.partition), b"%d" % p.offset) for p in positions]
-        return Head(flags, oldest, stamp(self._upkeep.policy), noted)
+        noted = [
+            (position_field(p.topic, p.partition), b"%d" % p.offset, b"%d" % p.since)
+            for p in positions
+        ]
+        return Head(flags, oldest, stamp(self._upkeep.policy), noted, opened.floors)
 
 
 def position_field(topic: str, partition: int) -> bytes:

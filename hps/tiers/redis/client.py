@@ -1,0 +1,325 @@
+"""Commands to one Redis server, to one that sentinels name, or to a cluster: all are sent, then all replies
+are read, so that every node works at the same time without a thread.
+
+Within the call's deadline it follows redirections, waits out failovers and loading servers and tries
+again, each time after a random pause; a call that may be answered in part waits for no server of a cluster
+that is gone or hangs (`hps.tiers.redis.nodes`). A connection is used again only after its last reply was
+read to the end; whatever else happens closes it. So no reply is ever taken for another question's.
+
+redis-py's own cluster client is not used: it knows no deadline and no packed requests, and it learns the
+topology under a lock that every call waits for.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from typing import Any
+
+from redis.crc import key_slot
+from redis.exceptions import (
+    AskError,
+    ClusterDownError,
+    MovedError,
+    NoScriptError,
+    ReadOnlyError,
+    RedisError,
+    TryAgainError,
+)
+from redis.exceptions import TimeoutError as Late
+
+from hps.config.store_settings import RedisSettings
+from hps.errors import TierError, TierTimeout
+from hps.tiers.redis.commands import Command, Receive, read_replies
+from hps.tiers.redis.connection import NAME, Address, Wires, is_retryable, translate
+from hps.tiers.redis.layout import pack
+from hps.tiers.redis.nodes import Leg, Nodes, ready
+from hps.tiers.redis.topology import Topology, topology
+
+# Of a server that has no other to take its place.
+_ATTEMPTS = 3
+_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
+# The rest is for handing over what was answered.
+_SHARE_OF_PARTLY = 0.85
+_PASSING = (AskError, TryAgainError, ClusterDownError, ReadOnlyError, NoScriptError)
+_ASKING = b"*1\r\n$6\r\nASKING\r\n"
+
+
+class RedisClient:
+    """``scripts`` are loaded into a server that says it lacks them. Connects when it is first used.
+    May be called from many threads; ``settings.connections`` calls run at a time."""
+
+    def __init__(self, settings: RedisSettings, scripts: Iterable[bytes] = ()) -> None:
+        self._wires = Wires(settings)
+        self._topology: Topology = topology(settings, self._wires)
+        self._scripts = tuple(scripts)
+        self._cluster = settings.mode == "cluster"
+        self._timeout_s = settings.timeout_ms / 1000
+        self._connections = settings.connections
+        self._places = threading.BoundedSemaphore(settings.connections)
+        self._nodes = Nodes(settings, self._wires, self._topology)
+        self._topology.away = self._nodes.problem
+        self._process = os.getpid()
+        self._closed = False
+
+    def slot(self, key: bytes) -> int:
+        """The cluster's slot of a key; commands of one slot go to one server."""
+        return int(key_slot(key)) if self._cluster else 0
+
+    def deadline(self) -> float:
+        """Of a call that brings none."""
+        return time.monotonic() + self._timeout_s
+
+    def call(self, key: bytes, *arguments: Any, deadline: float | None = None) -> Any:
+        """One command on ``key``; its reply."""
+        (reply,) = self.call_all([(key, arguments)], deadline=deadline)
+        return reply
+
+    def call_all(
+        self,
+        calls: Iterable[tuple[bytes, Sequence[Any]]],
+        *,
+        deadline: float | None = None,
+        partly: bool = False,
+    ) -> list[Any]:
+        """A command each on its key; the replies. ``partly``: see `run`."""
+        commands = [Command(self.slot(key), pack(*arguments)) for key, arguments in calls]
+        self.run(commands, read_replies, deadline or self.deadline(), partly=partly)
+        return [command.reply for command in commands]
+
+    def primaries(self, deadline: float | None = None) -> list[int]:
+        """A slot of each server."""
+        try:
+            return self._topology.some_slots(deadline or self.deadline())
+        except RedisError as error:
+            raise translate(error, self._topology.known(0)) from None
+
+    def call_slot(self, slot: int, *arguments: Any, deadline: float | None = None) -> Any:
+        """A command without a key on the server that holds ``slot``."""
+        command = Command(slot, pack(*arguments))
+        self.run([command], read_replies, deadline or self.deadline())
+        return command.reply
+
+    @property
+    def losses(self) -> int:
+        """How often connections broke or servers were missed: what was there may not be there any more."""
+        return self._nodes.losses
+
+    def is_away(self, slot: int) -> bool:
+        """Whether the server of ``slot`` is kept out."""
+        return self._nodes.problem(self._topology.known(slot)) is not None
+
+    def run(
+        self,
+        commands: Sequence[Command],
+        receive: Receive,
+        deadline: float,
+        *,
+        partly: bool = False,
+    ) -> None:
+        """Every command's reply, read by ``receive``. Raises TierTimeout or TierError; then some commands
+        may have been carried out, and some more than once.
+
+        ``partly``: as long as a server of the cluster is well, commands that were not answered by others
+        have an exception as their reply instead. It returns a little before the deadline then."""
+        if self._closed:
+            raise TierError(NAME, "the connections are closed")
+        if os.getpid() != self._process:
+            raise TierError(
+                NAME, "this process was forked from the one that opened the connections"
+            )
+        if not self._places.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            number = self._connections
+            raise TierTimeout(NAME, f"all {number} connections are busy (tiers.redis.connections)")
+        try:
+            if partly and self._cluster:
+                self._run_partly(commands, receive, deadline)
+            else:
+                self._run(commands, receive, deadline)
+        except RedisError as error:  # of the topology
+            raise translate(error, self._topology.known(0)) from None
+        finally:
+            self._places.release()
+
+    def close(self) -> None:
+        """Close what is idle, and what is in use when it comes back. Idempotent."""
+        self._closed = True
+        self._nodes.close()
+        self._wires.close()
+
+    # -- attempts ---------------------------------------------------------------------------------
+
+    def _run(self, commands: Sequence[Command], receive: Receive, deadline: float) -> None:
+        waiting = commands
+        for attempt in count(1):
+            self._once(waiting, receive, deadline)
+            waiting = _failed(waiting)
+            if not waiting:
+                return
+            for command in waiting:
+                if not _may_pass(command.reply):
+                    raise self.failure(command)
+            pause = _pause(attempt)
+            hopeless = attempt == _ATTEMPTS and self._topology.fixed
+            if hopeless or time.monotonic() + pause >= deadline:
+                raise self.failure(waiting[0])
+            time.sleep(pause)
+            self._learn(waiting, deadline)
+
+    def _run_partly(self, commands: Sequence[Command], receive: Receive, deadline: float) -> None:
+        now = time.monotonic()
+        until = now + _SHARE_OF_PARTLY * (deadline - now)
+        waiting = commands
+        for attempt in count(1):
+            self._once(waiting, receive, until, partly=True)
+            waiting = [each for each in _failed(waiting) if self._may_answer(each, attempt)]
+            pause = _pause(attempt)
+            if not waiting or time.monotonic() + pause >= until:
+                break
+            time.sleep(pause)
+            try:
+                self._learn(waiting, until)
+            except RedisError:  # what was known is still tried
+                break
+        failed = _failed(commands)
+        if len(failed) == len(commands) and commands:
+            asked = {self._topology.known(command.slot) for command in failed}
+            if all(a in asked or self._nodes.problem(a) for a in self._topology.addresses()):
+                raise self.failure(failed[0])
+
+    def _may_answer(self, command: Command, attempt: int) -> bool:
+        if self.is_away(command.slot) and not isinstance(command.reply, MovedError):
+            return False
+        if isinstance(command.reply, ClusterDownError) and attempt >= _ATTEMPTS:
+            return False
+        return _may_pass(command.reply)
+
+    def failure(self, command: Command) -> TierError:
+        """Why the command was not answered."""
+        address = command.asking or self._topology.known(command.slot)
+        return translate(command.reply, address)
+
+    def _learn(self, failed: Sequence[Command], deadline: float) -> None:
+        """Where to ask next time."""
+        lost = False
+        for command in failed:
+            error, address = command.reply, command.asking or self._topology.known(command.slot)
+            command.asking = None
+            if isinstance(error, MovedError):
+                self._topology.moved(error.slot_id, (error.host, error.port))
+            elif isinstance(error, AskError):
+                command.asking = (error.host, error.port)
+            elif isinstance(error, NoScriptError):
+                self._nodes.at(address).scripts_loaded = False
+            elif not isinstance(error, TryAgainError):
+                lost = True
+        if lost:
+            self._nodes.losses += 1
+            self._topology.refresh(deadline)
+            self._nodes.forget(self._topology.addresses())
+
+    def _once(
+        self, commands: Sequence[Command], receive: Receive, until: float, *, partly: bool = False
+    ) -> None:
+        """One attempt; a command that failed has an exception as its reply. Raises TierTimeout unless
+        ``partly``."""
+        legs: list[Leg] = []
+        try:
+            shares = self._by_address(commands, until, partly=partly)
+            legs = [Leg(self._nodes.at(address), share) for address, share in shares.items()]
+            for leg in sorted(legs, key=lambda leg: not leg.node.idle):
+                self._attempt(leg, self._send, _until(until, partly and len(legs) > 1))
+            self._receive(legs, receive, until, partly=partly)
+        finally:
+            for leg in legs:
+                self._nodes.give_back(leg)
+        if not partly:
+            late = next((c for c in commands if isinstance(c.reply, Late)), None)
+            if late is not None:
+                raise self.failure(late)
+
+    def _receive(
+        self, legs: Sequence[Leg], receive: Receive, until: float, *, partly: bool
+    ) -> None:
+        """Whoever has answered comes first: a server that hangs holds up none of the others."""
+        began = time.monotonic()
+        waiting = [leg for leg in legs if leg.wire is not None]
+
+        def read(leg: Leg, until: float) -> None:
+            assert leg.wire is not None
+            receive(leg.wire, leg.commands, until)
+            leg.clean = True
+            self._nodes.was_well(leg.node)
+
+        while waiting:
+            some = waiting if len(waiting) == 1 else ready(waiting, until) or waiting
+            for leg in some:
+                self._attempt(leg, read, _until(until, partly and len(waiting) > 1))
+                if isinstance(error := leg.commands[0].reply, Late):
+                    self._nodes.was_late(leg.node, error, until - began)
+            waiting = [leg for leg in waiting if leg not in some]
+
+    def _attempt(self, leg: Leg, step: Callable[[Any, float], None], until: float) -> None:
+        try:
+            step(leg, until)
+        except RedisError as error:
+            if leg.wire is not None:
+                leg.wire.disconnect()
+                leg.wire = None
+            for command in leg.commands:
+                command.reply = error
+
+    def _by_address(
+        self, commands: Sequence[Command], deadline: float, *, partly: bool
+    ) -> dict[Address, list[Command]]:
+        shares: dict[Address, list[Command]] = {}
+        for command in commands:
+            command.reply = None
+            try:
+                address = command.asking or self._topology.address(command.slot, deadline)
+            except RedisError as error:
+                command.reply = error
+                continue
+            if partly and (problem := self._nodes.problem(address)):
+                command.reply = problem
+                continue
+            shares.setdefault(address, []).append(command)
+        return shares
+
+    def _send(self, leg: Leg, until: float) -> None:
+        leg.wire = wire = self._nodes.take(leg.node, until)
+        if self._scripts and not leg.node.scripts_loaded:
+            wire.until(until)
+            wire.send_packed_command([pack("SCRIPT", "LOAD", each) for each in self._scripts])
+            for _ in self._scripts:
+                wire.read_response()
+            leg.node.scripts_loaded = True
+        requests = []
+        for command in leg.commands:
+            if command.asking:
+                requests.append(_ASKING)
+            requests.append(command.request)
+        wire.until(until)
+        wire.send_packed_command([b"".join(requests)], check_health=False)
+
+
+def _failed(commands: Sequence[Command]) -> list[Command]:
+    return [command for command in commands if isinstance(command.reply, Exception)]
+
+
+def _may_pass(error: Exception) -> bool:
+    return isinstance(error, _PASSING) or is_retryable(error)
+
+
+def _pause(attempt: int) -> float:
+    return random.uniform(0, min(_LONGEST_PAUSE_S, _PAUSE_S * 2**attempt))
+
+
+def _until(until: float, others: bool) -> float:
+    """One server may use up half of the time while there are others."""
+    now = time.monotonic()
+    return now + 0.5 * (until - now) if others else until

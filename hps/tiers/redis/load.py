@@ -1,0 +1,215 @@
+"""Putting a share of a table's rows into Redis, and going on where a killed load stopped.
+
+How far a load has come is noted in each partition, in the hash of stream positions, after its rows were
+acknowledged. A partition's keys lie on one server and its replicas get its writes in their order: where the
+note is, the rows are. A server that lost them, by a restart or a failover, has lost the note as well.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.errors import HpsError, Unavailable
+from hps.native import dedup, partition_hash
+from hps.tiers.redis.client import RedisClient
+from hps.tiers.redis.tables import OpenTable
+from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
+from hps.workers import Workers
+
+log = logging.getLogger(__name__)
+
+_CHUNK = 32_768
+_AT_ONCE = 2
+_FIELD = "loaded"
+
+Seen = NDArray[np.int64]
+"""(partitions,) how many rows of a source a partition has been given its share of."""
+
+
+class _Insert(Protocol):
+    def insert(
+        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A ``share`` of the rows in ``chunks`` of keys (n,) and vectors (n, dim), all of one ``version``. Which
+    rows these are is told by their keys' hash: the same ones every time and on every node. Of a key that
+    stands twice the last row stays. ``mark`` names the source (its digest); without one nothing is noted.
+    ``before`` is called before the first row is written, if any is."""
+
+    chunks: Iterable[tuple[KeyArray, VectorArray]]
+    version: int
+    share: float = 1.0
+    mark: str = ""
+    before: Callable[[], None] = lambda: None
+
+    @property
+    def name(self) -> str:
+        return self.mark and f"{self.mark}/{self.version}/{self.share:g}"
+
+    @property
+    def repeatable(self) -> bool:
+        return bool(self.mark) and iter(self.chunks) is not self.chunks
+
+
+class Loads:
+    """What was loaded, and loading again what Redis lost of it. Any thread may call."""
+
+    def __init__(self, tier: _Insert, client: RedisClient) -> None:
+        self._tier = tier
+        self._client = client
+        self._done: dict[OpenTable, tuple[Source, int]] = {}
+        self._again = Workers(1, 1, name="redis-load-again")
+
+    def load(
+        self, opened: OpenTable, source: Source, progress: Callable[[int], None] = lambda _: None
+    ) -> int:
+        """Insert what is not there yet; rows that are newer in Redis stay. ``progress`` gets rows looked at.
+
+        With a mark, partitions skip what a load of the same source was acknowledged. Returns the rows
+        inserted. Raises TierError; another call goes on where that was."""
+        table, client = opened.layout.table, self._client
+        had = _noted(client, opened, source.name)
+        # The next chunk is packed while the server takes in the last one. Twice as many may wait: a thread
+        # that has just been started has not taken its job yet.
+        workers = Workers(_AT_ONCE, 2 * _AT_ONCE, name="redis-load")
+        waiting: deque[tuple[Future[int], int, KeyArray]] = deque()
+        inserted = total = 0
+        checked = False
+
+        def settle(most: int) -> None:
+            nonlocal inserted
+            while len(waiting) > most:
+                future, seen, _ = waiting.popleft()
+                inserted += future.result()
+                if source.name:
+                    _note(client, opened, source.name, np.maximum(had, seen))
+
+        try:
+            for total, keys, vectors in _pieces(source.chunks):
+                lacking = np.flatnonzero(had < total)
+                if len(lacking):
+                    if not checked:
+                        source.before()
+                        checked = True
+                    if _repeat(keys, [sent for _, _, sent in waiting]):
+                        settle(0)  # or an earlier row of a key could overwrite a later one
+                    at = _chosen(opened, keys, source.share, lacking)
+                    rows = np.ascontiguousarray(vectors[at], table.dtype)
+                    work = partial(self._insert, table, keys[at], rows, source.version)
+                    waiting.append((workers.submit(work), total, keys))
+                    settle(_AT_ONCE)
+                progress(len(keys))
+            settle(0)
+        finally:
+            workers.close()
+        if source.name and source.share >= 1:
+            self._done[opened] = source, total
+        return inserted
+
+    def look(self) -> None:
+        """See whether what was loaded completely is still there. Tables that lost some of it say so (`lost`)
+        until it is there again; it is loaded again in the background if its source can be read again."""
+        for opened, (source, total) in list(self._done.items()):
+            was, opened.lost = opened.lost, self._lost(opened, source, total)
+            if not opened.lost:
+                continue
+            if not was:
+                log.error("table %s: Redis lost rows it was given", opened.layout.table.id)
+            if source.repeatable:
+                with suppress(Unavailable):  # under way
+                    self._again.submit(partial(self._repair, opened, source))
+
+    def may_lack(self, opened: OpenTable, *, sure: bool) -> bool:
+        """Whether a row that is missing may be one that was loaded; ``sure``: nothing happened since
+        `look`."""
+        return opened.lost or (not sure and opened in self._done)
+
+    def close(self) -> None:
+        """Idempotent. A load that is under way fails by itself."""
+        self._again.close(1.0)
+
+    def _insert(
+        self, table: EmbeddingTable, keys: KeyArray, rows: VectorArray, version: int
+    ) -> int:
+        self._tier.insert(table, keys, rows, np.full(len(keys), version, np.uint64))
+        return len(keys)
+
+    def _lost(self, opened: OpenTable, source: Source, total: int) -> bool:
+        return bool((_noted(self._client, opened, source.name) < total).any())
+
+    def _repair(self, opened: OpenTable, source: Source) -> None:
+        table = opened.layout.table
+        try:
+            if self._lost(opened, source, self._done[opened][1]):
+                rows = self.load(opened, source)
+                log.warning("table %s: %d rows loaded into Redis again", table.id, rows)
+            opened.lost = False
+        except (HpsError, OSError) as error:
+            log.warning("table %s: not loaded into Redis again yet (%s)", table.id, error)
+
+
+def _noted(client: RedisClient, opened: OpenTable, name: str) -> Seen:
+    """What each partition was given; 0 where that is of another source, or there are no rows at all."""
+    layout = opened.layout
+    if not name:
+        return np.zeros(layout.partitions, np.int64)
+    calls = [(key, ("HGET", key, _FIELD)) for key in layout.positions_keys]
+    calls += [(key, ("HLEN", key)) for key in layout.rows_keys]  # type: ignore[misc]
+    replies = client.call_all(calls)
+    seen = np.zeros(layout.partitions, np.int64)
+    for i, (note, entries) in enumerate(
+        zip(replies[: layout.partitions], replies[layout.partitions :], strict=True)
+    ):
+        source, _, number = (note or b"").decode("utf-8", "replace").rpartition(":")
+        if source == name and number.isdigit() and (entries or not int(number)):
+            seen[i] = int(number)
+    return seen
+
+
+def _note(client: RedisClient, opened: OpenTable, name: str, seen: Seen) -> None:
+    client.call_all(
+        (key, ("HSET", key, _FIELD, f"{name}:{number}"))
+        for key, number in zip(opened.layout.positions_keys, seen.tolist(), strict=True)
+    )
+
+
+def _chosen(
+    opened: OpenTable, keys: KeyArray, share: float, partitions: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Positions of the keys that belong to the share and to one of the partitions."""
+    high = partition_hash(opened.layout.table.narrow(keys)) >> np.uint64(32)
+    chosen = high < np.uint64(min(1.0, share) * 2**32)
+    if len(partitions) < opened.layout.partitions:
+        chosen &= np.isin(opened.layout.partition_of(keys), partitions)
+    return np.flatnonzero(chosen)
+
+
+def _pieces(
+    chunks: Iterable[tuple[KeyArray, VectorArray]],
+) -> Iterator[tuple[int, KeyArray, VectorArray]]:
+    """Keys and vectors in pieces of bounded size, and how many rows these are with all before."""
+    seen = 0
+    for keys, vectors in chunks:
+        for start in range(0, len(keys), _CHUNK):
+            some = keys[start : start + _CHUNK]
+            seen += len(some)
+            yield seen, some, vectors[start : start + _CHUNK]
+
+
+def _repeat(keys: KeyArray, sent: Sequence[KeyArray]) -> bool:
+    """Whether a key may stand among ``sent`` as well; also true when one stands twice in ``keys``."""
+    both = np.concatenate([keys, *sent])
+    return len(dedup(both)[0]) < len(both)

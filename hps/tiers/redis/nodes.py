@@ -1,0 +1,221 @@
+"""The servers that are in use, their idle connections, and which of them are kept out.
+
+A server of a cluster that cannot be reached, or was late several times in a row, is asked for nothing more:
+reads go without its rows at once, instead of waiting for it each time. A thread asks it, and the cluster
+where its slots are now, until it answers again; no request ever does.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as Late
+
+from hps.config.store_settings import RedisSettings
+from hps.errors import Unavailable
+from hps.tiers.redis.commands import Command
+from hps.tiers.redis.connection import NAME, Address, Wire, Wires, translate
+from hps.tiers.redis.topology import Topology
+from hps.workers import Workers
+
+log = logging.getLogger(__name__)
+
+_ASK_AGAIN_S = 0.25
+# A call that had less than this share of the guard's deadline says nothing about the server.
+_FAIR_SHARE = 0.25
+
+
+class Node:
+    """A server and its idle connections. ``problem``: why it is kept out; None when it is not."""
+
+    __slots__ = ("address", "idle", "late", "problem", "scripts_loaded")
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.idle: deque[Wire] = deque()
+        self.scripts_loaded = True  # until the server says otherwise
+        self.late = 0
+        self.problem: RedisError | None = None
+
+    def drop_idle(self) -> None:
+        while self.idle:
+            with suppress(IndexError):  # another thread was faster
+                self.idle.pop().disconnect()
+
+
+class Leg:
+    """One server's share of an attempt. ``clean``: every reply was read."""
+
+    __slots__ = ("clean", "commands", "node", "wire")
+
+    def __init__(self, node: Node, commands: list[Command]) -> None:
+        self.node = node
+        self.commands = commands
+        self.wire: Wire | None = None
+        self.clean = False
+
+
+def ready(legs: Sequence[Leg], until: float) -> list[Leg]:
+    """Those with bytes to read, waiting for one; none when time is over."""
+    poll, by_file = select.poll(), {}
+    for leg in legs:
+        assert leg.wire is not None
+        if leg.wire.has_bytes:
+            return [leg]
+        by_file[leg.wire.fileno()] = leg
+        poll.register(leg.wire.fileno(), select.POLLIN)
+    left_ms = max(0.0, until - time.monotonic()) * 1e3
+    return [by_file[file] for file, _ in poll.poll(left_ms)]
+
+
+class Nodes:
+    """Any thread may call. Servers are kept out only where there are others beside them."""
+
+    def __init__(self, settings: RedisSettings, wires: Wires, topology: Topology) -> None:
+        self._wires = wires
+        self._topology = topology
+        self._keeps_out = settings.mode == "cluster"
+        self._connect_s = settings.connect_timeout_ms / 1000
+        self._deadline_s = settings.guard.deadline_ms / 1000
+        self._late_to_keep_out = settings.guard.failures_to_open
+        self._nodes: dict[Address, Node] = {}
+        self.losses = 0  # see `RedisClient.losses`
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._watching = False
+        self._watcher = Workers(1, 1, name=f"{NAME}-away")
+
+    @property
+    def all(self) -> list[Node]:
+        return list(self._nodes.values())
+
+    def at(self, address: Address) -> Node:
+        node = self._nodes.get(address)
+        if node is None:
+            with self._lock:
+                node = self._nodes.setdefault(address, Node(address))
+        return node
+
+    def problem(self, address: Address) -> RedisError | None:
+        """Why the server is kept out; None when it is not."""
+        node = self._nodes.get(address)
+        return node.problem if node is not None else None
+
+    # -- connections ------------------------------------------------------------------------------
+
+    def take(self, node: Node, until: float) -> Wire:
+        """A connection that is idle, or a new one by ``until``. A server to which none can be made is kept
+        out."""
+        while node.idle:
+            try:
+                wire = node.idle.pop()
+            except IndexError:  # another thread was faster
+                break
+            if not wire.stale:
+                return wire
+            wire.disconnect()
+        wire = self._wires.to_server(node.address)
+        began = time.monotonic()
+        try:
+            wire.open(until, self._connect_s)
+        except RedisError as error:
+            wire.disconnect()
+            if isinstance(error, Late):
+                self.was_late(node, error, until - began)
+            else:
+                self._keep_out(node, error)
+            raise
+        return wire
+
+    def give_back(self, leg: Leg) -> None:
+        wire, leg.wire = leg.wire, None
+        if wire is None:
+            return
+        gone = self._closed.is_set() or self._nodes.get(leg.node.address) is not leg.node
+        if gone or not leg.clean:
+            wire.disconnect()
+            return
+        leg.node.idle.append(wire)
+        if self._closed.is_set() or self._nodes.get(leg.node.address) is not leg.node:
+            leg.node.drop_idle()
+
+    def forget(self, known: Iterable[Address]) -> None:
+        """Close what is idle to servers that are gone."""
+        with self._lock:
+            gone = [self._nodes.pop(each) for each in set(self._nodes) - set(known)]
+        for node in gone:
+            node.drop_idle()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._closed.set()
+        self.forget(())
+        self._watcher.close(1.0)
+
+    # -- kept out ---------------------------------------------------------------------------------
+
+    def was_well(self, node: Node) -> None:
+        if node.late or node.problem is not None:
+            node.late, node.problem = 0, None
+
+    def was_late(self, node: Node, error: RedisError, had_s: float) -> None:
+        """The server did not answer within ``had_s``."""
+        if had_s < _FAIR_SHARE * self._deadline_s:
+            return
+        node.late += 1
+        if node.late >= self._late_to_keep_out:
+            self._keep_out(node, error)
+
+    def _keep_out(self, node: Node, problem: RedisError) -> None:
+        if not self._keeps_out or node.problem is not None or self._closed.is_set():
+            return
+        with self._lock:
+            if self._nodes.get(node.address) is not node:
+                return
+            node.problem = problem
+            start, self._watching = not self._watching, True
+        log.warning(
+            "%s; its rows are done without until it answers", translate(problem, node.address)
+        )
+        node.drop_idle()
+        if start:
+            with suppress(Unavailable):  # closed
+                self._watcher.submit(self._watch)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_ASK_AGAIN_S):
+            with suppress(RedisError):
+                self._topology.refresh(time.monotonic() + self._connect_s)
+                self.forget(self._topology.addresses())
+            for node in self.all:
+                if node.problem is not None:
+                    self._try(node)
+            with self._lock:
+                if not any(node.problem for node in self._nodes.values()):
+                    self._watching = False
+                    return
+
+    def _try(self, node: Node) -> None:
+        leg = Leg(node, [])
+        leg.wire = wire = self._wires.to_server(node.address)
+        try:
+            wire.open(time.monotonic() + self._connect_s, self._connect_s)
+            wire.until(time.monotonic() + self._deadline_s)
+            wire.send_command("PING", check_health=False)
+            wire.read_response()
+        except RedisError as error:
+            node.problem = error
+        else:
+            leg.clean = True
+            self.losses += 1
+            self.was_well(node)
+            log.info("%s:%d answers again", *node.address)
+        finally:
+            self.give_back(leg)

@@ -1,0 +1,27 @@
+-- Begins the scripts that compare versions.
+--
+-- Of entries that were evicted the versions are remembered, roughly: the floors of a partition are a string
+-- that holds for each bucket of its keys the highest version evicted, then the highest of all, each a u64
+-- little-endian, then one byte. What is written to a key that is not there, and is older than its floor, may
+-- be older than the row that was: it is not taken. A floor counts as long as a tombstone of its version.
+
+-- Lua's numbers hold 53 bits and its strings are compared by locale: a version is two halves.
+local function is_older(a, b)
+  local a_low, a_high = struct.unpack('<I4I4', a)
+  local b_low, b_high = struct.unpack('<I4I4', b)
+  return a_high < b_high or (a_high == b_high and a_low < b_low)
+end
+
+local function floor_buckets(f)
+  return math.max(0, (redis.call('STRLEN', f) - 9) / 8)
+end
+
+local function floor_at(f, at)
+  return redis.call('GETRANGE', f, 8 * at, 8 * at + 7)
+end
+
+local function bucket_of(key, buckets)
+  local low, high = struct.unpack('<I4I4', key)
+  return (low * 31337 + high * 65599) % 4294967291 % buckets  -- exact: below 2^50
+end
+

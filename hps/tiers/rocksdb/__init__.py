@@ -1,0 +1,15 @@
+"""The RocksDB tier; ``tier.py`` says what it keeps.
+
+In reading order: ``layout`` (column families, keys, values), ``open`` and ``database`` (the folder),
+``rows`` (reads and writes), ``load`` (bulk), ``positions`` (streams), ``tombstones``, ``space``, ``follow``,
+``checkpoint``.
+"""
+
+from hps.tiers.rocksdb.checkpoint import restore
+from hps.tiers.rocksdb.load import LoadRecord
+from hps.tiers.rocksdb.open import Access, Tuning
+from hps.tiers.rocksdb.rows import Scanned
+from hps.tiers.rocksdb.space import StoreFigures
+from hps.tiers.rocksdb.tier import RocksDbTier
+
+__all__ = ["Access", "LoadRecord", "RocksDbTier", "Scanned", "StoreFigures", "Tuning", "restore"]
