@@ -69,7 +69,7 @@ class FileRows:
         at = self._positions(table, keys)
         found = at >= 0
         vectors = np.zeros((len(keys), table.dim), table.dtype)
-        vectors[found] = files.vectors()[at[found]]
+        vectors[found] = files.vectors_at(at[found])
         versions = np.full(len(keys), self.row_version(table), np.uint64)
         return Held(found, np.zeros(len(keys), bool), vectors, versions)
 
@@ -84,16 +84,16 @@ class FileRows:
         """Up to ``n`` keys of the table at random, each once."""
         files = self._version.tables[table.name]
         at = np.random.default_rng().integers(0, files.rows, n if files.rows else 0)
-        return np.unique(table.narrow(np.ascontiguousarray(files.keys()[np.sort(at)])))
+        return np.unique(table.narrow(files.keys_at(np.sort(at))))
 
     def _positions(self, table: EmbeddingTable, keys: KeyArray) -> IndexArray:
         """The last position of each of ``keys (n,)`` in the files; -1 where there is none."""
         order = np.argsort(keys)
         ordered = keys[order]
         last = np.full(len(keys), -1, np.int64)
-        stored = self._version.tables[table.name].keys()
-        for start in range(0, len(stored) if len(keys) else 0, _READ):
-            some = table.narrow(np.ascontiguousarray(stored[start : start + _READ]))
+        files = self._version.tables[table.name]
+        for start in range(0, files.rows if len(keys) else 0, _READ):
+            some = table.narrow(files.keys(start, start + _READ))
             at = np.minimum(np.searchsorted(ordered, some), len(ordered) - 1)
             hit = np.flatnonzero(ordered[at] == some)
             last[at[hit]] = start + hit  # of equal places numpy keeps the last value

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.config.schema import RedisSettings
+from hps.config.store_settings import RedisSettings
 from hps.errors import NotFound
 from hps.rows.base import BLOCK, Held, Rows, blocks, fetch
 from hps.tiers.redis import RedisTier
-from hps.tiers.redis_layout import TableName
+from hps.tiers.redis.layout import TableName
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier
-from hps.tiers.rocksdb_layout import family_name
-from hps.tiers.rocksdb_open import existing_families
+from hps.tiers.rocksdb.layout import family_name
+from hps.tiers.rocksdb.open import existing_families
 from hps.tiers.row_values import Layout, RowValues
 from hps.types import EmbeddingTable, KeyArray, VersionArray
 

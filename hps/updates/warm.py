@@ -14,6 +14,8 @@ from hps.updates.writer import CacheWriter
 
 log = logging.getLogger(__name__)
 
+ReadVectors = Callable[[int, int], VectorArray]
+"""Reads the vectors (n, dim) float32 of the keys from one number to before another."""
 _CHUNK_ROWS = 16_384
 # Reading a store does 50,000 rows/s and more; after this long the rest comes by use.
 WARM_SECONDS = 20.0
@@ -28,10 +30,10 @@ class Warming:
         self._until = time.monotonic() + WARM_SECONDS
 
     def fill(
-        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, version: int | None
+        self, table: EmbeddingTable, keys: KeyArray, vectors: ReadVectors, version: int | None
     ) -> None:
-        """Put ``keys (n,)`` into the caches, the first ones first: with ``vectors (n, dim)`` if the stores
-        hold just these, all of ``version``; if that is not known (None), as the stores have them."""
+        """Put ``keys (n,)`` into the caches, the first ones first: with ``vectors`` if the stores hold just
+        these, all of ``version``; if that is not known (None), as the stores have them."""
         if not len(keys):
             return
         keys = table.narrow(keys)
@@ -55,19 +57,19 @@ def insert_rows(
     writer: CacheWriter,
     table: EmbeddingTable,
     keys: KeyArray,
-    vectors: VectorArray,
+    vectors: ReadVectors,
     version: int,
     step: Callable[[int], None],
 ) -> None:
-    """Insert ``keys (n,)`` with ``vectors (n, dim)`` float32, all of ``version``.
+    """Insert ``keys (n,)`` with their ``vectors``, all of ``version``.
 
     Only for files whose rows the stores still hold just like that: no key twice, nothing written since.
     The first rows go in last, so that they are the ones a full cache keeps.
     """
     for part in _backwards(len(keys)):
-        rows = np.ascontiguousarray(vectors[part], table.dtype)
+        rows = np.ascontiguousarray(vectors(part.start, part.stop)[::-1], table.dtype)
         versions = np.full(len(rows), version, np.uint64)
-        writer.insert(table, np.array(keys[part], np.int64), rows, versions).result()
+        writer.insert(table, np.array(keys[part][::-1], np.int64), rows, versions).result()
         step(len(rows))
 
 

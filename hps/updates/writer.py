@@ -127,6 +127,10 @@ class CacheWriter:
         work = partial(self._caches.delete, table, table.narrow(keys), versions)
         return self._queue(self._changes, work)
 
+    def run(self, work: Callable[[], None]) -> Future[None]:
+        """Have ``work`` done on the thread that alone writes to the caches, in its turn among the changes."""
+        return self._queue(self._changes, work)
+
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything queued before this call is done; False when time ran out or the
         writer is closed, or this process is a fork of its own, without its thread."""

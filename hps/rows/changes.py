@@ -1,0 +1,100 @@
+"""What turns the rows of one model version into those of another, in bounded memory: a merge of two scans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from hps.rows.base import Rows
+from hps.rows.compare import same_bits
+from hps.rows.files import FileRows
+from hps.tiers.positions import TableChanges
+from hps.types import EmbeddingTable, KeyArray
+
+Step = Callable[[int], None]
+_NONE = np.empty(0, np.int64)
+
+
+def _unheard(_rows: int) -> None:
+    pass
+
+
+def whole(
+    files: FileRows, table: EmbeddingTable, version: int, step: Step = _unheard
+) -> Iterator[TableChanges]:
+    """Every row of the files. ``step`` is told how many rows were read."""
+    for rows in _told(files.scan(table), step):
+        yield _changes(rows, _NONE, version)
+
+
+def difference(
+    base: FileRows,
+    base_table: EmbeddingTable,
+    new: FileRows,
+    table: EmbeddingTable,
+    version: int,
+    step: Step = _unheard,
+) -> Iterator[TableChanges]:
+    """Rows of ``new`` that ``base`` lacks or has with other bits, and deletions of keys that only ``base``
+    has, by ascending keys; each with ``version``. The tables have one shape. A step may be empty."""
+    for rows, gone in merged(_told(base.scan(base_table), step), _told(new.scan(table), step)):
+        yield _changes(rows, gone, version)
+
+
+def merged(base: Iterable[Rows], new: Iterable[Rows]) -> Iterator[tuple[Rows, KeyArray]]:
+    """The same for two scans in the order of their keys, each key once: rows to be written, and keys (m,) to
+    be deleted."""
+    old, now = _Scan(base), _Scan(new)
+    while True:
+        ends = [scan.rows.keys[-1] for scan in (old, now) if scan.rows is not None]
+        if not ends:
+            return
+        a, b = old.up_to(min(ends)), now.up_to(min(ends))
+        if a is None:
+            assert b is not None
+            yield b, _NONE
+            continue
+        if b is None:
+            yield a.at(slice(0)), a.keys
+            continue
+        at = np.minimum(np.searchsorted(a.keys, b.keys), max(0, len(a.keys) - 1))
+        equal = a.keys[at] == b.keys if len(a.keys) else np.zeros(len(b.keys), bool)
+        equal[equal] = same_bits(a.vectors[at[equal]], b.vectors[equal])
+        yield b.at(~equal), np.setdiff1d(a.keys, b.keys, assume_unique=True)
+
+
+class _Scan:
+    """``rows``: what was read and not taken yet; None at the end."""
+
+    def __init__(self, parts: Iterable[Rows]) -> None:
+        self._parts = iter(parts)
+        self.rows = self._read()
+
+    def _read(self) -> Rows | None:
+        return next((rows for rows in self._parts if len(rows.keys)), None)
+
+    def up_to(self, key: int) -> Rows | None:
+        """Take the rows up to and including ``key``."""
+        if self.rows is None:
+            return None
+        n = int(np.searchsorted(self.rows.keys, key, side="right"))
+        taken = self.rows.at(slice(n))
+        self.rows = self.rows.at(slice(n, None)) if n < len(self.rows.keys) else self._read()
+        return taken
+
+
+def _told(parts: Iterable[Rows], step: Step) -> Iterator[Rows]:
+    for rows in parts:
+        yield rows
+        step(len(rows.keys))
+
+
+def _changes(rows: Rows, gone: KeyArray, version: int) -> TableChanges:
+    return TableChanges(
+        np.ascontiguousarray(rows.keys),
+        np.ascontiguousarray(rows.vectors),
+        np.full(len(rows.keys), version, np.uint64),
+        gone,
+        np.full(len(gone), version, np.uint64),
+    )

@@ -1,0 +1,104 @@
+"""The brokers as producers and tools meet them: are they there, what topics have they, make one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import confluent_kafka as ck
+from confluent_kafka import admin
+
+from hps.errors import ConfigError, Unavailable
+from hps.updates.kafka_client import client_log
+
+_POLL_S = 0.1
+
+
+class Brokers:
+    """``addresses``: `host:port`, several separated by commas; ``options``: of librdkafka. A call waits for
+    ``answer_s`` at most. Any thread may call."""
+
+    def __init__(
+        self,
+        addresses: str,
+        options: Mapping[str, str | int | float | bool] | None = None,
+        answer_s: float = 5.0,
+    ) -> None:
+        for name in {"bootstrap.servers", "metadata.broker.list"} & set(options or ()):
+            raise ConfigError(f"options: {name!r} is set by hps itself; take it out")
+        self.addresses = addresses
+        self.answer_s = answer_s
+        self._heard = ""
+        self.options: dict[str, Any] = {
+            "bootstrap.servers": addresses,
+            "client.id": "hps",
+            "socket.keepalive.enable": True,
+            "reconnect.backoff.max.ms": 2_000,
+            "error_cb": self._error,
+            **(options or {}),
+        }
+
+    def connect(self, kind: Any, own: Mapping[str, Any]) -> Any:
+        """A client of ``kind`` (`ck.Producer`, `ck.Consumer`) with settings of its ``own``, which the options
+        override. Raises ConfigError for wrong ones, Unavailable when no broker answers."""
+        try:
+            client = kind({**own, **self.options}, logger=client_log)
+        except ck.KafkaException as error:
+            raise ConfigError(f"Kafka's options: {text_of(error)}") from None
+        self.topics(client)
+        return client
+
+    def topics(self, client: Any) -> dict[str, int]:
+        """Every topic with its number of partitions. To ask for one by name might create it with the
+        broker's defaults. Raises Unavailable."""
+        try:
+            found = client.list_topics(timeout=self.answer_s).topics
+        except ck.KafkaException as error:
+            client.poll(0)  # tells `_error` why
+            raise Unavailable(
+                f"no Kafka broker at {self.addresses} answers within {self.answer_s:g} s"
+                f"{self.why() or f' ({text_of(error)})'}; start it, or correct the address and options"
+            ) from None
+        return {name: len(topic.partitions) for name, topic in found.items() if topic.partitions}
+
+    def create(self, client: Any, topic: str, partitions: int) -> int:
+        """Make a topic, or find that another client just did; its number of partitions. Raises
+        Unavailable."""
+        new = admin.NewTopic(topic, num_partitions=partitions, replication_factor=-1)  # type: ignore[attr-defined]
+        maker = admin.AdminClient({**self.options, "log_level": 4}, logger=client_log)
+        try:
+            maker.create_topics([new], request_timeout=self.answer_s)[topic].result(self.answer_s)
+        except ck.KafkaException as error:
+            if error.args[0].code() != ck.KafkaError.TOPIC_ALREADY_EXISTS:
+                raise Unavailable(
+                    f"topic {topic} is not there and Kafka at {self.addresses} does not create it: "
+                    f"{text_of(error)}; create it with {partitions} partitions"
+                ) from None
+        return self._appeared(client, topic)
+
+    def _appeared(self, client: Any, topic: str) -> int:
+        """All brokers hear of a new topic a little later."""
+        deadline = time.monotonic() + self.answer_s
+        while (found := self.topics(client).get(topic)) is None:
+            if time.monotonic() > deadline:
+                raise Unavailable(
+                    f"topic {topic} was created, but Kafka at {self.addresses} does not show it within "
+                    f"{self.answer_s:g} s; try again"
+                )
+            time.sleep(_POLL_S)
+        return found
+
+    def why(self) -> str:
+        """What librdkafka said last of the brokers, in brackets."""
+        return f" ({self._heard})" if self._heard else ""
+
+    def _error(self, error: Any) -> None:
+        """What it says first tells more than that all brokers are down then."""
+        if error.code() != ck.KafkaError._ALL_BROKERS_DOWN or not self._heard:
+            self._heard = error.str()
+
+
+def text_of(error: Exception) -> str:
+    first: Any = error.args[0] if error.args else error
+    return str(first.str() if isinstance(first, ck.KafkaError) else first)

@@ -1,0 +1,248 @@
+"""Update messages to arrays and back: HPS's wire format and the native one (docs/wire-format.md).
+
+Decoding takes many messages at once and never raises for what is in them: a message that is damaged, of
+another format or of the wrong size gets a `Reason`, the others are decoded. Of such a message nothing is
+taken. All functions may be called from several threads; the GIL is released while large batches are copied.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps import native
+from hps.native.twin_codec import (
+    CHECKSUM,
+    DTYPES,
+    HEADER,
+    HPS_HEADER,
+    LARGEST_DIM,
+    LATEST_MS,
+    MAGIC,
+    MAJOR,
+    MESSAGE,
+    MINOR,
+    Payloads,
+)
+from hps.tiers.positions import TableChanges
+from hps.types import VERSION_SEQUENCE_BITS, IndexArray, KeyArray, VectorArray, VersionArray
+from hps.updates.source import Reason, TableUpdate
+
+LONGEST = 128 << 20  # bytes of a message that is read
+FULL = 256 << 10  # bytes of a message that is written, as HPS's producer fills them
+
+_TOPIC = re.compile(r"hps_et\.([\w-]+)\.([\w-]+)", re.ASCII)
+_NAME = re.compile(r"[\x21-\x7e]{1,65535}")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Decoded:
+    """``messages (m,)`` of dtype `MESSAGE`, one for each that was handed in; ``updates`` per table and row
+    format, in the order of their first message."""
+
+    messages: NDArray[Any]
+    updates: Sequence[TableUpdate]
+
+    def faults(self) -> list[tuple[int, Reason, int]]:
+        """Of the messages that could not be taken: number, reason, and the byte that tells."""
+        wrong = np.flatnonzero(self.messages["reason"] >= Reason.TRUNCATED)
+        return [
+            (int(i), Reason(self.messages["reason"][i]), int(self.messages["at"][i])) for i in wrong
+        ]
+
+
+def hps_topic(model: str, table: str) -> str:
+    """The topic HPS reads a table's updates from."""
+    return f"hps_et.{model}.{table}"
+
+
+def hps_table(topic: str) -> tuple[str, str] | None:
+    """The model and table of one of HPS's topics; None when it is another topic."""
+    found = _TOPIC.fullmatch(topic)
+    return (found[1], found[2]) if found else None
+
+
+def record_versions(timestamps_ms: IndexArray, offsets: IndexArray) -> VersionArray:
+    """The versions (m,) of records without one of their own: timestamp, then offset mod 2^20. A record
+    without a timestamp (negative) counts as written in 1970: only rows that nobody versioned are older."""
+    milliseconds = np.maximum(timestamps_ms, 0).astype(np.uint64)
+    sequence = offsets.astype(np.uint64) & np.uint64((1 << VERSION_SEQUENCE_BITS) - 1)
+    return milliseconds << np.uint64(VERSION_SEQUENCE_BITS) | sequence
+
+
+def decode_hps(
+    payloads: Payloads,
+    table: str,
+    dim: int,
+    *,
+    timestamps_ms: IndexArray,
+    offsets: IndexArray,
+    keys: Sequence[bytes | None] | None = None,
+    key_bits: Literal[32, 64] = 64,
+    longest: int = LONGEST,
+) -> Decoded:
+    """Messages of the topic of ``table``, with Kafka's own ``timestamps_ms (m,)``, ``offsets (m,)`` and
+    ``keys``. ``dim`` is the table's: float32 rows of another one are ROW_SIZE."""
+    keyed = np.zeros(len(payloads), np.uint8)
+    if keys is not None:
+        keyed = np.fromiter(map(bool, keys), np.uint8, len(payloads))
+    stamps = record_versions(np.asarray(timestamps_ms, np.int64), np.asarray(offsets, np.int64))
+    found, rows, versions, vectors = native.decode_hps(
+        payloads, keyed, stamps, key_bits // 8, 4 * dim, longest
+    )
+    messages = found.view(MESSAGE)
+    messages["event_ms"] = timestamps_ms
+    nothing = (np.empty(0, np.int64), np.empty(0, np.uint64))
+    changes = TableChanges(rows, vectors.view("<f4").reshape(-1, dim), versions, *nothing)
+    return Decoded(messages, _updates(messages, [(table, changes)] if len(rows) else []))
+
+
+def decode_native(payloads: Payloads, *, longest: int = LONGEST) -> Decoded:
+    """Native messages, of any tables."""
+    found, groups = native.decode_native(payloads, longest)
+    tables = []
+    for table, dtype, dim, keys, versions, rows, deleted, deleted_versions in groups:
+        vectors = rows.view(DTYPES[dtype]).reshape(-1, dim)
+        changes = TableChanges(keys, vectors, versions, deleted, deleted_versions)
+        tables.append((table, changes))
+    messages = found.view(MESSAGE)
+    return Decoded(messages, _updates(messages, tables))
+
+
+def _updates(
+    messages: NDArray[Any], tables: Sequence[tuple[str, TableChanges]]
+) -> list[TableUpdate]:
+    order = np.argsort(messages["group"], kind="stable")
+    ends = np.searchsorted(messages["group"][order], np.arange(-1, len(tables)), side="right")
+    updates = []
+    for number, (table, changes) in enumerate(tables):
+        numbers = order[ends[number] : ends[number + 1]]
+        updates.append(TableUpdate(table, changes, messages[numbers], numbers))
+    return updates
+
+
+def encode_hps(
+    keys: KeyArray, vectors: VectorArray, *, key_bits: Literal[32, 64] = 64, full: int = FULL
+) -> list[bytes]:
+    """HPS's messages of ``keys (n,)`` and ``vectors (n, dim)`` float32, each at most ``full`` bytes long.
+
+    Messages of one key must go to one partition, in order: the caller parts the keys by
+    `hps.native.partition_hash` first. Raises ValueError for keys that 32 bits don't hold, and for arrays
+    that don't fit each other.
+    """
+    _check_rows(keys, vectors, (np.dtype("<f4"),))
+    if key_bits == 32 and len(keys) and not (keys.min() >= 0 and keys.max() < 2**32):
+        raise ValueError("keys of 32 bits must lie between 0 and 2^32 - 1")
+    row_bytes = vectors.shape[1] * 4
+    fit = _fitting(full - HPS_HEADER, key_bits // 8 + row_bytes, full)
+    flat = np.ascontiguousarray(vectors).view(np.uint8).reshape(-1)
+    return native.encode_hps(np.ascontiguousarray(keys), flat, key_bits // 8, row_bytes, fit)
+
+
+def encode_native(
+    table: str,
+    changes: TableChanges,
+    *,
+    event_ms: int,
+    ttl_s: int = 0,
+    step: int = 0,
+    dense_version: int = 0,
+    full: int = FULL,
+) -> list[bytes]:
+    """Native messages of ``changes``, each at most ``full`` bytes long; rows first, then deletions.
+
+    ``vectors (n, dim)`` are float32 or float16; ``event_ms``: when the rows were made; ``ttl_s``: how
+    long they count from then on, 0 for ever; ``step`` and ``dense_version``: of the training and of the dense
+    network they belong to, 0 for none. Raises ValueError for a name that is not printable ASCII without
+    spaces, and for arrays that don't fit each other. Partitions: see `encode_hps`.
+    """
+    _check_changes(table, changes)
+    if not 0 <= event_ms < LATEST_MS:
+        raise ValueError(f"event_ms is out of range: {event_ms} is not Unix time in ms")
+    count, gone = len(changes.keys), len(changes.deleted)
+    dim, dtype = changes.vectors.shape[1], changes.vectors.dtype
+    name = table.encode() + bytes(-len(table) % 8)
+    row = dim * dtype.itemsize
+    room = full - HEADER.size - len(name)
+    rows_fit = _fitting(room, 16 + row if count else 16, full)
+    said = (dim, DTYPES.index(dtype), 0, len(table), event_ms, ttl_s, 0, step, dense_version)
+    keys, versions, vectors, deleted, deleted_versions = map(_bytes_of, _arrays(changes))
+    messages = []
+    up = down = 0
+    while up < count or down < gone:
+        # Rows [up, to) and deletions [down, end).
+        to = min(up + rows_fit, count)
+        end = min(down + (room - (to - up) * (16 + row)) // 16, gone)
+        columns = (
+            *(keys[8 * up : 8 * to], deleted[8 * down : 8 * end]),
+            *(versions[8 * up : 8 * to], deleted_versions[8 * down : 8 * end]),
+            vectors[row * up : row * to],
+        )
+        messages.append(_message(name, (to - up, end - down, *said), columns))
+        up, down = to, end
+    return messages
+
+
+def _arrays(changes: TableChanges) -> tuple[NDArray[Any], ...]:
+    rows = (changes.keys, changes.versions, changes.vectors)
+    return (*rows, changes.deleted, changes.deleted_versions)
+
+
+def _bytes_of(array: NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _message(name: bytes, fields: tuple[int, ...], columns: Sequence[memoryview]) -> bytes:
+    size = HEADER.size + len(name) + sum(map(len, columns))
+    try:
+        head = HEADER.pack(MAGIC, MAJOR, MINOR, HEADER.size, 0, size, *fields)
+    except struct.error as error:
+        raise ValueError(f"ttl_s, step or dense_version is out of range: {error}") from None
+    start, rest = head[: CHECKSUM.start], b"".join((head[CHECKSUM.stop :], name, *columns))
+    checksum = native.crc32(np.frombuffer(rest, np.uint8), zlib.crc32(start))
+    return b"".join((start, checksum.to_bytes(4, "little"), rest))
+
+
+def _fitting(room: int, entry_bytes: int, full: int) -> int:
+    """How many entries fit a message. Raises ValueError when not even one does."""
+    if room < entry_bytes:
+        need = full - room + entry_bytes
+        raise ValueError(
+            f"a message of one row has {need} bytes, but at most {full} are allowed; raise message_bytes"
+        )
+    return room // entry_bytes
+
+
+def _check_rows(keys: KeyArray, vectors: VectorArray, dtypes: Sequence[np.dtype[Any]]) -> None:
+    if keys.dtype != np.int64 or keys.ndim != 1:
+        raise ValueError(f"keys must be (n,) int64, not {keys.shape} {keys.dtype}")
+    if vectors.ndim != 2 or len(vectors) != len(keys):
+        raise ValueError(f"vectors must be ({len(keys)}, dim), not {vectors.shape}")
+    if vectors.dtype not in dtypes:
+        names = " or ".join(each.name for each in dtypes)
+        raise ValueError(f"vectors must be {names}, not {vectors.dtype}")
+    if not 1 <= vectors.shape[1] <= LARGEST_DIM:
+        raise ValueError(f"dim must be between 1 and {LARGEST_DIM}, not {vectors.shape[1]}")
+
+
+def _check_changes(table: str, changes: TableChanges) -> None:
+    if not _NAME.fullmatch(table):
+        raise ValueError(f"a table's name must be printable ASCII without spaces, not {table!r}")
+    _check_rows(changes.keys, changes.vectors, DTYPES)
+    for keys, versions in (
+        (changes.keys, changes.versions),
+        (changes.deleted, changes.deleted_versions),
+    ):
+        if keys.dtype != np.int64 or keys.ndim != 1:
+            raise ValueError(f"keys must be (n,) int64, not {keys.shape} {keys.dtype}")
+        if versions.dtype != np.uint64 or versions.shape != keys.shape:
+            raise ValueError(
+                f"versions must be {keys.shape} uint64, not {versions.shape} {versions.dtype}"
+            )

@@ -1,0 +1,225 @@
+"""Dead letters read back out of their topic: looked at, and sent again to where they came from.
+
+A letter that was sent again stays in the topic; a note behind it, in the same partition, tells so.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import confluent_kafka as ck
+
+from hps.config.update_settings import KafkaSettings
+from hps.errors import Unavailable
+from hps.native.twin_codec import HEADER, MAGIC
+from hps.updates.brokers import Brokers, text_of
+from hps.updates.codec import hps_table
+
+MOST = 100_000
+"""Letters that are looked at, the newest ones."""
+_REQUEUED = "hps-requeued"
+_HEADER_BYTES, _NAME_BYTES = 3, 11  # of HEADER's fields
+_CHUNK = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """Where it lies and since when (Unix ms); why, and the byte that told; where it came from; its
+    ``size`` in bytes, and the table it speaks of, `model/table`, where that can be told."""
+
+    partition: int
+    offset: int
+    unix_ms: int
+    reason: str
+    at: int
+    topic: str
+    from_partition: int
+    from_offset: int
+    size: int
+    table: str | None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.partition, self.offset
+
+
+class DeadLetterBox:
+    """The topic of dead letters of ``settings``. Called by one thread. Raises Unavailable when no broker
+    answers."""
+
+    def __init__(self, settings: KafkaSettings, answer_s: float = 5.0) -> None:
+        self._topic = settings.dead_letters
+        self._brokers = Brokers(settings.brokers, settings.options, answer_s)
+        self._longest = min(max(1_000_000, settings.max_message_bytes + 4096), 1_000_000_000)
+        own = {
+            "group.id": "hps_dead_letters",  # nothing is committed
+            "enable.auto.commit": False,
+            "enable.partition.eof": True,
+            "fetch.message.max.bytes": max(1 << 20, settings.max_message_bytes),
+        }
+        self._consumer = self._brokers.connect(ck.Consumer, own)
+
+    def letters(self, *, again: bool = False) -> list[Letter]:
+        """All that were not sent again yet, with ``again`` those too, oldest first; the newest ``MOST``."""
+        found: OrderedDict[tuple[int, int], Letter] = OrderedDict()
+        for message in self._messages(self._bounds()):
+            headers = dict(message.headers() or ())
+            if (noted := headers.get(_REQUEUED)) is not None:
+                for offset in noted.split(b",") if not again else ():
+                    found.pop((message.partition(), int(offset)), None)
+                continue
+            letter = _letter(message, headers)
+            found[letter.place] = letter
+            if len(found) > MOST:
+                found.popitem(last=False)
+        return sorted(found.values(), key=lambda each: (each.unix_ms, each.place))
+
+    def requeue(self, letters: Sequence[Letter]) -> list[tuple[Letter, str]]:
+        """Send them to the topics and partitions they came from, oldest first in each; returns those that
+        Kafka did not take, and why. Readers see them as new messages: native ones bring their versions along,
+        rows in HPS's format become the newest of their keys."""
+        chosen = {each.place: each for each in letters}
+        bounds = {
+            partition: (min(offsets), max(offsets) + 1)
+            for partition in {p for p, _ in chosen}
+            for offsets in [[o for p, o in chosen if p == partition]]
+        }
+        producer = self._brokers.connect(
+            ck.Producer, {"enable.idempotence": True, "message.max.bytes": self._longest}
+        )
+        failed: dict[tuple[int, int], str] = {}
+        done: list[Letter] = []
+        for message in self._messages(bounds):
+            letter = chosen.pop((message.partition(), message.offset()), None)
+            if letter is None:
+                continue
+            self._send(producer, letter, message, failed)
+            done.append(letter)
+            if len(done) == _CHUNK:
+                self._settle(producer, done, failed)
+                done = []
+        self._settle(producer, done, failed)
+        failed |= dict.fromkeys(chosen, "it is not in the topic any more")
+        return [(each, failed[each.place]) for each in letters if each.place in failed]
+
+    def close(self) -> None:
+        self._consumer.close()
+
+    def _send(
+        self, producer: Any, letter: Letter, message: Any, failed: dict[tuple[int, int], str]
+    ) -> None:
+        def delivered(error: Any, _message: Any) -> None:
+            if error is not None:
+                failed[letter.place] = error.str()
+
+        try:
+            producer.produce(
+                letter.topic,
+                message.value(),
+                message.key(),
+                partition=letter.from_partition,
+                on_delivery=delivered,
+            )
+        except (ck.KafkaException, BufferError) as error:
+            failed[letter.place] = text_of(error)
+
+    def _settle(
+        self, producer: Any, sent: Sequence[Letter], failed: dict[tuple[int, int], str]
+    ) -> None:
+        """Wait until Kafka has them, then note that."""
+        if producer.flush(2 * self._brokers.answer_s):
+            producer.purge()
+            producer.flush(1.0)
+        taken: dict[int, list[str]] = {}
+        for letter in sent:
+            if letter.place not in failed:
+                taken.setdefault(letter.partition, []).append(str(letter.offset))
+        for partition, offsets in taken.items():
+            headers: list[tuple[str, str | bytes | None]] = [
+                (_REQUEUED, ",".join(offsets).encode())
+            ]
+            producer.produce(self._topic, None, None, partition=partition, headers=headers)
+        if producer.flush(2 * self._brokers.answer_s):
+            raise Unavailable(
+                f"Kafka at {self._brokers.addresses} took {len(sent)} letters, but not the note of it"
+                f"{self._brokers.why()}: they are listed still"
+            )
+
+    def _bounds(self) -> dict[int, tuple[int, int]]:
+        """Of each partition: the first offset there is, and the one behind the last."""
+        count = self._brokers.topics(self._consumer).get(self._topic, 0)
+        try:
+            return {
+                p: self._consumer.get_watermark_offsets(
+                    ck.TopicPartition(self._topic, p), timeout=self._brokers.answer_s
+                )
+                for p in range(count)
+            }
+        except ck.KafkaException as error:
+            raise self._silent(text_of(error)) from None
+
+    def _messages(self, bounds: dict[int, tuple[int, int]]) -> Iterator[Any]:
+        """Those between the offsets, by partition in order."""
+        open_ = {p: end for p, (begin, end) in bounds.items() if begin < end}
+        self._consumer.assign([ck.TopicPartition(self._topic, p, bounds[p][0]) for p in open_])
+        while open_:
+            first = self._consumer.poll(2 * self._brokers.answer_s)
+            if first is None:
+                raise self._silent("nothing came")
+            # To consume more than one at a time waits until there are as many.
+            for message in (first, *self._consumer.consume(_CHUNK, 0.0)):
+                partition, error = message.partition(), message.error()
+                if error is not None:
+                    if error.code() == ck.KafkaError._PARTITION_EOF:
+                        open_.pop(partition, None)
+                    continue
+                end = open_.get(partition, -1)
+                if message.offset() < end:
+                    yield message
+                if message.offset() >= end - 1:
+                    open_.pop(partition, None)
+        self._consumer.unassign()
+
+    def _silent(self, why: str) -> Unavailable:
+        return Unavailable(
+            f"{self._topic} cannot be read from Kafka at {self._brokers.addresses}: {why}"
+            f"{self._brokers.why()}; look after the broker and try again"
+        )
+
+
+def _letter(message: Any, headers: dict[str, bytes]) -> Letter:
+    def text(name: str) -> str:
+        return (headers.get(name) or b"").decode(errors="replace")
+
+    def number(name: str) -> int:
+        return int(text(name)) if text(name).lstrip("-").isdecimal() else -1
+
+    payload, topic = message.value() or b"", text("hps-topic")
+    return Letter(
+        message.partition(),
+        message.offset(),
+        message.timestamp()[1],
+        text("hps-reason") or "?",
+        number("hps-at-byte"),
+        topic,
+        number("hps-partition"),
+        number("hps-offset"),
+        len(payload),
+        _table(topic, payload),
+    )
+
+
+def _table(topic: str, payload: bytes) -> str | None:
+    """The table a message names, however damaged the rest of it is."""
+    named = hps_table(topic)
+    if named is not None:
+        return "/".join(named)
+    if not payload.startswith(MAGIC) or len(payload) < HEADER.size:
+        return None
+    fields = HEADER.unpack_from(payload)
+    start = fields[_HEADER_BYTES]
+    name = payload[start : start + fields[_NAME_BYTES]]
+    return name.decode("ascii") if name and all(0x21 <= c <= 0x7E for c in name) else None

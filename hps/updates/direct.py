@@ -1,0 +1,115 @@
+"""Rows written by hand or by a small program, without a stream: into every store, then into the caches.
+
+A call returns when all of them have the rows. Rows get the version of the moment, and later calls a higher
+one, whatever the clock does; so a row written here wins over those of the stream that were made before.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from hps.errors import BadRequest, Unavailable, Unsupported
+from hps.tiers.positions import TableChanges
+from hps.types import EmbeddingTable, KeyArray, VectorArray, version_now
+from hps.updates.ingestor import Caches, Observe, refresh
+from hps.updates.stream_places import Store
+
+DIRECT_TIMEOUT_S = 10.0
+
+
+class VersionClock:
+    """Versions that only grow. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._lock = threading.Lock()
+
+    def next(self) -> int:
+        with self._lock:
+            self._last = max(version_now(), self._last + 1)
+            return self._last
+
+
+class DirectWriter:
+    """Writes to ``stores`` and refreshes ``caches``; any thread may call it, one call is served at a time.
+    ``fixed``: tables that some cache keeps as they were when it was filled."""
+
+    def __init__(
+        self,
+        stores: Sequence[Store],
+        caches: Caches,
+        observe: Observe,
+        fixed: Collection[EmbeddingTable] = (),
+    ) -> None:
+        self._stores = tuple(stores)
+        self._caches = caches
+        self._observe = observe
+        self._fixed = fixed
+        self._clock = VersionClock()
+        self._turn = threading.Lock()
+
+    def write(
+        self,
+        table: EmbeddingTable,
+        keys: KeyArray,
+        vectors: VectorArray,
+        deleted: KeyArray,
+        timeout_s: float = DIRECT_TIMEOUT_S,
+    ) -> int:
+        """Upsert ``vectors (n, dim)`` for ``keys (n,)`` and delete ``deleted (m,)``; the version they got.
+
+        Raises BadRequest for arrays that do not fit, for values that are not finite and for a key on both
+        sides, TierError or Unavailable when a store could not: some stores may have the rows then, and
+        calling again is harmless.
+        """
+        self._check(table, keys, vectors, deleted)
+        if not self._stores:
+            raise Unsupported("this node writes no store: its database is read only")
+        if table in self._fixed:
+            raise Unsupported(
+                f"table '{table.name}' is static in the GPU cache, which can't follow; serve it with "
+                "gpu_static: false to have its rows change"
+            )
+        if not self._turn.acquire(timeout=timeout_s):
+            raise Unavailable(f"other writes took longer than {timeout_s:g} s; try again")
+        try:
+            made_s = time.time()
+            version = self._clock.next()
+            changes = TableChanges(
+                table.narrow(keys),
+                np.ascontiguousarray(vectors, table.dtype),
+                np.full(len(keys), version, np.uint64),
+                table.narrow(deleted),
+                np.full(len(deleted), version, np.uint64),
+            )
+            for each in self._stores:
+                each.store.apply(table, changes, [])
+            refresh(self._caches, table, changes, versioned=all(s.versioned for s in self._stores))
+        finally:
+            self._turn.release()
+        self._observe.visible(table, "direct", np.array([made_s]))
+        self._observe.applied(table, "upserted", len(keys))
+        self._observe.applied(table, "deleted", len(deleted))
+        return version
+
+    def _check(
+        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, deleted: KeyArray
+    ) -> None:
+        wanted = (len(keys), table.dim)
+        if vectors.shape != wanted:
+            raise BadRequest(
+                f"table '{table.name}' has dim {table.dim}: {len(keys)} keys need vectors of shape "
+                f"{list(wanted)}, not {list(vectors.shape)}"
+            )
+        with np.errstate(over="ignore"):
+            finite = np.isfinite(vectors.astype(table.dtype)).all(axis=1)
+        if not finite.all():
+            key = int(keys[np.flatnonzero(~finite)[0]])
+            raise BadRequest(f"the vector of key {key} is not finite in {table.dtype.name}")
+        both = np.intersect1d(table.narrow(keys), table.narrow(deleted))
+        if len(both):
+            raise BadRequest(f"key {int(both[0])} is to be written and to be deleted")

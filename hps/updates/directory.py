@@ -1,0 +1,184 @@
+"""DirectorySource: rows out of files that appear in a folder, without Kafka.
+
+    updates/20260131-1200.hpsu              native messages, one behind the other
+    updates/ctr.user.20260131-1200.npz      rows of table user of model ctr; Parquet likewise
+    updates/applied/, updates/rejected/     where they go; beside a rejected file, why
+
+A file appears complete: written under a name that begins with a dot, and renamed. Files are applied in the
+order of their names and moved away once the stores have them, so a crash repeats a file and loses none; the
+rows' versions make that harmless. Rows without one get the file's time of change.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from hps.config.update_settings import DirectorySettings
+from hps.errors import ConfigError, Unavailable
+from hps.types import EmbeddingTable
+from hps.updates.source import DeadLetter, UpdateBatch
+from hps.updates.update_files import ENDINGS, UpdateFile
+
+log = logging.getLogger(__name__)
+
+BLOCK = 1 << 16
+"""Rows a poll brings at most, or one message."""
+_APPLIED, _REJECTED = "applied", "rejected"
+_LOOK_EVERY_S = 0.2
+_SAY_EVERY_S = 30.0
+
+
+class DirectorySource:
+    """An `UpdateSource`, and the `DeadLetters` of its own files. ``tables`` by `model/table`.
+
+    Called by one thread; `lag` by any. Raises ConfigError when the folder cannot be made.
+    """
+
+    def __init__(
+        self,
+        settings: DirectorySettings,
+        tables: Mapping[str, EmbeddingTable],
+        block: int = BLOCK,
+    ) -> None:
+        self.problem: str | None = None
+        self._folder = settings.path
+        self._keep_applied = settings.keep_applied
+        self._tables = tables
+        self._block = block
+        self._names: deque[str] = deque()
+        self._reading: UpdateFile | None = None
+        self._batches: Iterator[UpdateBatch] = iter(())
+        # What was polled and not committed; with a batch that ends a file, the file.
+        self._polled: deque[tuple[UpdateBatch, UpdateFile | None]] = deque()
+        self._said_at = float("-inf")
+        try:
+            for folder in (self._folder / _APPLIED, self._folder / _REJECTED):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"updates.directory.path: {self._folder} cannot be used: {error.strerror or error}; name a "
+                "folder that this process may write to"
+            ) from None
+
+    def poll(self, timeout_s: float) -> UpdateBatch | None:
+        """See `UpdateSource`. An empty batch ends each file: committed, it moves the file away."""
+        until, path = time.monotonic() + timeout_s, None
+        while self._reading is None and (path := self._next()) is None:
+            left = until - time.monotonic()
+            if left <= 0:
+                return None
+            time.sleep(min(left, _LOOK_EVERY_S))
+        if path is not None:
+            self._reading = UpdateFile(path, self._tables, self._block)
+            self._batches = self._reading.batches()
+        batch = next(self._batches, None)
+        if batch is not None:
+            self._polled.append((batch, None))
+            return batch
+        reading = self._reading
+        self._reading = None
+        end = UpdateBatch(())
+        self._polled.append((end, reading))
+        return end
+
+    def commit(self, batch: UpdateBatch) -> None:
+        """See `UpdateSource`. Raises Unavailable when a file cannot be moved."""
+        if not any(each is batch for each, _ in self._polled):
+            return
+        while True:
+            each, ended = self._polled[0]
+            if ended is not None:
+                self._settle(ended)
+            self._polled.popleft()
+            if each is batch:
+                return
+
+    def keep_alive(self) -> None:
+        """Files wait by themselves."""
+
+    def begin_again(self) -> None:
+        """No store keeps positions of files."""
+
+    def rewind(self) -> None:
+        """Files that are not moved away yet begin again."""
+        self._stop()
+        self._polled.clear()
+        self._names.clear()
+
+    def keep(self, letters: Sequence[DeadLetter]) -> None:
+        """The file they stand in is kept as a whole, in ``rejected/``, when its end is committed."""
+
+    def lag(self) -> dict[tuple[str, int], int]:
+        """Files that wait, of those that were there when the folder was looked at last."""
+        return {(str(self._folder), 0): len(self._names) + (self._reading is not None)}
+
+    def close(self) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        self._reading = None
+        self._batches = iter(())  # the file is closed with them
+
+    # -- files -------------------------------------------------------------------------------------
+
+    def _next(self) -> Path | None:
+        """The next file, if any is there."""
+        if not self._names:
+            taken = {ended.path.name for _, ended in self._polled if ended is not None}
+            try:
+                with os.scandir(self._folder) as entries:
+                    found = [each.name for each in entries if _wanted(each)]
+            except OSError as error:
+                self.problem = f"{self._folder} cannot be read: {error.strerror or error}"
+                self._warn(self.problem)
+                return None
+            self.problem = None
+            self._names.extend(sorted(set(found) - taken))
+        return self._folder / self._names.popleft() if self._names else None
+
+    def _settle(self, ended: UpdateFile) -> None:
+        """Move a file to where it belongs now."""
+        path = ended.path
+        try:
+            if ended.faults:
+                target = _free(self._folder / _REJECTED / path.name)
+                reason = target.with_name(f"{target.name}.reason")
+                reason.write_text(ended.report())
+                os.replace(path, target)
+                log.error("%s was rejected: %s; see %s", path, ended.faults[0], reason)
+            elif self._keep_applied:
+                os.replace(path, _free(self._folder / _APPLIED / path.name))
+            else:
+                path.unlink()
+        except FileNotFoundError:
+            log.warning("%s went away while it was applied", path)
+        except OSError as error:
+            raise Unavailable(
+                f"{path} cannot be moved away: {error.strerror or error}; let this process write to "
+                f"{self._folder} and the folders in it"
+            ) from None
+
+    def _warn(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._said_at > _SAY_EVERY_S:
+            self._said_at = now
+            log.warning("updates from files wait: %s", text)
+
+
+def _wanted(entry: os.DirEntry[str]) -> bool:
+    name = entry.name
+    return not name.startswith(".") and name.endswith(ENDINGS) and entry.is_file()
+
+
+def _free(path: Path) -> Path:
+    """A name that no earlier file has."""
+    number, found = 1, path
+    while found.exists():
+        found = path.with_name(f"{path.stem}.{number}{path.suffix}")
+        number += 1
+    return found

@@ -1,0 +1,104 @@
+"""The thread that an ingestor runs on: pause, resume, and what must be done between two batches."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+
+from hps.errors import HpsError
+from hps.updates.ingestor import FIRST_PAUSE_S, LONGEST_PAUSE_S, POLL_S, Ingestor
+from hps.updates.source import UpdateSource
+
+log = logging.getLogger(__name__)
+
+
+class IngestThread:
+    """Runs an ingestor until it is closed; `call` has something done between two steps."""
+
+    def __init__(self, ingestor: Ingestor, source: UpdateSource, name: str) -> None:
+        self._ingestor = ingestor
+        self._source = source
+        self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._closed = threading.Event()
+        self._resumed = threading.Event()
+        self._resumed.set()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def paused(self) -> bool:
+        return not self._resumed.is_set()
+
+    def pause(self) -> Future[None]:
+        """Apply no more after the batch at hand, which is over when the future is done; the source stays
+        connected.
+        """
+        self._resumed.clear()
+        return self.call(lambda: None)
+
+    def resume(self) -> None:
+        self._resumed.set()
+
+    def call(self, work: Callable[[], None]) -> Future[None]:
+        """Have ``work`` done by the ingesting thread, which alone may touch the source."""
+        done: Future[None] = Future()
+        self._calls.append((work, done))
+        if self._closed.is_set():
+            done.cancel()
+        return done
+
+    def close(self) -> None:
+        """Finish or give up the batch at hand, note positions, close the source. Idempotent."""
+        self._closed.set()
+        self._ingestor.close()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        pause, broken = FIRST_PAUSE_S, False
+        try:
+            while not self._closed.is_set():
+                self._do_calls()
+                if self.paused:
+                    self._source.keep_alive()
+                    self._resumed.wait(POLL_S)
+                    continue
+                try:
+                    if broken:
+                        self._source.rewind()
+                        broken = False
+                    self._ingestor.step()
+                    pause = FIRST_PAUSE_S
+                except HpsError as error:
+                    # Where to begin cannot be told yet, or this is the end: nothing was polled.
+                    log.debug("nothing was applied: %s", error)
+                    self._closed.wait(FIRST_PAUSE_S)
+                except Exception:
+                    # Not even a mistake of ours may end the stream: what was at hand comes again.
+                    log.exception("updates failed; trying again in %.1f s", pause)
+                    broken = True
+                    self._closed.wait(pause)
+                    pause = min(2 * pause, LONGEST_PAUSE_S)
+        finally:
+            with suppress(HpsError):
+                self._ingestor.note()
+            for _work, done in self._calls:
+                done.cancel()
+            self._source.close()
+
+    def _do_calls(self) -> None:
+        while self._calls:
+            work, done = self._calls.popleft()
+            if done.set_running_or_notify_cancel():
+                try:
+                    work()
+                except BaseException as error:  # whoever asked must hear of it
+                    done.set_exception(error)
+                else:
+                    done.set_result(None)

@@ -1,0 +1,274 @@
+"""Ingestor: applies what an update source brings. Stores first, then caches, then commit.
+
+What is polled is in every store before a cache hears of it, and in both before it is committed, so a crash
+at any point repeats work and loses none. A store that fails is tried again until it takes the rows: nothing
+more is polled meanwhile, the stream waits where it is, and lookups go on with what they have. Replays are
+harmless because a store keeps what is newer.
+
+Each table's store also keeps the position up to which it contains the stream (`hps.tiers.positions`). A
+table that a batch does not touch gets it noted now and then, or a quiet table would have its stream replayed
+from its last row.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.errors import HpsError, Unavailable
+from hps.tiers.base import newest_of_each
+from hps.tiers.positions import StreamPosition, TableChanges
+from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
+from hps.updates.source import DeadLetter, TableUpdate, UpdateBatch, UpdateSource
+from hps.updates.stream_places import Contained, Readers, Store, StreamPlaces
+
+log = logging.getLogger(__name__)
+
+CACHES = "caches"
+POLL_S = 0.2
+NOTE_EVERY_S = 5.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+_LOG_EVERY_S = 5.0
+
+
+class Caches(Protocol):
+    """What refreshes resident rows: `hps.updates.writer.CacheWriter`."""
+
+    def update(
+        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
+    ) -> Future[None]: ...
+
+    def delete(
+        self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray
+    ) -> Future[None]: ...
+
+
+class DeadLetters(Protocol):
+    """Where messages go that cannot be taken."""
+
+    def keep(self, letters: Sequence[DeadLetter]) -> None:
+        """Returns once they are kept. Raises HpsError when they cannot be, and is called again."""
+        ...
+
+
+class Observe(Protocol):
+    """Who counts (`hps.meters.UpdateMeter`); called on the ingestor's thread."""
+
+    def applied(self, table: EmbeddingTable, result: str, rows: int) -> None:
+        """``result``: upserted, deleted, not_finite or expired."""
+        ...
+
+    def visible(self, table: EmbeddingTable, tier: str, made_s: NDArray[np.float64]) -> None:
+        """``tier`` has what messages brought that were made at ``made_s (k,)``, Unix seconds, now."""
+        ...
+
+    def dead(self, reason: str) -> None: ...
+
+
+class Ingestor:
+    """``tables`` by the name that sources use, ``model/table``; ``readers(topic)``: those a topic may change.
+    ``stores`` may be empty where others fill them; ``caches`` None where there are none. ``contained``: where
+    a store begins that has applied nothing yet.
+
+    `step` is called by one thread (`IngestThread`); `close` by any.
+    """
+
+    def __init__(
+        self,
+        source: UpdateSource,
+        tables: Mapping[str, EmbeddingTable],
+        readers: Readers,
+        stores: Sequence[Store],
+        caches: Caches | None,
+        dead_letters: DeadLetters,
+        observe: Observe,
+        contained: Contained = lambda _table, _topic, _partition: None,
+    ) -> None:
+        self._source = source
+        self._tables = tables
+        self.readers = readers
+        self._stores = tuple(stores)
+        self._caches = caches
+        self._dead_letters = dead_letters
+        self._observe = observe
+        self._places = StreamPlaces(stores, readers, contained)
+        self._stop = threading.Event()
+        self._noted_at = time.monotonic()
+        self.problem: str | None = None
+        """Why the stream waits, while it does."""
+
+    @property
+    def store_names(self) -> list[str]:
+        return [each.name for each in self._stores]
+
+    @property
+    def refreshes(self) -> bool:
+        """Whether caches hear of what is applied."""
+        return self._caches is not None
+
+    def step(self, timeout_s: float = POLL_S) -> int:
+        """Poll once and apply what came; how many rows and deletions that was.
+
+        Raises Unavailable when `close` came in the middle: the batch is not committed and comes again.
+        """
+        batch = self._source.poll(timeout_s)
+        if batch is not None:
+            self.apply(batch)
+            self._until_done("commit", lambda: self._source.commit(batch))
+        if time.monotonic() - self._noted_at > NOTE_EVERY_S:
+            self.note()
+            if (place := self._places.lost()) is not None:
+                log.error("%s/%d: a store lost what it had; it is filled again", *place)
+                self._source.begin_again()
+        return 0 if batch is None else batch.rows
+
+    def apply(self, batch: UpdateBatch) -> None:
+        """Dead letters, stores, caches, in this order."""
+        if batch.dead:
+            self._until_done("dead letters", lambda: self._dead_letters.keep(batch.dead))
+            for letter in batch.dead:
+                self._observe.dead(letter.reason.name.lower())
+        tables = [self._tables[update.table] for update in batch.updates]
+        last = {table: number for number, table in enumerate(tables)}
+        for number, (table, update) in enumerate(zip(tables, batch.updates, strict=True)):
+            ended = number == last[table]
+            self._apply(table, update, self._places.told(table, batch.positions) if ended else ())
+        self._places.took(batch.positions, set(tables))
+
+    def note(self) -> None:
+        """Have the stores keep the positions of tables that nothing was written to lately."""
+        for table, positions in self._places.unnoted():
+            for each in self._stores:
+                self._write(each, table, _nothing(table), positions)
+        self._noted_at = time.monotonic()
+
+    def close(self) -> None:
+        """Have a waiting `step` give up. The source is not closed."""
+        self._stop.set()
+
+    def begin(self, topic: str, partition: int) -> int | None:
+        """Where a source begins; see `hps.updates.stream_places.StreamPlaces.begin`."""
+        return self._places.begin(topic, partition)
+
+    # -- one table ---------------------------------------------------------------------------------
+
+    def _apply(
+        self, table: EmbeddingTable, update: TableUpdate, positions: Sequence[StreamPosition]
+    ) -> None:
+        changes = self._usable(table, update)
+        made_s = update.messages["event_ms"] / 1e3
+        for each in self._stores:
+            self._write(each, table, changes, positions)
+            self._observe.visible(table, each.name, made_s)
+        if self._caches is not None:
+            versioned = all(each.versioned for each in self._stores)
+            refresh(self._caches, table, changes, versioned=versioned)
+            self._observe.visible(table, CACHES, made_s)
+        self._observe.applied(table, "upserted", len(changes.keys))
+        self._observe.applied(table, "deleted", len(changes.deleted))
+
+    def _usable(self, table: EmbeddingTable, update: TableUpdate) -> TableChanges:
+        """Without rows whose time is over and rows that are not finite, which would spoil every score;
+        in the table's own keys and dtype."""
+        changes, messages = update.changes, update.messages
+        good = np.ones(len(changes.keys), bool)
+        if messages["ttl_s"].any():
+            until = messages["event_ms"] + messages["ttl_s"].astype(np.int64) * 1000
+            over = (messages["ttl_s"] > 0) & (until <= time.time() * 1e3)
+            good = ~np.repeat(over, messages["upserts"])
+            self._observe.applied(table, "expired", int(np.count_nonzero(~good)))
+        finite = np.isfinite(changes.vectors).all(axis=1)
+        if not finite.all():
+            self._observe.applied(table, "not_finite", int(np.count_nonzero(good & ~finite)))
+            good &= finite
+        keys, vectors, versions = changes.keys, changes.vectors, changes.versions
+        if not good.all():
+            keys, vectors, versions = keys[good], vectors[good], versions[good]
+        return TableChanges(
+            table.narrow(keys),
+            vectors.astype(table.dtype, copy=False),
+            versions,
+            table.narrow(changes.deleted),
+            changes.deleted_versions,
+        )
+
+    def _write(
+        self,
+        store: Store,
+        table: EmbeddingTable,
+        changes: TableChanges,
+        positions: Sequence[StreamPosition],
+    ) -> None:
+        self._until_done(store.name, lambda: store.store.apply(table, changes, positions))
+
+    def _until_done(self, who: str, work: Callable[[], None]) -> None:
+        """Try until it works: the stream waits meanwhile. Raises Unavailable once closed."""
+        pause, logged_at = FIRST_PAUSE_S, float("-inf")
+        while True:
+            try:
+                work()
+            except HpsError as error:
+                self.problem = f"{who}: {error}"
+                if time.monotonic() - logged_at > _LOG_EVERY_S:
+                    log.warning("updates wait for %s: %s", who, error)
+                    logged_at = time.monotonic()
+            else:
+                if self.problem is not None:
+                    log.info("updates go on: %s took them", who)
+                    self.problem = None
+                return
+            if self._stop.wait(pause):
+                raise Unavailable(f"closed while updates waited for {who}; they come again")
+            self._source.keep_alive()
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+def refresh(
+    caches: Caches, table: EmbeddingTable, changes: TableChanges, *, versioned: bool
+) -> None:
+    """Have what is resident changed, and wait for it. Raises Unavailable when the caches are closed."""
+    last = _last_word(changes)
+    versions, gone_versions = last.versions, last.deleted_versions
+    if not versioned:
+        versions, gone_versions = np.zeros_like(versions), np.zeros_like(gone_versions)
+    waiting = []
+    if len(last.keys):
+        waiting.append(caches.update(table, last.keys, last.vectors, versions))
+    if len(last.deleted):
+        waiting.append(caches.delete(table, last.deleted, gone_versions))
+    try:
+        for each in waiting:
+            each.result()
+    except CancelledError:
+        raise Unavailable("the node is closing; the updates at hand come again") from None
+
+
+def _nothing(table: EmbeddingTable) -> TableChanges:
+    no_keys, no_versions = np.empty(0, np.int64), np.empty(0, np.uint64)
+    no_rows = np.empty((0, table.dim), table.dtype)
+    return TableChanges(no_keys, no_rows, no_versions, no_keys, no_versions)
+
+
+def _last_word(changes: TableChanges) -> TableChanges:
+    """Each key once, with the change of the highest version, the last on a tie, a deletion before a row."""
+    split = len(changes.keys)
+    keys = np.concatenate([changes.keys, changes.deleted])
+    versions = np.concatenate([changes.versions, changes.deleted_versions])
+    at = newest_of_each(keys, versions)
+    if at is None:
+        return changes
+    rows, gone = at[at < split], at[at >= split] - split
+    return TableChanges(
+        changes.keys[rows],
+        changes.vectors[rows],
+        changes.versions[rows],
+        changes.deleted[gone],
+        changes.deleted_versions[gone],
+    )

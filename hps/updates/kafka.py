@@ -1,0 +1,308 @@
+"""KafkaSource: update messages of HPS's and of our format from Kafka.
+
+Where a partition is read from is told by whoever applies the updates (``begin``): the position that the
+stores themselves keep. The group's committed offsets are for Kafka's tools, and for readers without a store.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import confluent_kafka as ck
+import numpy as np
+
+from hps.config.update_settings import KafkaSettings
+from hps.errors import ConfigError, Unavailable
+from hps.tiers.positions import StreamPosition
+from hps.updates.codec import Decoded, decode_hps, decode_native, hps_table
+from hps.updates.kafka_client import ANSWER_S, client_log, client_options
+from hps.updates.source import DeadLetter, Reason, TableUpdate, UpdateBatch
+from hps.updates.topics import Topics
+
+log = logging.getLogger(__name__)
+
+Begin = Callable[[str, int], int | None]
+"""``begin(topic, partition)``: the first offset that may not be applied yet; None: of none is it certain."""
+
+_MOST_MESSAGES = 256
+_NEW_TOPICS_MS = 10_000
+_LOOK_EVERY_S = 0.2
+
+
+class KafkaSource:
+    """An `UpdateSource`. ``group``: who shares the partitions, and whose offsets are committed. Where
+    ``begin`` is not certain of anything, reading begins with the messages of ``since_s`` (Unix seconds), or
+    with all there are.
+    """
+
+    def __init__(
+        self,
+        settings: KafkaSettings,
+        group: str,
+        topics: Topics,
+        begin: Begin,
+        since_s: float | None = None,
+    ) -> None:
+        self.problem: str | None = None
+        """What Kafka said last, until messages come again."""
+        self._topics = topics
+        self._begin = begin
+        self._since_s = since_s
+        self._next: dict[tuple[str, int], int] = {}  # what is polled next
+        self._jumped: set[tuple[str, int]] = set()  # by an operator's seek
+        self._committed: dict[tuple[str, int], int] = {}
+        self._lag: dict[tuple[str, int], int] = {}
+        self._looked_at = 0.0
+        self._unplaced: list[ck.TopicPartition] = []
+        self._longest = settings.max_message_bytes
+        try:
+            self._consumer = ck.Consumer(
+                {
+                    **client_options(settings),
+                    "error_cb": self._report,
+                    "group.id": group,
+                    "enable.auto.commit": False,
+                    "enable.auto.offset.store": False,
+                    "auto.offset.reset": "earliest",
+                    "session.timeout.ms": 30_000,
+                    "max.poll.interval.ms": 300_000,
+                    "topic.metadata.refresh.interval.ms": _NEW_TOPICS_MS,
+                    "fetch.message.max.bytes": max(1 << 20, settings.max_message_bytes),
+                    "queued.max.messages.kbytes": settings.prefetch_kb,
+                    "fetch.wait.max.ms": 10,
+                    "partition.assignment.strategy": "range,roundrobin",
+                    **settings.options,
+                },
+                logger=client_log,
+            )
+        except ck.KafkaException as error:
+            raise ConfigError(f"updates.kafka: {_text(error)}") from None
+        self._consumer.subscribe(
+            topics.patterns(), on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._lost
+        )
+
+    def poll(self, timeout_s: float) -> UpdateBatch | None:
+        """See `UpdateSource`. Raises Unavailable while it cannot be told where to begin."""
+        self._place()
+        self._look()
+        first = self._consumer.poll(timeout_s)
+        if first is None:
+            return None
+        messages = []
+        # To consume several waits until there are as many, or for all of the timeout.
+        for message in (first, *self._consumer.consume(_MOST_MESSAGES - 1, 0.0)):
+            if (error := message.error()) is not None:
+                self._report(error)
+            else:
+                messages.append(message)
+        if not messages:
+            return None
+        self.problem = None
+        return self._batch(messages)
+
+    def commit(self, batch: UpdateBatch) -> None:
+        offsets = [ck.TopicPartition(p.topic, p.partition, p.offset) for p in batch.positions]
+        for each in batch.positions:
+            self._committed[each.topic, each.partition] = each.offset
+        # Not waited for: the stores keep their own positions, and a lost commit repeats work at most.
+        with suppress(ck.KafkaException):
+            self._consumer.commit(offsets=offsets, asynchronous=True)
+
+    def keep_alive(self) -> None:
+        """Nothing is taken, but the group is told that this member lives."""
+        assigned = self._consumer.assignment()
+        self._consumer.pause(assigned)
+        for message in self._consumer.consume(1, 0.0):
+            if message.error() is None:  # it was in the queue already
+                self._seek(*_place(message))
+        self._consumer.resume(assigned)
+
+    def begin_again(self) -> None:
+        """See `UpdateSource`."""
+        self._unplaced = self._consumer.assignment()
+        self._consumer.pause(self._unplaced)
+        self._next.clear()
+        self._committed.clear()
+
+    def rewind(self) -> None:
+        """Poll again what was not committed."""
+        for topic, partition in self._next:
+            offset = self._committed.get((topic, partition))
+            if offset is None:
+                offset = self._begin(topic, partition)
+            if offset is None:
+                offset = self._first(ck.TopicPartition(topic, partition))
+            self._seek(topic, partition, offset)
+
+    def seek(self, topic: str, partition: int, offset: int) -> None:
+        """Go on at ``offset``, forwards or backwards. What the stores have of it they keep."""
+        self._seek(topic, partition, offset)
+        self._jumped.add((topic, partition))
+
+    def lag(self) -> dict[tuple[str, int], int]:
+        """Messages per partition that are there and not polled yet, a moment ago. Any thread may ask."""
+        return self._lag
+
+    def _look(self) -> None:
+        """Note the lag. The consumer lets one thread in at a time, so only this one may ask it."""
+        now = time.monotonic()
+        if now - self._looked_at < _LOOK_EVERY_S:
+            return
+        self._looked_at = now
+        behind = {}
+        for place, offset in self._next.items():
+            with suppress(ck.KafkaException):
+                low, high = self._consumer.get_watermark_offsets(
+                    ck.TopicPartition(*place), cached=True
+                )
+                behind[place] = max(0, high - max(low, offset))
+        self._lag = behind
+
+    def _report(self, error: Any) -> None:
+        """Consumer errors mend themselves or are for the operator; none ends the stream."""
+        if error.code() == ck.KafkaError._PARTITION_EOF:
+            return
+        if error.code() == ck.KafkaError.UNKNOWN_TOPIC_OR_PART:  # nobody has written to it yet
+            log.info("Kafka: %s", error.str())
+            return
+        if error.code() != ck.KafkaError._ALL_BROKERS_DOWN:  # said of each before
+            self.problem = f"Kafka: {error.str()}"
+
+    def close(self) -> None:
+        with suppress(ck.KafkaException, RuntimeError):
+            self._consumer.close()
+
+    # -- where partitions begin ------------------------------------------------------------------
+
+    def _assigned(self, consumer: Any, partitions: list[ck.TopicPartition]) -> None:
+        consumer.assign(partitions)
+        consumer.pause(partitions)
+        self._unplaced = list(partitions)
+        self._next.clear()
+        self._committed.clear()
+
+    def _revoked(self, consumer: Any, partitions: list[ck.TopicPartition]) -> None:
+        self._unplaced = []
+
+    def _lost(self, consumer: Any, partitions: list[ck.TopicPartition]) -> None:
+        self._unplaced = []
+        log.warning("the group gave %d partitions to others", len(partitions))
+
+    def _place(self) -> None:
+        """Have each new partition begin where the stores say."""
+        while self._unplaced:
+            each = self._unplaced[-1]
+            offset = self._begin(each.topic, each.partition)
+            if offset is not None:
+                self._warn_of_gap(each, offset)
+            self._seek(each.topic, each.partition, self._first(each) if offset is None else offset)
+            self._consumer.resume([each])
+            self._unplaced.pop()
+
+    def _first(self, partition: ck.TopicPartition) -> int:
+        """Where to begin when nobody knows."""
+        if self._since_s is None:
+            return ck.OFFSET_BEGINNING
+        asked = ck.TopicPartition(partition.topic, partition.partition, int(self._since_s * 1e3))
+        try:
+            (found,) = self._consumer.offsets_for_times([asked], timeout=ANSWER_S)
+        except ck.KafkaException as error:
+            raise Unavailable(f"Kafka: {partition.topic}: {_text(error)}") from None
+        return int(found.offset) if found.offset >= 0 else self._watermarks(partition)[1]
+
+    def _watermarks(self, partition: ck.TopicPartition) -> tuple[int, int]:
+        """The first offset that is there, and the one behind the last."""
+        try:
+            low, high = self._consumer.get_watermark_offsets(partition, timeout=ANSWER_S)
+        except ck.KafkaException as error:
+            raise Unavailable(f"Kafka: {partition.topic}: {_text(error)}") from None
+        return low, high
+
+    def _warn_of_gap(self, partition: ck.TopicPartition, offset: int) -> None:
+        low, _high = self._watermarks(partition)
+        if low > offset:
+            log.error(
+                "%s/%d: Kafka keeps messages from %d on, but %d to %d were not applied yet and are gone; "
+                "load the model's files again, or raise the topic's retention",
+                partition.topic, partition.partition, low, offset, low - 1,
+            )  # fmt: skip
+
+    def _seek(self, topic: str, partition: int, offset: int) -> None:
+        self._next[topic, partition] = max(0, offset)
+        try:
+            self._consumer.seek(ck.TopicPartition(topic, partition, offset))
+        except ck.KafkaException as error:
+            raise Unavailable(f"Kafka: {topic}/{partition} at {offset}: {_text(error)}") from None
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def _batch(self, messages: list[Any]) -> UpdateBatch:
+        by_topic: dict[str, list[Any]] = {}
+        before = {place: 0 if place in self._jumped else at for place, at in self._next.items()}
+        self._jumped.clear()
+        for message in messages:
+            by_topic.setdefault(message.topic(), []).append(message)
+            self._next[message.topic(), message.partition()] = message.offset() + 1
+        updates: list[TableUpdate] = []
+        dead: list[DeadLetter] = []
+        for topic, some in by_topic.items():
+            decoded = self._decode(topic, some)
+            if decoded is None:
+                dead += [_letter(message, Reason.UNKNOWN_TABLE, 0) for message in some]
+                continue
+            dead += [_letter(some[i], reason, at) for i, reason, at in decoded.faults()]
+            for update in decoded.updates:
+                fault = self._fault(update)
+                if fault is None:
+                    updates.append(update)
+                else:
+                    dead += [_letter(some[i], fault, 0) for i in update.numbers.tolist()]
+        places = {(m.topic(), m.partition()): m.offset() + 1 for m in messages}
+        positions = [StreamPosition(*p, o, before.get(p, 0)) for p, o in places.items()]
+        return UpdateBatch(updates, positions, dead)
+
+    def _decode(self, topic: str, messages: list[Any]) -> Decoded | None:
+        """None for a topic of HPS's whose table nobody knows: its messages don't say what they hold."""
+        payloads = [message.value() for message in messages]
+        named = hps_table(topic)
+        if named is None:
+            return decode_native(payloads, longest=self._longest)
+        name = "/".join(named)
+        table = self._topics.tables.get(name)
+        if table is None:
+            return None
+        return decode_hps(
+            payloads,
+            name,
+            table.dim,
+            timestamps_ms=np.array([m.timestamp()[1] for m in messages], np.int64),
+            offsets=np.array([m.offset() for m in messages], np.int64),
+            keys=[message.key() for message in messages],
+            key_bits=table.key_bits,
+            longest=self._longest,
+        )
+
+    def _fault(self, update: TableUpdate) -> Reason | None:
+        table = self._topics.tables.get(update.table)
+        if table is None:
+            return Reason.UNKNOWN_TABLE
+        return None if update.changes.vectors.shape[1] == table.dim else Reason.ROW_SIZE
+
+
+def _place(message: Any) -> tuple[str, int, int]:
+    return message.topic(), message.partition(), message.offset()
+
+
+def _letter(message: Any, reason: Reason, at: int) -> DeadLetter:
+    return DeadLetter(
+        reason, at, StreamPosition(*_place(message)), message.value() or b"", message.key()
+    )
+
+
+def _text(error: Exception) -> str:
+    first = error.args[0] if error.args else error
+    return str(first.str() if isinstance(first, ck.KafkaError) else first)

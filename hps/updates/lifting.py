@@ -1,0 +1,109 @@
+"""Lifting: rows found in one cache are copied into the one above it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import CancelledError
+from functools import partial
+
+import numpy as np
+
+from hps.native import dedup
+from hps.tiers.base import FetchContext, Part, Tier
+from hps.types import EmbeddingTable, KeyArray
+from hps.updates.writer import CacheWriter, Count
+
+log = logging.getLogger(__name__)
+_SHORTEST_PAUSE_S = 0.02
+# Rows that are asked for all the time are told of again. Meanwhile requests have the processor.
+_PAUSES_A_TURN = 4.0
+_CHUNK_ROWS = 16_384
+
+
+class Lifting:
+    """Copies rows of ``source`` into ``target``, both caches of ``writer``, on the writer's thread. No store
+    is asked: whatever changes the one changes the other after it, on that thread, so a row read there is
+    as new as ``target`` may have it.
+
+    At most ``queue_keys`` keys wait; more are dropped, and told to ``count`` as such. Keys are gathered for a
+    while and then copied table by table, so that what a cache takes for a write is paid for many; between
+    two turns is four times as long as the first one took. All methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        writer: CacheWriter,
+        source: Tier,
+        target: Tier,
+        queue_keys: int,
+        count: Count = lambda _result, _keys: None,
+    ) -> None:
+        self._writer = writer
+        self._source = source
+        self._target = target
+        self._queue_keys = queue_keys
+        self._count = count
+        self._lock = threading.Lock()
+        self._keys: dict[EmbeddingTable, list[KeyArray]] = {}
+        self._waiting = 0
+        self._some = threading.Event()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hps-lifting", daemon=True)
+        self._thread.start()
+
+    def lift(self, table: EmbeddingTable, keys: KeyArray) -> None:
+        """Have the rows of ``keys (n,)`` copied some time soon. Never blocks."""
+        with self._lock:
+            fits = self._waiting + len(keys) <= self._queue_keys and not self._closed.is_set()
+            first = not self._waiting
+            if fits:
+                self._keys.setdefault(table, []).append(keys)
+                self._waiting += len(keys)
+        if not fits:
+            self._count("dropped", len(keys))
+        elif first:
+            self._some.set()
+
+    def now(self, table: EmbeddingTable, keys: KeyArray) -> None:
+        """Copy the rows of ``keys (n,)``, the first ones last, so that they look hottest; waits for it."""
+        for stop in range(len(keys), 0, -_CHUNK_ROWS):
+            chosen = np.array(keys[max(0, stop - _CHUNK_ROWS) : stop], np.int64)
+            self._writer.run(partial(self._copy, table, chosen)).result()
+
+    def flush(self) -> None:
+        """Copy what waits, now."""
+        with self._lock:
+            keys, self._keys, self._waiting = self._keys, {}, 0
+            self._some.clear()
+        try:
+            for table, gathered in keys.items():
+                self._writer.run(partial(self._copy, table, np.concatenate(gathered))).result()
+        except CancelledError:
+            self.close()  # the writer is closed
+
+    def close(self) -> None:
+        """Drop what waits and end the thread. Idempotent."""
+        self._closed.set()
+        self._some.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        pause = _SHORTEST_PAUSE_S
+        while self._some.wait() and not self._closed.wait(pause):
+            started = time.monotonic()
+            try:
+                self.flush()
+            except Exception:
+                log.exception("rows could not be copied from one cache into another")
+            pause = max(_SHORTEST_PAUSE_S, _PAUSES_A_TURN * (time.monotonic() - started))
+
+    def _copy(self, table: EmbeddingTable, keys: KeyArray) -> None:
+        part = Part.make(table, dedup(keys)[0])
+        self._source.fetch([part], FetchContext())
+        found = np.flatnonzero(part.source)
+        if len(found):
+            self._target.insert(table, part.keys[found], part.out[found], part.versions[found])
+            self._count("inserted", len(found))

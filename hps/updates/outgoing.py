@@ -1,0 +1,193 @@
+"""What a producer is handed, made into messages for the partitions of a topic. No Kafka in here.
+
+One key always goes to one partition, so its rows stay in order: the partition hash gives a key group, the
+group the partition, as HPS's producers choose them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from hps.errors import BadRequest
+from hps.given import tensor
+from hps.native import partition_hash
+from hps.native.twin_codec import DTYPES, LATEST_MS
+from hps.tiers.positions import TableChanges
+from hps.types import (
+    VERSION_SEQUENCE_BITS,
+    IndexArray,
+    KeyArray,
+    VectorArray,
+    VersionArray,
+    as_keys,
+)
+from hps.updates.codec import FULL, encode_hps, encode_native
+
+Format = Literal["native", "hps"]
+_EMPTY = np.empty(0, np.int64)
+
+
+class VersionClock:
+    """Versions that only grow: Unix ms << 20, plus one for each row. When the clock stands still, is set
+    back, or gives out fewer than there are rows, they go on behind the last one. Any thread may ask."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = 0
+
+    def take(self, unix_ms: int, n: int) -> VersionArray:
+        """The next ``n``, none of them before ``unix_ms``."""
+        with self._lock:
+            first = max(unix_ms << VERSION_SEQUENCE_BITS, self._next)
+            self._next = first + n
+        return np.arange(first, first + n, dtype=np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What goes with all rows of a call: when they were made, how long they count from then on (0: for
+    ever), and the training step and dense network they belong to (0: none)."""
+
+    event_ms: int
+    ttl_s: int = 0
+    step: int = 0
+    dense_version: int = 0
+
+
+def unix_ms(event_time: float | None) -> int:
+    """Unix seconds, or now, as ms."""
+    if event_time is None:
+        return time.time_ns() // 1_000_000
+    if not 0 <= event_time * 1000 < LATEST_MS - 1:
+        raise BadRequest(f"event_time {event_time} is no time in Unix seconds")
+    return round(event_time * 1000)
+
+
+def changes_of(
+    keys: Any, rows: Any, versions: Any, deleted: Any, clock: VersionClock, event_ms: int
+) -> TableChanges:
+    """Arrays as callers have them, checked. Raises BadRequest."""
+    new = _keys("keys", keys)
+    vectors = _vectors(rows, len(new))
+    gone = _EMPTY if deleted is None else _keys("deleted", deleted)
+    if versions is None:
+        stamps = clock.take(event_ms, len(new) + len(gone))
+    else:
+        stamps = _versions(versions, len(new), len(gone))
+    return TableChanges(new, vectors, stamps[: len(new)], gone, stamps[len(new) :])
+
+
+def _keys(name: str, given: Any) -> KeyArray:
+    try:
+        keys = as_keys(tensor(name, given))
+    except TypeError as error:
+        raise BadRequest(f"{name}: {error}") from None
+    if keys.ndim != 1:
+        raise BadRequest(f"{name} must be (n,), not {keys.shape}")
+    return keys
+
+
+def _vectors(given: Any, n: int) -> VectorArray:
+    rows = tensor("rows", given)
+    if rows.ndim != 2 or len(rows) != n:
+        raise BadRequest(f"rows must be ({n}, dim), as there are {n} keys, not {rows.shape}")
+    if rows.dtype not in DTYPES:
+        raise BadRequest(f"rows must be float32 or float16, not {rows.dtype}; convert them first")
+    finite = np.isfinite(rows).all(axis=1)
+    if not finite.all():
+        at = int(np.argmin(finite))
+        raise BadRequest(
+            f"rows[{at}] holds a value that is not finite, and so do {np.count_nonzero(~finite) - 1} more; "
+            "readers would refuse it: leave such rows out, and look for the training step that made them"
+        )
+    return rows
+
+
+def _versions(given: Any, n: int, gone: int) -> VersionArray:
+    versions = tensor("versions", given)
+    if versions.shape != (n + gone,):
+        raise BadRequest(
+            f"versions must be ({n + gone},), of the {n} keys and then of the {gone} deleted ones, "
+            f"not {versions.shape}"
+        )
+    if len(versions) and (
+        versions.dtype.kind not in "iu" or (versions.dtype.kind == "i" and versions.min() < 0)
+    ):
+        raise BadRequest(
+            "versions must be whole numbers from 0 to 2^64-1: Unix ms << 20 | sequence"
+        )
+    return versions.astype(np.uint64)
+
+
+def by_partition(
+    changes: TableChanges, groups: int, partitions: int
+) -> Iterator[tuple[int, TableChanges]]:
+    """The same changes by Kafka partition, in their order: each key goes where `partition_of` says."""
+    if partitions == 1 or groups == 1:
+        yield 0, changes
+        return
+    up = partition_of(changes.keys, groups, partitions)
+    down = partition_of(changes.deleted, groups, partitions)
+    order, gone = np.argsort(up, kind="stable"), np.argsort(down, kind="stable")
+    bounds = np.arange(min(groups, partitions) + 1)
+    ends, gone_ends = np.searchsorted(up[order], bounds), np.searchsorted(down[gone], bounds)
+    for number in range(len(bounds) - 1):
+        some = order[ends[number] : ends[number + 1]]
+        lost = gone[gone_ends[number] : gone_ends[number + 1]]
+        if len(some) or len(lost):
+            yield (
+                number,
+                TableChanges(
+                    changes.keys[some],
+                    changes.vectors[some],
+                    changes.versions[some],
+                    changes.deleted[lost],
+                    changes.deleted_versions[lost],
+                ),
+            )
+
+
+def partition_of(keys: KeyArray, groups: int, partitions: int) -> IndexArray:
+    """The Kafka partition (n,) of each of ``keys (n,)``: HPS's key group, mod the topic's partitions."""
+    group = partition_hash(keys) % np.uint64(groups)
+    return (group % np.uint64(partitions)).astype(np.int64)
+
+
+def encode(
+    form: Format,
+    table: str,
+    changes: TableChanges,
+    said: Said,
+    *,
+    key_bits: Literal[32, 64] = 64,
+    full: int = FULL,
+) -> list[bytes]:
+    """Messages of at most ``full`` bytes. Raises BadRequest for what the format cannot say, and for a
+    row that does not fit one."""
+    try:
+        if form == "native":
+            return encode_native(
+                table,
+                changes,
+                event_ms=said.event_ms,
+                ttl_s=said.ttl_s,
+                step=said.step,
+                dense_version=said.dense_version,
+                full=full,
+            )
+        if len(changes.deleted):
+            raise BadRequest("HPS's format has no deletions; send them in the native format")
+        if said.ttl_s or said.step or said.dense_version:
+            raise BadRequest(
+                "HPS's format has no room for ttl_s, step and dense_version; leave them out, or take "
+                "the native format"
+            )
+        return encode_hps(changes.keys, changes.vectors, key_bits=key_bits, full=full)
+    except ValueError as error:
+        raise BadRequest(f"table {table}: {error}") from None

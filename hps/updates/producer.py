@@ -1,0 +1,270 @@
+"""Producer: rows and deletions into Kafka, for trainers and tools.
+
+    with Producer("kafka:9092", model="ctr") as producer:
+        producer.send("user", keys, rows)      # (n,) int64, (n, dim) float32
+        producer.send("user", [], rows[:0], deleted=gone)
+
+Rows are in Kafka when `flush` returns. What may be lacking after an error is sent again: readers keep, of
+each key, the newest version, so that repeating is harmless.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import confluent_kafka as ck
+
+from hps.errors import BadRequest, ConfigError, HpsError, Unavailable
+from hps.updates.brokers import Brokers
+from hps.updates.codec import FULL, hps_topic
+from hps.updates.outgoing import (
+    Format,
+    Said,
+    VersionClock,
+    by_partition,
+    changes_of,
+    encode,
+    unix_ms,
+)
+from hps.updates.topics import native_topic
+
+log = logging.getLogger(__name__)
+
+GROUPS = 8
+"""Key groups of HPS's producers, unless told otherwise."""
+Compression = Literal["none", "lz4", "zstd", "snappy", "gzip"]
+_OURS = ("enable.idempotence", "acks")
+_NAME = re.compile(r"[a-zA-Z0-9_\-]{1,120}")
+_BATCH = 1_000_000
+_POLL_S = 0.1
+
+
+class Producer:
+    """Sends rows of the tables of ``model``. Any thread may call any method; of calls of several threads
+    on one key the one that took its versions last wins, whichever comes first in Kafka; in HPS's format,
+    which has none, the one that comes last.
+
+    ``brokers``: `host:port`, several separated by commas. ``format``: ``native`` messages go to one topic
+    a model, ``hps`` ones to HPS's topic of each table, without versions and deletions. ``partitions``: into
+    how many groups keys are parted, and how many partitions a topic gets that is not there yet; every
+    producer of a topic must have the same. ``message_bytes``: the largest message that is made.
+    ``buffer_bytes``: memory for messages that Kafka did not acknowledge yet; `send` waits up to ``wait_s``
+    for room in it. ``key_bits``: 32 for tables of `key_dtype: uint32`. ``delivery_s``: how long Kafka is
+    tried before a message counts as failed. ``options``: further settings of librdkafka, as
+    `security.protocol`.
+
+    Raises Unavailable within ``connect_s`` when no broker answers, ConfigError for wrong options.
+    """
+
+    def __init__(
+        self,
+        brokers: str,
+        *,
+        model: str,
+        format: Format = "native",
+        partitions: int = GROUPS,
+        compression: Compression = "lz4",
+        key_bits: Literal[32, 64] = 64,
+        message_bytes: int = FULL,
+        buffer_bytes: int = 64 << 20,
+        linger_ms: float = 5.0,
+        wait_s: float = 30.0,
+        delivery_s: float = 120.0,
+        connect_s: float = 5.0,
+        options: Mapping[str, str | int | float | bool] | None = None,
+    ) -> None:
+        if format not in ("native", "hps"):
+            raise ConfigError(f"format must be native or hps, not {format!r}")
+        if not _NAME.fullmatch(model):
+            raise ConfigError(f"model {model!r}: a name has letters, digits, _ and - only")
+        if not 1 <= partitions <= 100_000:  # as many as librdkafka lets a topic have
+            raise ConfigError(f"partitions must be from 1 to 100,000, not {partitions}")
+        for name in set(_OURS) & set(options or ()):
+            raise ConfigError(f"options: {name!r} is set by hps itself; take it out")
+        self._model, self._format = model, format
+        self._groups, self._key_bits, self._full = partitions, key_bits, message_bytes
+        self._wait_s = wait_s
+        self._clock = VersionClock()
+        self._lock = threading.Lock()
+        self._failed, self._failure = 0, ""
+        self._partitions: dict[str, int] = {}
+        self._closed = False
+        self._brokers = Brokers(brokers, options, connect_s)
+        own = {
+            "enable.idempotence": True,
+            "compression.type": compression,
+            "linger.ms": linger_ms,
+            # Of all messages that travel together; a topic takes 1 MiB unless told otherwise.
+            "batch.size": max(_BATCH, message_bytes + 1024),
+            "message.max.bytes": max(_BATCH, message_bytes + 1024),
+            "queue.buffering.max.kbytes": max(buffer_bytes, 2 * message_bytes) >> 10,
+            "message.timeout.ms": round(delivery_s * 1000),
+        }
+        self._producer: ck.Producer = self._brokers.connect(ck.Producer, own)
+
+    def send(
+        self,
+        table: str,
+        keys: Any,
+        rows: Any,
+        versions: Any = None,
+        deleted: Any = None,
+        *,
+        event_time: float | None = None,
+        ttl_s: int = 0,
+        step: int = 0,
+        dense_version: int = 0,
+    ) -> int:
+        """Send ``rows (n, dim)`` float32 or float16 of ``keys (n,)``, and deletions of the keys ``deleted
+        (m,)``, as NumPy arrays or anything on the host with ``__dlpack__``; returns n + m. With nothing but
+        deletions, ``rows`` is (0, dim) of the table.
+
+        ``versions (n + m,)`` uint64, Unix ms << 20 | sequence, of the rows and then of the deletions; by
+        default they come from ``event_time`` (Unix seconds when the rows were made; now), and never go back
+        within this producer, even when the clock does: what is sent later wins. To send old rows that must
+        not replace newer ones, give their versions. ``ttl_s``: for how long from the event time the rows
+        count, 0 for ever. ``step``, ``dense_version``: of the training and of the dense network they
+        belong to, 0 for none.
+
+        Returns when the messages wait in memory. Raises BadRequest for arrays that do not fit, and
+        Unavailable when earlier messages failed, or there was no room for ``wait_s``: some rows of this
+        call may have been taken then. After Unavailable `flush`, and send again what was sent since the last
+        flush that returned.
+        """
+        self._check(table)
+        said = Said(unix_ms(event_time), ttl_s, step, dense_version)
+        if self._format == "hps" and versions is not None:
+            raise BadRequest("HPS's format has no room for versions; leave them out")
+        changes = changes_of(keys, rows, versions, deleted, self._clock, said.event_ms)
+        native = self._format == "native"
+        topic = native_topic(self._model) if native else hps_topic(self._model, table)
+        name = f"{self._model}/{table}" if native else table
+        deadline = time.monotonic() + self._wait_s
+        count = self._count(topic)
+        parts = [
+            (partition, encode(self._format, name, some, said, key_bits=self._key_bits, full=self._full))
+            for partition, some in by_partition(changes, self._groups, count)
+        ]  # fmt: skip
+        for partition, messages in parts:
+            for message in messages:
+                self._produce(topic, partition, message, deadline)
+        self._producer.poll(0)
+        return len(changes.keys) + len(changes.deleted)
+
+    def flush(self, timeout_s: float = 30.0) -> None:
+        """Wait until Kafka has acknowledged everything sent so far. Raises Unavailable when it has not
+        within ``timeout_s`` (it is tried further: flush again), or when messages failed since the last
+        flush."""
+        waiting = self._producer.flush(timeout_s)
+        with self._lock:
+            failed, why = self._failed, self._failure
+            self._failed = 0
+        if failed:
+            raise _lost(failed, why)
+        if waiting:
+            raise Unavailable(
+                f"Kafka at {self._brokers.addresses} has not acknowledged {waiting} messages within "
+                f"{timeout_s:g} s{self._brokers.why()}; flush again, or look after the broker"
+            )
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """`flush`, then give up what is still waiting. Idempotent; `send` is over."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.flush(timeout_s)
+        finally:
+            self._producer.purge()
+            self._producer.flush(1.0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:  # what went wrong first is what is to be told
+            self.close(1.0)
+        except HpsError as late:
+            log.warning("%s", late)
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def _check(self, table: str) -> None:
+        if self._closed:
+            raise BadRequest("the producer is closed")
+        if not _NAME.fullmatch(table):
+            raise BadRequest(f"table {table!r}: a name has letters, digits, _ and - only")
+        self._producer.poll(0)
+        with self._lock:
+            if self._failed:
+                raise _lost(self._failed, self._failure)
+
+    def _produce(self, topic: str, partition: int, message: bytes, deadline: float) -> None:
+        while True:
+            try:
+                self._producer.produce(
+                    topic, message, partition=partition, on_delivery=self._delivered
+                )
+                return
+            except BufferError:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise Unavailable(
+                        f"Kafka at {self._brokers.addresses} takes no more: {len(self._producer)} messages "
+                        f"wait, no room within {self._wait_s:g} s{self._brokers.why()}; look after the "
+                        "broker, or send fewer rows at a time"
+                    ) from None
+                self._producer.poll(min(_POLL_S, left))
+            except ck.KafkaException as error:
+                raise self._refused(topic, len(message), error.args[0]) from None
+
+    def _refused(self, topic: str, size: int, error: Any) -> HpsError:
+        """What librdkafka does not even queue."""
+        if error.code() == ck.KafkaError.MSG_SIZE_TOO_LARGE:
+            return BadRequest(_failure(error, topic, size))
+        return Unavailable(f"Kafka at {self._brokers.addresses}: {_failure(error, topic, size)}")
+
+    def _delivered(self, error: Any, message: Any) -> None:
+        if error is not None and error.code() != ck.KafkaError._PURGE_QUEUE:
+            with self._lock:
+                if not self._failed:
+                    self._failure = _failure(error, message.topic(), len(message.value() or b""))
+                self._failed += 1
+
+    def _count(self, topic: str) -> int:
+        """Partitions of the topic, made where it is not there. Asked once: partitions that are added while
+        this producer lives get no rows from it."""
+        known = self._partitions.get(topic)
+        if known is None:
+            known = self._brokers.topics(self._producer).get(topic)
+            if known is None:
+                known = self._brokers.create(self._producer, topic, self._groups)
+            self._partitions[topic] = known
+        return known
+
+
+def _lost(failed: int, why: str) -> Unavailable:
+    return Unavailable(
+        f"Kafka did not take {failed} messages: {why}; send again what was sent since the last flush that "
+        "returned"
+    )
+
+
+def _failure(error: Any, topic: str, size: int) -> str:
+    text = f"a message of {size} bytes to {topic}: {error.str()}"
+    if error.code() == ck.KafkaError.MSG_SIZE_TOO_LARGE:
+        text += "; raise the topic's max.message.bytes, or lower message_bytes and batch.size in options"
+    elif error.code() == ck.KafkaError._MSG_TIMED_OUT:
+        text += "; the broker was not to be reached, or too slow"
+    return text

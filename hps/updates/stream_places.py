@@ -1,0 +1,112 @@
+"""How far the stores are in their streams, as whoever feeds them knows it: where to begin, what is still to
+be noted in them, and whether one of them lost what it had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from hps.errors import HpsError
+from hps.tiers.positions import PositionedStore, StreamPosition
+from hps.types import EmbeddingTable
+
+Contained = Callable[[EmbeddingTable, str, int], int | None]
+"""``contained(table, topic, partition)``: the offset up to which the files a table was loaded from contain
+the partition, where they say so."""
+Readers = Callable[[str], Sequence[EmbeddingTable]]
+"""``readers(topic)``: the tables that a topic may change."""
+Place = tuple[str, int]
+"""Topic and partition."""
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A store a stream is written to. ``versioned``: it keeps a version per row; HPS's layouts do not, and
+    their rows count as version 0 everywhere."""
+
+    name: str
+    store: PositionedStore
+    versioned: bool = True
+
+
+class StreamPlaces:
+    """Of ``stores``, which one thread feeds."""
+
+    def __init__(self, stores: Sequence[Store], readers: Readers, contained: Contained) -> None:
+        self._stores = tuple(stores)
+        self._readers = readers
+        self._contained = contained
+        self._unnoted: dict[EmbeddingTable, dict[Place, StreamPosition]] = {}
+        self._reached: dict[Place, int] = {}  # what every store must have
+
+    def begin(self, topic: str, partition: int) -> int | None:
+        """The offset from which on some store may lack rows of the partition; None: perhaps all of them,
+        or there is no store to ask. The source goes on from there. Raises TierError."""
+        offset = self._applied(topic, partition)
+        self._reached[topic, partition] = offset or 0
+        return offset
+
+    def told(
+        self, table: EmbeddingTable, positions: Sequence[StreamPosition]
+    ) -> list[StreamPosition]:
+        """What a store is to note with the last rows of ``table`` in a batch up to ``positions``."""
+        late = self._unnoted.pop(table, {})
+        now = {(p.topic, p.partition): p for p in positions if table in self._readers(p.topic)}
+        told = []
+        for place, position in (late | now).items():
+            since = late.get(place, position).since
+            contained = self._contained(table, *place)
+            if contained is not None and contained >= since:
+                since = 0  # a store has from its start what the files contain
+            told.append(replace(position, since=since))
+        return told
+
+    def took(self, positions: Sequence[StreamPosition], told: set[EmbeddingTable]) -> None:
+        """Every store has everything up to ``positions``; the tables ``told`` have noted it."""
+        for position in positions:
+            place = (position.topic, position.partition)
+            self._reached[place] = position.offset
+            for table in self._readers(position.topic):
+                if table not in told:
+                    unnoted = self._unnoted.setdefault(table, {})
+                    since = unnoted.get(place, position).since
+                    unnoted[place] = replace(position, since=since)
+
+    def unnoted(self) -> Iterator[tuple[EmbeddingTable, list[StreamPosition]]]:
+        """What tables are still to note that no rows came for; once taken it counts as noted."""
+        while self._unnoted:
+            table = next(iter(self._unnoted))
+            yield table, self.told(table, ())
+
+    def lost(self) -> Place | None:
+        """A partition that a store has less of than it had: it came back without its rows. One partition is
+        looked at each time, another one the next. Afterwards the source must begin again."""
+        if not (self._stores and self._reached):
+            return None
+        place = next(iter(self._reached))
+        try:
+            offset = self._applied(*place) or 0
+        except HpsError:
+            return None  # a store that does not answer: later
+        reached = self._reached.pop(place)
+        if offset < reached:
+            self._reached.clear()
+            self._unnoted.clear()
+            return place
+        self._reached[place] = reached
+        return None
+
+    def _applied(self, topic: str, partition: int) -> int | None:
+        offsets = [
+            self._applied_in(each.store, table, topic, partition)
+            for each in self._stores
+            for table in self._readers(topic)
+        ]
+        known = [offset for offset in offsets if offset is not None]
+        return min(known) if known and len(known) == len(offsets) else None
+
+    def _applied_in(
+        self, store: PositionedStore, table: EmbeddingTable, topic: str, partition: int
+    ) -> int | None:
+        applied = store.applied(table, topic, partition)
+        return self._contained(table, topic, partition) if applied is None else applied
