@@ -29,8 +29,8 @@ from hps.cuda.table import GpuTable
 
 # FETCH_PART, packed in one go: setting the fields one by one takes longer than the fetch.
 _PLANS_KEPT = 64
-_PART = struct.Struct("<10Q10I")
-_PARTS_AT = FETCH_ARGS.fields["part"][1]  # type: ignore[index] # None for a plain dtype
+PART = struct.Struct("<10Q10I")
+PARTS_AT = FETCH_ARGS.fields["part"][1]  # type: ignore[index] # None for a plain dtype
 
 
 @dataclass(slots=True)
@@ -89,10 +89,10 @@ class Workspace:
     def _fill(self, asks: Sequence[Ask], code: int, plan: _Plan) -> tuple[int, Kernel]:
         """The arguments and the staging buffer; the blocks to launch, and the kernel."""
         base, blocks, addresses = 0, 0, plan.row_bytes
-        data, at, put = self._args.array.data, _PARTS_AT, self.staging.put
+        data, at, put = self._args.array.data, PARTS_AT, self.staging.put
         for ask in asks:
             table, out = ask.table, ask.out.data.ptr
-            _PART.pack_into(
+            PART.pack_into(
                 data,
                 at,
                 *table.pointers,
@@ -110,7 +110,7 @@ class Workspace:
                 table.stamping,
                 code,
             )
-            at += _PART.size
+            at += PART.size
             addresses |= out
             base += ask.n
             blocks += blocks_of(ask.n, plan.tile)
@@ -193,4 +193,4 @@ class Direct:
         self._readers.run(stream, lambda: run.launch(blocks, args, stream.ptr))
 
 
-__all__ = ["PARTS", "Ask", "Direct", "Workspace"]
+__all__ = ["PART", "PARTS", "PARTS_AT", "Ask", "Direct", "Workspace"]

@@ -71,10 +71,27 @@ POOL_ARGS = np.dtype(
     ],
     align=True,
 )
+BAGS_PART = np.dtype(
+    [
+        *(
+            (name, np.uint64)
+            for name in ("rows", "source", "fallback", "offsets", "weights", "out")
+        ),
+        *((name, np.uint32) for name in ("dim", "bags", "hotness", "first_block", "mean", "half")),
+    ],
+    align=True,
+)
+BAGS_ARGS = np.dtype(
+    [
+        *((name, np.uint32) for name in ("parts", "unused")),
+        ("part", BAGS_PART, PARTS),
+    ],
+    align=True,
+)
 SCATTER_PART = np.dtype(
     [
-        *((name, np.uint64) for name in ("rows", "row_versions", "sources", "positions", "out")),
-        *((name, np.uint64) for name in ("versions", "source")),
+        *((name, np.uint64) for name in ("rows", "row_versions", "sources", "positions", "picks")),
+        *((name, np.uint64) for name in ("out", "versions", "source")),
         *((name, np.uint32) for name in ("row_bytes", "n", "first_block", "unused")),
     ],
     align=True,
@@ -88,6 +105,9 @@ SCATTER_ARGS = np.dtype(
 )
 UNANSWERED = 255
 """Among the sources given to scatter: neither row nor version is there."""
+
+GPU_CODE = 1
+"""What fetch writes as the source of a row: `Source.GPU`."""
 
 ROWS, TIER, NUMBERS = 0, 1, 2
 """Forms of fetch: rows only; rows, versions and sources; row numbers."""

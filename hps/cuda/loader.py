@@ -27,6 +27,7 @@ FILES = {
     "export_kernel": "scan.cu",
     "gather_kernel": "scan.cu",
     "pool_kernel": "pool.cu",
+    "pool_rows_kernel": "pool.cu",
     "scatter_kernel": "scatter.cu",
 }
 """Kernel -> the file that holds it."""

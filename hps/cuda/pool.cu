@@ -1,5 +1,5 @@
 // pool_kernel: the rows of each bag of keys, summed or averaged, straight from the cache; all
-// tables at once.
+// tables at once. pool_rows_kernel: likewise, of rows that were fetched; see there.
 //
 // Per part: keys (n,) i64; offsets (bags + 1,) i64, or null and `hotness` keys a bag; optional
 // weights (n,) f32; out (bags, dim). Sums in float32, in the order of the keys; a mean divides by
@@ -167,4 +167,67 @@ __global__ void __launch_bounds__(BLOCK) pool_kernel(const __grid_constant__ Poo
       *a.done = 0;
     }
   }
+}
+
+// pool_rows_kernel: the bags of rows that were fetched, all features at once.
+//
+// Per part: rows (n, dim) and source (n,) u8, one per key; fallback (dim,) stands for rows whose
+// source is 0; offsets, hotness, weights, mean and out as for pool_kernel. Launch and reference
+// likewise.
+struct BagsPart {
+  const char* rows;
+  const u8* source;
+  const char* fallback;
+  const i64* offsets;
+  const float* weights;
+  char* out;
+  u32 dim;
+  u32 bags;
+  u32 hotness;
+  u32 first_block;
+  u32 mean;
+  u32 half;
+};
+
+struct BagsArgs {
+  u32 parts;
+  u32 unused;
+  BagsPart part[PARTS];
+};
+
+static_assert(sizeof(BagsPart) == 72, "as launch.py has it");
+static_assert(sizeof(BagsArgs) == 8 + PARTS * 72, "as launch.py has it");
+
+template <int UNIT>
+__device__ __forceinline__ void pool_unit(const BagsPart& p, u32 bag, u32 at) {
+  const i64 begin = p.offsets ? p.offsets[bag] : (i64)bag * p.hotness;
+  const i64 end = p.offsets ? p.offsets[bag + 1] : begin + p.hotness;
+  const size_t row_bytes = (size_t)p.dim * (p.half ? 2 : 4);
+  Values<UNIT> sum = {};
+  float total = 0;
+  for (i64 k = begin; k < end; k++) {
+    const float weight = p.weights ? p.weights[k] : 1.0f;
+    total += weight;
+    const char* from = p.source[k] ? p.rows + k * row_bytes : p.fallback;
+    const Values<UNIT> row = load_values<UNIT>(from, at, p.half);
+#pragma unroll
+    for (int v = 0; v < UNIT; v++)
+      sum.of[v] = __fadd_rn(sum.of[v], p.weights ? __fmul_rn(row.of[v], weight) : row.of[v]);
+  }
+  if (p.mean) {
+#pragma unroll
+    for (int v = 0; v < UNIT; v++) sum.of[v] = total == 0 ? 0 : __fdiv_rn(sum.of[v], total);
+  }
+  store_values<UNIT>(p.out + bag * row_bytes, at, p.half, sum);
+}
+
+template <int T, int UNIT>
+__global__ void __launch_bounds__(BLOCK) pool_rows_kernel(const __grid_constant__ BagsArgs a) {
+  int index = 0;
+  while (index + 1 < (int)a.parts && a.part[index + 1].first_block <= blockIdx.x) index++;
+  const BagsPart& p = a.part[index];
+  const Tile<T> tile;
+  const u32 bag = (blockIdx.x - p.first_block) * (BLOCK / T) + threadIdx.x / T;
+  if (bag >= p.bags) return;
+  for (u32 at = tile.rank; at < p.dim / UNIT; at += T) pool_unit<UNIT>(p, bag, at);
 }

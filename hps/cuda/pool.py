@@ -1,4 +1,4 @@
-"""One launch of pool over all tables of a batch."""
+"""Pooling on the device, of rows of the cache or of rows that were fetched: one launch over all tables."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hps.cuda.fetch import Workspace
-from hps.cuda.launch import PARTS, POOL_ARGS, blocks_of
+from hps.cuda.launch import BAGS_ARGS, PARTS, POOL_ARGS, blocks_of
 from hps.cuda.loader import Struct, kernel
 from hps.cuda.readers import Readers
-from hps.cuda.staging import staged
+from hps.cuda.staging import Staging, staged
 from hps.cuda.table import GpuTable
 
-_PART = struct.Struct("<7Q12I")
-_PARTS_AT = POOL_ARGS.fields["part"][1]  # type: ignore[index] # None for a plain dtype
+PART = struct.Struct("<7Q12I")
+PARTS_AT = POOL_ARGS.fields["part"][1]  # type: ignore[index] # None for a plain dtype
+ROWS_PART = struct.Struct("<6Q6I")
+ROWS_PARTS_AT = BAGS_ARGS.fields["part"][1]  # type: ignore[index]
 _WIDEST = 32
 
 
@@ -48,17 +51,15 @@ def pool(space: Workspace, readers: Readers, stream: Any, asks: Sequence[Bags]) 
 def _pool_some(space: Workspace, readers: Readers, stream: Any, asks: Sequence[Bags]) -> int:
     staging = space.staging
     staging.begin(sum(staged(ask.keys, ask.offsets, ask.weights) for ask in asks))
-    unit = 4 if all(_is_even(ask) for ask in asks) else 1
-    widest = max(ask.table.table.dim for ask in asks) // unit
-    tile = min(_WIDEST, max(4, 1 << (widest - 1).bit_length()))
+    tile, unit = tile_and_unit([ask.table.table.dim for ask in asks])
     args, blocks = Struct(POOL_ARGS), 0
     for index, ask in enumerate(asks):
         table, bags = ask.table, len(ask.out)
         buckets, stride, _, on_device = table.sizes
         lines, rows, host_rows, _ = table.pointers
-        _PART.pack_into(
+        PART.pack_into(
             args.array.data,
-            _PARTS_AT + index * _PART.size,
+            PARTS_AT + index * PART.size,
             *(lines, rows, host_rows),
             staging.put(ask.keys),
             staging.put(ask.offsets),
@@ -78,6 +79,49 @@ def _pool_some(space: Workspace, readers: Readers, stream: Any, asks: Sequence[B
     return int(space.result[0])
 
 
-def _is_even(ask: Bags) -> bool:
-    """Whether four values at a time can be read."""
-    return ask.table.table.dim % 4 == 0
+def tile_and_unit(dims: Sequence[int]) -> tuple[int, int]:
+    """Threads per bag, and the values that one reads at a time."""
+    unit = 4 if all(dim % 4 == 0 for dim in dims) else 1
+    widest = max(dims) // unit
+    return min(_WIDEST, max(4, 1 << (widest - 1).bit_length())), unit
+
+
+@dataclass(slots=True)
+class RowBags:
+    """Bags of rows that were fetched: ``rows (n, dim)`` and ``source (n,) uint8`` on the device, one per key;
+    ``fallback (dim,)``, on the host, for source 0. The other fields as in `Bags`."""
+
+    rows: Any
+    source: Any
+    fallback: NDArray[Any]
+    offsets: Any
+    weights: Any
+    out: Any
+    hotness: int
+    mean: bool
+
+
+def pool_rows(staging: Staging, stream: Any, asks: Sequence[RowBags]) -> None:
+    """Pool ``asks`` (none without bags) on ``stream``. Waits for it."""
+    for start in range(0, len(asks), PARTS):
+        _pool_some_rows(staging, stream, asks[start : start + PARTS])
+        stream.synchronize()
+
+
+def _pool_some_rows(staging: Staging, stream: Any, asks: Sequence[RowBags]) -> None:
+    staging.begin(sum(staged(ask.fallback, ask.offsets, ask.weights) for ask in asks))
+    tile, unit = tile_and_unit([len(ask.fallback) for ask in asks])
+    args, blocks = Struct(BAGS_ARGS), 0
+    for index, ask in enumerate(asks):
+        bags, dim = len(ask.out), len(ask.fallback)
+        ROWS_PART.pack_into(
+            args.array.data,
+            ROWS_PARTS_AT + index * ROWS_PART.size,
+            *(ask.rows.data.ptr, ask.source.data.ptr, staging.put(ask.fallback)),
+            *(staging.put(ask.offsets), staging.put(ask.weights), ask.out.data.ptr),
+            *(dim, bags, ask.hotness, blocks, ask.mean, ask.fallback.dtype == np.float16),
+        )
+        blocks += blocks_of(bags, tile)
+    args["parts"] = len(asks)
+    staging.send(stream)
+    kernel(f"pool_rows_kernel<{tile}, {unit}>").launch(blocks, args, stream.ptr)

@@ -1,7 +1,8 @@
 // scatter_kernel: rows that were found in host memory to where they are wanted; all tables at once.
 //
-// Per part: rows (n, dim), row_versions (n,) u64, sources (n,) u8, positions (n,) i64 into out (·,
-// dim), versions (·,) u64, source (·,) u8. A source of UNANSWERED leaves everything as it is, 0 (a
+// Per part: rows (·, dim), row_versions (·,) u64, sources (·,) u8 of distinct keys; picks (n,) i64
+// into them, or null for the i-th; positions (n,) i64 into out (·, dim), versions (·,) u64, source
+// (·,) u8. A source of UNANSWERED leaves everything as it is, 0 (a
 // deleted key) writes the version only. The inputs may lie in pinned host memory. Launch: BLOCK
 // threads; a tile of T threads works on a row; a part begins with a whole block. Twin: NumPy
 // indexing.
@@ -12,6 +13,7 @@ struct ScatterPart {
   const u64* row_versions;
   const u8* sources;
   const i64* positions;
+  const i64* picks;
   char* out;
   u64* versions;
   u8* source;
@@ -30,8 +32,8 @@ struct ScatterArgs {
   ScatterPart part[PARTS];
 };
 
-static_assert(sizeof(ScatterPart) == 72, "as launch.py has it");
-static_assert(sizeof(ScatterArgs) == 8 + PARTS * 72, "as launch.py has it");
+static_assert(sizeof(ScatterPart) == 80, "as launch.py has it");
+static_assert(sizeof(ScatterArgs) == 8 + PARTS * 80, "as launch.py has it");
 
 template <int T, int UNIT>
 __global__ void __launch_bounds__(BLOCK) scatter_kernel(const __grid_constant__ ScatterArgs a) {
@@ -42,13 +44,14 @@ __global__ void __launch_bounds__(BLOCK) scatter_kernel(const __grid_constant__ 
   const Tile<T> tile;
   const u32 i = (blockIdx.x - p.first_block) * (BLOCK / T) + threadIdx.x / T;
   if (i >= p.n) return;
-  const u8 source = p.sources[i];
+  const i64 pick = p.picks ? p.picks[i] : i;
+  const u8 source = p.sources[pick];
   if (source == UNANSWERED) return;
   const i64 at = p.positions[i];
-  if (tile.rank == 0) p.versions[at] = p.row_versions[i];
+  if (tile.rank == 0) p.versions[at] = p.row_versions[pick];
   if (!source) return;
   if (tile.rank == 0) p.source[at] = source;
-  const unit* from = (const unit*)(p.rows + (size_t)i * p.row_bytes);
+  const unit* from = (const unit*)(p.rows + pick * p.row_bytes);
   unit* to = (unit*)(p.out + at * p.row_bytes);
   for (int c = tile.rank; c < (int)p.row_bytes / UNIT; c += T) to[c] = from[c];
 }

@@ -15,34 +15,43 @@ from hps.cuda.loader import Struct, kernel
 from hps.cuda.staging import Staging, padded
 from hps.types import EmbeddingTable
 
-_PART = struct.Struct("<7Q4I")
+_PART = struct.Struct("<8Q4I")
 _PARTS_AT = SCATTER_ARGS.fields["part"][1]  # type: ignore[index] # None for a plain dtype
 
 
 @dataclass(slots=True)
 class Answers:
-    """Arrays in a staging buffer for ``n`` keys of one table: rows (n, dim), versions (n,), sources (n,)
-    and positions (n,) on the host, and ``at``, their addresses for kernels."""
+    """Arrays in a staging buffer for ``n`` distinct keys of one table, rows (n, dim), versions (n,) and
+    sources (n,), and for ``m`` places where they are wanted: positions (m,) and, unless each key is wanted
+    once and in order, picks (m,) of the keys. ``at``: their addresses for kernels."""
 
     table: EmbeddingTable
     rows: NDArray[Any]
     versions: NDArray[np.uint64]
     sources: NDArray[np.uint8]
     positions: NDArray[np.int64]
-    at: tuple[int, int, int, int]
+    at: tuple[int, int, int, int, int]
 
     @staticmethod
-    def bytes(table: EmbeddingTable, n: int) -> int:
-        """What `make` takes of a staging buffer."""
-        return padded(n * table.row_bytes) + 2 * padded(8 * n) + padded(n)
+    def bytes(table: EmbeddingTable, n: int, m: int) -> int:
+        """What `make` takes of a staging buffer at most."""
+        return padded(n * table.row_bytes) + padded(8 * n) + padded(n) + 2 * padded(8 * m)
 
     @staticmethod
-    def make(staging: Staging, table: EmbeddingTable, n: int) -> Answers:
+    def make(
+        staging: Staging,
+        table: EmbeddingTable,
+        n: int,
+        places: NDArray[np.int64],
+        picks: NDArray[np.int64] | None,
+    ) -> Answers:
+        """Room for the answers; where they are wanted is filled in."""
         rows, rows_at = staging.room(n * table.dim, table.dtype)
         versions, versions_at = staging.room(n, np.uint64)
         sources, sources_at = staging.room(n, np.uint8)
-        positions, positions_at = staging.room(n, np.int64)
-        at = (rows_at, versions_at, sources_at, positions_at)
+        positions, positions_at = staging.room(len(places), np.int64)
+        positions[:] = places
+        at = (rows_at, versions_at, sources_at, positions_at, staging.put(picks))
         return Answers(table, rows.reshape(n, table.dim), versions, sources, positions, at)
 
 
@@ -67,7 +76,7 @@ def _scatter_some(
     unit = unit_of(addresses)  # staging buffers are aligned
     tile = 4 if widest <= 4 * unit else 8 if widest <= 16 * unit else 32
     for answer, (out, versions, source) in zip(answers, targets, strict=True):
-        n = len(answer.sources)
+        n = len(answer.positions)
         addressed = (out.data.ptr, versions.data.ptr, source.data.ptr)
         sizes = (answer.table.row_bytes, n, blocks, 0)
         _PART.pack_into(args.array.data, at, *answer.at, *addressed, *sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,9 @@ KEEP_ROWS_FROM = 256
 
 class GpuTable:
     """Arrays of ``table`` on the current device, with room for ``capacity`` (> 0) rows; empty at first.
-    ``host_rows`` of them lie in pinned host memory, where the kernels reach them over the bus.
+    ``host_rows`` of them lie in pinned host memory, where the kernels reach them over the bus. The clock
+    ticks ``ticks`` times while the table admits as many rows as it has room for; epochs last ``epoch_s``
+    seconds, or until the caller says so.
 
     A ``static`` table is filled before anyone reads it, with unique keys, and then sealed.
 
@@ -36,14 +39,19 @@ class GpuTable:
         host_rows: int = 0,
         *,
         static: bool = False,
+        ticks: int = TICKS_A_TURN,
+        epoch_s: float | None = None,
     ) -> None:
         cp = cupy()
         self.table = table
+        self._ticks = ticks
+        self._epoch_s = epoch_s
+        self._since = time.monotonic()
         self.static = static
         self.policy = Policy.NONE if static else policy
         self.shape: Shape = shape_of(table, capacity, host_rows, static=static)
         shape = self.shape
-        if shape.bytes > _free_bytes():
+        if shape.bytes > free_bytes():
             raise self._too_large()
         try:
             self.lines = cp.empty(shape.buckets * BUCKET_BYTES, np.uint8)
@@ -75,7 +83,7 @@ class GpuTable:
         cp.cuda.get_current_stream().synchronize()
 
     def _too_large(self) -> ConfigError:
-        free = _free_bytes()
+        free = free_bytes()
         fitting = layout.fitting_capacity(self.table, int(free * 0.95), static=self.static)
         return ConfigError(
             f"the GPU cache of table {self.table.id} needs {self.shape.bytes:,} bytes for "
@@ -87,6 +95,8 @@ class GpuTable:
     def now(self) -> int:
         """What a hit brings a score up to: the clock, or the epoch where uses are counted."""
         if self.policy is Policy.LFU:
+            if self._epoch_s is not None:
+                self.epoch = int((time.monotonic() - self._since) / self._epoch_s)
             return (self.epoch % (1 << 32 - COUNT_BITS)) << COUNT_BITS
         return self.clock
 
@@ -105,11 +115,11 @@ class GpuTable:
         return args
 
     def account(self, admitted: int, evicted: int, dropped: int) -> None:
-        """Count what a write did; the clock ticks with every sixteenth of the capacity admitted."""
+        """Count what a write did; the clock ticks as more rows are admitted."""
         self.evicted += evicted
         self.dropped += dropped
         self._admitted += admitted
-        ticks, self._admitted = divmod(self._admitted, max(1, self.shape.capacity // TICKS_A_TURN))
+        ticks, self._admitted = divmod(self._admitted, max(1, self.shape.capacity // self._ticks))
         self.clock += ticks
 
     def clear(self, stream: Any) -> None:
@@ -184,7 +194,7 @@ def _pinned(table: EmbeddingTable, size: int) -> Any:
         ) from error
 
 
-def _free_bytes() -> int:
+def free_bytes() -> int:
     """What can be had on the current device, CuPy's own unused memory included."""
     cp = cupy()
     free, _total = cp.cuda.runtime.memGetInfo()

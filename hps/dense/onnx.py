@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +16,8 @@ from hps.config.environment import keep_onnxruntime_quiet
 from hps.dense.base import TensorInfo
 from hps.errors import ConfigError, DenseModelError, ModelError
 
-Provider = Literal["auto", "cpu", "cuda"]
+Provider = Literal["auto", "cpu", "cuda", "tensorrt"]
+_PROVIDERS = {"cuda": "CUDAExecutionProvider", "tensorrt": "TensorrtExecutionProvider"}
 
 _DATATYPE_OF = {
     "tensor(bool)": "BOOL",
@@ -31,6 +34,17 @@ _DATATYPE_OF = {
     "tensor(double)": "FP64",
 }
 _WARM_BATCH = 64
+# float32 products keep their 24 bits. TF32, ONNX Runtime's default, keeps 11: scores 3e-3 off the trainer's.
+_EXACT = {"use_tf32": "0"}
+
+
+@dataclass(frozen=True, slots=True)
+class OnGpu:
+    """How a network runs on a GPU; see the settings of the same names."""
+
+    device: int = 0
+    precision: Literal["float32", "float16"] = "float32"
+    tf32: bool = False
 
 
 class OnnxModel:
@@ -42,35 +56,101 @@ class OnnxModel:
     """
 
     def __init__(
-        self, path: Path, provider: Provider = "auto", threads: int = 1, inline_us: float = 150.0
+        self,
+        path: Path,
+        provider: Provider = "auto",
+        threads: int = 1,
+        inline_us: float = 150.0,
+        gpu: OnGpu | None = None,
     ) -> None:
         keep_onnxruntime_quiet()
         import onnxruntime as ort
 
         self.path = path
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.inter_op_num_threads = 1
-        options.log_severity_level = 4  # what goes wrong is raised, not printed
-        providers = _providers(ort, provider)
-        try:
-            self._session = ort.InferenceSession(str(path), options, providers=providers)
-        except Exception as error:
-            raise ModelError(
-                f"{path}: ONNX Runtime cannot load it: {_first_line(error)}"
-            ) from error
+        self._gpu = gpu or OnGpu()
+        self._threads = threads
+        self._asked = _choose(ort, provider)
+        self._network: Any = str(path)
+        if self._gpu.precision == "float16":
+            self._network = self._narrowed(provider)
+        self._session = self._open(self._options_of(self._gpu.device, None))
         self.provider: str = self._session.get_providers()[0]
-        if provider == "cuda" and self.provider != "CUDAExecutionProvider":
+        if provider in _PROVIDERS and self.provider != _PROVIDERS[provider]:
             raise ConfigError(
-                f"dense.provider is cuda, but ONNX Runtime fell back to {self.provider}: its CUDA or "
-                "cuDNN libraries do not load; install them or set dense.provider: cpu"
+                f"dense.provider is {provider}, but ONNX Runtime fell back to {self.provider}: its "
+                "libraries do not load (CUDA and cuDNN; TensorRT for tensorrt); install them or set "
+                "dense.provider: cpu"
             )
         self.inputs = tuple(_info(path, node) for node in self._session.get_inputs())
         self.outputs = tuple(_info(path, node) for node in self._session.get_outputs())
         self._names = [tensor.name for tensor in self.outputs]
+        self.tails: dict[str, tuple[int, ...]] = {}
+        """The shape of each tensor but for its batch, as far as `warm_up` has seen it."""
         self._inline_us = inline_us
         self._one_us = float("inf")  # until measured, every run hops
         self._sample_us = 0.0
+
+    @property
+    def on_host(self) -> bool:
+        return self.provider == "CPUExecutionProvider"
+
+    def session_on(self, device: int, stream: int) -> Any:
+        """One more session of the network on a stream of a device, for `lanes.py`."""
+        if self.on_host:
+            return self._open([])
+        return self._open(self._options_of(device, stream))
+
+    def run_options(self) -> Any:
+        """For runs that don't wait for the device."""
+        import onnxruntime as ort
+
+        options = ort.RunOptions()
+        options.log_severity_level = 4
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        # No graph is recorded: whatever another thread asks of the device meanwhile, a write into the cache
+        # say, makes a recording fail. To look for an entry that isn't there costs 50 µs a run.
+        options.add_run_config_entry("gpu_graph_id", "-1")
+        return options
+
+    def _open(self, providers: list[Any]) -> Any:
+        import onnxruntime as ort
+
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = self._threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 4  # what goes wrong is raised, not printed
+        everywhere = [*providers, "CPUExecutionProvider"]
+        try:
+            return ort.InferenceSession(self._network, options, providers=everywhere)
+        except Exception as error:
+            message = f"{self.path}: ONNX Runtime cannot load it: {first_line(error)}"
+            raise ModelError(message) from error
+
+    def _options_of(self, device: int, stream: int | None) -> list[Any]:
+        """The providers asked for and their options."""
+        if self._asked is None:
+            return []
+        # TF32, ONNX Runtime's default, keeps 11 of float32's 24 bits: scores 3e-3 off the trainer's.
+        common = {"device_id": str(device)}
+        if stream is not None:
+            common["user_compute_stream"] = str(stream)
+        cuda = {**common, "use_tf32": "01"[self._gpu.tf32]}
+        providers: list[Any] = [("CUDAExecutionProvider", cuda)]
+        if self._asked == "TensorrtExecutionProvider":
+            narrow = "01"[self._gpu.precision == "float16"]
+            providers.insert(0, (self._asked, {**common, "trt_fp16_enable": narrow}))
+        return providers
+
+    def _narrowed(self, provider: Provider) -> Any:
+        """The network in float16, its inputs and outputs as they are. TensorRT narrows by itself."""
+        if self._asked is None:
+            raise ConfigError(
+                f"dense.precision is float16, but the network runs on the CPU (dense.provider: {provider}); "
+                "a CPU is slower in float16: set dense.precision: float32"
+            )
+        if self._asked == "TensorrtExecutionProvider":
+            return str(self.path)
+        return narrowed(self.path)
 
     def predict(
         self, inputs: Mapping[str, NDArray[Any]], outputs: tuple[str, ...] | None = None
@@ -79,7 +159,7 @@ class OnnxModel:
         try:
             arrays = self._session.run(names, inputs)
         except Exception as error:
-            raise DenseModelError(f"the dense model failed: {_first_line(error)}") from error
+            raise DenseModelError(f"the dense model failed: {first_line(error)}") from error
         return dict(zip(names, arrays, strict=True))
 
     def runs_inline(self, batch: int) -> bool:
@@ -106,29 +186,48 @@ class OnnxModel:
         try:
             for _ in range(5):
                 start = time.perf_counter()
-                self.predict(zeros)
+                given = self.predict(zeros)
                 best = min(best, time.perf_counter() - start)
         except DenseModelError as error:
             shapes = {name: list(array.shape) for name, array in zeros.items()}
             raise ModelError(
                 f"{self.path}: the first run, on zeros {shapes}, failed: {error}"
             ) from None
+        self.tails = {name: a.shape[1:] for name, a in (*zeros.items(), *given.items())}
         return best * 1e6
 
     def close(self) -> None:
         """Memory goes back when the last run in flight ends."""
 
 
-def _providers(ort: Any, provider: Provider) -> list[str]:
+def _choose(ort: Any, provider: Provider) -> str | None:
+    """The provider beside the CPU's, None for that alone."""
     have = ort.get_available_providers()
-    if provider == "cuda" and "CUDAExecutionProvider" not in have:
+    if provider == "auto":
+        return "CUDAExecutionProvider" if "CUDAExecutionProvider" in have else None
+    if provider == "cpu":
+        return None
+    if _PROVIDERS[provider] not in have:
         raise ConfigError(
-            "dense.provider is cuda, but this ONNX Runtime has only "
+            f"dense.provider is {provider}, but this ONNX Runtime has only "
             f"{', '.join(have)}; install onnxruntime-gpu in place of onnxruntime, or set it to auto"
         )
-    if provider != "cpu" and "CUDAExecutionProvider" in have:
-        return ["CUDAExecutionProvider", "CPUExecutionProvider"]
-    return ["CPUExecutionProvider"]
+    return _PROVIDERS[provider]
+
+
+def narrowed(path: Path) -> bytes:
+    """The network of ``path`` with float16 weights and operators, converted at its inputs and outputs."""
+    try:
+        import onnx
+        from onnxruntime.transformers.float16 import convert_float_to_float16
+    except ImportError as error:
+        raise ConfigError(
+            f"dense.precision float16 needs the package onnx ({error}): pip install onnx"
+        ) from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of values that are rounded to the nearest float16
+        model = convert_float_to_float16(onnx.load(str(path)), keep_io_types=True)
+    return bytes(model.SerializeToString())
 
 
 def _info(path: Path, node: Any) -> TensorInfo:
@@ -141,5 +240,5 @@ def _info(path: Path, node: Any) -> TensorInfo:
     return TensorInfo(node.name, datatype, shape)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from hps.errors import BadRequest
 from hps.lookup.base import Feature, LookupModel
+from hps.names import hint_for
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, VectorArray, as_keys
 
 _INT64 = np.dtype(np.int64)
@@ -17,15 +17,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 def unknown(kind: str, name: str, known: Iterable[str], model: str) -> BadRequest:
     """An error for a name the model does not have, with the nearest one it has."""
-    names = list(known)
-    near = difflib.get_close_matches(name, names, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; it has {_some(names)}"
-    return BadRequest(f"model {model!r} has no {kind} {name!r}{hint}")
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:8]) or "none"
-    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
+    return BadRequest(f"model {model!r} has no {kind} {name!r}{hint_for(name, known)}")
 
 
 def _keys(n: int) -> str:

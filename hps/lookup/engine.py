@@ -17,11 +17,12 @@ from hps.errors import BadRequest, DeadlineExceeded
 from hps.lookup.base import Feature, LookupModel, Submit
 from hps.lookup.checks import check_keys, check_out_names, check_sizes, check_targets, unknown
 from hps.lookup.fused import Group, ShortWay
-from hps.lookup.pooling import pool
+from hps.lookup.gaps import GapJob, Gaps
+from hps.lookup.job import Job, WholeJob
 from hps.lookup.share import Share, make_share
-from hps.meters import Answers, LookupMeter
+from hps.meters import LookupMeter
 from hps.metrics import Metrics
-from hps.tiers.base import FetchContext, Part, Tier
+from hps.tiers.base import Part, Tier
 from hps.tiers.fused import fused
 from hps.types import (
     EmbeddingTable,
@@ -31,7 +32,6 @@ from hps.types import (
     LookupRequest,
     LookupResult,
     Source,
-    VectorArray,
 )
 from hps.workers import Done, Lanes, Workers, then
 
@@ -44,18 +44,6 @@ _ASK_AGAIN_S = 0.002
 _DEFAULT = int(Source.DEFAULT)
 
 Promote = Callable[[EmbeddingTable, KeyArray], None]
-
-
-class _Job:
-    """A request on its way: its shares and what they met."""
-
-    __slots__ = ("context", "request", "shares", "started")
-
-    def __init__(self, request: LookupRequest, shares: list[Share]) -> None:
-        self.request = request
-        self.shares = shares
-        self.context = FetchContext(request.deadline)
-        self.started = time.perf_counter()
 
 
 class LookupEngine:
@@ -107,35 +95,51 @@ class LookupEngine:
         The future fails with ``DeadlineExceeded`` or with what a store without a guard raised. Until
         it is done, arrays in ``request.out`` belong to the engine.
         """
-        from_memory = self._short.form(request) if self._short else None
-        if from_memory is not None and not _is_past(request.deadline):
-            result = from_memory([keys.keys for keys in request.features.values()])
-            if result is not None:
-                return Done(result)
-        return self._ordinary(request)
+        form = self._short.form(request) if self._short else None
+        if form is None or _is_past(request.deadline):
+            return self._ordinary(request)
+        keys = [keys.keys for keys in request.features.values()]
+        if form.inline:
+            found = form(keys)
+            return Done(found) if type(found) is LookupResult else self._rest(request, found)
+        asked = self._lanes.memory.submit(partial(form, keys), request.deadline)
+        return then(asked, partial(self._rest, request))
 
     def prepare(self, request: LookupRequest) -> Submit:
         """See ``Lookup.prepare``."""
-        from_memory = self._short.form(request) if self._short else None
+        form = self._short.form(request) if self._short else None
         batches = [(name, keys.batch) for name, keys in request.features.items()]
-        form = replace(request, features={})
+        bare = replace(request, features={})
+        from_memory = form if form is not None and form.inline else None
 
         def submit(keys: Sequence[KeyArray], deadline: float | None) -> Future[LookupResult]:
+            found = None
             if from_memory is not None and not _is_past(deadline):
-                result = from_memory(keys)
-                if result is not None:
-                    return Done(result)
+                found = from_memory(keys)
+                if type(found) is LookupResult:
+                    return Done(found)
             features = {
                 name: JaggedKeys(mine, batch)
                 for (name, batch), mine in zip(batches, keys, strict=True)
             }
-            return self._ordinary(replace(form, features=features, deadline=deadline))
+            return self._rest(replace(bare, features=features, deadline=deadline), found)
 
         return submit
 
+    def _rest(
+        self, request: LookupRequest, found: LookupResult | Gaps | None
+    ) -> Future[LookupResult]:
+        """After the short way, which ``found`` something, or nothing."""
+        if isinstance(found, LookupResult):
+            return Done(found)
+        if found is None:
+            return self._ordinary(request)
+        job = GapJob(request, found)
+        return self._go_on(job, self._ask_caches(job))
+
     def _ordinary(self, request: LookupRequest) -> Future[LookupResult]:
         shares, keys = self._shares(request)
-        job = _Job(request, shares)
+        job = WholeJob(request, shares)
         if _is_past(request.deadline):
             raise DeadlineExceeded("the request's deadline had passed when it came")
         if keys > INLINE_KEYS:
@@ -145,55 +149,65 @@ class LookupEngine:
 
     # -- stages ------------------------------------------------------------------------------------
 
-    def _go_on(self, job: _Job, waiting: list[Part]) -> Future[LookupResult]:
+    def _go_on(self, job: Job, waiting: list[Part]) -> Future[LookupResult]:
         """After the caches: answer, on a thread that may wait if a store must be asked."""
         if waiting and self._stores_block:
             run = partial(self._run_after_waiting, job, waiting, time.perf_counter())
             return self._lanes.stores.submit(run, job.request.deadline)
-        return Done(self._run_below(job, waiting))
+        result = self._run_below(job, waiting)
+        return self._ordinary(job.request) if result is None else Done(result)
 
-    def _run_after_waiting(self, job: _Job, waiting: list[Part], since: float) -> LookupResult:
+    def _run_after_waiting(self, job: Job, waiting: list[Part], since: float) -> LookupResult:
         """Ask the caches again if it took a while to get a thread: many may wait for the same rows, and
         those before this one had them promoted."""
         if time.perf_counter() - since > _ASK_AGAIN_S:
             self._caches.fetch(waiting, job.context)
             waiting = [part for part in waiting if len(part.missing)]
-        return self._run_below(job, waiting)
+        result = self._run_below(job, waiting)
+        while result is None:
+            job = WholeJob(job.request, self._shares(job.request)[0])
+            result = self._run_below(job, self._ask_caches(job))
+        return result
 
-    def _ask_caches(self, job: _Job) -> list[Part]:
+    def _ask_caches(self, job: Job) -> list[Part]:
         """Fetch what memory holds; the parts that must wait for the stores."""
-        parts = [share.part for share in job.shares]
-        self._caches.fetch(parts, job.context)
-        waiting = [part for part in parts if len(part.missing)]
-        return self._apply_miss_policies(waiting) if waiting else waiting
+        self._caches.fetch(job.parts, job.context)
+        waiting = [part for part in job.parts if len(part.missing)]
+        return self._apply_miss_policies(job, waiting) if waiting else waiting
 
-    def _apply_miss_policies(self, parts: list[Part]) -> list[Part]:
+    def _apply_miss_policies(self, job: Job, parts: list[Part]) -> list[Part]:
         """The parts that wait; the others' missing keys are promoted and get defaults for now."""
         waiting = []
         for part in parts:
-            policy, asked = part.table.miss, len(part.keys)
-            found = asked - len(part.missing)
-            if policy.kind == "wait" or found < policy.min_hit_rate * asked:
+            if _must_wait(job, part):
                 waiting.append(part)
             else:
                 self._promote(part.table, part.keys[part.missing])
         return waiting
 
-    def _run_below(self, job: _Job, waiting: list[Part]) -> LookupResult:
-        """Fetch ``waiting`` from the stores, have what they held promoted, and answer."""
+    def _run_below(self, job: Job, waiting: list[Part]) -> LookupResult | None:
+        """Fetch ``waiting`` from the stores, have what they held promoted, and answer; None when the request
+        must be begun again."""
         if waiting:
             asked = [part.missing for part in waiting]
             self._stores.fetch(waiting, job.context)
             if job.context.degraded and _is_past(job.request.deadline):
                 # The store was skipped because this request had no time left: no row is at fault.
                 raise DeadlineExceeded("the deadline passed while the stores were asked")
-            for part, positions in zip(waiting, asked, strict=True):
-                found = positions[part.source[positions] != 0]
-                if len(found):
-                    self._promote(part.table, part.keys[found])
-        result, sources = self._answer(job)
+            self._hand_on(waiting, asked)
+        answered = job.answer()
+        if answered is None:
+            return None
+        result, sources = answered
         self._meter.finished(sources, time.perf_counter() - job.started, result.degraded)
         return result
+
+    def _hand_on(self, parts: list[Part], asked: list[IndexArray]) -> None:
+        """Have the rows promoted that were found of the positions ``asked`` for."""
+        for part, positions in zip(parts, asked, strict=True):
+            found = positions[part.source[positions] != 0]
+            if len(found):
+                self._promote(part.table, part.keys[found])
 
     # -- request -> parts --------------------------------------------------------------------------
 
@@ -233,61 +247,15 @@ class LookupEngine:
             self._plans[names] = plan
         return plan
 
-    # -- parts -> answer ---------------------------------------------------------------------------
-
-    def _answer(self, job: _Job) -> tuple[LookupResult, Answers]:
-        """Defaults where no tier had a row, then every key's row, then pooling.
-
-        Also returns each table's source codes, one per key.
-        """
-        request = job.request
-        result = LookupResult({}, degraded=tuple(dict.fromkeys(job.context.degraded)))
-        sources = []
-        for share in job.shares:
-            part, inverse = share.part, share.inverse
-            vectors, codes = part.out, part.source.tobytes()
-            has_defaults = _DEFAULT in codes
-            if has_defaults:
-                vectors[part.source == _DEFAULT] = part.table.default
-            if inverse is not None:
-                vectors = vectors.take(inverse, axis=0)
-                codes = part.source.take(inverse).tobytes()
-            if has_defaults:
-                result.defaulted += codes.count(_DEFAULT)
-            sources.append((part.table, codes))
-            start = 0
-            for feature, keys in zip(share.features, share.keys, strict=True):
-                stop = start + len(keys.keys)
-                rows = vectors if len(share.features) == 1 else vectors[start:stop]
-                pooled = pool(rows, keys, feature.pooling)
-                if request.out:
-                    pooled = _put(request.out.get(feature.name), pooled)
-                result.vectors[feature.name] = pooled
-                if request.want_source:
-                    _report(result, feature.name, share, slice(start, stop))
-                start = stop
-        if list(result.vectors) != list(request.features):
-            result.vectors = {name: result.vectors[name] for name in request.features}
-        return result, sources
-
-
-def _put(out: VectorArray | None, vectors: VectorArray) -> VectorArray:
-    """``vectors`` in the caller's array, if there is one."""
-    if out is None or out is vectors:
-        return vectors
-    out[...] = vectors
-    return out
-
 
 def _is_past(deadline: float | None) -> bool:
     return deadline is not None and time.monotonic() > deadline
 
 
-def _report(result: LookupResult, name: str, share: Share, keys: slice) -> None:
-    """Per-key sources and versions of the feature that owns ``keys`` of the share."""
-    if share.inverse is None:
-        positions: slice | Sequence[int] | IndexArray = keys
-    else:
-        positions = share.inverse[keys]
-    result.sources[name] = share.part.source[positions]
-    result.versions[name] = share.part.versions[positions]
+def _must_wait(job: Job, part: Part) -> bool:
+    """Whether the miss policy has the part's missing keys asked for in the stores."""
+    policy = part.table.miss
+    if policy.kind == "wait" or not policy.min_hit_rate:
+        return policy.kind == "wait"
+    asked = job.asked(part)
+    return asked - len(part.missing) < policy.min_hit_rate * asked

@@ -1,25 +1,32 @@
 """The short way: a request whose every row is in memory is answered in one pass per table.
 
 Most requests are such. For them the deduplication and the reports per key of the ordinary way cost
-more than the rows: a repeated key is read again, which is cheaper than being recognised. What this way
-can't answer goes the ordinary way from the start, as if nothing had happened.
+more than the rows: a repeated key is read again, which is cheaper than being recognised. Bags are
+pooled as their rows are read; rows of bags that are not in memory are left as `Gaps`, for which alone
+the other tiers are asked. What this way can't answer goes the ordinary way from the start, as if
+nothing had happened.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.checks import check_keys, check_sizes
-from hps.lookup.pooling import pool
+from hps.lookup.gaps import Gaps, TableGaps
+from hps.lookup.pooling import divisors, is_pooled
 from hps.meters import LookupMeter
-from hps.tiers.fused import Ask, FusedLookup, gather_alike
+from hps.tiers.fused import POOLED_DTYPES, Ask, Bags, FusedLookup, Gather, gather_alike
 from hps.types import (
     EmbeddingTable,
+    IndexArray,
     JaggedKeys,
     KeyArray,
     LookupRequest,
@@ -33,96 +40,183 @@ _FORMS_KEPT = 256
 # The features of one request that share a table.
 Group = tuple[EmbeddingTable, tuple[Feature, ...]]
 Plan = Callable[[tuple[str, ...], bool], tuple[Group, ...]]
-# Each feature's keys in the request's order; None when a row is not in memory.
-FromMemory = Callable[[Sequence[KeyArray]], LookupResult | None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Slice:
-    """One feature's keys: where they stand in the request, how many there are, for how many samples.
-    ``pooled``: a vector is more than one row."""
+    """One feature's keys: where they stand in the request (``position``) and among the keys of their
+    table (``start``), and how many there are."""
 
     feature: Feature
     position: int
+    start: int
     n: int
-    batch: int
-    pooled: bool
+
+    def keys(self, keys: Sequence[KeyArray]) -> KeyArray:
+        """The table's keys ``(n,)`` for this feature's of the request."""
+        return self.feature.shift(keys[self.position])
 
 
-class _Share:
-    """One table's share of the requests of a form.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pooled(_Slice):
+    """One feature's keys that are pooled; see `Bags`."""
 
-    ``as_sent``: its keys are one feature's, as they came. ``unpooled``: the feature whose vectors its
-    rows are.
+    shape: tuple[int, int]
+    offsets: IndexArray | None
+    weights: NDArray[np.float32] | None
+    divisors: NDArray[np.float32] | None
+
+    def bags(self, keys: Sequence[KeyArray]) -> Bags:
+        table = self.feature.table
+        out = np.empty(self.shape, table.dtype)
+        return Bags(table, self.keys(keys), out, self.offsets, self.weights, self.divisors)
+
+
+def _pooled(feature: Feature, keys: JaggedKeys, position: int, start: int) -> _Pooled:
+    offsets: Any = keys.offsets
+    weights: Any = keys.weights
+    return _Pooled(
+        feature,
+        position,
+        start,
+        len(keys.keys),
+        (keys.batch, feature.table.dim),
+        None if offsets is None else np.ascontiguousarray(offsets),
+        None if weights is None else np.ascontiguousarray(weights),
+        divisors(keys) if feature.pooling == "mean" else None,
+    )
+
+
+def _concatenated(slices: Sequence[_Slice], keys: Sequence[KeyArray]) -> KeyArray:
+    """The table's keys ``(n,)`` for all of these features of the request."""
+    shifted = [each.keys(keys) for each in slices]
+    return shifted[0] if len(shifted) == 1 else np.concatenate(shifted)
+
+
+class _Rows:
+    """The features of one table whose vectors are its rows.
+
+    ``as_sent``: their keys are one feature's, as they came. ``alone``: the one feature's name.
     """
 
-    __slots__ = ("as_sent", "dtype", "position", "shape", "slices", "table", "unpooled")
+    __slots__ = ("alone", "as_sent", "dtype", "position", "shape", "slices", "table")
 
-    def __init__(self, table: EmbeddingTable, slices: list[_Slice]) -> None:
-        first = slices[0]
+    def __init__(self, table: EmbeddingTable, slices: Sequence[_Slice]) -> None:
+        first = slices[0].feature
         self.table = table
         self.slices = slices
         self.shape = sum(each.n for each in slices), table.dim
         self.dtype = table.dtype
-        self.position = first.position
+        self.position = slices[0].position
         alone = len(slices) == 1
-        self.as_sent = alone and first.feature.key_offset == 0 and table.key_bits == 64
-        self.unpooled = first.feature.name if alone and not first.pooled else None
+        self.as_sent = alone and first.key_offset == 0 and table.key_bits == 64
+        self.alone = first.name if alone else None
 
-    def shifted(self, keys: Sequence[KeyArray]) -> KeyArray:
+    def keys(self, keys: Sequence[KeyArray]) -> KeyArray:
         """The table's keys ``(n,)``."""
-        shifted = [each.feature.shift(keys[each.position]) for each in self.slices]
-        return shifted[0] if len(shifted) == 1 else np.concatenate(shifted)
+        return _concatenated(self.slices, keys)
 
-    def pool(
-        self, rows: VectorArray, keys: Sequence[KeyArray], vectors: dict[str, VectorArray]
-    ) -> None:
-        """Fill in ``vectors`` from the share's ``rows (n, dim)``."""
+    def split(self, rows: VectorArray, vectors: dict[str, VectorArray]) -> None:
+        """Fill in ``vectors`` from the ``rows (n, dim)`` of all features."""
         start = 0
         for each in self.slices:
-            stop = start + each.n
-            mine = JaggedKeys(keys[each.position], each.batch)
-            vectors[each.feature.name] = pool(rows[start:stop], mine, each.feature.pooling)
-            start = stop
+            vectors[each.feature.name] = rows[start : start + each.n]
+            start += each.n
 
 
-class _Form:
+class Form:
     """What requests of the same features and sizes have in common, checked once; called with the keys
-    of one of them. Any number of threads may."""
+    of one of them. Any number of threads may. ``inline``: it takes no longer than its caller has."""
 
-    __slots__ = ("_finished", "_gather", "_names", "_shares")
+    __slots__ = (
+        "_answers",
+        "_finished",
+        "_gather",
+        "_groups",
+        "_names",
+        "_pooled",
+        "_rows",
+        "_tier",
+        "inline",
+    )
 
     def __init__(
         self,
-        gather: Callable[[list[Ask]], bool],
-        shares: list[_Share],
-        names: tuple[str, ...] | None,
-        finished: Callable[[float], None],
+        tier: FusedLookup,
+        meter: LookupMeter,
+        groups: Sequence[tuple[EmbeddingTable, list[_Slice]]],
+        names: tuple[str, ...],
+        *,
+        inline: bool,
     ) -> None:
-        """``names``: the features in the request's order, None when the shares are in it already."""
-        self._gather = gather
-        self._shares = shares
-        self._names = names
-        self._finished = finished
+        """``names``: the features in the request's order."""
+        self.inline = inline
+        self._tier = tier
+        self._groups = [(table, tuple(slices)) for table, slices in groups]
+        plain = [(table, [s for s in slices if type(s) is _Slice]) for table, slices in groups]
+        self._rows = [_Rows(table, slices) for table, slices in plain if slices]
+        self._pooled = [s for _, slices in groups for s in slices if isinstance(s, _Pooled)]
+        filled = [s.feature.name for each in self._rows for s in each.slices]
+        filled += [each.feature.name for each in self._pooled]
+        self._names = None if names == tuple(filled) else names
+        source = bytes([tier.info.source])
+        self._answers = [(table, source * sum(s.n for s in slices)) for table, slices in groups]
+        self._finished = meter.finished_alike(self._answers)
+        sizes = [(each.table, each.shape[0]) for each in self._rows]
+        sizes += [(each.feature.table, each.n) for each in self._pooled]
+        self._gather: Gather = gather_alike(tier, sizes)
 
-    def __call__(self, keys: Sequence[KeyArray]) -> LookupResult | None:
+    def __call__(self, keys: Sequence[KeyArray]) -> LookupResult | Gaps | None:
+        """Answer for each feature's keys ``(n,)``, in the request's order; None when the request must go the
+        ordinary way."""
         started = perf_counter()
-        asks = []
-        for share in self._shares:
-            flat = keys[share.position] if share.as_sent else share.shifted(keys)
-            asks.append((share.table, flat, np.empty(share.shape, share.dtype)))
-        if not self._gather(asks):
+        asks: list[Ask] = []
+        for each in self._rows:
+            flat = keys[each.position] if each.as_sent else each.keys(keys)
+            asks.append((each.table, flat, np.empty(each.shape, each.dtype)))
+        bags = [each.bags(keys) for each in self._pooled] if self._pooled else []
+        if not self._gather(asks, bags):
             return None
         vectors: dict[str, VectorArray] = {}
-        for share, (_, _, rows) in zip(self._shares, asks, strict=True):
-            if share.unpooled is not None:
-                vectors[share.unpooled] = rows
+        for each, (_, _, rows) in zip(self._rows, asks, strict=True):
+            if each.alone is not None:
+                vectors[each.alone] = rows
             else:
-                share.pool(rows, keys, vectors)
-        if self._names is not None:
-            vectors = {name: vectors[name] for name in self._names}
+                each.split(rows, vectors)
+        if bags and not self._take(bags, vectors):
+            return self._gaps(keys, bags, self._ordered(vectors), started)
+        vectors = self._ordered(vectors)
         self._finished(perf_counter() - started)
         return LookupResult(vectors)
+
+    def _ordered(self, vectors: dict[str, VectorArray]) -> dict[str, VectorArray]:
+        return vectors if self._names is None else {name: vectors[name] for name in self._names}
+
+    def _take(self, bags: list[Bags], vectors: dict[str, VectorArray]) -> bool:
+        """Fill in ``vectors``; whether they are complete."""
+        whole = True
+        for each, bag in zip(self._pooled, bags, strict=True):
+            vectors[each.feature.name] = bag.out
+            whole = whole and bag.missing is None
+        return whole
+
+    def _gaps(
+        self,
+        keys: Sequence[KeyArray],
+        bags: list[Bags],
+        vectors: dict[str, VectorArray],
+        started: float,
+    ) -> Gaps:
+        lacking: dict[EmbeddingTable, list[tuple[int, Bags]]] = {}
+        for slice_, bag in zip(self._pooled, bags, strict=True):
+            if bag.missing is not None:
+                lacking.setdefault(bag.table, []).append((slice_.start, bag))
+        tables = []
+        for position, (table, slices) in enumerate(self._groups):
+            if table in lacking:
+                every_key = partial(_concatenated, slices, keys)
+                tables.append(TableGaps(table, position, lacking[table], every_key))
+        return Gaps(self._tier, tables, self._answers, vectors, started)
 
 
 class ShortWay:
@@ -134,62 +228,60 @@ class ShortWay:
         tier: FusedLookup,
         plan: Plan,
         meter: LookupMeter,
-        most_keys: int,
+        inline_keys: int,
     ) -> None:
         self._model = model
         self._tier = tier
-        self._source = bytes([tier.info.source])
         self._plan = plan
         self._meter = meter
-        self._most_keys = most_keys
-        self._forms: dict[tuple[object, ...], _Form | None] = {}
+        self._inline_keys = inline_keys
+        self._forms: dict[tuple[object, ...], Form | None] = {}
 
-    def form(self, request: LookupRequest) -> FromMemory | None:
+    def form(self, request: LookupRequest) -> Form | None:
         """What answers requests of this form from memory; None when the request wants what only the
-        ordinary way gives: sources, ``out``, bags of different lengths, weights, conversion of keys,
-        or has too many keys. Raises ``BadRequest`` as that does."""
+        ordinary way gives: sources, ``out``, conversion of keys, or many rows that are not pooled.
+        Raises ``BadRequest`` as that does."""
         if request.want_source or request.out:
             return None
         signature: list[object] = [request.by_table]
+        alike = True
         for name, keys in request.features.items():
             flat = keys.keys
-            if (
-                keys.offsets is not None
-                or keys.weights is not None
-                or flat.dtype != _INT64
-                or not flat.flags.c_contiguous
-            ):
+            if flat.dtype != _INT64 or not flat.flags.c_contiguous:
                 return None
+            # Bags differ from request to request, and must be looked at each time.
+            alike = alike and keys.offsets is None and keys.weights is None
             signature.append((name, flat.shape, keys.batch))
+        if not alike:
+            return self._check(request)
         key = tuple(signature)
-        return self._forms[key] if key in self._forms else self._check(request, key)
+        if key not in self._forms:
+            if len(self._forms) >= _FORMS_KEPT:
+                self._forms.clear()
+            self._forms[key] = self._check(request)
+        return self._forms[key]
 
-    def _check(self, request: LookupRequest, key: tuple[object, ...]) -> _Form | None:
+    def _check(self, request: LookupRequest) -> Form | None:
         """The form of a request of a kind that was not seen before."""
         names = tuple(request.features)
         groups = self._plan(names, request.by_table)
         total = check_sizes(self._model, request)
-        shares = []
+        parts: list[tuple[EmbeddingTable, list[_Slice]]] = []
+        some_pooled, possible = False, True
         for table, features in groups:
-            slices = []
+            slices: list[_Slice] = []
+            start = 0
             for feature in features:
                 keys = check_keys(feature, request.features[feature.name])
-                pooled = feature.pooling != "none" and keys.hotness != 1
-                position = names.index(feature.name)
-                slices.append(_Slice(feature, position, len(keys.keys), keys.batch, pooled))
-            shares.append(_Share(table, slices))
-        form = None
-        if total <= self._most_keys:
-            form = self._form(shares, names)
-        if len(self._forms) >= _FORMS_KEPT:
-            self._forms.clear()
-        self._forms[key] = form
-        return form
-
-    def _form(self, shares: list[_Share], names: tuple[str, ...]) -> _Form:
-        answers = [(share.table, self._source * sum(s.n for s in share.slices)) for share in shares]
-        in_order = names == tuple(s.feature.name for share in shares for s in share.slices)
-        finished = self._meter.finished_alike(answers)
-        sizes = [(share.table, share.shape[0]) for share in shares]
-        gather = gather_alike(self._tier, sizes)
-        return _Form(gather, shares, None if in_order else names, finished)
+                position, n = names.index(feature.name), len(keys.keys)
+                if is_pooled(feature.pooling, keys):
+                    slices.append(_pooled(feature, keys, position, start))
+                    some_pooled, possible = True, possible and table.dtype in POOLED_DTYPES
+                else:
+                    slices.append(_Slice(feature, position, start, n))
+                start += n
+            parts.append((table, slices))
+        inline = total <= self._inline_keys
+        if not possible or not (inline or some_pooled):
+            return None
+        return Form(self._tier, self._meter, parts, names, inline=inline)

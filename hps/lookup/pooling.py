@@ -21,9 +21,7 @@ def pool(vectors: VectorArray, keys: JaggedKeys, pooling: Pooling) -> VectorArra
     ``sum`` adds ``w * v``; ``mean`` divides that by the sum of the bag's weights (its number of keys
     when there are none), and gives zeros where that is 0. ``none`` returns ``vectors``.
     """
-    if pooling == "none":
-        return vectors
-    if keys.weights is None and keys.hotness == 1:
+    if not is_pooled(pooling, keys):
         return vectors
     rows = vectors.astype(np.float32) if vectors.dtype == np.float16 else vectors
     with np.errstate(all="ignore"):  # overflow to infinity is an answer, not a warning
@@ -33,6 +31,17 @@ def pool(vectors: VectorArray, keys: JaggedKeys, pooling: Pooling) -> VectorArra
         if pooling == "mean":
             _divide(pooled, _bag_weights(keys))
         return pooled.astype(vectors.dtype, copy=False)
+
+
+def is_pooled(pooling: Pooling, keys: JaggedKeys) -> bool:
+    """Whether vectors are made of rows, instead of being rows."""
+    return pooling != "none" and (keys.weights is not None or keys.hotness != 1)
+
+
+def divisors(keys: JaggedKeys) -> NDArray[np.float32]:
+    """(batch,) what a mean in float32 divides by."""
+    with np.errstate(all="ignore"):
+        return _bag_weights(keys).astype(np.float32, copy=False)
 
 
 def _sum_bags(rows: NDArray[Any], keys: JaggedKeys) -> NDArray[Any]:

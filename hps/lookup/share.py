@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hps.lookup.base import Feature
+from hps.lookup.pooling import is_pooled
 from hps.native import dedup
 from hps.tiers.base import Part
 from hps.types import EmbeddingTable, IndexArray, JaggedKeys, VectorArray
@@ -41,10 +42,7 @@ def make_share(
         unique, positions = dedup(flat)
         inverse = None if len(unique) == len(flat) else positions
     target = None
-    if out and inverse is None and len(features) == 1 and _one_row_per_key(features[0], keys[0]):
+    alone = inverse is None and len(features) == 1
+    if out and alone and not is_pooled(features[0].pooling, keys[0]):
         target = out.get(features[0].name)  # rows land in the caller's array
     return Share(Part.make(table, unique, target), inverse, features, keys)
-
-
-def _one_row_per_key(feature: Feature, keys: JaggedKeys) -> bool:
-    return feature.pooling == "none" or (keys.weights is None and keys.hotness == 1)

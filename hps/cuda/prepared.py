@@ -1,0 +1,267 @@
+"""Launches whose arguments were made once, for requests that differ in their keys alone.
+
+To fill in the arguments of 26 tables anew takes the host ten times as long as the device takes for the
+keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.cuda import launch
+from hps.cuda.fetch import PART as FETCH_PART
+from hps.cuda.fetch import PARTS_AT as FETCH_PARTS_AT
+from hps.cuda.launch import (
+    BAGS_ARGS,
+    FETCH_ARGS,
+    PARTS,
+    POOL_ARGS,
+    blocks_of,
+    fetch_name,
+    moves_of,
+    tile_of,
+    unit_of,
+)
+from hps.cuda.loader import Kernel, Struct, cupy, kernel
+from hps.cuda.pool import PART, PARTS_AT, ROWS_PART, ROWS_PARTS_AT, tile_and_unit
+from hps.cuda.readers import Readers
+from hps.cuda.staging import Staging, padded
+from hps.cuda.table import GpuTable
+
+_ALIGN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class FixedBags:
+    """One table's share of poolings that differ in their keys alone: ``n`` of them, ``hotness`` a bag, and
+    ``out (n / hotness, dim)`` on the device."""
+
+    table: GpuTable
+    n: int
+    hotness: int
+    mean: bool
+    out: Any
+
+
+class Prepared:
+    """A pooling whose arguments were made once. The caller fills in ``keys``, each ``(n,) int64`` and in
+    pinned memory, calls `launch`, and asks for `missing` when the stream has come that far. One thread at a
+    time; on the current device; the tables must stay."""
+
+    def __init__(self, readers: Readers, asks: Sequence[FixedBags]) -> None:
+        self._readers = readers
+        self._staging = Staging()
+        self._staging.begin(sum(padded(8 * ask.n) for ask in asks))
+        room = [self._staging.room(ask.n, np.int64) for ask in asks]
+        self.keys = [keys for keys, _ in room]
+        parts = [(ask, at) for ask, (_, at) in zip(asks, room, strict=True)]
+        self._launches = [
+            _Launch(parts[start : start + PARTS]) for start in range(0, len(parts), PARTS)
+        ]
+
+    def launch(self, stream: Any) -> None:
+        """Pool on ``stream``, without waiting. Counts as a use of the keys."""
+        self._staging.send(stream)
+        for each in self._launches:
+            self._readers.run(stream, partial(each.run, stream))
+
+    def missing(self) -> int:
+        """How many keys had no row, once the stream has come this far; then the outs have no meaning."""
+        return sum(int(each.result[0]) for each in self._launches)
+
+
+class _Launch:
+    """One launch of a prepared pooling."""
+
+    def __init__(self, parts: Sequence[tuple[FixedBags, int]]) -> None:
+        cp = cupy()
+        self._tables = [ask.table for ask, _ in parts]
+        tile, unit = tile_and_unit([table.table.dim for table in self._tables])
+        self._args, self._blocks = Struct(POOL_ARGS), 0
+        for index, (ask, keys_at) in enumerate(parts):
+            table, bags = ask.table, ask.n // ask.hotness
+            buckets, stride, _, on_device = table.sizes
+            lines, rows, host_rows, _ = table.pointers
+            PART.pack_into(
+                self._args.array.data,
+                PARTS_AT + index * PART.size,
+                *(lines, rows, host_rows, keys_at, 0, 0, ask.out.data.ptr),
+                *(buckets, stride, table.table.dim, on_device),
+                *(bags, ask.hotness, self._blocks, 0, table.stamping),
+                *(ask.mean, table.table.dtype == np.float16, 0),
+            )
+            self._blocks += blocks_of(bags, tile)
+        self._outs = [ask.out for ask, _ in parts]  # whose memory the kernel writes to
+        self._counts = cp.zeros(2, np.uint32)
+        self._pinned = cp.cuda.alloc_pinned_memory(4)
+        self.result: NDArray[np.uint32] = np.frombuffer(self._pinned, np.uint32, 1)
+        self._args["parts"], self._args["result"] = len(parts), self._pinned.ptr
+        self._args["missing"] = self._counts.data.ptr
+        self._args["done"] = self._counts.data.ptr + 4
+        self._kernel: Kernel = kernel(f"pool_kernel<{tile}, {unit}>")
+        self._now = self._args.array["part"]["now"]
+        cp.cuda.get_current_stream().synchronize()
+
+    def run(self, stream: Any) -> None:
+        self._now[: len(self._tables)] = [table.now for table in self._tables]
+        self._kernel.launch(self._blocks, self._args, stream.ptr)
+
+
+@dataclass(frozen=True, slots=True)
+class FixedRows:
+    """One feature's bags of fetched rows, ``rows (n, dim)`` and ``source (n,)`` on the device; ``fallback
+    (dim,)``, there too, for source 0."""
+
+    rows: Any
+    source: Any
+    fallback: Any
+    hotness: int
+    mean: bool
+    out: Any
+
+
+class PreparedRows:
+    """Poolings of fetched rows, to be launched again and again."""
+
+    def __init__(self, asks: Sequence[FixedRows]) -> None:
+        self._asks = list(asks)  # whose memory the kernels use
+        self._launches = [
+            self._prepare(self._asks[start : start + PARTS]) for start in range(0, len(asks), PARTS)
+        ]
+
+    def launch(self, stream: Any) -> None:
+        for run, blocks, args in self._launches:
+            run.launch(blocks, args, stream.ptr)
+
+    @staticmethod
+    def _prepare(asks: Sequence[FixedRows]) -> tuple[Kernel, int, Struct]:
+        tile, unit = tile_and_unit([len(ask.fallback) for ask in asks])
+        args, blocks = Struct(BAGS_ARGS), 0
+        for index, ask in enumerate(asks):
+            bags, dim = len(ask.out), len(ask.fallback)
+            ROWS_PART.pack_into(
+                args.array.data,
+                ROWS_PARTS_AT + index * ROWS_PART.size,
+                *(ask.rows.data.ptr, ask.source.data.ptr, ask.fallback.data.ptr),
+                *(0, 0, ask.out.data.ptr),
+                *(dim, bags, ask.hotness, blocks, ask.mean, ask.fallback.dtype == np.float16),
+            )
+            blocks += blocks_of(bags, tile)
+        args["parts"] = len(asks)
+        return kernel(f"pool_rows_kernel<{tile}, {unit}>"), blocks, args
+
+
+class PreparedFetch:
+    """A fetch of ``n`` keys of each table. The caller fills in ``keys``, each ``(n,) int64`` and in pinned
+    memory, calls `launch`, and asks for `misses` when the stream has come that far. ``rows``, ``versions``
+    and ``sources`` are the answers' arrays on the device; ``sources_block`` is the memory of all of the
+    latter. One thread at a time; on the current device; the tables must stay."""
+
+    def __init__(self, readers: Readers, asks: Sequence[tuple[GpuTable, int]]) -> None:
+        cp = cupy()
+        self._readers = readers
+        total = sum(n for _, n in asks)
+        self._staging = Staging()
+        self._staging.begin(sum(padded(8 * n) for _, n in asks))
+        room = [self._staging.room(n, np.int64) for _, n in asks]
+        self.keys = [keys for keys, _ in room]
+        sizes = [-(-n * table.table.row_bytes // _ALIGN) * _ALIGN for table, n in asks]
+        rows_block, versions = cp.empty(sum(sizes), np.uint8), cp.empty(total, np.uint64)
+        self.sources_block = cp.zeros(total, np.uint8)
+        self.rows, self.versions, self.sources = [], [], []
+        at, first = 0, 0
+        for (table, n), size in zip(asks, sizes, strict=True):
+            shape = (n, table.table.dim)
+            self.rows.append(cp.ndarray(shape, table.table.dtype, rows_block.data + at))
+            self.versions.append(versions[first : first + n])
+            self.sources.append(self.sources_block[first : first + n])
+            at, first = at + size, first + n
+        parts = [
+            (table, n, keys_at, rows, versions, source)
+            for (table, n), (_, keys_at), rows, versions, source in zip(
+                asks, room, self.rows, self.versions, self.sources, strict=True
+            )
+        ]
+        self._launches = [
+            _FetchLaunch(parts[start : start + PARTS]) for start in range(0, len(parts), PARTS)
+        ]
+        cp.cuda.get_current_stream().synchronize()
+
+    def launch(self, stream: Any, oldest_tombstones: Sequence[int]) -> None:
+        """Fetch on ``stream``, without waiting; tombstones older than the table's are none. A use of the
+        keys."""
+        self._staging.send(stream)
+        self.sources_block.data.memset_async(0, self.sources_block.nbytes, stream)
+        start = 0
+        for each in self._launches:
+            oldest = oldest_tombstones[start : start + PARTS]
+            self._readers.run(stream, partial(each.run, stream, oldest))
+            start += PARTS
+
+    def misses(self) -> list[NDArray[np.int64]]:
+        """The positions, ascending, of each table's missing keys, once the stream has come this far."""
+        return [positions for each in self._launches for positions in each.misses()]
+
+
+class _FetchLaunch:
+    """One launch of a prepared fetch."""
+
+    def __init__(self, parts: Sequence[tuple[GpuTable, int, int, Any, Any, Any]]) -> None:
+        cp = cupy()
+        self._tables = [part[0] for part in parts]
+        total = sum(part[1] for part in parts)
+        widest = max(table.table.row_bytes for table in self._tables)
+        tile = tile_of(widest, 0)
+        self._args, self._blocks, base, addresses = Struct(FETCH_ARGS), 0, 0, 0
+        for index, (table, n, keys_at, rows, versions, source) in enumerate(parts):
+            FETCH_PART.pack_into(
+                self._args.array.data,
+                FETCH_PARTS_AT + index * FETCH_PART.size,
+                *(*table.pointers, keys_at, 0, rows.data.ptr, versions.data.ptr, source.data.ptr),
+                *(0, *table.sizes, n, base, self._blocks, 0, table.stamping, launch.GPU_CODE),
+            )
+            base += n
+            addresses |= rows.data.ptr | table.table.row_bytes
+            self._blocks += blocks_of(n, tile)
+        self._ends = np.cumsum([part[1] for part in parts])
+        self._starts = self._ends - [part[1] for part in parts]
+        self._counts = cp.zeros(2, np.uint32)
+        self._pinned = cp.cuda.alloc_pinned_memory(4 + 4 * total)
+        self._result: NDArray[np.uint32] = np.frombuffer(self._pinned, np.uint32, 1 + total)
+        self._args["parts"], self._args["result"] = len(parts), self._pinned.ptr
+        self._args["misses"] = self._pinned.ptr + 4
+        self._args["miss_count"] = self._counts.data.ptr
+        self._args["done"] = self._counts.data.ptr + 4
+        unit = unit_of(addresses)
+        alike = len({table.table.row_bytes for table in self._tables}) == 1
+        name = fetch_name(
+            tile,
+            unit,
+            moves_of(widest, tile, unit) if alike else 0,
+            launch.TIER,
+            stamp=any(table.stamping for table in self._tables),
+            keep=all(table.keep for table in self._tables),
+        )
+        self._kernel: Kernel = kernel(name)
+        self._now = self._args.array["part"]["now"]
+        self._oldest = self._args.array["part"]["oldest_tombstone"]
+
+    def run(self, stream: Any, oldest_tombstones: Sequence[int]) -> None:
+        self._now[: len(self._tables)] = [table.now for table in self._tables]
+        self._oldest[: len(self._tables)] = oldest_tombstones
+        self._kernel.launch(self._blocks, self._args, stream.ptr)
+
+    def misses(self) -> list[NDArray[np.int64]]:
+        found = np.sort(self._result[1 : 1 + int(self._result[0])]).astype(np.int64)
+        cuts = np.searchsorted(found, self._ends).tolist()
+        first, split = 0, []
+        for cut, start in zip(cuts, self._starts.tolist(), strict=True):
+            split.append(found[first:cut] - start if cut > first else found[:0])
+            first = cut
+        return split

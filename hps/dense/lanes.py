@@ -1,0 +1,176 @@
+"""Networks fed from a device's memory: no array comes down but the outputs.
+
+A lane is one session of ONNX Runtime on one stream of one device; what feeds it is on the same stream, so
+nothing waits in between. Inputs and outputs of a batch size lie at fixed places (a `Form`), bound once:
+binding 27 inputs takes as long as a small network.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.dense.base import TensorInfo
+from hps.dense.onnx import OnnxModel, first_line
+from hps.errors import DenseModelError
+
+_ALIGN = 256
+_FORMS_KEPT = 32
+
+
+class _Place(NamedTuple):
+    """Where a tensor of a form lies in its lane's block."""
+
+    tensor: TensorInfo
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+class Form:
+    """The network's tensors for one batch on one lane. ``feeds`` are the device arrays to be filled on the
+    lane's stream, by the network's names. Only while the lane is leased."""
+
+    def __init__(self, lane: Lane, batch: int, names: Sequence[str]) -> None:
+        network = lane.network
+        sent = [_sized(t, batch, network.tails) for t in network.inputs if t.name in lane.sent]
+        fed = [_sized(t, batch, network.tails) for t in network.inputs if t.name not in lane.sent]
+        known = {tensor.name: tensor for tensor in network.outputs}
+        given = [_sized(known[name], batch, network.tails) for name in names]
+        self._up, end = _places(sent, 0)
+        places, end = _places(fed, end)
+        self._out_at = end
+        self._down, end = _places(given, end)
+        block = lane.block(end)
+        self._lane = lane
+        self._base = address(block)
+        self._io = lane.session.io_binding()
+        views = {p.tensor.name: _view(block, p) for p in (*self._up, *places, *self._down)}
+        for place in (*self._up, *places):
+            self._io.bind_input(*lane.binding(place.tensor, place.shape, self._base + place.start))
+        for place in self._down:
+            self._io.bind_output(*lane.binding(place.tensor, place.shape, self._base + place.start))
+        self.feeds = {p.tensor.name: views[p.tensor.name] for p in places}
+        self._options = lane.network.run_options()
+
+    def start(self, inputs: Mapping[str, NDArray[Any]]) -> None:
+        """Run the network on what was put into ``feeds`` and on ``inputs``; the outputs are on their way when
+        this returns."""
+        lane = self._lane
+        pinned, copy, stream = lane.pinned, lane.space.copy, lane.stream
+        for place in self._up:
+            _view(pinned, place)[...] = inputs[place.tensor.name]
+        if self._up:
+            last = self._up[-1]
+            copy(self._base, address(pinned), last.start + last.nbytes, stream)
+        try:
+            lane.session.run_with_iobinding(self._io, self._options)
+        except Exception as error:
+            raise DenseModelError(f"the dense model failed: {first_line(error)}") from error
+        last = self._down[-1]
+        at, nbytes = self._out_at, last.start + last.nbytes - self._out_at
+        copy(address(pinned) + at, self._base + at, nbytes, stream)
+
+    def finish(self) -> dict[str, NDArray[Any]]:
+        """The outputs, when they have come down."""
+        self._lane.stream.synchronize()
+        return {p.tensor.name: _view(self._lane.pinned, p).copy() for p in self._down}
+
+
+class Lane:
+    """One run at a time. ``sent`` are the inputs that come from the host; ``kept`` is for what belongs to a
+    batch size, as the forms do, and goes with them when the lane's memory moves."""
+
+    def __init__(self, network: OnnxModel, space: Any, device: int, sent: frozenset[str]) -> None:
+        self.network = network
+        self.space = space
+        self.sent = sent
+        self.stream = space.take_stream()
+        self.session = network.session_on(device, self.stream.ptr)
+        self.kept: dict[Any, Any] = {}
+        self.pinned = space.pinned(1 << 16)
+        self._block = space.bytes(1 << 16)
+        self._device = device
+        self._forms: dict[tuple[int, tuple[str, ...]], Form] = {}
+
+    def form(self, batch: int, names: tuple[str, ...]) -> Form:
+        """The form for ``batch`` (> 0) samples and the outputs ``names``."""
+        form = self._forms.get((batch, names))
+        if form is None:
+            if len(self._forms) >= _FORMS_KEPT:
+                self._forget()
+            form = self._forms[batch, names] = Form(self, batch, names)
+        return form
+
+    def block(self, size: int) -> Any:
+        """The lane's device memory, of ``size`` bytes at least; all forms share it."""
+        if size > len(self._block):
+            self._forget()
+            size = 1 << (size - 1).bit_length()
+            self._block, self.pinned = self.space.bytes(size), self.space.pinned(size)
+        return self._block
+
+    def binding(
+        self, tensor: TensorInfo, shape: tuple[int, ...], at: int
+    ) -> tuple[str, str, int, Any, tuple[int, ...], int]:
+        return tensor.name, self.space.kind, self._device, tensor.dtype, shape, at
+
+    def _forget(self) -> None:
+        self._forms.clear()
+        self.kept.clear()
+
+
+class DeviceLanes:
+    """``count`` lanes of a network on one device; one run more waits for its turn."""
+
+    def __init__(
+        self, network: OnnxModel, space: Any, device: int, sent: frozenset[str], count: int
+    ) -> None:
+        self._free: queue.LifoQueue[Lane] = queue.LifoQueue()
+        for _ in range(count):
+            self._free.put(Lane(network, space, device, sent))
+
+    @contextmanager
+    def lease(self) -> Iterator[Lane]:
+        """A lane of one's own, the one used last if it is free: its batch sizes are known."""
+        lane = self._free.get()
+        try:
+            yield lane
+        finally:
+            self._free.put(lane)
+
+
+def address(array: Any) -> int:
+    """Where an array of host or device lies."""
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+
+
+def _sized(
+    tensor: TensorInfo, batch: int, tails: Mapping[str, tuple[int, ...]]
+) -> tuple[TensorInfo, tuple[int, ...]]:
+    return tensor, (batch, *tails[tensor.name])
+
+
+def _places(
+    tensors: Sequence[tuple[TensorInfo, tuple[int, ...]]], start: int
+) -> tuple[list[_Place], int]:
+    """One after the other from ``start`` on, aligned; and where they end."""
+    places = []
+    for tensor, shape in tensors:
+        nbytes = int(np.prod(shape)) * tensor.dtype.itemsize
+        places.append(_Place(tensor, shape, start, nbytes))
+        start += -(-nbytes // _ALIGN) * _ALIGN
+    return places, start
+
+
+def _view(block: Any, place: _Place) -> Any:
+    raw = block[place.start : place.start + place.nbytes]
+    return raw.view(place.tensor.dtype).reshape(place.shape)
+
+
+__all__ = ["DeviceLanes", "Form", "Lane", "address"]
