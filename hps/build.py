@@ -3,6 +3,8 @@ they are asked, who guards, meters and closes them, and which threads do what.""
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -12,17 +14,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hps import metrics as m
+from hps import metric_names as m
 from hps.config import Configuration, Settings, configuration_from, load_config
-from hps.config.schema import CpuCacheSettings, ModelOverride, TableOverride
+from hps.config.cache_settings import CpuCacheSettings
+from hps.config.schema import ModelOverride, TableOverride
+from hps.devices import Devices
 from hps.lookup.engine import LookupEngine, Promote
 from hps.meters import DenseMeter, LookupMeter, TierMeter
 from hps.metrics import Metrics
-from hps.native import COMPILED
-from hps.node import Node, ServedModel, TierStatus
+from hps.models.tables import TableFiles
+from hps.native import COMPILED, dedup
+from hps.node import Node, ServedModel
 from hps.opening import OpenedModel, open_model, open_versions
 from hps.pipeline import InferencePipeline
 from hps.storage import Stores, count_promotion
+from hps.streams import SHARED_GROUP, Streams, node_group
+from hps.tier_status import TierStatus
 from hps.tiers.base import Tier
 from hps.tiers.capacity import plan_capacity
 from hps.tiers.chain import TierChain
@@ -30,12 +37,15 @@ from hps.tiers.cpu_cache import CacheMemory, CpuCache
 from hps.tiers.cpu_segments import Segments
 from hps.tiers.wrappers import Metered
 from hps.types import EmbeddingTable, KeyArray, NoProgress, Progress, Source
+from hps.updates.lifting import Lifting
 from hps.updates.snapshot import HotKeys, Snapshots, hot_keys_at_start
-from hps.updates.warm import Warming
+from hps.updates.warm import Warming, promote_keys
 from hps.updates.writer import CacheWriter
 from hps.workers import Lanes, Workers
 
 __all__ = ["Node", "ServedModel", "open", "open_node"]
+
+log = logging.getLogger(__name__)
 
 
 def open(config: Path | str | Mapping[str, Any] | Settings | Configuration | None = None) -> Node:
@@ -94,6 +104,7 @@ class _Builder:
         self._resources = resources
         self._metrics = Metrics()
         self._stores = Stores(settings, opened, self._metrics, resources)
+        self._devices = Devices(settings, opened, self._metrics, resources)
         self._hot: dict[str, HotKeys] = {}
         self._tables = [table for model in opened for table in model.tables.values()]
 
@@ -101,18 +112,21 @@ class _Builder:
         tiers, dense = self._settings.tiers, self._settings.dense
         # Both fastest first; every tier that is asked, promoted into or reported on stands in them.
         stores = self._stores
+        on_gpu = self._devices.open()  # cheap to check, so before rows are loaded
         stores.open(self._progress)
-        caches = [self._make_cpu_cache()] if tiers.cpu_cache.enabled else []
+        in_memory = [self._make_cpu_cache()] if tiers.cpu_cache.enabled else []
+        caches = [*in_memory, *([on_gpu] if on_gpu else [])]
         writer = CacheWriter(
-            TierChain([cache.tier for cache in caches]),
+            # The CPU cache first, so that what is lifted from it is never behind the GPUs'.
+            TierChain([cache.tier for cache in reversed(caches)]),
             stores.tiers,
             self._settings.updates.promote_queue_keys,
             partial(count_promotion, self._metrics, Source.CPU.name.lower()),
             stores.lacked,
         )
         self._resources.callback(writer.close)
-        if caches and tiers.cpu_cache.warm:
-            self._warm(caches[0], writer)
+        lifting = self._lifting(in_memory, on_gpu, writer)
+        self._fill(caches, writer, lifting)
         # Two pools: a slow store never holds up a network whose rows are there. What a lookup hands on
         # to a network must find its pool open at the end, so that one closes last.
         runs = self._workers("dense", dense.runs, "dense.queue", dense.queue)
@@ -123,18 +137,45 @@ class _Builder:
             self._lanes(),
             runs,
         )
+        metered = [Metered(c.tier, self._meter(c.tier)) for c in in_memory]
+        lift = lifting.lift if lifting else serving.promote
+        self._devices.bridge(metered, serving.stores, lift, serving.promote)
         models = {model.version.name: self._serve(model, serving) for model in self._opened}
         node = Node(
             models,
             self._metrics,
             [*caches, *stores.statuses],
             writer,
+            self._streams(),
             serving.lookups,
             (*warnings, *stores.warnings),
             lambda: stores.promotions_waiting,
         )
         self._publish(node, serving)
+        self._read_updates(node.streams, writer)
         return node
+
+    def _streams(self) -> Streams:
+        watermarks = {
+            table: model.version.manifest.watermark
+            for model in self._opened
+            for table in model.tables.values()
+            if model.version.manifest is not None
+        }
+        return Streams(self._tables, self._metrics, self._resources, watermarks)
+
+    def _read_updates(self, streams: Streams, writer: CacheWriter) -> None:
+        """Last, when everything is filled: from here on the caches change."""
+        both = [*self._stores.fed(shared=False), *self._stores.fed(shared=True)]
+        streams.write_directly(both, writer, self._devices.static)
+        directory, kafka = self._settings.updates.directory, self._settings.updates.kafka
+        if directory is not None:
+            streams.read_folder(directory, both, writer)
+        if kafka is not None:
+            streams.read_kafka(kafka, node_group(kafka), self._stores.fed(shared=False), writer)
+            shared = self._stores.fed(shared=True)
+            if kafka.write_shared and shared:
+                streams.read_kafka(kafka, SHARED_GROUP, shared, None)
 
     def _lanes(self) -> Lanes:
         tiers = self._settings.tiers
@@ -188,36 +229,77 @@ class _Builder:
         override = models.get(table.model) or ModelOverride()
         return override.tables.get(table.name) or TableOverride()
 
-    def _warm(self, cache: TierStatus, writer: CacheWriter) -> None:
-        """Fill the cache with what was hot, or else from the start of the files, as far as it reaches."""
+    def _lifting(
+        self, in_memory: list[TierStatus], on_gpu: TierStatus | None, writer: CacheWriter
+    ) -> Lifting | None:
+        """What copies rows from the CPU cache to the GPUs; None where there is only one of them."""
+        if not in_memory or on_gpu is None:
+            return None
+        lifting = Lifting(
+            writer,
+            in_memory[0].tier,
+            on_gpu.tier,
+            self._settings.updates.promote_queue_keys,
+            partial(count_promotion, self._metrics, Source.GPU.name.lower()),
+        )
+        self._resources.callback(lifting.close)
+        return lifting
+
+    def _fill(self, caches: list[TierStatus], writer: CacheWriter, lifting: Lifting | None) -> None:
+        """Fill the caches with what was hot, or else from the start of the files, as far as they reach."""
         warming = Warming(writer, self._progress)
         for model in self._opened:
             for name, table in model.tables.items():
                 files = model.version.tables[name]
-                rows = min(files.rows, cache.capacity(table) or 0)
+                if table in self._devices.static:
+                    self._fill_static(table, files, writer)
+                    continue
+                rows = min(files.rows, max((self._wanted(c, table) for c in caches), default=0))
                 if rows and (hot := self._hot.get(table.id)) is not None and len(hot[0]):
-                    warming.hottest(table, hot[0][:rows], cache.tier)
+                    warming.hottest(table, hot[0][:rows], caches[0].tier)
+                    if lifting and self._devices.replicas:
+                        lifting.now(table, hot[0][: self._devices.replicas.capacity(table)])
                     continue
                 version = self._stores.version_of_rows(table)
-                warming.fill(table, files.keys()[:rows], files.vectors()[:rows], version)
+                warming.fill(table, files.keys(0, rows), files.vectors, version)
+
+    def _wanted(self, cache: TierStatus, table: EmbeddingTable) -> int:
+        """Rows of ``table`` that are put into ``cache`` before the node is ready."""
+        tiers, capacity = self._settings.tiers, cache.capacity(table) or 0
+        if not tiers.cpu_cache.warm:
+            return 0
+        return int(capacity * tiers.gpu.fill) if cache.tier is self._devices.replicas else capacity
+
+    def _fill_static(self, table: EmbeddingTable, files: TableFiles, writer: CacheWriter) -> None:
+        """Put every row of ``table`` into the GPU caches, as the stores have it, and end its filling."""
+        keys = dedup(table.narrow(files.keys(0, files.rows)))[0]
+        with self._progress.task(f"filling {table.name}", len(keys)) as step:
+            promote_keys(writer, table, keys, step, math.inf)
+        assert self._devices.replicas is not None
+        if dropped := self._devices.replicas.seal(table):
+            log.warning("%d rows of table %s found no place on the GPU", dropped, table.id)
 
     def _serve(self, model: OpenedModel, serving: _Serving) -> ServedModel:
         name = model.version.name
+        lookups = LookupMeter(self._metrics, name)
         engine = LookupEngine(
             model.lookup,
             serving.caches,
             serving.stores,
             serving.lookups,
             serving.promote,
-            LookupMeter(self._metrics, name),
+            lookups,
         )
+        there = self._devices.lookups(model, serving.lookups, serving.promote, lookups)
         pipeline = None
         if model.dense is not None and model.spec.dense is not None:
             meter = DenseMeter(self._metrics, name)
+            paths = self._devices.paths(model, there, lookups)
             pipeline = InferencePipeline(
-                name, model.spec.dense, engine, model.dense, serving.runs, meter
+                name, model.spec.dense, engine, model.dense, serving.runs, meter, paths
             )
-        return ServedModel(name, model.version.version, model.spec, model.tables, engine, pipeline)
+        version = model.version.version
+        return ServedModel(name, version, model.spec, model.tables, engine, pipeline, tuple(there))
 
     def _meter(self, tier: Tier) -> TierMeter:
         return TierMeter(self._metrics, tier.info.name)

@@ -5,10 +5,14 @@ Called on every request, so they keep their counters at hand, and count for all 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from hps.metrics import (
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.metric_names import (
     DENSE_SECONDS,
     LOOKUP_DEGRADED,
     LOOKUP_KEYS,
@@ -17,10 +21,11 @@ from hps.metrics import (
     TIER_KEYS,
     TIER_SECONDS,
     TIER_SKIPPED,
-    Counter,
-    Metrics,
-    add_all,
+    UPDATE_DEAD,
+    UPDATE_ROWS,
+    UPDATE_VISIBLE,
 )
+from hps.metrics import Counter, Metrics, add_all
 from hps.types import EmbeddingTable, Source
 
 Answers = Sequence[tuple[EmbeddingTable, bytes]]
@@ -52,6 +57,10 @@ class LookupMeter:
                 amounts.append((self._counter(table, source), len(sources) - len(rest)))
                 sources = rest
         return partial(self._add, amounts)
+
+    def counted(self, answers: Sequence[tuple[EmbeddingTable, int, int]], seconds: float) -> None:
+        """As `finished`, of a lookup that skipped no tier, with ``(table, source, keys)``."""
+        self._add([(self._counter(table, source), n) for table, source, n in answers], seconds)
 
     def _add(self, amounts: list[tuple[Counter, int]], seconds: float) -> None:
         add_all(amounts)
@@ -132,3 +141,28 @@ class TierMeter:
             self._metrics.counter(TIER_KEYS, *labels, "skipped"),
         )
         return counters
+
+
+class UpdateMeter:
+    """Counts what update streams brought; called on the thread that applies them."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self.newest_s: dict[EmbeddingTable, float] = {}
+        """When the newest update of each table that is visible was made, in Unix seconds."""
+
+    def applied(self, table: EmbeddingTable, result: str, rows: int) -> None:
+        """``rows`` of ``table`` were upserted, deleted, expired or not_finite."""
+        if rows:
+            self._metrics.counter(UPDATE_ROWS, table.model, table.name, result).add(rows)
+
+    def visible(self, table: EmbeddingTable, tier: str, made_s: NDArray[np.float64]) -> None:
+        """``tier`` has what messages brought that were made at ``made_s (k,)``, Unix seconds, now."""
+        ages = np.maximum(0.0, time.time() - made_s)
+        self._metrics.histogram(UPDATE_VISIBLE, table.model, table.name, tier).observe_all(
+            ages.tolist()
+        )
+        self.newest_s[table] = max(self.newest_s.get(table, 0.0), float(made_s.max()))
+
+    def dead(self, reason: str) -> None:
+        self._metrics.counter(UPDATE_DEAD, reason).add()

@@ -1,4 +1,4 @@
-"""Every metric of the product, in one table; the only import of prometheus_client.
+"""The numbers of a node, and their exposition: the only import of prometheus_client.
 
 Hot paths hold bound children and add to plain numbers under a lock (a few tenths of a microsecond);
 the exposition is made when it is asked for. Each node has a ``Metrics`` of its own, so several can
@@ -9,130 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-# Sub-millisecond first: a lookup from memory takes tens of microseconds.
-SECONDS_BUCKETS = (
-    10e-6, 25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25,
-    0.5, 1.0, 2.5, 5.0, 10.0,
-)  # fmt: skip
+from hps.metric_names import METRICS, SECONDS_BUCKETS
 
-
-@dataclass(frozen=True, slots=True)
-class MetricSpec:
-    """One metric: its name, what its labels are, and one sentence on what it counts."""
-
-    name: str
-    kind: Literal["counter", "gauge", "histogram"]
-    labels: tuple[str, ...]
-    help: str
-
-
-BUILD_INFO = "hps_build_info"
-UPTIME = "hps_uptime_seconds"
-REQUEST_SECONDS = "hps_request_duration_seconds"
-REQUESTS_REFUSED = "hps_requests_refused_total"
-LOOKUP_KEYS = "hps_lookup_keys_total"
-LOOKUP_SECONDS = "hps_lookup_duration_seconds"
-LOOKUP_DEGRADED = "hps_lookup_degraded_total"
-LOOKUP_WAITING = "hps_lookup_waiting"
-LOOKUP_SHARED = "hps_lookup_shared_keys_total"
-TIER_KEYS = "hps_tier_keys_total"
-TIER_SECONDS = "hps_tier_fetch_seconds"
-TIER_SKIPPED = "hps_tier_skipped_total"
-TABLE_ROWS = "hps_table_rows"
-TIER_FACT = "hps_tier_fact"
-PROMOTIONS = "hps_promotions_total"
-PROMOTE_QUEUE = "hps_promote_queue_keys"
-DENSE_SECONDS = "hps_dense_duration_seconds"
-DENSE_WAITING = "hps_dense_waiting"
-SCORES_NOT_FINITE = "hps_scores_not_finite_total"
-MODEL_VERSION = "hps_model_version"
-
-METRICS: tuple[MetricSpec, ...] = (
-    MetricSpec(BUILD_INFO, "gauge", ("version", "native"), "Always 1; what is running."),
-    MetricSpec(UPTIME, "gauge", (), "Seconds since the node was opened."),
-    MetricSpec(MODEL_VERSION, "gauge", ("model",), "Version of the model that is being served."),
-    MetricSpec(
-        REQUEST_SECONDS,
-        "histogram",
-        ("protocol", "method", "model", "code"),
-        "Time from a request's last byte to its answer's first, by protocol status.",
-    ),
-    MetricSpec(
-        REQUESTS_REFUSED, "counter", ("reason",), "Requests refused before they were looked at."
-    ),
-    MetricSpec(
-        LOOKUP_KEYS,
-        "counter",
-        ("model", "table", "tier"),
-        "Keys answered, by the tier that had the row; tier=default: no tier had it.",
-    ),
-    MetricSpec(LOOKUP_SECONDS, "histogram", ("model",), "Time of one lookup of all its tables."),
-    MetricSpec(
-        LOOKUP_DEGRADED,
-        "counter",
-        ("model", "tier"),
-        "Lookups that were answered without this tier because it was broken, late or full.",
-    ),
-    MetricSpec(
-        LOOKUP_SHARED,
-        "counter",
-        (),
-        "Keys that a lookup did not ask the stores for because another one was doing so.",
-    ),
-    MetricSpec(LOOKUP_WAITING, "gauge", (), "Lookups waiting for a thread to ask a store."),
-    MetricSpec(
-        TIER_KEYS,
-        "counter",
-        ("tier", "model", "table", "result"),
-        "Keys a tier was asked for; result=found or missed, their ratio is the hit rate, or skipped: the "
-        "tier was passed over. Repeated keys of a request count once, but where memory answered all of "
-        "it they all count.",
-    ),
-    MetricSpec(
-        TIER_SKIPPED,
-        "counter",
-        ("tier", "reason"),
-        "Fetches that passed over a tier; reason=open (its circuit), failed, late, full (all of its "
-        "threads were busy), no_time (the request's deadline had passed), refused (tables that do not fit).",
-    ),
-    MetricSpec(
-        TIER_SECONDS,
-        "histogram",
-        ("tier",),
-        "Time of one fetch from one tier, for all tables of a batch.",
-    ),
-    MetricSpec(TABLE_ROWS, "gauge", ("tier", "model", "table"), "Rows a tier holds of a table."),
-    MetricSpec(
-        TIER_FACT,
-        "gauge",
-        ("tier", "fact"),
-        "What a tier states of itself. Of rocksdb: table_bytes, free_bytes (of its disk), "
-        "pending_compaction_bytes, running_compactions, writes_stopped (1: writes wait for compactions), "
-        "delayed_write_rate (bytes/s they are slowed down to; 0: they are not), background_errors, "
-        "stalled_seconds (that writes have waited since the start).",
-    ),
-    MetricSpec(
-        PROMOTIONS,
-        "counter",
-        ("tier", "result"),
-        "Keys to be copied into a tier: inserted, gone (no store has them any more), degraded (a "
-        "store could not be asked), dropped (the queue was full), failed.",
-    ),
-    MetricSpec(PROMOTE_QUEUE, "gauge", ("tier",), "Keys waiting to be copied into a tier."),
-    MetricSpec(DENSE_SECONDS, "histogram", ("model",), "Time of one run of the dense model."),
-    MetricSpec(DENSE_WAITING, "gauge", (), "Runs of dense models waiting for a thread."),
-    MetricSpec(
-        SCORES_NOT_FINITE,
-        "counter",
-        ("model", "output"),
-        "Output values of the dense model that were NaN or infinite; they are served as they are.",
-    ),
-)
 _BY_NAME = {spec.name: spec for spec in METRICS}
 # Observations of a histogram that wait to be sorted.
 _NOTES = 512
@@ -163,16 +46,17 @@ def add_all(amounts: Iterable[tuple[Counter, int]]) -> None:
 
 
 class Histogram:
-    """Observations in ``SECONDS_BUCKETS``. Thread-safe.
+    """Observations in buckets up to each of ``bounds``, and one beyond. Thread-safe.
 
     An observation is only noted; notes are sorted into their buckets some hundreds at a time, and when
     the numbers are asked for, so that no request pays for the sorting and its lock.
     """
 
-    __slots__ = ("_counts", "_lock", "_notes", "_total")
+    __slots__ = ("_counts", "_lock", "_notes", "_total", "bounds")
 
-    def __init__(self) -> None:
-        self._counts = np.zeros(len(SECONDS_BUCKETS) + 1, np.int64)
+    def __init__(self, bounds: tuple[float, ...] = SECONDS_BUCKETS) -> None:
+        self.bounds = bounds
+        self._counts = np.zeros(len(bounds) + 1, np.int64)
         self._total = 0.0
         self._notes: list[float] = []
         self._lock = threading.Lock()
@@ -182,13 +66,17 @@ class Histogram:
         if len(self._notes) >= _NOTES:
             self.read()
 
+    def observe_all(self, seconds: Iterable[float]) -> None:
+        self._notes.extend(seconds)
+        self.read()
+
     def read(self) -> tuple[list[int], float]:
         """Observations per bucket, the last one without an upper bound, and their sum."""
         with self._lock:
             notes = self._notes[:]
             del self._notes[: len(notes)]  # others may append meanwhile, never remove
             if notes:
-                buckets = np.searchsorted(SECONDS_BUCKETS, notes)
+                buckets = np.searchsorted(self.bounds, notes)
                 self._counts += np.bincount(buckets, minlength=len(self._counts))
                 self._total += sum(notes)
             return self._counts.tolist(), self._total
@@ -218,7 +106,8 @@ class Metrics:
         return child
 
     def histogram(self, name: str, *labels: str) -> Histogram:
-        child: Histogram = self._child(name, labels, "histogram", Histogram)
+        make = partial(Histogram, _BY_NAME[name].buckets)
+        child: Histogram = self._child(name, labels, "histogram", make)
         return child
 
     def gauge(self, name: str, read: Read, *labels: str) -> None:
@@ -282,7 +171,7 @@ class Metrics:
 
 
 def _cumulative(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
-    bounds = [str(bound) for bound in SECONDS_BUCKETS] + ["+Inf"]
+    bounds = [str(bound) for bound in histogram.bounds] + ["+Inf"]
     running, buckets = 0, []
     counts, total = histogram.read()
     for bound, count in zip(bounds, counts, strict=True):

@@ -7,37 +7,35 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hps.config.model_schema import ModelSpec
-from hps.errors import BadRequest, NotFound, TierError
+from hps.errors import BadRequest, NotFound
+from hps.given import Features, jagged, targets, tensor
 from hps.lookup.base import Lookup
+from hps.lookup.on_device import DeviceLookup
 from hps.metrics import Metrics
+from hps.names import hint_for
 from hps.pipeline import InferencePipeline
-from hps.tiers.base import Tier
-from hps.tiers.cpu_reads import CacheReads
+from hps.streams import Streams
+from hps.tier_status import TierStatus, describe_table, hot_keys
 from hps.types import (
     EmbeddingTable,
-    JaggedKeys,
+    KeyArray,
     LookupRequest,
     LookupResult,
     PredictRequest,
     PredictResult,
-    VectorArray,
     as_keys,
 )
 from hps.updates.writer import CacheWriter
 from hps.workers import Lanes
-
-Features = Mapping[str, Any]
-"""Keys by feature: ``JaggedKeys``, or integers ``(batch,)`` or ``(batch, hotness)`` as an array, a list
-or anything on the host with ``__dlpack__``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +48,8 @@ class ServedModel:
     tables: Mapping[str, EmbeddingTable]
     engine: Lookup
     pipeline: InferencePipeline | None = None
-
-
-@dataclass(slots=True)
-class TierStatus:
-    """A tier and what can be said of it: its ``rows`` of a table, its ``capacity`` of a table in rows when
-    it is bounded, the ``state`` of its circuit when it is guarded, the ``size`` of a table in bytes where it
-    knows that, and further ``facts``, ready for JSON. None of them waits."""
-
-    tier: Tier
-    rows: Callable[[EmbeddingTable], int]
-    capacity: Callable[[EmbeddingTable], int | None] = lambda _table: None
-    state: Callable[[], str] = lambda: "closed"
-    size: Callable[[EmbeddingTable], int | None] = lambda _table: None
-    facts: Callable[[], Mapping[str, Any]] = dict
-
-    def known_rows(self, table: EmbeddingTable) -> int | None:
-        """``rows``, or None when a broken tier cannot say: a status is asked for most when one is."""
-        try:
-            return self.rows(table)
-        except TierError:
-            return None
+    on_devices: tuple[DeviceLookup, ...] = ()
+    """Lookups whose vectors stay on a GPU, one per GPU."""
 
 
 @dataclass(slots=True, repr=False)
@@ -82,6 +61,7 @@ class Node:
     metrics: Metrics
     tiers: list[TierStatus]
     writer: CacheWriter
+    streams: Streams
     workers: Lanes
     warnings: tuple[str, ...] = ()
     promotions_into_stores: Callable[[], Mapping[str, int]] = dict
@@ -89,6 +69,7 @@ class Node:
     _resources: ExitStack = field(default_factory=ExitStack)
     _opened: float = field(default_factory=time.monotonic)
     _process: int = field(default_factory=os.getpid)
+    _turn: Iterator[int] = field(default_factory=count)
 
     def __repr__(self) -> str:
         models = ", ".join(f"{model.name}/{model.version}" for model in self.models.values())
@@ -122,11 +103,54 @@ class Node:
         ``out`` names arrays that are written in place: NumPy arrays, or writable tensors on the host
         with ``__dlpack__``, C-contiguous, of the table's dtype and the result's shape.
         """
-        targets = None if out is None else _targets(out)
-        request = LookupRequest(
-            _jagged(features), _deadline(timeout_s), want_source, targets, by_table
-        )
+        into = None if out is None else targets(out)
+        request = LookupRequest(jagged(features), _deadline(timeout_s), want_source, into, by_table)
         return self.model(model).engine.lookup(request)
+
+    def lookup_on_device(
+        self,
+        model: str,
+        features: Features,
+        *,
+        by_table: bool = False,
+        want_source: bool = False,
+        timeout_s: float | None = None,
+    ) -> LookupResult:
+        """As `lookup`, with vectors that stay on a GPU: complete CuPy arrays, which Torch takes by DLPack. Of
+        several GPUs each in turn. Raises ``BadRequest`` for a node without a GPU cache."""
+        lookups = self.model(model).on_devices
+        if not lookups:
+            raise BadRequest(
+                "this node has no GPU cache (tiers.gpu.use); lookup answers on the host"
+            )
+        request = LookupRequest(
+            jagged(features), _deadline(timeout_s), want_source, by_table=by_table
+        )
+        return lookups[next(self._turn) % len(lookups)].pooled(request)
+
+    def table(self, model: str, table: str) -> EmbeddingTable:
+        """A table of a served model. Raises ``NotFound``."""
+        tables = self.model(model).tables
+        if table not in tables:
+            raise NotFound(f"model '{model}' has no table '{table}'{hint_for(table, tables)}")
+        return tables[table]
+
+    def write(
+        self, model: str, table: str, keys: Any = (), vectors: Any = (), *, deleted: Any = ()
+    ) -> int:
+        """Upsert ``vectors (n, dim)`` for ``keys (n,)`` and delete ``deleted (m,)``, the table's own keys: in
+        every store, then in the caches; then return. The version they got: Unix ms << 20 | sequence. For
+        a few rows at a time; many belong into a stream (`hps.updates.Producer`).
+
+        Raises ``BadRequest``, ``NotFound``, ``TierError`` or ``Unavailable``; calling again is harmless.
+        """
+        found = self.table(model, table)
+        rows = np.asarray(tensor("vectors", vectors))
+        if rows.size == 0:
+            rows = np.empty((0, found.dim), found.dtype)
+        if rows.dtype.kind not in "fiu" or rows.ndim != 2:
+            raise BadRequest(f"vectors must be numbers (n, dim), not {rows.shape} {rows.dtype}")
+        return self.streams.write(found, _keys("keys", keys), rows, _keys("deleted", deleted))
 
     def predict(
         self,
@@ -143,10 +167,10 @@ class Node:
         pipeline = self.model(model).pipeline
         if pipeline is None:
             raise BadRequest(f"model '{model}' has no dense part; use lookup")
-        tensors = {name: _tensor(name, array) for name, array in (dense or {}).items()}
+        tensors = {name: tensor(name, array) for name, array in (dense or {}).items()}
         return pipeline.predict(
             PredictRequest(
-                _jagged(features), tensors, top_k, _deadline(timeout_s), want_source, outputs
+                jagged(features), tensors, top_k, _deadline(timeout_s), want_source, outputs
             )
         )
 
@@ -162,11 +186,9 @@ class Node:
         found = []
         for served in chosen:
             for name, each in served.tables.items():
-                for entry in self.tiers:
-                    if table in (None, name) and isinstance(entry.tier, CacheReads):
-                        keys, scores = entry.tier.top_k(each, limit)
-                        hot = {"keys": keys.tolist(), "scores": scores.tolist()}
-                        found.append({"model": served.name, "table": name} | hot)
+                if table in (None, name):
+                    where = {"model": served.name, "table": name}
+                    found += [where | hot for hot in hot_keys(each, self.tiers, limit)]
         return found
 
     def promotions_waiting(self) -> dict[str, int]:
@@ -181,18 +203,9 @@ class Node:
             "version": __version__,
             "uptime_s": round(time.monotonic() - self._opened, 3),
             "models": [self._model_status(model) for model in self.models.values()],
-            "tiers": [
-                {
-                    "name": entry.tier.info.name,
-                    "kind": "cache" if entry.tier.info.cache else "store",
-                    "volatile": entry.tier.info.volatile,
-                    "shared": entry.tier.info.shared,
-                    "circuit": entry.state(),
-                    **entry.facts(),
-                }
-                for entry in self.tiers
-            ],
+            "tiers": [entry.describe() for entry in self.tiers],
             "lookups_waiting": self.workers.waiting,
+            "updates": self.streams.status(),
             "promotions_waiting_keys": sum(self.promotions_waiting().values()),
             "warnings": list(self.warnings),
         }
@@ -203,21 +216,7 @@ class Node:
             "version": model.version,
             "dense": model.pipeline is not None,
             "features": list(model.engine.features),
-            "tables": [self._table_status(table) for table in model.tables.values()],
-        }
-
-    def _table_status(self, table: EmbeddingTable) -> dict[str, Any]:
-        held = {entry.tier.info.name: entry.known_rows(table) for entry in self.tiers}
-        bounds = {entry.tier.info.name: entry.capacity(table) for entry in self.tiers}
-        sizes = {entry.tier.info.name: entry.size(table) for entry in self.tiers}
-        return {
-            "name": table.name,
-            "dim": table.dim,
-            "dtype": table.dtype.name,
-            "miss_policy": table.miss.kind,
-            "rows": {name: rows for name, rows in held.items() if rows is not None},
-            "capacity_rows": {name: rows for name, rows in bounds.items() if rows is not None},
-            "bytes": {name: size for name, size in sizes.items() if size is not None},
+            "tables": [describe_table(table, self.tiers) for table in model.tables.values()],
         }
 
     def close(self) -> None:
@@ -233,51 +232,15 @@ class Node:
         self.close()
 
 
+def _keys(name: str, keys: Any) -> KeyArray:
+    try:
+        found = as_keys(tensor(name, keys))
+    except TypeError as error:
+        raise BadRequest(f"{name}: {error}") from None
+    if found.ndim != 1:
+        raise BadRequest(f"{name} must be (n,), not {found.shape}")
+    return found
+
+
 def _deadline(timeout_s: float | None) -> float | None:
     return None if timeout_s is None else time.monotonic() + timeout_s
-
-
-def _jagged(features: Features) -> dict[str, JaggedKeys]:
-    jagged = {}
-    for name, keys in features.items():
-        if not isinstance(keys, JaggedKeys):
-            try:
-                keys = JaggedKeys.dense(as_keys(_tensor(name, keys)))
-            except TypeError as error:
-                raise BadRequest(f"feature {name!r}: {error}") from None
-        jagged[name] = keys
-    return jagged
-
-
-def _tensor(name: str, array: Any) -> NDArray[Any]:
-    """Any array-like on the host as NumPy, without a copy where there is an array already."""
-    if isinstance(array, np.ndarray):
-        return array
-    try:
-        if hasattr(array, "__dlpack__"):
-            return np.from_dlpack(array)
-        return np.asarray(array)
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise BadRequest(f"{name!r} is not an array on the host: {error}") from None
-
-
-def _targets(out: Any) -> dict[str, VectorArray] | None:
-    if not isinstance(out, Mapping):
-        kind = type(out).__name__
-        raise BadRequest(f"out must be a mapping from names to arrays, got {kind}")
-    return {name: _target(name, array) for name, array in out.items()} or None
-
-
-def _target(name: str, array: Any) -> VectorArray:
-    """A caller's array to write into: the memory itself, never a copy."""
-    if isinstance(array, np.ndarray):
-        return array
-    if not hasattr(array, "__dlpack__"):
-        raise BadRequest(f"out[{name!r}] must be an array or a tensor, got {type(array).__name__}")
-    target = _tensor(name, array)
-    if not target.flags.writeable:
-        raise BadRequest(
-            f"out[{name!r}] cannot be written through DLPack (it is read-only, or its exporter is "
-            "older than DLPack 1.0); pass its NumPy view, as tensor.numpy()"
-        )
-    return target

@@ -13,7 +13,7 @@ from hps.config import Configuration, Settings, apply_override
 from hps.config.model_schema import FeatureSpec, ModelSpec
 from hps.config.schema import ModelOverride
 from hps.dense.base import DenseModel
-from hps.dense.onnx import OnnxModel
+from hps.dense.onnx import OnGpu, OnnxModel
 from hps.errors import ConfigError
 from hps.lookup.base import Feature, LookupModel
 from hps.models.repository import ModelVersion, Repository, open_legacy
@@ -74,7 +74,8 @@ def open_model(version: ModelVersion, settings: Settings, resources: ExitStack) 
     dense = None
     if version.dense is not None and spec.dense is not None:
         chosen = settings.dense
-        dense = OnnxModel(version.dense, chosen.provider, chosen.threads, chosen.inline_us)
+        gpu = OnGpu(settings.tiers.gpu.devices[0], chosen.precision, chosen.tf32)
+        dense = OnnxModel(version.dense, chosen.provider, chosen.threads, chosen.inline_us, gpu)
         resources.callback(dense.close)
         dense.warm_up(check_wiring(version.name, spec.dense, lookup.features, dense))
     return OpenedModel(version, tables, lookup, dense)

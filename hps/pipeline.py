@@ -7,10 +7,11 @@ fetched once and broadcast over the batch of the others.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from itertools import count
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +25,31 @@ from hps.meters import DenseMeter
 from hps.metrics import Metrics
 from hps.types import LookupRequest, LookupResult, PredictRequest, PredictResult
 from hps.wiring import check_wiring
-from hps.workers import Done, Workers
+from hps.workers import Done, Workers, then
 
 TOP_K_INDEX = "top_k_index"
 
 Arrays = dict[str, NDArray[Any]]
+
+
+class OnDevice(Protocol):
+    """A model on a device that holds its rows. May be called from any thread."""
+
+    @property
+    def lookup(self) -> Lookup:
+        """The lookup whose vectors stay there."""
+        ...
+
+    def quick(
+        self, request: PredictRequest, inputs: Arrays, batch: int, names: tuple[str, ...]
+    ) -> tuple[Arrays, LookupResult] | None:
+        """The outputs ``names``, and the lookup's result but for its vectors, if memory holds every row, else
+        None. ``inputs (batch, ...)``."""
+        ...
+
+    def run(self, rows: LookupResult, inputs: Arrays, batch: int, names: tuple[str, ...]) -> Arrays:
+        """The outputs ``names`` from the result of ``lookup``."""
+        ...
 
 
 class InferencePipeline:
@@ -42,12 +63,16 @@ class InferencePipeline:
         dense: DenseModel,
         workers: Workers,
         meter: DenseMeter | None = None,
+        devices: Sequence[OnDevice] = (),
     ) -> None:
-        """Raises ``ModelError`` when ``spec`` and the network do not fit."""
+        """``devices`` take turns; without any, rows and network are on the host. Raises ``ModelError``
+        when ``spec`` and the network do not fit."""
         self.name = name
         self.lookup = lookup
         self.dense = dense
         self._workers = workers
+        self._devices = tuple(devices)
+        self._turn = count()
         self._meter = meter or DenseMeter(Metrics(), name)
         self._inputs = {tensor.name: tensor for tensor in spec.inputs}
         self._feeds = tuple(
@@ -72,8 +97,31 @@ class InferencePipeline:
         raised; everything later is the future's exception.
         """
         inputs, batch = self._check(request)
+        inputs = {name: _broadcast(array, batch) for name, array in inputs.items()}
         wanted = self._wanted(request)
-        lookup = self.lookup.submit(
+        if not self._devices:
+            return self._ordinary(request, inputs, batch, wanted, None)
+        device = self._devices[next(self._turn) % len(self._devices)]
+
+        def go_on(answer: PredictResult | None) -> Future[PredictResult]:
+            if answer is not None:
+                return Done(answer)
+            return self._ordinary(request, inputs, batch, wanted, device)
+
+        quick = partial(self._quick, request, inputs, batch, wanted, device)
+        if batch == 0 or self.dense.runs_inline(batch):
+            return go_on(quick())
+        return then(self._workers.submit(quick, request.deadline), go_on)
+
+    def _ordinary(
+        self,
+        request: PredictRequest,
+        inputs: Arrays,
+        batch: int,
+        wanted: tuple[str, ...],
+        device: OnDevice | None,
+    ) -> Future[PredictResult]:
+        lookup = (self.lookup if device is None else device.lookup).submit(
             LookupRequest(
                 request.features,
                 request.deadline,
@@ -81,44 +129,15 @@ class InferencePipeline:
                 request_id=request.request_id,
             )
         )
-        score = partial(self._score, request, inputs, batch, wanted)
-        if not lookup.done():
-            return self._after(lookup, score, batch, request.deadline)
-        rows = lookup.result()
-        if batch == 0 or self.dense.runs_inline(batch):
-            return Done(score(rows))
-        return self._workers.submit(partial(score, rows), request.deadline)
+        score = partial(self._score, request, inputs, batch, wanted, device)
 
-    def _after(
-        self,
-        lookup: Future[LookupResult],
-        score: Callable[[LookupResult], PredictResult],
-        batch: int,
-        deadline: float | None,
-    ) -> Future[PredictResult]:
-        """Score once the rows are there: on the lookup's thread if quick, else on one of ours."""
-        answer: Future[PredictResult] = Future()
+        def run(rows: LookupResult) -> Future[PredictResult]:
+            """On the thread that has the rows if the network is quick, else on one of ours."""
+            if batch == 0 or self.dense.runs_inline(batch):
+                return Done(score(rows))
+            return self._workers.submit(partial(score, rows), request.deadline)
 
-        def rows_are_there(done: Future[LookupResult]) -> None:
-            if not answer.set_running_or_notify_cancel():
-                return
-            try:
-                rows = done.result()
-                if batch == 0 or self.dense.runs_inline(batch):
-                    answer.set_result(score(rows))
-                else:
-                    self._workers.submit(partial(score, rows), deadline).add_done_callback(scored)
-            except BaseException as error:
-                answer.set_exception(error)
-
-        def scored(done: Future[PredictResult]) -> None:
-            if (error := done.exception()) is not None:
-                answer.set_exception(error)
-            else:
-                answer.set_result(done.result())
-
-        lookup.add_done_callback(rows_are_there)
-        return answer
+        return run(lookup.result()) if lookup.done() else then(lookup, run)
 
     # -- request -----------------------------------------------------------------------------------
 
@@ -153,20 +172,60 @@ class InferencePipeline:
 
     # -- answer ------------------------------------------------------------------------------------
 
+    def _quick(
+        self,
+        request: PredictRequest,
+        inputs: Arrays,
+        batch: int,
+        wanted: tuple[str, ...],
+        device: OnDevice,
+    ) -> PredictResult | None:
+        names = self._computed(request, wanted)
+        start = time.perf_counter()
+        answer = device.quick(request, inputs, batch, names)
+        if answer is None:
+            return None
+        outputs, rows = answer
+        self._judge(outputs, batch, time.perf_counter() - start)
+        return self._result(request, wanted, outputs, batch, rows)
+
     def _score(
         self,
         request: PredictRequest,
         inputs: Arrays,
         batch: int,
         wanted: tuple[str, ...],
+        device: OnDevice | None,
         rows: LookupResult,
     ) -> PredictResult:
         if request.deadline is not None and time.monotonic() > request.deadline:
             raise DeadlineExceeded("the deadline passed before the dense model could run")
-        run = wanted
+        names = self._computed(request, wanted)
+        if batch == 0:
+            outputs = {name: _nothing(self._outputs[name]) for name in names}
+        else:
+            start = time.perf_counter()
+            if device is None:
+                outputs = self.dense.predict(self._feed(inputs, rows, batch), names)
+            else:
+                outputs = device.run(rows, inputs, batch, names)
+            self._judge(outputs, batch, time.perf_counter() - start)
+        return self._result(request, wanted, outputs, batch, rows)
+
+    def _computed(self, request: PredictRequest, wanted: tuple[str, ...]) -> tuple[str, ...]:
+        """The outputs to be computed: those wanted, and what they are sorted by."""
         if request.top_k is not None and self._ranking not in wanted:
-            run = (*wanted, self._ranking)
-        outputs = self._run(self._feed(inputs, rows, batch), run, batch)
+            return (*wanted, self._ranking)
+        return wanted
+
+    def _result(
+        self,
+        request: PredictRequest,
+        wanted: tuple[str, ...],
+        outputs: Arrays,
+        batch: int,
+        rows: LookupResult,
+    ) -> PredictResult:
         if request.top_k is not None:
             scores = outputs[self._ranking]
             if scores.size != batch:
@@ -181,7 +240,7 @@ class InferencePipeline:
 
     def _feed(self, inputs: Arrays, rows: LookupResult, batch: int) -> Arrays:
         """What the network takes: every array contiguous, of its type, with the full batch."""
-        feed = {name: _broadcast(array, batch) for name, array in inputs.items()}
+        feed = dict(inputs)
         for feature, tensor in self._feeds:
             vectors = rows.vectors[feature.name]
             if feature.pooling == "none":
@@ -191,12 +250,9 @@ class InferencePipeline:
             feed[tensor] = _broadcast(vectors, batch)
         return feed
 
-    def _run(self, feed: Arrays, names: tuple[str, ...], batch: int) -> Arrays:
-        if batch == 0:
-            return {name: _nothing(self._outputs[name]) for name in names}
-        start = time.perf_counter()
-        outputs = self.dense.predict(feed, names)
-        self._meter.ran(time.perf_counter() - start)
+    def _judge(self, outputs: Arrays, batch: int, seconds: float) -> None:
+        """Count what a run of ``seconds`` gave; DenseModelError when it isn't one row per sample."""
+        self._meter.ran(seconds)
         for name, values in outputs.items():
             if values.shape[:1] != (batch,):
                 raise DenseModelError(
@@ -204,7 +260,6 @@ class InferencePipeline:
                 )
             if values.dtype.kind == "f" and not (finite := np.isfinite(values)).all():
                 self._meter.not_finite(name, int(finite.size - np.count_nonzero(finite)))
-        return outputs
 
 
 def top_k(scores: NDArray[Any], k: int) -> NDArray[np.int64]:

@@ -14,16 +14,17 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hps import metrics as m
-from hps.config.schema import GuardSettings, RedisSettings, RocksDbSettings, Settings
+from hps import metric_names as m
+from hps.config.schema import Settings
+from hps.config.store_settings import GuardSettings, RedisSettings, RocksDbSettings
 from hps.errors import ConfigError, TierError, TierMisfit
 from hps.meters import TierMeter
 from hps.metrics import Metrics
 from hps.models.loader import load_tables, version_of_rows
 from hps.models.preload import preload_tables
 from hps.models.tables import TableFiles
-from hps.node import TierStatus
 from hps.opening import OpenedModel
+from hps.tier_status import TierStatus
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.tiers.chain import TierChain
 from hps.tiers.promoting import Promoting
@@ -31,12 +32,13 @@ from hps.tiers.remembered import Remembered
 from hps.tiers.single_flight import SingleFlight
 from hps.tiers.wrappers import Guarded, Metered, Wrapper
 from hps.types import EmbeddingTable, KeyArray, NoProgress, Progress, VectorArray, VersionArray
+from hps.updates.stream_places import Store
 from hps.updates.writer import CacheWriter
 from hps.workers import Again
 
 if TYPE_CHECKING:
     from hps.tiers.redis import RedisTier
-    from hps.tiers.redis_tables import Usage
+    from hps.tiers.redis.tables import Usage
     from hps.tiers.rocksdb import RocksDbTier
 
 log = logging.getLogger(__name__)
@@ -100,6 +102,16 @@ class Stores:
         their rows have told so already."""
         if self._into_redis is not None and table.miss.kind == "default_then_promote":
             self._into_redis.promote(table, keys)
+
+    def fed(self, *, shared: bool) -> list[Store]:
+        """Those that update streams are written to: the node's own, or the shared ones."""
+        if shared:
+            redis = self._redis
+            return [Store("redis", redis, redis.layout == "native")] if redis else []
+        rocksdb = self._rocksdb
+        if rocksdb is None or self._settings.tiers.rocksdb.access != "primary":
+            return []
+        return [Store("rocksdb", rocksdb, self._settings.tiers.rocksdb.layout == "native")]
 
     @property
     def promotions_waiting(self) -> Mapping[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
@@ -11,9 +10,10 @@ from urllib.parse import quote, urlencode, urlsplit
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hps.client.errors import Unreachable, replied, said, unreachable
+from hps.client.errors import Unreachable, replied, unreachable
+from hps.client.json_http import JsonHttp
 from hps.client.wire import Answer, Keys, Sample, parse_sample, tensors_of
-from hps.errors import ConfigError, HpsError, NotFound, Unavailable
+from hps.errors import NotFound, Unavailable
 from hps.types import LookupResult, PredictResult
 
 
@@ -33,10 +33,11 @@ class Client:
         api_key: str | None = None,
         timeout_s: float = 30.0,
     ) -> None:
-        self.url = _checked(url)
-        self.admin_url = _checked(admin_url)
-        self.timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._data = JsonHttp(url, self._headers, timeout_s)
+        self._admin = JsonHttp(admin_url, self._headers, timeout_s)
+        self.url, self.admin_url = self._data.url, self._admin.url
+        self.timeout_s = timeout_s
         self._triton: Any = None
         self._types: dict[str, dict[str, Any]] = {}
 
@@ -127,21 +128,21 @@ class Client:
 
     def metadata(self, model: str) -> dict[str, Any]:
         """A model's inputs and outputs, as the protocol describes them."""
-        reply = self._json(self.url, "GET", f"/v2/models/{quote(model, safe='')}")
+        reply = self._data.ask("GET", f"/v2/models/{quote(model, safe='')}")
         return dict(reply)
 
     def config(self, model: str) -> dict[str, Any]:
         """A model's configuration in Triton's form, ``max_batch_size`` for one."""
-        return dict(self._json(self.url, "GET", f"/v2/models/{quote(model, safe='')}/config"))
+        return dict(self._data.ask("GET", f"/v2/models/{quote(model, safe='')}/config"))
 
     def is_hps(self) -> bool:
         """Whether the server at ``url`` is one of ours, by the name it gives itself."""
-        return str(self._json(self.url, "GET", "/v2").get("name", "")).startswith("hps")
+        return str(self._data.ask("GET", "/v2").get("name", "")).startswith("hps")
 
     def ready(self) -> bool:
         """Whether the server answers requests by now; ``Unavailable`` when nobody is there."""
         try:
-            self._json(self.url, "GET", "/v2/health/ready")
+            self._data.ask("GET", "/v2/health/ready")
         except Unavailable as error:
             if isinstance(error, Unreachable):
                 raise
@@ -151,12 +152,12 @@ class Client:
     def infer_json(self, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """One request of the protocol as JSON, and its answer, both as they are."""
         path = f"/v2/models/{quote(model, safe='')}/infer"
-        return dict(self._json(self.url, "POST", path, body))
+        return dict(self._data.ask("POST", path, body))
 
     def admin(self, path: str, body: Any = None) -> Any:
         """An admin call: GET ``path``, or POST of ``body`` as JSON. Returns the parsed reply."""
         try:
-            return self._json(self.admin_url, "GET" if body is None else "POST", path, body)
+            return self._admin.ask("GET" if body is None else "POST", path, body)
         except NotFound as error:
             if not str(error).startswith("Not Found"):  # the server's word for an unknown path
                 raise
@@ -179,7 +180,7 @@ class Client:
 
     def metrics(self) -> list[Sample]:
         """The server's metrics: name, labels, value."""
-        text = self._fetch(self.admin_url, "GET", "/metrics").decode()
+        text = self._admin.fetch("GET", "/metrics").decode()
         return [sample for line in text.splitlines() if (sample := parse_sample(line)) is not None]
 
     def _datatypes(self, model: str) -> dict[str, Any]:
@@ -203,38 +204,3 @@ class Client:
                 network_timeout=self.timeout_s,
             )
         return self._triton
-
-    def _json(self, base: str, verb: str, path: str, body: Any = None) -> Any:
-        text = self._fetch(base, verb, path, None if body is None else json.dumps(body))
-        try:
-            return json.loads(text) if text else {}
-        except ValueError:
-            raise HpsError(f"{base}{path} did not answer with JSON; is it an hps server?") from None
-
-    def _fetch(self, base: str, verb: str, path: str, body: str | None = None) -> bytes:
-        parts = urlsplit(base)
-        kind = (
-            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        )
-        connection = kind(parts.netloc, timeout=self.timeout_s)
-        headers = self._headers | ({"Content-Type": "application/json"} if body else {})
-        try:
-            connection.request(verb, parts.path + path, body, headers)
-            reply = connection.getresponse()
-            text = reply.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise unreachable(base, error, self.timeout_s) from None
-        finally:
-            connection.close()
-        if reply.status != 200:
-            raise replied(str(reply.status), said(text) or f"{base}{path} answered {reply.status}")
-        return text
-
-
-def _checked(url: str) -> str:
-    """``url`` without a closing slash; ``host:port`` alone means http."""
-    full = url if "://" in url else f"http://{url}"
-    parts = urlsplit(full)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ConfigError(f"server address {url!r} must look like http://host:port")
-    return full.rstrip("/")

@@ -19,7 +19,8 @@ from hps.config.checks import duplicates, is_loopback
 from hps.config.model_file import place
 from hps.config.model_schema import Strict
 from hps.config.problems import InvalidConfiguration, Problem, validate
-from hps.config.schema import ApiKey, AuthSettings, Settings
+from hps.config.schema import Settings
+from hps.config.server_settings import ApiKey, AuthSettings
 from hps.config.yaml_text import read_yaml
 from hps.errors import ConfigError, Forbidden, Unauthenticated
 

@@ -5,10 +5,11 @@ Each returns findings: a path below the object that was checked, and one clear s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from ipaddress import ip_address
+
+from hps.names import hint_for
 
 FLOAT16_MAX = 65_504.0
 # Suffixes that the wire adds to a feature's name.
@@ -24,20 +25,6 @@ class Finding:
     path: Path
     message: str
     also: tuple[Path, ...] = ()
-
-
-def did_you_mean(name: object, options: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` for the nearest option, or the empty string."""
-    text = str(name)
-    by_folded = {option.lower(): option for option in options}
-    near = get_close_matches(text.lower(), by_folded, n=1, cutoff=0.6)
-    return f"; did you mean {by_folded[near[0]]!r}?" if near else ""
-
-
-def one_of(options: Sequence[str], limit: int = 12) -> str:
-    """The options as a readable list, cut short when there are many."""
-    shown = ", ".join(options[:limit])
-    return shown if len(options) <= limit else f"{shown}, … ({len(options)} in all)"
 
 
 def miss_policy(kind: str, min_hit_rate: float) -> list[Finding]:
@@ -99,8 +86,8 @@ def names(tables: Sequence[str], features: Sequence[tuple[str, str]]) -> list[Fi
     for i, (name, table) in enumerate(features):
         if table not in known:
             message = f"feature {name!r} uses table {table!r}, which does not exist"
-            hint = did_you_mean(table, tables) or f"; the tables are {one_of(tables)}"
-            findings.append(Finding(("features", i, "table"), message + hint, (("tables",),)))
+            message += hint_for(table, tables, "the tables are")
+            findings.append(Finding(("features", i, "table"), message, (("tables",),)))
     return findings
 
 
@@ -113,8 +100,8 @@ def dense(
     findings = duplicates(inputs, "inputs", "inputs") + duplicates(outputs, "outputs", "outputs")
     if ranking_output is not None and ranking_output not in outputs:
         message = f"is {ranking_output!r}, which is no output"
-        hint = did_you_mean(ranking_output, outputs) or f"; the outputs are {one_of(outputs)}"
-        findings.append(Finding(("ranking_output",), message + hint, (("outputs",),)))
+        message += hint_for(ranking_output, outputs, "the outputs are")
+        findings.append(Finding(("ranking_output",), message, (("outputs",),)))
     taken = dict.fromkeys(inputs, "an input of the request")
     for feature, target in embeddings.items():
         if target in taken:
@@ -132,10 +119,8 @@ def wiring(
     for feature in embeddings:
         if feature not in features:
             message = f"names feature {feature!r}, which does not exist"
-            hint = did_you_mean(feature, features) or f"; the features are {one_of(features)}"
-            findings.append(
-                Finding(("dense", "embeddings", feature), message + hint, (("features",),))
-            )
+            message += hint_for(feature, features, "the features are")
+            findings.append(Finding(("dense", "embeddings", feature), message, (("features",),)))
     reserved = {name + suffix for name in features for suffix in ("", *RESERVED_SUFFIXES)}
     for i, name in enumerate(inputs):
         if name in reserved:
@@ -246,3 +231,18 @@ def cpu_cache(*, shared: bool, huge_pages: str) -> list[Finding]:
         message = "reserved pages can't be shared by name; take transparent"
         return [Finding(("huge_pages",), message, (("shared", "name"),))]
     return []
+
+
+def gpu(
+    devices: Sequence[int], eviction: str, epoch_s: float | None, host_bytes: int, *, static: bool
+) -> list[Finding]:
+    findings = []
+    if len(set(devices)) != len(devices):
+        findings.append(Finding(("devices",), f"names a GPU twice: {list(devices)}"))
+    if epoch_s is not None and eviction != "lfu":
+        message = f"acts only with eviction lfu, found {epoch_s:g} with eviction {eviction}"
+        findings.append(Finding(("epoch_s",), message, (("eviction",),)))
+    if static and host_bytes:
+        message = f"is {host_bytes}, but static tables lie in the GPU's memory as a whole"
+        findings.append(Finding(("host_bytes",), message, (("static",),)))
+    return findings

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from hps.config.checks import Path as KeyPath
-from hps.config.checks import did_you_mean, one_of
 from hps.config.environment import PREFIX
 from hps.config.problems import InvalidConfiguration, Problem, dotted, has, leaves
 from hps.config.schema import Settings
 from hps.config.shape import Slot, walk
 from hps.config.yaml_text import parse_yaml
 from hps.errors import ConfigError
+from hps.names import hint_for
 
 ROOT = Slot(Settings, Settings)
 DEFAULT = "default"
@@ -130,9 +130,7 @@ def _match(source: str, parts: Sequence[str], *, fold: bool) -> tuple[KeyPath, S
 def _unknown(slot: Slot, part: str) -> str:
     names = list(slot.fields)
     if names:
-        return (
-            f"no such setting{did_you_mean(part, names) or f'; the settings are {one_of(names)}'}"
-        )
+        return f"no such setting{hint_for(part, names, 'the settings are')}"
     return "has nothing below it; a list is set as a whole, as in [a, b]"
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from hps.config.checks import Path as KeyPath
-from hps.config.checks import did_you_mean, one_of
 from hps.config.model_schema import ModelSpec
 from hps.config.problems import InvalidConfiguration, Problem, validate
 from hps.config.schema import ModelOverride
 from hps.config.yaml_text import dump_yaml, read_yaml
+from hps.names import hint_for
 
 
 def load_model_spec(path: Path) -> ModelSpec:
@@ -46,13 +46,12 @@ def apply_override(spec: ModelSpec, override: ModelOverride | None) -> ModelSpec
     names = [t.name for t in spec.tables]
     unknown = [name for name in override.tables if name not in names]
     if unknown:
-        hint = f"; the tables are {one_of(names)}"
         raise InvalidConfiguration(
             [
                 Problem(
                     "",
                     (*base, "tables", name),
-                    f"model {spec.name!r} has no table {name!r}{did_you_mean(name, names) or hint}",
+                    f"model {spec.name!r} has no table {name!r}{hint_for(name, names, 'the tables are')}",
                 )
                 for name in unknown
             ]

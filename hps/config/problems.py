@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from hps.config.checks import Finding, did_you_mean, one_of
+from hps.config.checks import Finding
 from hps.config.checks import Path as KeyPath
 from hps.config.shape import Slot, describe, describe_value, is_secret, walk
 from hps.errors import ConfigError
+from hps.names import did_you_mean, hint_for
 
 Model = TypeVar("Model", bound=BaseModel)
 Where = Callable[[KeyPath], str]
@@ -110,8 +111,8 @@ def _problem(slot: Slot, path: KeyPath, data: Any, detail: Any, where: Where) ->
     if detail["type"] == "extra_forbidden":
         parent, _ = walk(slot.root, path[:-1])
         names = list(parent.fields)
-        hint = did_you_mean(path[-1], names)
-        return Problem(where(path), path, f"unknown key{hint or f'; the keys are {one_of(names)}'}")
+        hint = hint_for(path[-1], names, "the keys are")
+        return Problem(where(path), path, f"unknown key{hint}")
     if detail["type"] == "missing" or value is _ABSENT:
         return Problem(where(path), path, f"is missing; expected {describe(slot)}")
     if detail["loc"] and detail["loc"][-1] == "[key]":

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hps.config.cache_settings import GpuCacheSettings
 from hps.config.checks import Path as KeyPath
 from hps.config.legacy import PsJson
 from hps.config.model_schema import REMOTE_PATH
@@ -46,6 +47,7 @@ def read_ps_json(path: Path) -> PsJson:
     if memory_type == REDIS:
         settings.redis(memory, disk)
     settings.cache(models, memory, memory_type)
+    settings.gpu(models)
     settings.threads(models)
     reader.done()
     found = tuple(model for model in legacy if model is not None)
@@ -152,6 +154,45 @@ class _Settings:
             self._exceptions(model, share, limit)
         self._warm(models, memory)
 
+    def gpu(self, models: Sequence[PsModel]) -> None:
+        """The GPU cache: one share for all tables, and exceptions where models differ."""
+        at: KeyPath = ("tiers", "gpu")
+        using = [model for model in models if model.gpu_share]
+        if not using:
+            self._set((*at, "use"), "off", "models[].gpucache")
+            return
+        share = max(model.gpu_share for model in using)
+        self._set((*at, "share"), share, "models[].gpucacheper")
+        devices = sorted({device for m in using for device in m.values["deployed_device_list"]})
+        if devices:
+            self._set((*at, "devices"), devices, "models[].deployed_device_list")
+        buffers = max(int(m.values["num_of_worker_buffer_in_pool"]) for m in using)
+        usual = GpuCacheSettings().workspaces
+        self._set((*at, "workspaces"), max(buffers, usual), "models[].num_of_worker_buffer_in_pool")
+        host_bytes = 0
+        for model in models:
+            host_bytes += self._gpu_exceptions(model, share)
+        if host_bytes:
+            self._set((*at, "host_bytes"), host_bytes, "models[].embedding_cache_type")
+
+    def _gpu_exceptions(self, model: PsModel, common: float) -> int:
+        """What a model has of its own; returns the bytes of its rows that lie in pinned host memory."""
+        host_bytes = 0
+        dims = model.values["embedding_vecsize_per_table"] if model.folders else []
+        for (table, folder), dim in zip(model.folders.items(), dims, strict=False):
+            at: KeyPath = ("models", "serve", model.name, "tables", table)
+            if not model.gpu_share:
+                self._set((*at, "gpu_rows"), 0, "models[].gpucache")
+            elif model.static:
+                self._set((*at, "gpu_static"), True, f"models[].{model.cache_share[1]}")
+            elif model.gpu_share != common:
+                self._set((*at, "gpu_share"), model.gpu_share, "models[].gpucacheper")
+            if model.uvm:
+                host_bytes += int(_rows(folder) * (1 - model.cache_share[0])) * _padded(
+                    int(dim) * 4
+                )
+        return host_bytes
+
     def _warm(self, models: Sequence[PsModel], memory: Section) -> None:
         cold = [model for model in models if not model.values["init_ec"]]
         at: KeyPath = ("tiers", "cpu_cache", "warm")
@@ -188,6 +229,11 @@ def _limit(memory: Section) -> _Limit | None:
     if "num_partitions" in memory:
         partitions = max(int(memory["num_partitions"]), 1)
     return _Limit(int(memory["overflow_margin"]) * partitions)
+
+
+def _padded(row_bytes: int) -> int:
+    """What a row takes on a GPU."""
+    return -(-row_bytes // 32) * 32
 
 
 def _rows(folder: Path) -> int:

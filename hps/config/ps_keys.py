@@ -49,8 +49,12 @@ def _aliases(**spellings: str) -> dict[str, str]:
 REDIS = "redis_cluster"
 NO_REDIS = f"volatile_db.type is not {REDIS}"
 NO_TLS = f"{NO_REDIS}, or enable_tls is false"
-KAFKA = "updates from Kafka are not in this release"
-GPU = "there is no GPU cache in this release"
+KAFKA = "not read from a ps.json yet; set updates.kafka by an override or in our YAML"
+STREAM = "every request on a GPU runs on a stream of the node's own, and waits for no other's"
+ONE_CACHE = "there is one GPU cache, and 64-bit keys and updates work in it"
+PINNED = (
+    "static tables lie in the GPU's own memory; rows in pinned host memory are tiers.gpu.host_bytes"
+)
 DENSE = (
     "HugeCTR's own dense networks are not run; export the network to ONNX and put it into a model "
     "repository"
@@ -138,13 +142,13 @@ KEYS: tuple[PsKey, ...] = (
     PsKey(M, "network_file", "path", "", "HugeCTR's network (HPS ignores it too).", DENSE),
     PsKey(M, "non_trainable_params_file", "path", "", "HugeCTR's dense weights.", DENSE),
     PsKey(M, "max_batch_size", "int", 64, "Most samples of one request."),
-    PsKey(M, "gpucache", "bool", True, "true: `gpucacheper` sizes the CPU cache, which takes the GPU cache's part. false: with a hash map the CPU cache may hold whole tables, otherwise there is none; lookups always wait for the store."),
-    PsKey(M, "gpucacheper", "float", 0.2, "The CPU cache holds this share of each table's rows (`tiers.cpu_cache.share`)."),
+    PsKey(M, "gpucache", "bool", True, "true: a GPU cache where there is a GPU (`tiers.gpu`), and below it the CPU cache, both sized by `gpucacheper`. false: no GPU cache (`gpu_rows` 0); with a hash map the CPU cache may hold whole tables, otherwise there is none; lookups always wait for the store."),
+    PsKey(M, "gpucacheper", "float", 0.2, "The GPU cache and the CPU cache hold this share of each table's rows (`tiers.gpu.share`, `tiers.cpu_cache.share`)."),
     PsKey(M, "hit_rate_threshold", "float", 0.9, "Above 1: miss policy `wait`. Otherwise `default_then_promote` with this `min_hit_rate`."),
-    PsKey(M, "num_of_worker_buffer_in_pool", "int", 1, "Lookup workspaces per GPU.", "lookups take memory as they need it; tiers.lookup_threads bounds how many read the store at once"),
+    PsKey(M, "num_of_worker_buffer_in_pool", "int", 1, "Lookups at a time on each GPU (`tiers.gpu.workspaces`), when there are more than the usual four; of several models the largest counts."),
     PsKey(M, "num_of_refresher_buffer_in_pool", "int", 1, "Refresh workspaces.", REFRESH),
     PsKey(M, "cache_refresh_percentage_per_iteration", "float", 0.0, "Share of the cache refreshed in one step (in HPS 0 also turns the warm-up off; here `init_ec` does).", REFRESH),
-    PsKey(M, "deployed_device_list", "list", [], "GPUs (HPS requires it).", GPU),
+    PsKey(M, "deployed_device_list", "list", [], "The GPUs, each with a copy of the cache (`tiers.gpu.devices`); of several models all that are named. HPS requires it."),
     PsKey(M, "maxnum_catfeature_query_per_table_per_sample", "list", "no limit", "Most keys per sample, table by table (`max_hotness`); in `KEYS` at most this times `max_batch_size`. HPS requires it."),
     PsKey(M, "embedding_vecsize_per_table", "list", REQUIRED, "Values per row, table by table (`dim`)."),
     PsKey(M, "default_value_for_each_table", "list", [], "What unknown keys get, table by table; tables without an entry get 0.0 (HPS requires it).", items="float"),
@@ -153,14 +157,14 @@ KEYS: tuple[PsKey, ...] = (
     PsKey(M, "refresh_delay", "float", 0.0, "Seconds until the first refresh.", REFRESH),
     PsKey(M, "refresh_interval", "int", 0, "Seconds between refreshes.", REFRESH),
     PsKey(M, "fuse_embedding_table", "bool", "the global one", "Fuse tables of equal vector size.", "all tables of a request are read in one batch already"),
-    PsKey(M, "embedding_cache_type", "enum", "dynamic", "`dynamic`: a cache. `static`: whole tables in memory, share 1.", aliases=CACHE_TYPES,
-          ignored_values={"uvm": GPU + "; it works like dynamic", "stochastic": "it works like dynamic, as in HPS"}),
+    PsKey(M, "embedding_cache_type", "enum", "dynamic", "`dynamic`: a cache. `static`: whole tables in the GPU's memory, read-only (`gpu_static`), and in the CPU cache. `uvm`: whole tables, all but `gpucacheper` of their rows in pinned host memory (`tiers.gpu.host_bytes`).", aliases=CACHE_TYPES,
+          ignored_values={"stochastic": "it works like dynamic, as in HPS"}),
     PsKey(M, "use_static_table", "bool", False, "true: as `embedding_cache_type: static`."),
-    PsKey(M, "use_context_stream", "bool", True, "Run on the framework's CUDA stream.", GPU),
-    PsKey(M, "use_hctr_cache_implementation", "bool", True, "Which of two GPU caches.", GPU),
+    PsKey(M, "use_context_stream", "bool", True, "Run on the framework's CUDA stream.", STREAM),
+    PsKey(M, "use_hctr_cache_implementation", "bool", True, "Which of two GPU caches.", ONE_CACHE),
     PsKey(M, "thread_pool_size", "int", 16, "Threads that ask the store (`tiers.lookup_threads`): at least one per hardware thread, as in HPS; of several models the largest counts."),
     PsKey(M, "init_ec", "bool", True, "false: the CPU cache starts empty (`tiers.cpu_cache.warm`), when all models say so."),
-    PsKey(M, "enable_pagelock", "bool", False, "Static tables in pinned memory.", GPU),
+    PsKey(M, "enable_pagelock", "bool", False, "Static tables in pinned memory.", PINNED),
     PsKey(M, "fp8_quant", "bool", False, "Static tables with 8-bit values.", "rows keep their float32 values"),
     PsKey(M, "label_dim", "int", 1, "Outputs of HugeCTR's network.", DENSE),
     PsKey(M, "slot_num", "int", 10, "Inputs of HugeCTR's network.", DENSE),

@@ -50,6 +50,19 @@ class PsModel:
             return min(float(self.values["gpucacheper"]), 1.0), "gpucacheper"
         return (1.0 if self._memory_type in HASH_MAPS else 0.0), "gpucache"
 
+    @property
+    def uvm(self) -> bool:
+        return not self.static and self.values["embedding_cache_type"] == "uvm"
+
+    @property
+    def gpu_share(self) -> float:
+        """The share of each table's rows that a GPU holds, pinned host memory included; 0: none."""
+        if self.static:
+            return 1.0
+        if not self.values["gpucache"]:
+            return 0.0
+        return 1.0 if self.uvm else min(float(self.values["gpucacheper"]), 1.0)
+
     def legacy(self) -> LegacyModel | None:
         """The model, or None when something is wrong with it (noted by the reader)."""
         if not self.values.complete:

@@ -10,7 +10,7 @@ from typing import Any
 from hps.config.checks import Path as KeyPath
 from hps.config.ps_keys import MAX_U64, V
 from hps.config.ps_values import Reader, Section
-from hps.config.schema import ADDRESS_PATTERN
+from hps.config.store_settings import ADDRESS_PATTERN
 
 # Files that HPS looks for by these names when it is told none.
 _FILES = {

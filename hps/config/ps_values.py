@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hps.config.checks import Path as KeyPath
-from hps.config.checks import did_you_mean, one_of
 from hps.config.problems import InvalidConfiguration, Problem, dotted
 from hps.config.ps_keys import REQUIRED, Kind, PsKey, keys_of
 from hps.config.shape import describe_value
 from hps.config.yaml_text import read_text
 from hps.errors import ConfigError
+from hps.names import did_you_mean, one_of
 
 _WORDS: dict[Kind, tuple[str, str]] = {
     "bool": ("true or false", "truth values"),

@@ -19,7 +19,8 @@ from pydantic_core import PydanticUndefined
 from hps.config.environment import VARIABLES
 from hps.config.model_schema import DenseSpec, ModelSpec
 from hps.config.ps_keys import KEYS, MAX_U64, REQUIRED, PsKey
-from hps.config.schema import ApiKey, Settings
+from hps.config.schema import Settings
+from hps.config.server_settings import ApiKey
 from hps.config.shape import Slot, describe, settings_of
 
 _BLOCK = re.compile(r"(<!-- begin ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

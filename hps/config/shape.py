@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from hps.config.checks import Path as KeyPath
 from hps.config.model_schema import NAME_PATTERN
-from hps.config.schema import KEY_PATTERN
+from hps.config.server_settings import KEY_PATTERN
 
 _UNION = (Union, types.UnionType)
 

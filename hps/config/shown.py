@@ -12,7 +12,8 @@ from hps.config.loading import Configuration
 from hps.config.model_file import dump_model_spec
 from hps.config.model_schema import ModelSpec
 from hps.config.problems import dotted, leaves
-from hps.config.schema import ApiKey, Settings
+from hps.config.schema import Settings
+from hps.config.server_settings import ApiKey
 from hps.config.shape import Slot, is_secret, walk
 from hps.config.yaml_text import dump_yaml
 

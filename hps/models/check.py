@@ -60,19 +60,19 @@ def check_files(files: TableFiles, progress: Progress) -> Finding:
 
 
 def _contents(files: TableFiles, progress: Progress) -> Iterator[Finding]:
-    keys, vectors = files.keys(), files.vectors()
     what = f"table {files.name}: values"
     with progress.task(f"reading {files.name}", files.rows) as step:
-        broken = 0
-        first = -1
-        for start in range(0, files.rows, _BLOCK_ROWS):
-            rows = np.flatnonzero(~np.isfinite(vectors[start : start + _BLOCK_ROWS]).all(axis=1))
+        broken = done = 0
+        first = ""
+        for keys, vectors in files.blocks(_BLOCK_ROWS):
+            rows = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
             if len(rows) and not broken:
-                first = start + int(rows[0])
+                first = f"row {done + rows[0]} (key {keys[rows[0]]})"
             broken += len(rows)
-            step(min(_BLOCK_ROWS, files.rows - start))
+            done += len(keys)
+            step(len(keys))
     if broken:
-        text = f"{broken:,} rows hold NaN or infinity, the first is row {first} (key {keys[first]})"
+        text = f"{broken:,} rows hold NaN or infinity, the first is {first}"
         yield Finding(what, "WARN", text)
     else:
         yield Finding(what, "OK", "all finite")

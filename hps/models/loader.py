@@ -132,7 +132,7 @@ def _load(
         row_version(version, files),
         table.dim,
         table.dtype.name,
-        stamp=_stamp(files),
+        stamp=" ".join(map(str, files.stamps)),
     )
     duplicates = Duplicates()
     with _Verifier(files) as verifier:
@@ -204,33 +204,23 @@ def _merge(
     step: Callable[[int], None],
 ) -> int:
     """Write the rows like updates, so that newer ones in the store stay."""
-    keys, vectors = files.keys(), files.vectors()
-    size = block_rows(files.dim)
-    for start in range(0, files.rows, size):
-        part = slice(start, start + size)
-        k = np.ascontiguousarray(keys[part])
-        versions = np.full(len(k), record.version, np.uint64)
-        store.insert(table, k, np.ascontiguousarray(vectors[part], table.dtype), versions)
-        step(len(k))
+    for keys, vectors in files.blocks(block_rows(files.dim)):
+        versions = np.full(len(keys), record.version, np.uint64)
+        store.insert(table, keys, vectors.astype(table.dtype, copy=False), versions)
+        step(len(keys))
     return files.rows
-
-
-def _stamp(files: TableFiles) -> str:
-    """Changes when somebody writes to the files or puts others in their place."""
-    stats = [path.stat() for path in (files.key_path, files.vector_path)]
-    return " ".join(f"{s.st_dev}:{s.st_ino}:{s.st_size}:{s.st_mtime_ns}" for s in stats)
 
 
 def row_version(version: ModelVersion, files: TableFiles) -> int:
     """The version of imported rows: the manifest's time, else the files'."""
     if version.manifest is not None:
         return make_version(version.manifest.created_unix_ms)
-    newest = max(files.key_path.stat().st_mtime_ns, files.vector_path.stat().st_mtime_ns)
-    return make_version(newest // 1_000_000)
+    return make_version(max(stamp.mtime_ns for stamp in files.stamps) // 1_000_000)
 
 
 class _Verifier:
-    """Compares a table's files with the manifest's checksums, beside the load."""
+    """Compares a table's files with the manifest's checksums, beside the load; at its end they must be the
+    files that were opened."""
 
     def __init__(self, files: TableFiles) -> None:
         self._files = files
@@ -245,6 +235,7 @@ class _Verifier:
 
     def check(self) -> None:
         """Wait for the result; raises ModelError."""
+        self._files.check_unchanged()
         for path, expected, future in self._sums:
             compare_checksum(path, expected, future.result())
 

@@ -49,8 +49,8 @@ class Manifest(_Strict):
     created: datetime
     tables: dict[Name, TableEntry]
     dense: FileEntry | None = None
-    watermark: dict[str, Any] = {}
-    """Position in the update stream that the tables contain."""
+    watermark: dict[str, dict[str, int]] = {}
+    """What the tables contain of update streams: by topic and partition, the first offset that they don't."""
     metadata: dict[str, Any] = {}
     """Whatever the training wants to leave: framework, metrics, dates."""
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from hps.models.loader import row_version
 from hps.models.manifest import checksum_file, compare_checksum
 from hps.models.repository import ModelVersion
@@ -38,7 +36,7 @@ def preload_tables(
         with progress.task(f"loading {name} into {redis.info.name}", files.rows) as step:
             rows += redis.preload(
                 table,
-                _chunks(files, table),
+                _Chunks(files, table),
                 row_version(version, files),
                 share=share,
                 mark=files.digest,
@@ -53,10 +51,15 @@ def _verify(files: TableFiles) -> None:
         compare_checksum(path, entry.checksum, checksum_file(path))
 
 
-def _chunks(files: TableFiles, table: EmbeddingTable) -> Iterator[tuple[KeyArray, VectorArray]]:
-    """The rows in the order of the files, so that of a key that stands twice the last row wins."""
-    keys, vectors = files.keys(), files.vectors()
-    size = block_rows(files.dim)
-    for start in range(0, files.rows, size):
-        part = slice(start, start + size)
-        yield table.narrow(np.ascontiguousarray(keys[part])), vectors[part]
+class _Chunks:
+    """The rows in the order of the files, so that of a key that stands twice the last row wins. May be read
+    again."""
+
+    def __init__(self, files: TableFiles, table: EmbeddingTable) -> None:
+        self._files = files
+        self._table = table
+
+    def __iter__(self) -> Iterator[tuple[KeyArray, VectorArray]]:
+        for keys, vectors in self._files.blocks(block_rows(self._files.dim)):
+            yield self._table.narrow(keys), vectors
+        self._files.check_unchanged()

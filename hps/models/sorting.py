@@ -4,9 +4,10 @@
 times in the files the last row wins.
 
 Two ways. Where the codes fit ``SORT_ROWS`` and the vectors fit the operating system's cache, all codes are
-sorted and the vectors gathered from the mapped file. Else the rows are first spread over temporary
-files by ranges of codes, each of which fits ``BUCKET_BYTES``: everything is then read and written
-in sequence, and a table may be larger than memory.
+sorted and the vectors gathered, from memory or from a mapped copy of their file: nobody shortens a copy
+without a name, and to map the file itself would end the process when somebody does. Else the rows are
+first spread over temporary files by ranges of codes, each of which fits ``BUCKET_BYTES``: everything
+is then read and written in sequence, and a table may be larger than memory.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hps.errors import ModelError
 from hps.models.tables import TableFiles
 from hps.types import IndexArray, KeyArray, NoProgress
 
@@ -58,7 +60,7 @@ def sorted_chunks(
     ``spreading`` opens the task that is told the rows written there."""
     vector_bytes = files.rows * files.dim * 4
     if files.rows <= SORT_ROWS and vector_bytes <= _cacheable_bytes():
-        return _gathered(files, to_codes, duplicates)
+        return _gathered(files, to_codes, duplicates, scratch)
     return _bucketed(files, to_codes, duplicates, scratch, spreading)
 
 
@@ -68,14 +70,31 @@ def block_rows(dim: int) -> int:
 
 
 def _gathered(
-    files: TableFiles, to_codes: Callable[[KeyArray], Codes], duplicates: Duplicates
+    files: TableFiles, to_codes: Callable[[KeyArray], Codes], duplicates: Duplicates, scratch: Path
 ) -> Generator[Chunk, None, None]:
     code, at = sort_last(to_codes(files.keys()), duplicates)
-    vectors, step = files.vectors(), block_rows(files.dim)
+    vectors, step = _apart(files, scratch), block_rows(files.dim)
     for start in range(0, len(code), step):
         rows = np.empty((min(step, len(code) - start), files.dim), np.float32)
         np.take(vectors, at[start : start + step], axis=0, out=rows, mode="clip")
         yield code[start : start + step], rows
+
+
+def _apart(files: TableFiles, scratch: Path) -> NDArray[np.float32]:
+    """The vectors (rows, dim), where nobody else can get at them."""
+    size = files.rows * files.dim * 4
+    if size <= BUCKET_BYTES:
+        return files.vectors()
+    scratch.mkdir(parents=True, exist_ok=True)
+    try:
+        copy = shutil.copyfile(files.vector_path, scratch / "vectors")
+        if (copied := copy.stat().st_size) != size:
+            raise ModelError(
+                f"{files.vector_path} was changed while it was copied: {copied} bytes, expected {size}"
+            )
+        return np.memmap(copy, np.dtype("<f4"), "r", shape=(files.rows, files.dim))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)  # what is mapped stays
 
 
 def sort_last(code: Codes, duplicates: Duplicates) -> tuple[Codes, IndexArray]:
@@ -130,16 +149,14 @@ def _spread(
     progress: Callable[[int], None],
 ) -> None:
     """Append every row to the file of its range of codes, in the files' order."""
-    keys, vectors = files.keys(), files.vectors()
-    sample = np.sort(to_codes(np.ascontiguousarray(keys[:: max(1, files.rows // _SAMPLE)])))
+    sample = np.sort(to_codes(_sample(files)))
     bounds = sample[np.arange(1, buckets) * len(sample) // buckets]
-    step = 8 * block_rows(files.dim)
-    for start in range(0, files.rows, step):
+    for keys, vectors in files.blocks(8 * block_rows(files.dim)):
         # Dropping duplicates here as well keeps a bucket of one key that stands a million times small.
-        code, at = sort_last(to_codes(keys[start : start + step]), duplicates)
+        code, at = sort_last(to_codes(keys), duplicates)
         block = np.empty(len(code), record)
         block["code"] = code
-        block["row"] = vectors[start : start + step][at]
+        block["row"] = vectors[at]
         ends = [*np.searchsorted(code, bounds), len(code)]
         begin = 0
         for number, end in enumerate(ends):
@@ -150,7 +167,17 @@ def _spread(
                     while len(view):
                         view = view[out.write(view) :]
             begin = end
-        progress(min(step, files.rows - start))
+        progress(len(keys))
+
+
+def _sample(files: TableFiles) -> KeyArray:
+    """Keys evenly over the file, at least ``_SAMPLE`` of them where there are as many."""
+    every, block = max(1, files.rows // _SAMPLE), 1 << 20
+    picked, at = [], 0
+    while at < files.rows:
+        picked.append(files.keys(at, at + block)[::every])
+        at += -(-block // every) * every
+    return np.concatenate([np.empty(0, np.int64), *picked])
 
 
 def _cacheable_bytes() -> int:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hps.errors import ModelError
 from hps.models.manifest import FileEntry, Manifest, TableEntry, digest_of
-from hps.types import KeyArray
+from hps.models.stamp import Stamp
+from hps.types import IndexArray, KeyArray
 
 KEY_FILE = "key"
 VECTOR_FILE = "emb_vector"
@@ -20,13 +25,19 @@ VALUE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class TableFiles:
-    """One table's files on disk, checked to fit together. ``digest`` names their contents."""
+    """One table's files on disk, checked to fit together. ``digest`` names their contents; ``stamps``:
+    the two as they were found.
+
+    They are read, not mapped: a mapped file that somebody shortens ends the process (SIGBUS). What reads
+    them raises ModelError then.
+    """
 
     name: str
     folder: Path
     rows: int
     dim: int
     digest: str
+    stamps: tuple[Stamp, Stamp]
     entry: TableEntry | None = None
 
     @property
@@ -47,30 +58,65 @@ class TableFiles:
             return []
         return [(self.key_path, self.entry.key), (self.vector_path, self.entry.emb_vector)]
 
-    def keys(self) -> KeyArray:
-        """(rows,) int64, read-only, mapped from the file."""
-        if not self.rows:
-            return np.empty(0, np.int64)
-        return np.memmap(self.key_path, np.dtype("<i8"), "r", shape=(self.rows,))
+    def keys(self, start: int = 0, stop: int | None = None) -> KeyArray:
+        """Those of the rows from ``start`` to before ``stop`` (the end): (n,) int64, in memory."""
+        keys: KeyArray = self._read(self.key_path, "<i8", 1, start, stop)
+        return keys
 
-    def vectors(self) -> NDArray[np.float32]:
-        """(rows, dim) float32, read-only, mapped from the file."""
-        if not self.rows:
-            return np.empty((0, self.dim), np.float32)
-        return np.memmap(self.vector_path, np.dtype("<f4"), "r", shape=(self.rows, self.dim))
+    def vectors(self, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
+        """Those of the rows from ``start`` to before ``stop`` (the end): (n, dim) float32, in memory."""
+        flat: NDArray[np.float32] = self._read(self.vector_path, "<f4", self.dim, start, stop)
+        return flat.reshape(-1, self.dim)
+
+    def blocks(self, rows: int) -> Iterator[tuple[KeyArray, NDArray[np.float32]]]:
+        """Keys (n,) and vectors (n, dim) of at most ``rows`` rows at a time, in the files' order."""
+        for start in range(0, self.rows, rows):
+            yield self.keys(start, start + rows), self.vectors(start, start + rows)
+
+    def keys_at(self, rows: IndexArray) -> KeyArray:
+        """The keys of ``rows (n,)``, a read each: for a few."""
+        keys: KeyArray = self._pick(self.key_path, "<i8", 1, rows)
+        return keys.reshape(-1)
+
+    def vectors_at(self, rows: IndexArray) -> NDArray[np.float32]:
+        """The vectors (n, dim) of ``rows (n,)``, a read each: for a few."""
+        vectors: NDArray[np.float32] = self._pick(self.vector_path, "<f4", self.dim, rows)
+        return vectors
+
+    def check_unchanged(self) -> None:
+        """Raises ModelError when somebody wrote to the files since they were opened."""
+        for stamp in self.stamps:
+            stamp.check()
+
+    def _read(self, path: Path, dtype: str, width: int, start: int, stop: int | None) -> Any:
+        rows = max(0, min(self.rows, self.rows if stop is None else stop) - start)
+        offset = start * width * np.dtype(dtype).itemsize
+        with _readable(path):
+            found = np.fromfile(path, dtype, rows * width, offset=offset)
+        if len(found) != rows * width:
+            raise _shortened(path)
+        return found
+
+    def _pick(self, path: Path, dtype: str, width: int, rows: IndexArray) -> Any:
+        out = np.empty((len(rows), width), dtype)
+        size = width * out.itemsize
+        with _readable(path), path.open("rb", buffering=0) as file:
+            for row, into in zip(rows.tolist(), out, strict=True):
+                if os.preadv(file.fileno(), [into.data], row * size) != size:
+                    raise _shortened(path)
+        return out
 
     def head(self, n: int) -> tuple[KeyArray, NDArray[np.float32]]:
         """The first ``n`` rows (or all): keys (m,) int64 and vectors (m, dim) float32, in memory."""
-        n = max(0, min(n, self.rows))
-        keys = np.fromfile(self.key_path, "<i8", n)
-        rows = np.fromfile(self.vector_path, "<f4", n * self.dim)
-        return keys, rows.reshape(n, self.dim)
+        n = max(0, n)
+        return self.keys(0, n), self.vectors(0, n)
 
 
 def open_table(folder: Path, name: str, dim: int, manifest: Manifest | None) -> TableFiles:
     """Check the two files against each other, ``dim`` and the manifest: sizes only, no contents."""
     key, vector = folder / KEY_FILE, folder / VECTOR_FILE
-    key_bytes, vector_bytes = _size(key, name), _size(vector, name)
+    stamps = _stamp(key, name), _stamp(vector, name)
+    key_bytes, vector_bytes = (stamp.bytes for stamp in stamps)
     if key_bytes % KEY_BYTES:
         raise ModelError(
             f"{key}: {key_bytes} bytes is not a multiple of {KEY_BYTES} (int64 keys without a header); "
@@ -97,18 +143,15 @@ def open_table(folder: Path, name: str, dim: int, manifest: Manifest | None) -> 
                 )
         if entry.rows != rows:
             raise ModelError(f"{key}: the manifest says {entry.rows} rows, found {rows}")
-    return TableFiles(name, folder, rows, dim, _digest(name, dim, entry, (key, vector)), entry)
+    return TableFiles(name, folder, rows, dim, _digest(name, dim, entry, stamps), stamps, entry)
 
 
-def _digest(name: str, dim: int, entry: TableEntry | None, files: tuple[Path, Path]) -> str:
+def _digest(name: str, dim: int, entry: TableEntry | None, stamps: tuple[Stamp, Stamp]) -> str:
     if entry:
         return digest_of(
             {"table": name, "dim": dim, "key": entry.key.checksum, "vec": entry.emb_vector.checksum}
         )
-    stats = [path.stat() for path in files]
-    return digest_of(
-        {"table": name, "dim": dim, "files": [(s.st_size, s.st_mtime_ns) for s in stats]}
-    )
+    return digest_of({"table": name, "dim": dim, "files": [(s.bytes, s.mtime_ns) for s in stamps]})
 
 
 def _row_mismatch(vector: Path, rows: int, dim: int, found: int) -> str:
@@ -122,11 +165,23 @@ def _row_mismatch(vector: Path, rows: int, dim: int, found: int) -> str:
     return text
 
 
-def _size(path: Path, table: str) -> int:
+def _stamp(path: Path, table: str) -> Stamp:
     try:
-        return path.stat().st_size
+        return Stamp.of(path)
     except FileNotFoundError:
         missing = path.parent if not path.parent.is_dir() else path
         raise ModelError(f"table '{table}': {missing} is missing") from None
     except OSError as error:
         raise ModelError(f"table '{table}': cannot read {path}: {error.strerror}") from error
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _shortened(path: Path) -> ModelError:
+    return ModelError(f"{path} was shortened while it was read; put it there whole, then try again")

@@ -45,7 +45,7 @@ def write_version(
     *,
     dense: Path | bytes | None = None,
     metadata: Mapping[str, Any] | None = None,
-    watermark: Mapping[str, Any] | None = None,
+    watermark: Mapping[str, Mapping[str, int]] | None = None,
     replace: bool = False,
     replace_spec: bool = False,
     progress: Callable[[int], None] = lambda _rows: None,
@@ -74,7 +74,7 @@ def write_version(
             tables=entries,
             dense=None if dense is None else _write_dense(folder / DENSE_FILE, dense),
             metadata=dict(metadata or {}),
-            watermark=dict(watermark or {}),
+            watermark={topic: dict(offsets) for topic, offsets in (watermark or {}).items()},
         )
         sync_all(folder)
         write_manifest(folder / FILE_NAME, manifest)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import lzma
+import math
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from hps.errors import ModelError
@@ -78,14 +80,69 @@ class ArrayFile:
         return shown or "nothing that could be a table"
 
 
-def mapped(array: NDArray[Any]) -> Callable[[int], Iterator[NDArray[Any]]]:
-    """Blocks of an array that is mapped from a file."""
+def stored(
+    path: Path,
+    dtype: np.dtype[Any],
+    offset: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None = None,
+) -> Callable[[int], Iterator[NDArray[Any]]]:
+    """Blocks of an array whose elements lie in ``path`` from byte ``offset`` on: one behind the other, or
+    of a vector or matrix ``strides`` elements apart. Read, not mapped: a mapped file that somebody
+    shortens ends the process (SIGBUS). Raises ModelError then."""
+    rows_apart, columns_apart = (*(strides or (0, 0)), 0)[:2]
 
     def blocks(rows: int) -> Iterator[NDArray[Any]]:
-        for start in range(0, array.shape[0], rows):
-            yield array[start : start + rows]
+        with path.open("rb", buffering=0) as file:
+
+            def read(at: int, count: int) -> NDArray[Any]:
+                return _read(path, file, dtype, offset + at * dtype.itemsize, count)
+
+            for start in range(0, shape[0], rows):
+                part = (min(rows, shape[0] - start), *shape[1:])
+                if strides is None:
+                    width = math.prod(shape[1:])
+                    yield read(start * width, part[0] * width).reshape(part)
+                else:
+                    yield _strided(read, start, part, rows_apart, columns_apart, dtype)
 
     return blocks
+
+
+def _read(path: Path, file: IO[bytes], dtype: np.dtype[Any], at: int, count: int) -> NDArray[Any]:
+    file.seek(at)
+    found = np.empty(count, dtype)
+    left = memoryview(found.view(np.uint8).data)
+    while len(left):
+        n = file.readinto(left)  # type: ignore[attr-defined] # an unbuffered file has it
+        if not n:
+            raise ModelError(f"{path} was shortened while it was read; put it there whole")
+        left = left[n:]
+    return found
+
+
+def _strided(
+    read: Callable[[int, int], NDArray[Any]],
+    start: int,
+    shape: tuple[int, ...],
+    rows_apart: int,
+    columns_apart: int,
+    dtype: np.dtype[Any],
+) -> NDArray[Any]:
+    """Rows from ``start`` on: what lies between them is read, too, but no more than a block at a time."""
+    out = np.empty((shape[0], math.prod(shape[1:])), dtype)
+    if rows_apart >= columns_apart:
+        step = max(1, BLOCK_BYTES // dtype.itemsize // max(1, rows_apart))
+        parts = [(slice(i, i + step), slice(0, None)) for i in range(0, shape[0], step)]
+    else:
+        parts = [(slice(0, None), slice(j, j + 1)) for j in range(out.shape[1])]
+    apart = rows_apart * dtype.itemsize, columns_apart * dtype.itemsize
+    for rows, columns in parts:
+        into = out[rows, columns]
+        first = (start + rows.start) * rows_apart + columns.start * columns_apart
+        span = (into.shape[0] - 1) * rows_apart + (into.shape[1] - 1) * columns_apart + 1
+        into[...] = as_strided(read(first, span), into.shape, apart, writeable=False)
+    return out.reshape(shape)
 
 
 def empty(_rows: int) -> Iterator[NDArray[Any]]:

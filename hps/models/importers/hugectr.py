@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from hps.config import load_config
 from hps.config.legacy import LegacyModel
 from hps.errors import ModelError
 from hps.models.importers.arrays import block_rows
-from hps.models.importers.plan import Chunk, ImportPlan, ImportTable, TableChoice, table_name
+from hps.models.importers.plan import ImportPlan, ImportTable, TableChoice, table_name
 from hps.models.tables import KEY_BYTES, KEY_FILE, VALUE_BYTES, VECTOR_FILE, TableFiles, open_table
 
 
@@ -81,15 +80,5 @@ def plan_legacy(path: Path, model: LegacyModel) -> ImportPlan:
 
 
 def _table(files: TableFiles) -> ImportTable:
-    return ImportTable(files.name, files.dim, files.rows, _reader(files))
-
-
-def _reader(files: TableFiles) -> Callable[[], Iterator[Chunk]]:
-    def chunks() -> Iterator[Chunk]:
-        keys, vectors = files.keys(), files.vectors()
-        step = block_rows(files.dim)
-        for start in range(0, files.rows, step):
-            part = slice(start, start + step)
-            yield np.asarray(keys[part]), np.asarray(vectors[part])
-
-    return chunks
+    chunks = partial(files.blocks, block_rows(files.dim))
+    return ImportTable(files.name, files.dim, files.rows, chunks, stamps=files.stamps)

@@ -1,4 +1,4 @@
-"""NumPy's ``.npz``: stored arrays are mapped, compressed ones streamed; pickled objects are refused."""
+"""NumPy's ``.npz``, stored or compressed, read block by block; pickled objects are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from hps.errors import ModelError
-from hps.models.importers.arrays import ArrayFile, StoredArray, empty, mapped
+from hps.models.importers.arrays import ArrayFile, StoredArray, empty, stored
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
@@ -47,7 +47,7 @@ def open_npz(path: Path) -> ArrayFile:
                         f"{path}: array '{name}' has {entry.file_size - header_bytes} bytes, its "
                         f"header needs {expected}; the file is truncated"
                     )
-                blocks = _mapped(path, offset, shape, dtype, fortran=fortran)
+                blocks = _stored(path, offset, shape, dtype, fortran=fortran)
             else:
                 if fortran and len(shape) > 1:
                     raise ModelError(
@@ -92,13 +92,15 @@ def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     return shape, fortran, dtype
 
 
-def _mapped(
+def _stored(
     path: Path, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, fortran: bool
 ) -> Callable[[int], Iterator[NDArray[Any]]]:
     if 0 in shape or not shape or not dtype.itemsize:
         return empty
-    order: Any = "F" if fortran else "C"
-    return mapped(np.memmap(path, dtype, "r", offset, shape, order))
+    if fortran and len(shape) > 2:
+        return empty  # neither keys nor a table
+    strides = (1, shape[0])[: len(shape)] if fortran else None
+    return stored(path, dtype, offset, shape, strides)
 
 
 def _inflated(

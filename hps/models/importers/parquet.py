@@ -15,7 +15,10 @@ from numpy.typing import NDArray
 from hps.errors import ModelError
 from hps.models.importers.arrays import block_rows
 from hps.models.importers.plan import Chunk, ImportPlan, ImportTable, TableChoice, table_name
+from hps.models.stamp import Stamp
 from hps.types import KeyArray, as_keys
+
+_BUFFER_BYTES = 1 << 20
 
 
 def plan_parquet(path: Path, choices: Sequence[TableChoice]) -> ImportPlan:
@@ -33,6 +36,7 @@ def plan_parquet(path: Path, choices: Sequence[TableChoice]) -> ImportPlan:
 
 def _table(path: Path, choice: TableChoice) -> ImportTable:
     files = _files(path, choice)
+    stamps = tuple(Stamp.of(file) for file in files if file.exists())
     name = choice.name or table_name(files[0].stem)
     opened = [_open(file) for file in files]
     schema = opened[0].schema_arrow
@@ -47,7 +51,7 @@ def _table(path: Path, choice: TableChoice) -> ImportTable:
         dim = _list_dim(files[0], opened, schema.field(columns[0]))
     for parquet in opened:
         parquet.close()
-    return ImportTable(name, dim, rows, _reader(files, key, columns, dim))
+    return ImportTable(name, dim, rows, _reader(files, key, columns, dim), stamps=stamps)
 
 
 def _files(path: Path, choice: TableChoice) -> list[Path]:
@@ -66,9 +70,10 @@ def _files(path: Path, choice: TableChoice) -> list[Path]:
 
 
 def _open(file: Path) -> pq.ParquetFile:
-    # Not mapped, a row group's columns are read whole, or a page of the size that its header claims.
+    # Without a buffer a row group's columns are read whole; mapped, a file that somebody shortens ends
+    # the process.
     try:
-        return pq.ParquetFile(file, memory_map=True)
+        return pq.ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False)
     except FileNotFoundError:
         raise ModelError(f"{file} is missing") from None
     except (OSError, pa.ArrowException) as error:

@@ -20,6 +20,7 @@ from hps.models.importers.arrays import (
     to_float32,
     to_keys,
 )
+from hps.models.stamp import Stamp
 from hps.types import KeyArray
 
 Chunk = tuple[KeyArray, NDArray[np.float32]]
@@ -49,13 +50,14 @@ class TableChoice:
 @dataclass(frozen=True, slots=True)
 class ImportTable:
     """A table to be written. ``chunks`` starts reading anew at each call. ``parts``: what was stacked,
-    with the key at which each part begins."""
+    with the key at which each part begins. ``stamps``: the files it is read from, as they were found."""
 
     name: str
     dim: int
     rows: int
     chunks: Callable[[], Iterator[Chunk]]
     parts: tuple[tuple[str, int], ...] = ()
+    stamps: tuple[Stamp, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,7 @@ def _table(file: ArrayFile, choice: TableChoice) -> ImportTable:
         rows,
         lambda: _chunks(arrays, keys),
         parts if len(arrays) > 1 and keys is None else (),
+        (Stamp.of(file.path),),
     )
 
 

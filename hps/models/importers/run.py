@@ -144,5 +144,7 @@ class _Rows:
                 yield keys, vectors
                 row += len(keys)
                 step(len(keys))
+        for stamp in table.stamps:
+            stamp.check()
         if row != table.rows:
             raise ModelError(f"table '{table.name}': expected {table.rows} rows, found {row}")

@@ -1,4 +1,4 @@
-"""safetensors: a JSON header, then the arrays' bytes; mapped, so bfloat16 works without a framework."""
+"""safetensors: a JSON header, then the arrays' bytes; bfloat16 works without a framework."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hps.errors import ModelError
-from hps.models.importers.arrays import ArrayFile, StoredArray, empty, mapped
+from hps.models.importers.arrays import ArrayFile, StoredArray, empty, stored
 
 _MAX_HEADER = 100 << 20
 _DTYPES = {
@@ -66,8 +66,8 @@ def _array(path: Path, size: int, base: int, name: str, entry: Any) -> StoredArr
         raise ModelError(
             f"{path}: the header's entry of '{name}' is damaged: {str(entry)[:200]}"
         ) from error
-    dtype, stored = _DTYPES.get(kind, (kind, "<u1"))
-    item = np.dtype(stored)
+    dtype, raw = _DTYPES.get(kind, (kind, "<u1"))
+    item = np.dtype(raw)
     count = math.prod(shape)
     if min(shape, default=0) < 0 or not 0 <= begin <= end or base + end > size:
         raise ModelError(
@@ -81,4 +81,4 @@ def _array(path: Path, size: int, base: int, name: str, entry: Any) -> StoredArr
         )
     if kind not in _DTYPES or not count or not shape:
         return StoredArray(name, shape, dtype, empty)
-    return StoredArray(name, shape, dtype, mapped(np.memmap(path, item, "r", base + begin, shape)))
+    return StoredArray(name, shape, dtype, stored(path, item, base + begin, shape))

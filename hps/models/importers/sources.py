@@ -45,6 +45,8 @@ def plan_import(
     name; ``model`` chooses one of a ``ps.json``. Raises ModelError."""
     if not path.exists():
         raise ModelError(f"{path} is missing")
+    if not path.is_file() and not path.is_dir():  # to read it could take for ever
+        raise ModelError(f"{path} is neither a file nor a folder; copy what it gives into a file")
     kind = format or detect(path)
     if kind == "ps.json":
         if choices:

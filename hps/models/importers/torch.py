@@ -1,7 +1,7 @@
 """PyTorch checkpoints (``torch.save``, since version 1.6), without PyTorch.
 
 Such a file is a zip archive: ``<prefix>/data.pkl`` describes the tensors, ``<prefix>/data/<key>`` are their
-bytes, stored uncompressed, and mapped here.
+bytes, stored uncompressed.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
-from numpy.typing import NDArray
 
 from hps.errors import ModelError
-from hps.models.importers.arrays import ArrayFile, StoredArray, empty, mapped
+from hps.models.importers.arrays import ArrayFile, StoredArray, empty, stored
 from hps.models.importers.npz import data_offset, open_zip
 from hps.models.importers.torch_pickle import Tensor, read_pickle
 
@@ -119,7 +117,7 @@ def _array(
     order: str,
 ) -> StoredArray:
     item = np.dtype(f"{order}{tensor.stored}")
-    if 0 in tensor.size or not tensor.size:
+    if 0 in tensor.size or len(tensor.size) not in (1, 2):
         return StoredArray(name, tensor.size, tensor.dtype, empty)
     entry = entries.get(f"{prefix}data/{tensor.storage.key}")
     if entry is None:
@@ -136,10 +134,8 @@ def _array(
             f"{last}, its storage has {held}: the file is damaged"
         )
 
-    def blocks(rows: int) -> Iterator[NDArray[Any]]:
-        flat = np.memmap(path, item, "r", data_offset(path, entry), (held,))
-        strides = tuple(step * item.itemsize for step in tensor.stride)
-        view = as_strided(flat[tensor.offset :], tensor.size, strides, writeable=False)
-        return mapped(view)(rows)
-
-    return StoredArray(name, tensor.size, tensor.dtype, blocks)
+    offset = data_offset(path, entry) + tensor.offset * item.itemsize
+    strides = None if tensor.stride == (*tensor.size[1:], 1) else tuple(tensor.stride)
+    return StoredArray(
+        name, tensor.size, tensor.dtype, stored(path, item, offset, tensor.size, strides)
+    )

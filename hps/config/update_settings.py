@@ -1,0 +1,86 @@
+"""The settings of `updates`: how rows change while they are served."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from hps.config.model_schema import Strict
+
+_OURS = (
+    "bootstrap.servers",
+    "metadata.broker.list",
+    "group.id",
+    "enable.auto.commit",
+    "enable.auto.offset.store",
+)
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{text!r} is not a regular expression: {error}") from None
+    return text
+
+
+class KafkaSettings(Strict):
+    """Rows streamed in by Kafka: topics `hps_updates.<model>` in the native format, and HPS's
+    `hps_et.<model>.<table>`."""
+
+    brokers: str = Field(min_length=1)
+    """`host:port`, several separated by commas."""
+    models: list[Annotated[str, AfterValidator(_pattern)]] = [".+"]
+    """Which models are updated: regular expressions, one of which must match a model's whole name."""
+    group: str | None = Field(None, pattern=r"^[a-zA-Z0-9_.\-]{1,200}$")
+    """Name of this node among the readers, the same after each restart; null: the host's name."""
+    write_shared: bool = False
+    """Write Redis from this process too; off: `hps ingest` does, once for all nodes."""
+    dead_letters: str = Field("hps_dead_letters", pattern=r"^[a-zA-Z0-9_.\-]{1,249}$")
+    """Topic of messages that cannot be taken, each with the reason."""
+    max_message_bytes: int = Field(16 << 20, ge=1024, le=1 << 30)
+    """Larger messages are dead letters."""
+    prefetch_kb: int = Field(65_536, ge=1024, le=2_097_151)
+    """Memory for messages fetched ahead, in kilobytes."""
+    options: dict[str, str | int | float | bool] = {}
+    """Further settings of librdkafka, as `security.protocol`, `sasl.username`, `ssl.ca.location`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in _OURS:
+            if name in self.options:
+                raise ValueError(f"options: {name!r} is set by hps itself; take it out")
+        return self
+
+    def takes(self, model: str) -> bool:
+        """Whether ``model`` is one of those that are updated."""
+        return any(re.fullmatch(pattern, model) for pattern in self.models)
+
+
+class DirectorySettings(Strict):
+    """Rows from files that appear in a folder: native messages, Parquet and npz."""
+
+    path: Path
+    """The folder; files are applied in the order of their names."""
+    models: list[Annotated[str, AfterValidator(_pattern)]] = [".+"]
+    """Which models are updated: regular expressions, one of which must match a model's whole name."""
+    keep_applied: bool = True
+    """Move files that were applied to `applied/` below the folder; off: remove them."""
+
+    def takes(self, model: str) -> bool:
+        """Whether ``model`` is one of those that are updated."""
+        return any(re.fullmatch(pattern, model) for pattern in self.models)
+
+
+class UpdatesSettings(Strict):
+    """How rows change while they are served."""
+
+    promote_queue_keys: int = Field(1 << 20, ge=1)
+    """Keys waiting to be promoted into the caches; more are dropped and counted."""
+    kafka: KafkaSettings | None = None
+    """Rows streamed in by Kafka; null: none are."""
+    directory: DirectorySettings | None = None
+    """Rows from files in a folder; null: none are."""

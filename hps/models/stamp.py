@@ -1,0 +1,46 @@
+"""Whether somebody wrote to a file while it was read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from hps.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """A file as it was found. Another one lies there, or it was written to, when its stamp differs;
+    contents put in place within the same tick of the file system's clock, and as long, go unnoticed."""
+
+    path: Path
+    device: int
+    inode: int
+    bytes: int
+    mtime_ns: int
+
+    @staticmethod
+    def of(path: Path) -> Stamp:
+        """Raises OSError."""
+        found = os.stat(path)
+        return Stamp(path, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+    def __str__(self) -> str:
+        return f"{self.device}:{self.inode}:{self.bytes}:{self.mtime_ns}"
+
+    def check(self) -> None:
+        """Raises ModelError when the file is not as it was."""
+        try:
+            now = Stamp.of(self.path)
+        except OSError as error:
+            raise ModelError(
+                f"{self.path} went away while it was read: {error.strerror}"
+            ) from error
+        if now != self:
+            size = (
+                "" if now.bytes == self.bytes else f" ({self.bytes} bytes before, {now.bytes} now)"
+            )
+            raise ModelError(
+                f"{self.path} was changed while it was read{size}; try again when nobody writes to it"
+            )

@@ -1,0 +1,229 @@
+"""A node's update streams: which sources feed which of its stores, and what can be said and asked of them.
+
+There are two kinds of readers. The node's own reads everything and writes what is the node's own, RocksDB and
+the caches; its group has no other member. The shared one writes Redis, once for all nodes, so its group is
+the same everywhere; it runs in `hps ingest`, or in a node where `updates.kafka.write_shared` says so.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from hps import metric_names as m
+from hps.config.update_settings import DirectorySettings, KafkaSettings
+from hps.errors import BadRequest, NotFound, Unavailable
+from hps.meters import UpdateMeter
+from hps.metrics import Metrics
+from hps.types import EmbeddingTable, KeyArray, VectorArray
+from hps.updates.direct import DirectWriter
+from hps.updates.directory import DirectorySource
+from hps.updates.ingest_thread import IngestThread
+from hps.updates.ingestor import Ingestor
+from hps.updates.kafka import KafkaSource
+from hps.updates.kafka_client import DeadLetterTopic
+from hps.updates.source import UpdateSource
+from hps.updates.stream_places import Store
+from hps.updates.topics import Topics
+from hps.updates.writer import CacheWriter
+
+SHARED_GROUP = "hps.shared"
+# A node without a store of its own: updates that others may not have written yet when its caches were
+# filled.
+_OVERLAP_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """One reader: its ``group``, its source and ingestor, and the thread they run on."""
+
+    group: str
+    kind: str
+    source: UpdateSource
+    ingestor: Ingestor
+    thread: IngestThread
+
+    def status(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        lag = self.source.lag()
+        return {
+            "group": self.group,
+            "source": self.kind,
+            "state": "paused" if self.thread.paused else "running",
+            "problem": self.ingestor.problem or self.source.problem,
+            "stores": self.ingestor.store_names,
+            "caches": self.ingestor.refreshes,
+            "lag": sum(lag.values()),
+            "partitions": [
+                {"topic": topic, "partition": partition, "lag": messages}
+                for (topic, partition), messages in sorted(lag.items())
+            ],
+        }
+
+
+class Streams:
+    """Those of one node. Any thread may call it; ``resources`` closes it. ``watermarks``: of each table, what
+    the files it was loaded from contain of the streams (`Manifest.watermark`).
+    """
+
+    def __init__(
+        self,
+        tables: Iterable[EmbeddingTable],
+        metrics: Metrics,
+        resources: ExitStack,
+        watermarks: Mapping[EmbeddingTable, Mapping[str, Mapping[str, int]]] | None = None,
+    ) -> None:
+        self._tables = list(tables)
+        self._watermarks = watermarks or {}
+        self._metrics = metrics
+        self._resources = resources
+        self._meter = UpdateMeter(metrics)
+        self._streams: list[Stream] = []
+        self._direct: DirectWriter | None = None
+        metrics.gauges(m.UPDATE_LAG, self._lags)
+        metrics.gauges(m.UPDATE_AGE, self._ages)
+
+    def read_kafka(
+        self,
+        settings: KafkaSettings,
+        group: str,
+        stores: Sequence[Store],
+        caches: CacheWriter | None,
+    ) -> None:
+        """Start a reader. Raises ConfigError; never because Kafka is not there."""
+        topics = Topics(self._tables, settings.takes)
+        since = None if stores else time.time() - _OVERLAP_S
+        source = KafkaSource(settings, group, topics, lambda t, p: ingestor.begin(t, p), since)
+        ingestor = Ingestor(
+            source,
+            topics.tables,
+            topics.readers,
+            stores,
+            caches,
+            DeadLetterTopic(settings),
+            self._meter,
+            self._contained,
+        )
+        self._start(group, "kafka", source, ingestor)
+
+    def read_folder(
+        self, settings: DirectorySettings, stores: Sequence[Store], caches: CacheWriter
+    ) -> None:
+        """Start a reader of a folder's files. Raises ConfigError."""
+        topics = Topics(self._tables, settings.takes)
+        source = DirectorySource(settings, topics.tables)
+        ingestor = Ingestor(
+            source, topics.tables, topics.readers, stores, caches, source, self._meter
+        )
+        self._start("directory", "directory", source, ingestor)
+
+    def _start(self, group: str, kind: str, source: UpdateSource, ingestor: Ingestor) -> None:
+        thread = IngestThread(ingestor, source, f"hps-ingest-{len(self._streams)}")
+        self._streams.append(Stream(group, kind, source, ingestor, thread))
+        self._resources.callback(thread.close)
+        thread.start()
+
+    def write_directly(
+        self,
+        stores: Sequence[Store],
+        caches: CacheWriter,
+        fixed: Collection[EmbeddingTable] = (),
+    ) -> None:
+        """Let `write` change the rows of ``stores`` and ``caches``, but of no ``fixed`` table."""
+        self._direct = DirectWriter(stores, caches, self._meter, fixed)
+
+    def write(
+        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, deleted: KeyArray
+    ) -> int:
+        """Rows that come without a stream; see `hps.updates.direct.DirectWriter.write`."""
+        if self._direct is None:
+            raise Unavailable("the node is not open")
+        return self._direct.write(table, keys, vectors, deleted)
+
+    def status(self) -> list[dict[str, Any]]:
+        return [stream.status() for stream in self._streams]
+
+    def pause(self, group: str | None = None, wait_s: float = 10.0) -> None:
+        """Have one group's reader, or all, apply nothing more for the time being. Raises Unavailable when
+        the batch at hand takes longer than ``wait_s``; the pause holds after it.
+        """
+        for stream, done in [(each, each.thread.pause()) for each in self._chosen(group)]:
+            self._wait("pause", stream, done, wait_s)
+
+    def resume(self, group: str | None = None) -> None:
+        for stream in self._chosen(group):
+            stream.thread.resume()
+
+    def seek(
+        self,
+        topic: str,
+        partition: int,
+        offset: int,
+        group: str | None = None,
+        wait_s: float = 10.0,
+    ) -> None:
+        """Have messages from ``offset`` on applied, again or before their turn. What is newer stays."""
+        if offset < 0 or partition < 0:
+            raise BadRequest("partition and offset must be 0 or more")
+        found = False
+        for stream in self._chosen(group):
+            source = stream.source
+            if not isinstance(source, KafkaSource) or (topic, partition) not in source.lag():
+                continue
+            found = True
+            done = stream.thread.call(partial(source.seek, topic, partition, offset))
+            self._wait("seek", stream, done, wait_s)
+        if not found:
+            raise NotFound(f"no partition {partition} of topic {topic!r} is read here")
+
+    def age_s(self, table: EmbeddingTable) -> float:
+        """How old the newest rows of ``table`` may be; 0 when everything there is was applied."""
+        behind = any(
+            messages
+            for stream in self._streams
+            for (topic, _partition), messages in stream.source.lag().items()
+            if table in stream.ingestor.readers(topic)
+        )
+        newest = self._meter.newest_s.get(table)
+        return max(0.0, time.time() - newest) if behind and newest is not None else 0.0
+
+    def _wait(self, what: str, stream: Stream, done: Future[None], wait_s: float) -> None:
+        try:
+            done.result(wait_s)
+        except (TimeoutError, CancelledError):
+            done.cancel()
+            why = stream.ingestor.problem or "the node is closing, or writes a large batch"
+            raise Unavailable(f"{stream.group} did not {what} within {wait_s:g} s: {why}") from None
+
+    def _contained(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
+        return self._watermarks.get(table, {}).get(topic, {}).get(str(partition))
+
+    def _chosen(self, group: str | None) -> list[Stream]:
+        if not self._streams:
+            raise NotFound("no updates are read here; set updates.kafka or updates.directory")
+        chosen = [s for s in self._streams if group in (None, s.group)]
+        if not chosen:
+            groups = ", ".join(s.group for s in self._streams)
+            raise NotFound(f"no reader is of group {group!r}; there are: {groups}")
+        return chosen
+
+    def _lags(self) -> Iterable[tuple[tuple[str, ...], float]]:
+        for stream in self._streams:
+            for (topic, partition), messages in stream.source.lag().items():
+                yield (stream.group, topic, str(partition)), messages
+
+    def _ages(self) -> Iterable[tuple[tuple[str, ...], float]]:
+        if self._streams:
+            for table in self._tables:
+                yield (table.model, table.name), self.age_s(table)
+
+
+def node_group(settings: KafkaSettings) -> str:
+    """The group of a node's own reader."""
+    return f"hps.node.{settings.group or socket.gethostname()}"
