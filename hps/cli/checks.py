@@ -19,7 +19,8 @@ from hps.errors import HpsError, TierError, TierTimeout, Unauthenticated
 
 if TYPE_CHECKING:
     from hps.config import Configuration
-    from hps.config.schema import RedisSettings, Settings
+    from hps.config.schema import Settings
+    from hps.config.store_settings import RedisSettings
     from hps.models.repository import ModelVersion
     from hps.types import EmbeddingTable
 
@@ -85,8 +86,11 @@ def _distribution(requirement: str) -> str:
 
 
 def native_core() -> Check:
-    from hps.native import COMPILED
-
+    try:
+        from hps.native import COMPILED
+    except HpsError as error:  # of other sources
+        found, _, mend = str(error).partition(": ")
+        return Check("native core", "FAIL", found, mend)
     if COMPILED:
         return Check("native core", "OK", "compiled")
     mend = "install a C++ compiler and python3-dev, then reinstall hps (and unset HPS_NATIVE=off)"

@@ -7,31 +7,39 @@ no signal handler of the demo could notice.
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import sys
 import threading
 from pathlib import Path
 
-ABANDONED = threading.Event()
-
 
 def end_with_the_demo() -> None:
     while os.read(sys.stdin.fileno(), 1):
         pass
-    ABANDONED.set()
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def abandoned() -> bool:
+    """Whether the demo is gone: it writes nothing, so there is something to read only at the end."""
+    return bool(select.select([sys.stdin], [], [], 0)[0])
 
 
 def serve(config: Path) -> None:
     """Serve ``config`` until told to stop; its folder goes too when the demo cannot remove it."""
+    # Until the server handles it, too, SIGTERM lets what stands below `finally` run.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     from hps.cli.main import app
 
-    threading.Thread(target=end_with_the_demo, daemon=True).start()
     try:
-        app(["serve", "--output", "json", "--config", str(config)])
+        try:
+            threading.Thread(target=end_with_the_demo, daemon=True).start()
+            app(["serve", "--output", "json", "--config", str(config)])
+        finally:  # the demo's end may come while the server ends by itself
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
     finally:
-        if ABANDONED.is_set():
+        if abandoned():
             shutil.rmtree(config.parent, ignore_errors=True)
 
 

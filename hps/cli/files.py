@@ -63,6 +63,9 @@ def _check_columns(path: Path, names: tuple[str, ...], present: list[str]) -> No
             f"{path} has no column {', '.join(missing)}; it has {', '.join(present)}. Columns are "
             "named as the model's features and dense inputs"
         )
+    twice = [name for name in names if present.count(name) > 1]
+    if twice:
+        raise BadRequest(f"{path} has several columns {twice[0]}; rename all but one")
 
 
 class ParquetReader:
@@ -146,15 +149,20 @@ class JsonlReader:
             try:
                 cells = [row[name] for row in rows]
             except (KeyError, TypeError):
+                odd = [row for row in rows if not isinstance(row, dict)]
+                if odd:
+                    text = f"up to line {last_line} there is {str(odd[0])[:80]!r}"
+                    raise BadRequest(
+                        f"{self._path}: {text}, expected a JSON object in each line"
+                    ) from None
                 _check_columns(self._path, self._names, self._common(rows))
-                raise BadRequest(f"{self._path}: a line is not a JSON object") from None
+                raise
             columns[name] = _text_column(cells)
         return columns
 
     def _common(self, rows: list[Any]) -> list[str]:
         """The names that every one of ``rows`` has."""
-        objects = [row.keys() if isinstance(row, dict) else () for row in rows]
-        return [name for name in objects[0] if all(name in row for row in objects)]
+        return [name for name in rows[0] if all(name in row for row in rows)]
 
 
 def _text_column(cells: list[Any]) -> Any:

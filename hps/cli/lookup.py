@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import typer
 
-from hps.cli.output import Number, Output, OutputFormat, age, plural, print_json, print_table, warn
+from hps.cli.output import Output, OutputFormat, plural, print_json, print_table, warn
 from hps.cli.targets import (
     ADMIN,
     AdminOption,
@@ -18,7 +18,9 @@ from hps.cli.targets import (
     open_here,
     refuse_overrides,
 )
-from hps.errors import ConfigError, NotFound
+from hps.cli.values import as_typed, parse_key, shown_age, shown_vector
+from hps.errors import NotFound
+from hps.names import hint_for
 
 if TYPE_CHECKING:
     from hps.node import Node
@@ -32,9 +34,6 @@ Examples:
   hps lookup ctr user 17 --config config.yaml
 """
 KEYS_PER_CALL = 200
-SHOWN_VALUES = 8
-# Rows of files that tell no time have versions far in the past.
-DATED_SINCE_MS = 1_000_000_000_000
 
 
 @app.command(epilog=EXAMPLES, context_settings={"ignore_unknown_options": True})
@@ -42,7 +41,10 @@ def lookup(
     model: Annotated[str, typer.Argument(help="The model.")],
     table: Annotated[str, typer.Argument(help="One of its tables; hps tables lists them.")],
     keys: Annotated[
-        list[str], typer.Argument(help="Keys of the table, from -2^63 to 2^64-1.", metavar="KEY")
+        list[str],
+        typer.Argument(
+            help="Keys of the table, from -2^63 to 2^64-1; 0x… is hexadecimal.", metavar="KEY"
+        ),
     ],
     explain: Annotated[
         bool, typer.Option("--explain", help="Add the tier each row came from and its age.")
@@ -67,23 +69,11 @@ def lookup(
         refuse_overrides(overrides)
         report = asked(admin, api_key, model, table, numbers)
     for row, text in zip(report["rows"], keys, strict=True):
-        row["key"] = int(text)
+        row["key"] = as_typed(text)
     if output is OutputFormat.json:
         print_json(report)
     else:
         show(report, explain)
-
-
-def parse_key(text: str) -> int:
-    """A key, in decimal or hexadecimal (0x…), as the signed 64-bit number with the same bits; ConfigError
-    for anything else."""
-    try:
-        key = int(text, 16 if "x" in text.lower() else 10)
-    except ValueError:
-        raise ConfigError(f"{text!r} is not a key, a whole number from -2^63 to 2^64-1") from None
-    if not -(2**63) <= key < 2**64:
-        raise ConfigError(f"key {text} is outside -2^63 to 2^64-1")
-    return key - 2**64 if key >= 2**63 else key
 
 
 def asked(
@@ -110,8 +100,7 @@ def here(node: Node, model: str, table: str, keys: list[int]) -> dict[str, Any]:
 
     served = node.model(model)
     if table not in served.tables:
-        there = ", ".join(served.tables)
-        raise NotFound(f"model {model!r} has no table {table!r}; it has {there}")
+        raise NotFound(f"model {model!r} has no table {table!r}{hint_for(table, served.tables)}")
     wanted = np.array(keys, np.int64)
     found = node.lookup(model, {table: wanted}, by_table=True, want_source=True)
     return explained(served.tables[table], wanted, found)
@@ -133,20 +122,7 @@ def show(report: dict[str, Any], explain: bool) -> None:
 
 
 def _row(row: dict[str, Any], explain: bool) -> list[Any]:
-    values = [f"{value:.6g}" for value in row["vector"][:SHOWN_VALUES]]
-    if len(row["vector"]) > SHOWN_VALUES:
-        values.append(f"… ({len(row['vector'])} values)")
-    cells: list[Any] = [row["key"], " ".join(values)]
+    cells: list[Any] = [row["key"], shown_vector(row["vector"])]
     if explain:
-        cells[1:1] = [row["source"], _age(row)]
+        cells[1:1] = [row["source"], shown_age(row["version"])]
     return cells
-
-
-def _age(row: dict[str, Any]) -> Number:
-    """The time since the row was written, where its tier keeps versions."""
-    if not row["found"]:
-        return Number("-")
-    from hps.types import version_unix_ms
-
-    dated = version_unix_ms(row["version"]) >= DATED_SINCE_MS
-    return age(row["age_s"]) if dated else Number("unknown")

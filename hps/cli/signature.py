@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hps.errors import BadRequest
+from hps.names import hint_for
 
 if TYPE_CHECKING:
     from hps.config.model_schema import ModelSpec
@@ -45,16 +46,11 @@ class Signature:
 
     def check_known(self, names: Mapping[str, Any]) -> None:
         """Refuse a name the model does not have, with the nearest one it has."""
-        from difflib import get_close_matches
-
         for name in names:
             if name in self.features or name in self.dense:
                 continue
-            near = get_close_matches(name, self.names, 1)
             raise BadRequest(
-                f"model {self.model!r} has no input {name!r}; "
-                + (f"did you mean {near[0]!r}? " if near else "")
-                + f"It takes {', '.join(self.names)}"
+                f"model {self.model!r} has no input {name!r}{hint_for(name, self.names, 'it takes')}"
             )
 
     def check_complete(self, names: Mapping[str, Any]) -> None:

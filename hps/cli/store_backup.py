@@ -21,8 +21,8 @@ from hps.cli.store_open import (
     work,
 )
 from hps.cli.store_rows import VersionOption
-from hps.cli.store_values import parse_version
 from hps.cli.targets import SetOption
+from hps.cli.values import parse_version
 from hps.errors import ConfigError
 
 if TYPE_CHECKING:

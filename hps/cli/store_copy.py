@@ -26,8 +26,8 @@ from hps.cli.store_open import (
     read_config,
     work,
 )
-from hps.cli.store_values import parse_version
 from hps.cli.targets import SetOption
+from hps.cli.values import parse_version
 from hps.errors import ConfigError, NotFound
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hps.cli.lookup import parse_key
 from hps.cli.output import (
     Number,
     Output,
@@ -30,15 +29,16 @@ from hps.cli.store_open import (
     read_config,
     work,
 )
-from hps.cli.store_values import (
+from hps.cli.targets import SetOption
+from hps.cli.values import (
     as_typed,
     key_array,
+    parse_key,
     parse_vector,
     parse_version,
     shown_age,
     shown_vector,
 )
-from hps.cli.targets import SetOption
 from hps.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -286,6 +286,7 @@ def _tell_written(
         number = len(found) // len(tiers) - len({row["key"] for row in kept})
         say(f"{done}: {plural(number, 'row')} in {' and '.join(tiers)}")
     for row in kept:
-        warn(f"{row['tier']} keeps what is newer of key {row['key']}: version {row['version']}")
+        newer = f"version {row['version']}; --version {row['version'] + 1} would replace it"
+        warn(f"{row['tier']} keeps what is newer of key {row['key']}: {newer}")
     if kept:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""Keys, vectors, versions and times of ``hps store``, as they are typed and shown."""
+"""Keys, vectors, versions and times, as they are typed and shown."""
 
 from __future__ import annotations
 
@@ -14,6 +14,18 @@ from hps.types import EmbeddingTable, KeyArray, VectorArray, make_version, versi
 SHOWN_VALUES = 8
 # Versions of files that tell no time lie far in the past.
 DATED_SINCE_MS = 1_000_000_000_000
+
+
+def parse_key(text: str) -> int:
+    """A key, in decimal or hexadecimal (0x…), as the signed 64-bit number with the same bits; ConfigError
+    for anything else."""
+    try:
+        key = int(text, 16 if "x" in text.lower() else 10)
+    except ValueError:
+        raise ConfigError(f"{text!r} is not a key, a whole number from -2^63 to 2^64-1") from None
+    if not -(2**63) <= key < 2**64:
+        raise ConfigError(f"key {text} is outside -2^63 to 2^64-1")
+    return key - 2**64 if key >= 2**63 else key
 
 
 def parse_vector(text: str, table: EmbeddingTable) -> VectorArray:

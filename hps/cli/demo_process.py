@@ -1,0 +1,151 @@
+"""The demo's server: started with ports that are free, watched, and ended with the demo."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from hps.cli.output import say
+from hps.errors import ConfigError, Unavailable
+
+PORTS = {"http": 8000, "admin": 8002}
+START_S = 60.0
+
+
+class PortTaken(Unavailable):
+    """The server could not have its port."""
+
+
+@contextmanager
+def ends_when_told() -> Iterator[None]:
+    """Makes SIGINT, SIGTERM and SIGHUP a KeyboardInterrupt, on the main thread.
+
+    A shell starts what runs in the background with SIGINT ignored, and Python leaves it at that; who
+    sends one to the demo means it all the same. An ignored SIGHUP stays so: that is what nohup asks for.
+    """
+    ends = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        ends.append(signal.SIGHUP)
+    before = [(number, signal.signal(number, _interrupt)) for number in ends]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def _interrupt(_signal: int, _frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+Started = tuple[subprocess.Popen[str], dict[str, str]]
+
+
+def start(stack: ExitStack, repository: Path, scratch: Path, port: int | None) -> Started:
+    """The server's process and addresses; ``stack`` ends it."""
+    config = scratch / "config.yaml"
+    config.write_text(json.dumps(_settings(repository, scratch, _ports(port)), indent=2))
+    try:
+        return stack.enter_context(_server(config))
+    except PortTaken:
+        # Free when it was looked at, taken by another process since.
+        if port is not None:
+            raise
+    free = dict.fromkeys(PORTS, 0)
+    config.write_text(json.dumps(_settings(repository, scratch, free), indent=2))
+    return stack.enter_context(_server(config))
+
+
+def _ports(port: int | None) -> dict[str, int]:
+    """By listener, 0 for any free one: the usual ports where they are free, else the one given."""
+    wanted = PORTS if port is None else {"http": port, "admin": 0}
+    ports = {}
+    for name, number in wanted.items():
+        free = _is_free(number)
+        if not free and port is not None:
+            raise ConfigError(f"port {number} is taken; leave --port out and the demo finds one")
+        if not free:
+            say(f"Port {number} is taken; the demo's {name} port is another one.", style="yellow")
+        ports[name] = number if free else 0
+    return ports
+
+
+def _settings(repository: Path, scratch: Path, ports: dict[str, int]) -> dict[str, Any]:
+    """The configuration file: JSON, which is YAML."""
+    return {
+        "models": {"repository": str(repository.absolute())},
+        "tiers": {
+            "rocksdb": {"path": str(scratch / "rocksdb")},
+            # Empty at first, so that the demo shows rows coming from disk and then from memory.
+            "cpu_cache": {"warm": False},
+        },
+        "server": {name: {"port": number} for name, number in ports.items()},
+    }
+
+
+def _is_free(port: int) -> bool:
+    import socket
+
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+@contextmanager
+def _server(config: Path) -> Iterator[Started]:
+    """``hps serve`` in a process of its own, and the addresses it printed when it was ready."""
+    log = config.with_name("server.log")
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            [sys.executable, "-m", "hps.cli.demo_server", str(config)],
+            stdin=subprocess.PIPE,  # closes with this process: see demo_server
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                process.wait(START_S)
+                cause = _cause(log.read_text())
+                kind = PortTaken if "cannot listen on" in cause else Unavailable
+                raise kind(f"the demo's server did not start: {cause}")
+            yield process, json.loads(line)["endpoints"]
+        finally:
+            process.terminate()
+            try:
+                process.wait(START_S)
+            except (subprocess.TimeoutExpired, KeyboardInterrupt):  # told to end a second time
+                process.kill()
+
+
+def _cause(log: str) -> str:
+    """The server's error line; a log without one is shown whole on stderr."""
+    lines = log.strip().splitlines() or ["it said nothing"]
+    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if told:
+        return told[-1]
+    sys.stderr.write(log)
+    return lines[-1]
+
+
+def wait(process: subprocess.Popen[str]) -> None:
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        say("Stopping.")
+        return
+    raise Unavailable(f"the demo's server ended by itself with exit code {code}")

@@ -1,0 +1,17 @@
+"""``hps updates``: rows on their way to the nodes; one module a kind of work."""
+
+from __future__ import annotations
+
+import typer
+
+from hps.cli import updates_control, updates_dlq, updates_publish
+
+app = typer.Typer(no_args_is_help=True, help="Send rows to serving nodes; look after the stream.")
+app.command(epilog=updates_publish.EXAMPLES)(updates_publish.publish)
+app.command(epilog=updates_dlq.EXAMPLES)(updates_dlq.dlq)
+app.command(epilog=updates_control.STATUS_EXAMPLES)(updates_control.status)
+app.command(epilog=updates_control.PAUSE_EXAMPLES)(updates_control.pause)
+app.command(epilog=updates_control.PAUSE_EXAMPLES.replace("pause", "resume"))(
+    updates_control.resume
+)
+app.command(epilog=updates_control.SEEK_EXAMPLES)(updates_control.seek)

@@ -1,0 +1,130 @@
+"""``hps updates status | pause | resume | seek``: the readers of update streams in a running server."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from hps.cli.output import Number, Output, OutputFormat, count, print_json, print_table, say, warn
+from hps.cli.targets import ADMIN, AdminOption, ApiKeyOption, NoServerOption
+
+STATUS_EXAMPLES = """\b
+Examples:
+  hps updates status
+  hps updates status --admin http://127.0.0.1:8002 --output json
+"""
+PAUSE_EXAMPLES = """\b
+Examples:
+  hps updates pause
+  hps updates pause --group hps.shared
+"""
+SEEK_EXAMPLES = """\b
+Examples:
+  hps updates seek hps_updates.ctr 0 0          # apply all of partition 0 again
+  hps updates seek hps_updates.ctr 3 81200      # go on at offset 81200
+"""
+
+GroupOption = Annotated[
+    str | None, typer.Option(help="Only this group's reader; `hps updates status` lists them.")
+]
+
+
+def status(
+    admin: AdminOption = ADMIN,
+    _server: NoServerOption = None,
+    api_key: ApiKeyOption = None,
+    output: Output = OutputFormat.table,
+) -> None:
+    """Show how far a server is with its streams, and why they wait."""
+    show(_ask("/v1/updates", admin, api_key), output)
+
+
+def pause(
+    group: GroupOption = None,
+    admin: AdminOption = ADMIN,
+    _server: NoServerOption = None,
+    api_key: ApiKeyOption = None,
+    output: Output = OutputFormat.table,
+) -> None:
+    """Have a server apply no more updates until `hps updates resume`. Nothing is lost: they wait in Kafka."""
+    show(_ask("/v1/updates/pause", admin, api_key, {"group": group}), output)
+
+
+def resume(
+    group: GroupOption = None,
+    admin: AdminOption = ADMIN,
+    _server: NoServerOption = None,
+    api_key: ApiKeyOption = None,
+    output: Output = OutputFormat.table,
+) -> None:
+    """Have a paused server go on where it was."""
+    show(_ask("/v1/updates/resume", admin, api_key, {"group": group}), output)
+
+
+def seek(
+    topic: Annotated[str, typer.Argument(help="As `hps updates status` shows it.")],
+    partition: Annotated[int, typer.Argument(min=0)],
+    offset: Annotated[int, typer.Argument(min=0, help="The message to go on with.")],
+    group: GroupOption = None,
+    admin: AdminOption = ADMIN,
+    _server: NoServerOption = None,
+    api_key: ApiKeyOption = None,
+    output: Output = OutputFormat.table,
+) -> None:
+    """Have a server go on with a partition at another offset.
+
+    What is applied again is harmless: rows that are newer stay, and HPS's layouts end with the last
+    write.
+    """
+    body = {"topic": topic, "partition": partition, "offset": offset, "group": group}
+    show(_ask("/v1/updates/seek", admin, api_key, body), output)
+
+
+def _ask(
+    path: str, admin: str, api_key: str | None, body: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    from hps.client import Client
+
+    with Client(admin_url=admin, api_key=api_key) as client:
+        return list(client.admin(path, body)["updates"])
+
+
+def show(streams: list[dict[str, Any]], output: OutputFormat) -> None:
+    """The readers, as a server tells of them."""
+    if output is OutputFormat.json:
+        print_json(streams)
+        return
+    if not streams:
+        say("No updates are read here; set updates.kafka or updates.directory.")
+        return
+    print_table(
+        ("group", "source", "state", "writes", "behind"),
+        [
+            (
+                each["group"],
+                each["source"],
+                each["state"],
+                ", ".join([*each["stores"], "caches"] if each["caches"] else each["stores"]),
+                count(each["lag"]),
+            )
+            for each in streams
+        ],
+    )
+    rows = [
+        (each["group"], part["topic"], Number(str(part["partition"])), count(part["lag"]))
+        for each in streams
+        for part in each["partitions"]
+    ]
+    if rows:
+        say()
+        print_table(("group", "topic", "partition", "behind"), rows)
+    for each in streams:
+        if not each["partitions"] and not each["problem"]:
+            say(
+                f"{each['group']}: no topic of its models is there yet (hps_updates.<model>, "
+                "hps_et.<model>.<table>); "
+                "a new one is noticed within 10 s"
+            )
+        if each["problem"]:
+            warn(f"{each['group']}: {each['problem']}")

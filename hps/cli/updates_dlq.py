@@ -1,0 +1,136 @@
+"""``hps updates dlq``: messages that nobody could take, and why; sent again once that is mended."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from dataclasses import asdict
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hps.cli.output import (
+    Output,
+    OutputFormat,
+    age,
+    plural,
+    print_json,
+    print_table,
+    say,
+    size,
+    warn,
+)
+from hps.cli.targets import SetOption
+from hps.cli.updates_kafka import BrokersOption, SomeConfig, configuration_of, kafka_settings
+
+if TYPE_CHECKING:
+    from hps.updates.dead_letters import Letter
+
+EXAMPLES = """\b
+Examples:
+  hps updates dlq --config hps.yaml
+  hps updates dlq --brokers kafka:9092 --reason unknown_table --output json
+  hps updates dlq --config hps.yaml --reason unknown_table --requeue
+"""
+_SHOWN = 20
+
+
+class Cause(StrEnum):
+    truncated = "truncated"
+    bad_magic = "bad_magic"
+    unknown_version = "unknown_version"
+    checksum = "checksum"
+    row_size = "row_size"
+    oversize = "oversize"
+    malformed = "malformed"
+    unknown_table = "unknown_table"
+
+
+def dlq(
+    brokers: BrokersOption = None,
+    config: SomeConfig = None,
+    topic: Annotated[
+        str | None, typer.Option("--topic", help="Default: updates.kafka.dead_letters.")
+    ] = None,
+    reason: Annotated[
+        list[Cause] | None, typer.Option("--reason", help="Only these; repeatable.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", "-n", min=1, help="Only the newest N; shown are 20.")
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--all", help="Also those that were sent again already.")
+    ] = False,
+    requeue: Annotated[
+        bool, typer.Option("--requeue", help="Send them again to where they came from.")
+    ] = False,
+    overrides: SetOption = None,
+    output: Output = OutputFormat.table,
+) -> None:
+    """Show dead letters: what could not be taken, and why.
+
+    The mend comes first: a table that nobody knew is served now, a producer is corrected. Then --requeue
+    sends them again; they are not listed any more, unless they come back. Rows in HPS's format have no
+    version and count as new then.
+    """
+    from hps.updates.dead_letters import DeadLetterBox
+
+    settings = kafka_settings(brokers, configuration_of(config, overrides))
+    if topic is not None:
+        settings = settings.model_copy(update={"dead_letters": topic})
+    with closing(DeadLetterBox(settings)) as box:
+        found = [each for each in box.letters(again=again) if not reason or each.reason in reason]
+        matching = len(found)
+        if limit is None and not requeue and output is OutputFormat.table:
+            limit = _SHOWN
+        if limit is not None:
+            found = found[-limit:]
+        failed = box.requeue(found) if requeue else []
+    if requeue:
+        _tell_requeued(found, failed, output)
+    else:
+        _show(found, matching, settings.dead_letters, output)
+
+
+def _show(letters: list[Letter], matching: int, topic: str, output: OutputFormat) -> None:
+    if output is OutputFormat.json:
+        print_json([asdict(each) for each in letters])
+        return
+    if not letters:
+        say(f"No dead letters in {topic}")
+        return
+    now = time.time()
+    print_table(
+        ("reason", "table", "from", "at byte", "size", "age"),
+        [
+            (
+                each.reason,
+                each.table or "?",
+                f"{each.topic}/{each.from_partition} at {each.from_offset}",
+                each.at,
+                size(each.size),
+                age(now - each.unix_ms / 1000),
+            )
+            for each in letters
+        ],
+    )
+    if matching > len(letters):
+        say(f"The newest {len(letters)} of {matching:,}; --limit shows more")
+
+
+def _tell_requeued(
+    letters: list[Letter], failed: list[tuple[Letter, str]], output: OutputFormat
+) -> None:
+    sent = len(letters) - len(failed)
+    if output is OutputFormat.json:
+        wrong = [{**asdict(letter), "error": why} for letter, why in failed]
+        print_json({"requeued": sent, "failed": wrong})
+    else:
+        say(f"Sent {plural(sent, 'letter')} again")
+    for letter, why in failed[:_SHOWN]:
+        warn(
+            f"{letter.topic}/{letter.from_partition} did not take offset {letter.from_offset}: {why}"
+        )
+    if failed:
+        raise typer.Exit(1)

@@ -1,0 +1,243 @@
+"""``hps updates publish``: rows of files and of model versions, and differences of these, into Kafka."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hps.cli.model_import import DEFAULT_REPOSITORY
+from hps.cli.output import (
+    Output,
+    OutputFormat,
+    count,
+    plural,
+    print_json,
+    print_table,
+    say,
+    warn,
+)
+from hps.cli.progress import ConsoleProgress
+from hps.cli.targets import SetOption
+from hps.cli.updates_kafka import BrokersOption, SomeConfig, configuration_of, kafka_settings
+from hps.cli.updates_sources import BLOCK, Outgoing, from_file, from_versions
+from hps.cli.values import parse_version
+from hps.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hps.config.update_settings import KafkaSettings
+    from hps.tiers.positions import TableChanges
+
+EXAMPLES = """\b
+Examples:
+  hps updates publish ctr --base 3 --new 4 --brokers kafka:9092       what 4 changes
+  hps updates publish ctr user --new 4 --config hps.yaml --rate 50000
+  hps updates publish ctr user --file changes.parquet --brokers kafka:9092
+  hps updates publish ctr --base 3 --new 4 --dry-run                  count only
+"""
+_PAUSES_PER_S = 10
+
+
+class Wire(StrEnum):
+    native = "native"
+    hps = "hps"
+
+
+def publish(
+    model: Annotated[str, typer.Argument(help="The model.")],
+    table: Annotated[str | None, typer.Argument(help="Only this table.")] = None,
+    new: Annotated[
+        int | None, typer.Option("--new", "-n", min=1, help="Send this version of the model.")
+    ] = None,
+    base: Annotated[
+        int | None, typer.Option("--base", min=1, help="Send only what --new changes in this one.")
+    ] = None,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option("--file", "-f", help="Send a .parquet or .npz file of rows; repeatable."),
+    ] = None,
+    repository: Annotated[
+        Path | None,
+        typer.Option(
+            "--repository", "-r", metavar="DIR", help="Default: the configuration's, else models."
+        ),
+    ] = None,
+    brokers: BrokersOption = None,
+    config: SomeConfig = None,
+    format: Annotated[Wire, typer.Option("--format", help="The messages' format.")] = Wire.native,
+    partitions: Annotated[
+        int,
+        typer.Option("--partitions", min=1, help="Key groups; as many as HPS's producers have."),
+    ] = 8,
+    at: Annotated[
+        str | None,
+        typer.Option("--at", metavar="VERSION", help="The rows' version: a number, a time or now."),
+    ] = None,
+    ttl: Annotated[int, typer.Option("--ttl", min=0, help="Seconds the rows count.")] = 0,
+    deletions: Annotated[
+        bool, typer.Option("--deletions/--no-deletions", help="Whether to send those.")
+    ] = True,
+    rate: Annotated[
+        int | None, typer.Option("--rate", min=1, help="At most so many rows a second.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count; send nothing.")] = False,
+    overrides: SetOption = None,
+    output: Output = OutputFormat.table,
+) -> None:
+    """Send rows to the nodes that serve a model, through Kafka.
+
+    Rows get the version of the files they come from, so that what was streamed later stays; --at says
+    another one. --file takes what `hps store export` writes. When it ends with 0, Kafka has all of it.
+    """
+    if format is Wire.hps and (at is not None or ttl):
+        raise ConfigError("--at and --ttl: HPS's format has no room for them; take --format native")
+    configuration = configuration_of(config, overrides)
+    if repository is None:
+        repository = (
+            configuration.settings.models.repository if configuration else DEFAULT_REPOSITORY
+        )
+    version = None if at is None else _version(at)
+    if file:
+        if new is not None or base is not None:
+            raise ConfigError("--file and --new are two sources; give one of them")
+        parts = [from_file(path, model, table, version) for path in file]
+    elif new is None:
+        raise ConfigError("nothing to send: give --new VERSION, --base and --new, or --file")
+    else:
+        parts = list(from_versions(repository, model, table, base, new, version))
+    kafka = None if dry_run else kafka_settings(brokers, configuration)
+    began = time.monotonic()
+    for part in parts:
+        with _sender(part, model, kafka, format, partitions, ttl) as send:
+            _send(part, send, format, rate, deletions=deletions)
+    _show(parts, model, time.monotonic() - began, dry_run=dry_run, output=output)
+    if lost := sum(part.unsent for part in parts):
+        warn(
+            f"{plural(lost, 'deletion')} not sent: HPS's format has none; take --format native, or say "
+            "--no-deletions"
+        )
+        raise typer.Exit(1)
+
+
+def _version(text: str) -> int:
+    from hps.types import version_now
+
+    return version_now() if text == "now" else parse_version(text)
+
+
+# -- sending ---------------------------------------------------------------------------------------
+
+
+Send = Callable[["TableChanges"], None]
+
+
+@contextmanager
+def _sender(
+    part: Outgoing,
+    model: str,
+    kafka: KafkaSettings | None,
+    wire: Wire,
+    partitions: int,
+    ttl: int,
+) -> Iterator[Send]:
+    """What sends a piece; nothing does without ``kafka``. Raises Unavailable."""
+    if kafka is None:
+        yield lambda _changes: None
+        return
+    import numpy as np
+
+    from hps.updates import Producer
+
+    with Producer(
+        kafka.brokers,
+        model=model,
+        format=wire.value,
+        partitions=partitions,
+        key_bits=part.key_bits,
+        options=kafka.options,
+    ) as producer:
+
+        def send(some: TableChanges) -> None:
+            rows = some.vectors
+            if wire is Wire.hps:
+                producer.send(part.table, some.keys, rows.astype(np.float32, copy=False), ttl_s=ttl)
+            else:
+                versions = np.concatenate([some.versions, some.deleted_versions])
+                producer.send(part.table, some.keys, rows, versions, some.deleted, ttl_s=ttl)
+
+        yield send
+
+
+def _send(part: Outgoing, send: Send, wire: Wire, rate: int | None, *, deletions: bool) -> None:
+    piece = BLOCK if rate is None else max(1, min(BLOCK, rate // _PAUSES_PER_S))
+    began = time.monotonic()
+    with ConsoleProgress().task(f"sending {part.table}", part.total) as step:
+        for changes in part.changes(step):
+            kept = changes
+            if wire is Wire.hps or not deletions:
+                part.unsent += len(changes.deleted) if deletions else 0
+                none = slice(0)
+                kept = replace(
+                    changes,
+                    deleted=changes.deleted[none],
+                    deleted_versions=changes.deleted_versions[none],
+                )
+            for some in _pieces(kept, piece):
+                send(some)
+                part.rows += len(some.keys)
+                part.deleted += len(some.deleted)
+                if rate is not None:
+                    due = began + (part.rows + part.deleted) / rate
+                    time.sleep(max(0.0, due - time.monotonic()))
+
+
+def _pieces(changes: TableChanges, size: int) -> Iterator[TableChanges]:
+    """The same changes, rows and then deletions, ``size`` at a time."""
+    from hps.tiers.positions import TableChanges
+
+    for start in range(0, max(len(changes.keys), len(changes.deleted)), size):
+        part = slice(start, start + size)
+        yield TableChanges(
+            changes.keys[part],
+            changes.vectors[part],
+            changes.versions[part],
+            changes.deleted[part],
+            changes.deleted_versions[part],
+        )
+
+
+def _show(
+    parts: list[Outgoing], model: str, seconds: float, *, dry_run: bool, output: OutputFormat
+) -> None:
+    if output is OutputFormat.json:
+        print_json(
+            [
+                {
+                    "model": model,
+                    "table": part.table,
+                    "rows": part.rows,
+                    "deleted": part.deleted,
+                    "unsent_deletions": part.unsent,
+                    "sent": not dry_run,
+                    "seconds": seconds,
+                }
+                for part in parts
+            ]
+        )
+        return
+    print_table(
+        ("table", "rows", "deletions"),
+        [(f"{model}/{part.table}", count(part.rows), count(part.deleted)) for part in parts],
+    )
+    rows = sum(part.rows + part.deleted for part in parts)
+    if dry_run:
+        say(f"Would send {plural(rows, 'change')}")
+    else:
+        rate = f", {round(rows / seconds):,} a second" if seconds > 1 else ""
+        say(f"Sent {plural(rows, 'change')}{rate}")
