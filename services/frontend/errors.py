@@ -1,9 +1,10 @@
-"""From errors to HTTP: the one table of statuses, and the one shape of an error body.
-
-Every error is ``{"error": "<cause and mend>"}`` with the status of its class; sub-classes inherit.
-"""
+"""What becomes of a request that failed: the one table of statuses, and what its client is told."""
 
 from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Any
 
 import orjson
 
@@ -20,6 +21,9 @@ from hps.errors import (
     Unavailable,
     Unsupported,
 )
+from services.frontend.logs import fields, log
+
+_SHOWN = 80
 
 
 class TooLarge(BadRequest):
@@ -39,6 +43,7 @@ class UnknownEncoding(BadRequest):
     """A ``Content-Encoding`` that is not spoken here."""
 
 
+# Sub-classes inherit.
 STATUS: dict[type[HpsError], int] = {
     BadRequest: 400,
     Unauthenticated: 401,
@@ -56,34 +61,33 @@ STATUS: dict[type[HpsError], int] = {
     HpsError: 500,
 }
 
-# What a client needs beside the status to act on it.
-_HEADERS: dict[int, list[tuple[bytes, bytes]]] = {
-    401: [(b"www-authenticate", b'Bearer realm="hps"')],
-    415: [(b"accept-encoding", b"gzip, deflate")],
-    503: [(b"retry-after", b"1")],
-}
-
 
 def http_status(error: HpsError) -> int:
-    """The status of the nearest class in ``STATUS``."""
+    """HTTP's status for the nearest class in ``STATUS``."""
     for kind in type(error).__mro__:
         if kind in STATUS:
             return STATUS[kind]
     return 500
 
 
-def error_body(message: str) -> bytes:
-    """``{"error": message}``; characters that are no text (lone surrogates) are replaced."""
+def told(error: BaseException, request_id: str) -> HpsError:
+    """What the client is told of ``error``: what somebody raised on purpose as it is, of anything else only
+    where the log has it. Faults of our own are logged."""
+    if isinstance(error, asyncio.CancelledError):  # the drain is over
+        return Unavailable("the server has shut down before it could answer; ask another replica")
+    if isinstance(error, HpsError):
+        if http_status(error) == 500:
+            log.error("request failed %s", fields(id=request_id, error=str(error)))
+        return error
+    known_as = request_id or secrets.token_hex(8)
+    log.error("internal error %s", fields(id=known_as), exc_info=error)
+    return HpsError(f"internal error; the server's log has it under id {known_as}")
+
+
+def shown(value: Any) -> str:
+    """A value of the request for a message: JSON, cut to a readable length."""
     try:
-        return orjson.dumps({"error": message})
-    except orjson.JSONEncodeError:
-        return orjson.dumps({"error": message.encode("utf-8", "replace").decode()})
-
-
-def error_headers(status: int, body: bytes) -> list[tuple[bytes, bytes]]:
-    """Response headers of an error; a list of its own, to be added to."""
-    return [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(body)),
-        *_HEADERS.get(status, ()),
-    ]
+        text = orjson.dumps(value).decode()
+    except (TypeError, ValueError):
+        text = ascii(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"

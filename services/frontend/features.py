@@ -9,8 +9,8 @@ from hps.dense.base import DATATYPES
 from hps.errors import BadRequest
 from hps.lookup.base import Feature
 from hps.types import JaggedKeys
+from services.frontend.call import Call
 from services.frontend.datatypes import INTEGERS, InputRule
-from services.frontend.request import InferCall
 
 _WEIGHTS = {"FP32": DATATYPES["FP32"]}
 
@@ -38,7 +38,7 @@ class FeatureInputs:
             self.rules[wire.offsets] = InputRule(INTEGERS)
             self.rules[wire.weights] = InputRule(_WEIGHTS)
 
-    def gather(self, call: InferCall) -> dict[str, JaggedKeys]:
+    def gather(self, call: Call) -> dict[str, JaggedKeys]:
         """The features among the call's inputs, in the request's order; sets ``call.batch``."""
         found: dict[str, JaggedKeys] = {}
         batch = 0
@@ -57,7 +57,7 @@ class FeatureInputs:
         return found
 
 
-def _jagged(wire: _Wire, call: InferCall) -> JaggedKeys:
+def _jagged(wire: _Wire, call: Call) -> JaggedKeys:
     name, inputs, shapes = wire.feature.name, call.inputs, call.form.shapes
     keys, shape = inputs[name], shapes[name]
     offsets, weights = inputs.get(wire.offsets), inputs.get(wire.weights)

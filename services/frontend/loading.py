@@ -1,13 +1,15 @@
-"""How far loading is: for ``/v1/status``, and a way to end it early."""
+"""Opening a node while the server answers already: how far it is, and a way to end it early."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
-from hps.errors import Unavailable
+from hps.errors import HpsError, Unavailable
+from hps.node import Node
 from hps.types import Progress
 
 
@@ -52,3 +54,50 @@ class LoadProgress:
     def _check(self) -> None:
         if self._cancelled.is_set():
             raise Unavailable("loading was given up: the server is shutting down")
+
+
+async def open_in_background(
+    open_node: Callable[[], Node], stopping: asyncio.Event, patience_s: float
+) -> Node | None:
+    """The node, opened on a daemon thread: one that cannot be stopped must not keep the process.
+
+    None once ``stopping`` is set; a node that opens within ``patience_s`` all the same is closed. Raises
+    what ``open_node`` raised.
+    """
+    loop = asyncio.get_running_loop()
+    opened: asyncio.Future[Node] = loop.create_future()
+
+    def work() -> None:
+        try:
+            node = open_node()
+        except BaseException as error:
+            _hand_over(loop, opened.set_exception, error)
+        else:
+            if not _hand_over(loop, opened.set_result, node):
+                node.close()
+
+    threading.Thread(target=work, name="hps-load", daemon=True).start()
+    stop = asyncio.create_task(stopping.wait())
+    either: list[asyncio.Future[Any]] = [opened, stop]
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+    if not stopping.is_set():
+        return await opened
+    with suppress(TimeoutError, HpsError):
+        node = await asyncio.wait_for(opened, patience_s)
+        await asyncio.to_thread(node.close)
+    return None
+
+
+def _hand_over(loop: asyncio.AbstractEventLoop, settle: Callable[[Any], None], value: Any) -> bool:
+    """Settle a future of ``loop`` from another thread; False when the loop has ended."""
+
+    def there() -> None:
+        with suppress(asyncio.InvalidStateError):  # nobody waits any more
+            settle(value)
+
+    try:
+        loop.call_soon_threadsafe(there)
+    except RuntimeError:
+        return False
+    return True

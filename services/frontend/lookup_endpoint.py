@@ -12,11 +12,11 @@ from hps.errors import BadRequest
 from hps.node import ServedModel
 from hps.types import JaggedKeys, LookupRequest, LookupResult
 from hps.workers import Done
+from services.frontend.call import Call
 from services.frontend.datatypes import INTEGERS, InputRule
-from services.frontend.endpoints import Output, unexpected_output
+from services.frontend.endpoints import Output, asked_for, unexpected_output
+from services.frontend.errors import shown
 from services.frontend.features import FeatureInputs
-from services.frontend.request import InferCall
-from services.frontend.request_faults import shown
 
 KEYS, NUMKEYS, OUTPUT0 = "KEYS", "NUMKEYS", "OUTPUT0"
 KEYS_SOURCE = "KEYS.source"
@@ -43,7 +43,7 @@ class LookupEndpoint:
         features = list(served.engine.features)
         self.raw_input = features[0] if len(features) == 1 else None
 
-    def submit(self, call: InferCall, deadline: float) -> Future[LookupResult]:
+    def submit(self, call: Call, deadline: float) -> Future[LookupResult]:
         """Start the lookup; see ``Endpoint.submit``. What calls of one form have in common is looked at
         once."""
         form = call.form
@@ -58,12 +58,12 @@ class LookupEndpoint:
             form.prepared = self._engine.prepare(request), call.batch
         return self._engine.submit(request)
 
-    def _request(self, call: InferCall, deadline: float) -> LookupRequest:
+    def _request(self, call: Call, deadline: float) -> LookupRequest:
         form = call.form
         if form.top_k is not None:
             raise BadRequest(f"parameter 'top_k' is for ranking models, '{self.name}' is a lookup")
         want_source = False
-        for name, _ in form.outputs or ():
+        for name in form.outputs or ():
             if name not in self._outputs:
                 raise unexpected_output(name, self.name, self._outputs)
             want_source = want_source or name.endswith(".source")
@@ -83,7 +83,7 @@ class LookupEndpoint:
             + (f", or '{KEYS}' and '{NUMKEYS}'" if self._by_table else "")
         )
 
-    def _table_keys(self, call: InferCall) -> dict[str, JaggedKeys]:
+    def _table_keys(self, call: Call) -> dict[str, JaggedKeys]:
         """``KEYS`` cut into each table's share; tables with no keys are left out."""
         shapes = call.form.shapes
         if shapes.keys() != {KEYS, NUMKEYS}:
@@ -113,20 +113,11 @@ class LookupEndpoint:
                 start += count
         return found
 
-    def outputs(self, call: InferCall, result: LookupResult) -> list[Output]:
+    def outputs(self, call: Call, result: LookupResult) -> list[Output]:
         """Outputs that were asked for; one whose input was not sent is left out."""
         if KEYS in call.form.shapes and self._by_table:
             return _flat_outputs(call, result)
-        if call.form.outputs is None:
-            return [(name, call.form.binary, vectors) for name, vectors in result.vectors.items()]
-        found: list[Output] = []
-        for name, binary in call.form.outputs:
-            if name in result.vectors:
-                found.append((name, binary, result.vectors[name]))
-            elif (feature := name.removesuffix(".source")) in result.sources:
-                sources = result.sources[feature]
-                found.append((name, binary, sources.reshape(call.form.shapes[feature])))
-        return found
+        return asked_for(call, result.vectors, result.sources)
 
 
 def _one_row(name: str, shape: list[int]) -> None:
@@ -136,16 +127,16 @@ def _one_row(name: str, shape: list[int]) -> None:
         )
 
 
-def _flat_outputs(call: InferCall, result: LookupResult) -> list[Output]:
+def _flat_outputs(call: Call, result: LookupResult) -> list[Output]:
     """``OUTPUT0 (Σ keys * dim,)`` float32, table after table, and the source of every key."""
     found: list[Output] = []
-    for name, binary in call.form.outputs or [(OUTPUT0, call.form.binary)]:
+    for name in call.form.outputs or (OUTPUT0,):
         if name == OUTPUT0:
-            found.append((name, binary, _joined([*result.vectors.values()], np.dtype(np.float32))))
+            found.append((name, _joined([*result.vectors.values()], np.dtype(np.float32))))
         elif name == KEYS_SOURCE:
             sources = [result.sources[table] for table in result.vectors]
             codes = _joined(sources, np.dtype(np.uint8))
-            found.append((name, binary, codes.reshape(call.form.shapes[KEYS])))
+            found.append((name, codes.reshape(call.form.shapes[KEYS])))
     return found
 
 

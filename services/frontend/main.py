@@ -8,7 +8,6 @@ answered, the node is closed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import signal
 import socket
@@ -22,14 +21,14 @@ import uvloop
 from hps.build import open_node
 from hps.config import Configuration
 from hps.config.auth import check_exposure, load_api_keys
-from hps.errors import ConfigError, HpsError
+from hps.errors import ConfigError
 from hps.node import Node
 from hps.types import NoProgress, Progress
 from services.frontend import logs
-from services.frontend.app import admin_app, data_app
 from services.frontend.auth import guard
-from services.frontend.http_server import HttpServer, listen
-from services.frontend.loading import LoadProgress
+from services.frontend.http.app import admin_app, data_app
+from services.frontend.http.server import HttpServer, listen
+from services.frontend.loading import LoadProgress, open_in_background
 from services.frontend.logs import fields, log
 from services.frontend.state import State
 
@@ -75,7 +74,7 @@ class Frontend:
         self._settings = settings.server
         self._open_node = open_node
         self._guard = guard(load_api_keys(settings.auth))
-        self.state = State(settings.server.max_keys)
+        self.state = State()
         self._progress = LoadProgress(self.state.loading, progress or NoProgress())
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = asyncio.Event()
@@ -159,30 +158,13 @@ class Frontend:
             self._servers.append(HttpServer(app, each, settings.drain_s))
 
     async def _load(self) -> None:
-        """Open the node on a daemon thread: one that cannot be stopped must not keep the process."""
-        loop = asyncio.get_running_loop()
-        opened: asyncio.Future[Node] = loop.create_future()
-
-        def work() -> None:
-            try:
-                node = self._open_node(self._configuration, self._progress)
-            except BaseException as error:
-                _hand_over(loop, opened.set_exception, error)
-            else:
-                if not _hand_over(loop, opened.set_result, node):
-                    node.close()
-
-        threading.Thread(target=work, name="hps-load", daemon=True).start()
-        stopping = asyncio.create_task(self._stopping.wait())
-        either: list[asyncio.Future[Any]] = [opened, stopping]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if self._stopping.is_set():
-            with contextlib.suppress(TimeoutError, HpsError):
-                node = await asyncio.wait_for(opened, max(1.0, self._settings.drain_s))
-                await asyncio.to_thread(node.close)
-            return
-        self._serve_models(await opened)
+        node = await open_in_background(
+            lambda: self._open_node(self._configuration, self._progress),
+            self._stopping,
+            max(1.0, self._settings.drain_s),
+        )
+        if node is not None:
+            self._serve_models(node)
 
     def _serve_models(self, node: Node) -> None:
         self.state.serve(node)
@@ -196,20 +178,6 @@ class Frontend:
             gc.freeze()
         if not self.state.ready:
             log.error("not ready %s", fields(reason=self.state.reason))
-
-
-def _hand_over(loop: asyncio.AbstractEventLoop, settle: Callable[[Any], None], value: Any) -> bool:
-    """Settle a future of ``loop`` from another thread; False when the loop has ended."""
-
-    def there() -> None:
-        with contextlib.suppress(asyncio.InvalidStateError):  # nobody waits any more
-            settle(value)
-
-    try:
-        loop.call_soon_threadsafe(there)
-    except RuntimeError:
-        return False
-    return True
 
 
 async def _call(callback: Callable[[Addresses], Any] | None, addresses: Addresses) -> None:

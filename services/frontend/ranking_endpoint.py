@@ -9,10 +9,10 @@ from hps.errors import BadRequest
 from hps.node import ServedModel
 from hps.pipeline import TOP_K_INDEX
 from hps.types import PredictRequest, PredictResult
+from services.frontend.call import Call
 from services.frontend.datatypes import InputRule
-from services.frontend.endpoints import Output, unexpected_output
+from services.frontend.endpoints import Output, asked_for, unexpected_output
 from services.frontend.features import FeatureInputs
-from services.frontend.request import InferCall
 
 
 class RankingEndpoint:
@@ -36,7 +36,7 @@ class RankingEndpoint:
         self._outputs = self._scores | self._sources | {TOP_K_INDEX}
         self.raw_input = self._required[0] if len(self._required) == 1 else None
 
-    def submit(self, call: InferCall, deadline: float) -> Future[PredictResult]:
+    def submit(self, call: Call, deadline: float) -> Future[PredictResult]:
         """Start the prediction; see ``Endpoint.submit``."""
         inputs, shapes = call.inputs, call.form.shapes
         for name in self._required:
@@ -53,7 +53,7 @@ class RankingEndpoint:
         features = self._inputs.gather(call)
         outputs, want_source = None, False
         if call.form.outputs is not None:
-            names = [name for name, _ in call.form.outputs]
+            names = call.form.outputs
             outputs = tuple(name for name in names if name in self._scores) or None
             want_source = self._check_outputs(names, call.form.top_k)
         return self._pipeline.submit(
@@ -62,7 +62,7 @@ class RankingEndpoint:
             )
         )
 
-    def _check_outputs(self, names: list[str], top_k: int | None) -> bool:
+    def _check_outputs(self, names: tuple[str, ...], top_k: int | None) -> bool:
         """Refuse unknown outputs; whether sources were asked for."""
         for name in names:
             if name not in self._outputs:
@@ -71,19 +71,9 @@ class RankingEndpoint:
             raise BadRequest(f"output '{TOP_K_INDEX}' needs the request parameter 'top_k'")
         return not self._sources.isdisjoint(names)
 
-    def outputs(self, call: InferCall, result: PredictResult) -> list[Output]:
+    def outputs(self, call: Call, result: PredictResult) -> list[Output]:
         """The network's outputs in the model's order, or what was asked for in the request's."""
-        if call.form.outputs is None:
-            return [(name, call.form.binary, values) for name, values in result.outputs.items()]
-        found: list[Output] = []
-        for name, binary in call.form.outputs:
-            if name in result.outputs:
-                found.append((name, binary, result.outputs[name]))
-            else:
-                feature = name.removesuffix(".source")
-                sources = result.sources[feature]
-                found.append((name, binary, sources.reshape(call.form.shapes[feature])))
-        return found
+        return asked_for(call, result.outputs, result.sources)
 
 
 def _check_shape(name: str, model: str, expected: list[int], shape: list[int]) -> None:

@@ -6,9 +6,9 @@ Written by the event loop (and once by the loading thread, before it hands over)
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
-from hps import metrics as m
 from hps.errors import NotFound, Unavailable
 from hps.metrics import Metrics
 from hps.node import Node, ServedModel
@@ -16,8 +16,6 @@ from services.frontend.endpoints import Endpoint
 from services.frontend.lookup_endpoint import LookupEndpoint
 from services.frontend.metadata import ModelInfo, lookup_info, ranking_info, tables_info
 from services.frontend.ranking_endpoint import RankingEndpoint
-from services.frontend.request import Parser
-from services.frontend.response import Encoder
 from services.frontend.statistics import Statistics
 
 Phase = Literal["starting", "ready", "empty", "stopping"]
@@ -30,61 +28,53 @@ _REASONS: dict[Phase, str] = {
 
 
 class Entry:
-    """One name (``<m>`` or ``<m>.lookup``) with what answers it and what is counted of it."""
+    """One name (``<m>`` or ``<m>.lookup``) with what answers it and what is counted of it, however it is
+    asked: what belongs to one protocol is kept by that protocol."""
 
-    __slots__ = (
-        "encoder",
-        "endpoint",
-        "info",
-        "name",
-        "observe_ok",
-        "parser",
-        "statistics",
-        "version",
-    )
-
-    def __init__(
-        self, endpoint: Endpoint, info: ModelInfo, metrics: Metrics, max_keys: int
-    ) -> None:
+    def __init__(self, served: ServedModel, endpoint: Endpoint, info: ModelInfo) -> None:
+        self.served = served
         self.endpoint = endpoint
-        self.parser = Parser(endpoint.name, endpoint.rules, max_keys)
-        self.encoder = Encoder(endpoint.name, endpoint.version)
         self.info = info
         self.name = endpoint.name
         self.version = endpoint.version
         self.statistics = Statistics()
-        self.observe_ok = metrics.histogram(
-            m.REQUEST_SECONDS, "http", "infer", endpoint.name, "200"
-        ).observe
 
 
 class State:
-    """The server's phase, its node and the names it answers to.
+    """The server's phase, its node and the names it answers to."""
 
-    ``routes`` finds an entry by the path of an inference request. ``max_keys`` bounds one request.
-    """
-
-    def __init__(self, max_keys: int = 4_000_000) -> None:
-        self._max_keys = max_keys
+    def __init__(self) -> None:
         self.phase: Phase = "starting"
         self.node: Node | None = None
         self.metrics = Metrics()
         self.entries: dict[str, Entry] = {}
-        self.routes: dict[str, Entry] = {}
         self.loading: list[dict[str, Any]] = []
+        self._watchers: list[Callable[[], None]] = []
         self._started = time.monotonic()
 
     def serve(self, node: Node) -> None:
-        """Answer for the node's models from now on; never ready without one."""
+        """Answer for the node's models, as they are now, from now on; never ready without one. To be called
+        again when they have changed: names whose model is the same keep their entries."""
         self.metrics = node.metrics
-        for served in node.models.values():
-            for entry in _entries(served, node.metrics, self._max_keys):
-                self.entries[entry.name] = entry
-                base = f"/v2/models/{entry.name}"
-                self.routes[f"{base}/infer"] = entry
-                self.routes[f"{base}/versions/{entry.version}/infer"] = entry
+        self.entries = {
+            entry.name: entry
+            for served in node.models.values()
+            for entry in self._kept(served) or _entries(served)
+        }
         self.node = node
-        self.phase = "ready" if node.models else "empty"
+        for changed in self._watchers:
+            changed()
+        if self.phase != "stopping":
+            self.phase = "ready" if node.models else "empty"
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Have ``changed`` called now and whenever ``entries`` are others, before the server says that it is
+        ready."""
+        self._watchers.append(changed)
+        changed()
+
+    def _kept(self, served: ServedModel) -> list[Entry]:
+        return [entry for entry in self.entries.values() if entry.served is served]
 
     def stop(self) -> None:
         """Not ready any more; requests that are being answered go on."""
@@ -127,10 +117,10 @@ class State:
         return status | {"uptime_s": uptime, "loading": [dict(task) for task in self.loading]}
 
 
-def _entries(served: ServedModel, metrics: Metrics, max_keys: int) -> list[Entry]:
-    lookup = f"{served.name}.lookup"
+def _entries(served: ServedModel) -> list[Entry]:
     if served.pipeline is not None:
-        first = Entry(RankingEndpoint(served), ranking_info(served), metrics, max_keys)
+        first = Entry(served, RankingEndpoint(served), ranking_info(served))
     else:
-        first = Entry(LookupEndpoint(served, served.name), tables_info(served), metrics, max_keys)
-    return [first, Entry(LookupEndpoint(served, lookup), lookup_info(served), metrics, max_keys)]
+        first = Entry(served, LookupEndpoint(served, served.name), tables_info(served))
+    lookup = LookupEndpoint(served, f"{served.name}.lookup")
+    return [first, Entry(served, lookup, lookup_info(served))]

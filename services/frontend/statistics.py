@@ -1,10 +1,11 @@
 """Counts and times per model, as the statistics extension tells them.
 
-Written by the event loop alone, so there are no locks; perf_analyzer reads every field here.
+perf_analyzer reads every field here.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -13,10 +14,11 @@ MAX_BATCH_SIZES = 64
 
 
 class Statistics:
-    """One model version's totals; times are nanoseconds."""
+    """One model version's totals; times are nanoseconds. Any thread may call it."""
 
     __slots__ = (
         "_batches",
+        "_lock",
         "fail_count",
         "fail_ns",
         "infer_ns",
@@ -35,63 +37,67 @@ class Statistics:
         self.input_ns = self.infer_ns = self.output_ns = 0
         self.last_ns = 0  # perf_counter_ns
         self._batches: dict[int, list[int]] = {}
+        self._lock = threading.Lock()
 
     def succeeded(self, batch: int, started: int, parsed: int, inferred: int, done: int) -> None:
         """A request of ``batch`` samples, with the instants (ns) at which its stages ended."""
-        self.success_count += 1
-        self.success_ns += done - started
-        self.inferences += batch
-        self.input_ns += parsed - started
-        self.infer_ns += inferred - parsed
-        self.output_ns += done - inferred
-        self.last_ns = done
-        entry = self._batches.get(batch)
-        if entry is None:
-            if len(self._batches) >= MAX_BATCH_SIZES:
-                return
-            entry = self._batches[batch] = [0, 0, 0, 0]
-        entry[0] += 1
-        entry[1] += parsed - started
-        entry[2] += inferred - parsed
-        entry[3] += done - inferred
+        with self._lock:
+            self.success_count += 1
+            self.success_ns += done - started
+            self.inferences += batch
+            self.input_ns += parsed - started
+            self.infer_ns += inferred - parsed
+            self.output_ns += done - inferred
+            self.last_ns = done
+            entry = self._batches.get(batch)
+            if entry is None:
+                if len(self._batches) >= MAX_BATCH_SIZES:
+                    return
+                entry = self._batches[batch] = [0, 0, 0, 0]
+            entry[0] += 1
+            entry[1] += parsed - started
+            entry[2] += inferred - parsed
+            entry[3] += done - inferred
 
     def failed(self, started: int, done: int) -> None:
         """A request that was answered with an error."""
-        self.fail_count += 1
-        self.fail_ns += done - started
-        self.last_ns = done
+        with self._lock:
+            self.fail_count += 1
+            self.fail_ns += done - started
+            self.last_ns = done
 
     def as_json(self, name: str, version: str) -> dict[str, Any]:
         """One element of ``model_stats``."""
-        count = self.success_count
-        return {
-            "name": name,
-            "version": version,
-            "last_inference": self._last_inference_ms(),
-            "inference_count": self.inferences,
-            "execution_count": count,
-            "inference_stats": {
-                "success": _duration(count, self.success_ns),
-                "fail": _duration(self.fail_count, self.fail_ns),
-                "queue": _duration(count, 0),
-                "compute_input": _duration(count, self.input_ns),
-                "compute_infer": _duration(count, self.infer_ns),
-                "compute_output": _duration(count, self.output_ns),
-                "cache_hit": _duration(0, 0),
-                "cache_miss": _duration(0, 0),
-            },
-            "response_stats": {},
-            "batch_stats": [
-                {
-                    "batch_size": batch,
-                    "compute_input": _duration(entry[0], entry[1]),
-                    "compute_infer": _duration(entry[0], entry[2]),
-                    "compute_output": _duration(entry[0], entry[3]),
-                }
-                for batch, entry in sorted(self._batches.items())
-            ],
-            "memory_usage": [],
-        }
+        with self._lock:
+            count = self.success_count
+            return {
+                "name": name,
+                "version": version,
+                "last_inference": self._last_inference_ms(),
+                "inference_count": self.inferences,
+                "execution_count": count,
+                "inference_stats": {
+                    "success": _duration(count, self.success_ns),
+                    "fail": _duration(self.fail_count, self.fail_ns),
+                    "queue": _duration(count, 0),
+                    "compute_input": _duration(count, self.input_ns),
+                    "compute_infer": _duration(count, self.infer_ns),
+                    "compute_output": _duration(count, self.output_ns),
+                    "cache_hit": _duration(0, 0),
+                    "cache_miss": _duration(0, 0),
+                },
+                "response_stats": {},
+                "batch_stats": [
+                    {
+                        "batch_size": batch,
+                        "compute_input": _duration(entry[0], entry[1]),
+                        "compute_infer": _duration(entry[0], entry[2]),
+                        "compute_output": _duration(entry[0], entry[3]),
+                    }
+                    for batch, entry in sorted(self._batches.items())
+                ],
+                "memory_usage": [],
+            }
 
     def _last_inference_ms(self) -> int:
         if not self.last_ns:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import secrets
 from time import perf_counter_ns
 
-from hps import metrics as m
-from hps.errors import HpsError, Unavailable
-from services.frontend.asgi import Receive, Send
-from services.frontend.body import ClientGone, discard
-from services.frontend.errors import error_body, error_headers, http_status
-from services.frontend.head import Head, request_id
+from hps import metric_names as m
+from services.frontend.errors import http_status, told
+from services.frontend.http.asgi import Receive, Send
+from services.frontend.http.body import ClientGone, discard
+from services.frontend.http.errors import error_body, error_headers
+from services.frontend.http.head import Head, request_id
 from services.frontend.logs import fields, log
 from services.frontend.state import State
 
@@ -35,9 +33,9 @@ async def fail(
     status, body = describe(error, head.headers)
     done = perf_counter_ns()
     name = ""
-    if head.entry is not None:
-        name = head.entry.name
-        head.entry.statistics.failed(started, done)
+    if head.route is not None:
+        name = head.route.entry.name
+        head.route.entry.statistics.failed(started, done)
     metrics = state.metrics
     metrics.histogram(m.REQUEST_SECONDS, "http", "infer", name, str(status)).observe(
         (done - started) * 1e-9
@@ -59,23 +57,14 @@ async def fail(
 
 
 def describe(error: BaseException, headers: dict[bytes, bytes]) -> tuple[int, bytes]:
-    """Status and body for an error; one that nobody raised on purpose is logged, not told."""
-    if isinstance(error, asyncio.CancelledError):  # the drain is over
-        error = Unavailable("the server has shut down before it could answer; ask another replica")
-    if isinstance(error, HpsError):
-        status = http_status(error)
-        if status == 500:
-            log.error("request failed %s", fields(id=request_id(headers), error=str(error)))
-        return status, error_body(str(error))
-    known_as = request_id(headers) or secrets.token_hex(8)
-    log.error("internal error %s", fields(id=known_as), exc_info=error)
-    message = f"internal error; the server's log has it under id {known_as}"
-    return 500, error_body(message)
+    """Status and body for an error of a request with these headers."""
+    answer = told(error, request_id(headers))
+    return http_status(answer), error_body(str(answer))
 
 
 def log_request(head: Head, status: int, started: int) -> None:
     """At log level debug, a line for each inference request."""
     if log.isEnabledFor(logging.DEBUG):
         us = (perf_counter_ns() - started) // 1000
-        model = head.entry.name if head.entry else ""
+        model = head.route.entry.name if head.route else ""
         log.debug("request %s", fields(id=head.request_id, model=model, status=status, us=us))

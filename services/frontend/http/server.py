@@ -12,8 +12,8 @@ from typing import Any
 import uvicorn
 
 from hps.errors import ConfigError
-from services.frontend.connection import Protocol
-from services.frontend.infer import InferApp
+from services.frontend.http.connection import Protocol
+from services.frontend.http.infer import InferApp
 
 SWEEP_S = 10.0
 _BACKLOG = 2048

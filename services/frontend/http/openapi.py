@@ -122,6 +122,20 @@ SCHEMAS: dict[str, Any] = {
         ),
         degraded=_list(_TEXT),
     ),
+    "RowWrite": _object(
+        [],
+        keys=_list({"type": "integer"}),
+        vectors=_list(_list({"type": "number"})),
+        deleted=_list({"type": "integer"}),
+    ),
+    "Written": _object(
+        ["version", "written", "deleted"], version=_COUNT, written=_COUNT, deleted=_COUNT
+    ),
+    "Updates": _object(["updates"], updates=_list({"type": "object"})),
+    "UpdatesGroup": _object([], group=_TEXT),
+    "UpdatesSeek": _object(
+        ["topic", "partition", "offset"], topic=_TEXT, partition=_COUNT, offset=_COUNT, group=_TEXT
+    ),
     "InferInput": _object(
         ["name", "shape", "datatype"],
         name=_TEXT,

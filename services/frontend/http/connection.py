@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import types
-from collections.abc import Generator
-from functools import partial
 from typing import Any, Literal
 
 import httptools
@@ -16,11 +13,12 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from services.frontend.asgi import EXTENSIONS, WHOLE
-from services.frontend.errors import error_body, error_headers
-from services.frontend.head import Head
-from services.frontend.infer import InferApp
-from services.frontend.response import Reply
+from services.frontend.http.asgi import EXTENSIONS
+from services.frontend.http.cycle import Cycle, go_on
+from services.frontend.http.errors import error_body, error_headers
+from services.frontend.http.head import Head
+from services.frontend.http.infer import InferApp
+from services.frontend.http.response import Reply
 
 # An idle keep-alive connection is closed after this time, and one whose client reads nothing of its
 # answer; a connection on which a request has begun but does not go on, after one to two sweeps.
@@ -180,7 +178,7 @@ class Protocol(HttpToolsProtocol):
             waits_for = running.send(None)
         except StopIteration:
             return
-        task = self.loop.create_task(_go_on(running, waits_for))
+        task = self.loop.create_task(go_on(running, waits_for))
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)
 
@@ -262,48 +260,3 @@ class Protocol(HttpToolsProtocol):
                 lines += (name, b": ", value, b"\r\n")
             self.transport.write(b"".join([*lines, b"\r\n", body]))
         self.transport.close()
-
-
-@types.coroutine
-def _go_on(running: Any, waits_for: Any) -> Generator[Any, Any, None]:
-    """The rest of a coroutine that was begun outside a task and waits for ``waits_for``."""
-    while True:
-        try:
-            yield waits_for
-        except BaseException as error:  # cancelled: the coroutine decides what becomes of it
-            step = partial(running.throw, error)
-        else:
-            step = partial(running.send, None)
-        try:
-            waits_for = step()
-        except StopIteration:
-            return
-
-
-class Cycle(RequestResponseCycle):
-    """uvicorn's, with a short way for an answer that comes whole: one write to the socket instead of
-    two, and no search for characters that our own headers don't have."""
-
-    protocol: Protocol
-
-    async def send(self, message: Any) -> None:
-        if message["type"] != WHOLE:
-            await super().send(message)
-            return
-        if self.flow.write_paused and not self.disconnected:
-            await self.flow.drain()
-        if self.transport.is_closing():  # uvicorn tells only the last of a pipeline
-            self.disconnected = True
-        if not self.disconnected:
-            self.finish(message["reply"])
-
-    def finish(self, reply: Reply) -> None:
-        """Send the answer."""
-        self.response_started = True
-        self.waiting_for_100_continue = False
-        self.protocol.write_reply(reply, keep_alive=self.keep_alive)
-        self.response_complete = True
-        self.message_event.set()
-        if not self.keep_alive:
-            self.transport.close()
-        self.on_response()

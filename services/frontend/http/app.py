@@ -9,15 +9,17 @@ from typing import Any
 from fastapi import FastAPI
 
 from hps import __version__
-from hps.config.schema import ServerSettings
-from services.frontend.admin import admin_routes, metrics_route
-from services.frontend.asgi import App, Receive, Scope, Send
+from hps.config.server_settings import ServerSettings
 from services.frontend.auth import Guard
-from services.frontend.head import request_id
-from services.frontend.http_api import install_errors
-from services.frontend.infer import InferApp
-from services.frontend.openapi import document
-from services.frontend.protocol import health_routes, model_routes, repository_routes
+from services.frontend.http.admin import metrics_route, status_routes
+from services.frontend.http.api import install_errors
+from services.frontend.http.asgi import App, Receive, Scope, Send
+from services.frontend.http.head import request_id
+from services.frontend.http.infer import InferApp
+from services.frontend.http.openapi import document
+from services.frontend.http.protocol import health_routes, model_routes, repository_routes
+from services.frontend.http.rows import row_writes, rows_routes
+from services.frontend.http.updates import updates_routes
 from services.frontend.state import State
 
 _ABOUT = (
@@ -36,7 +38,10 @@ def admin_app(state: State, settings: ServerSettings, guard: Guard) -> InferApp:
     """All of the data port's answers, metrics, and ``/v1``."""
     api = _api("hps admin", state, settings, guard)
     api.include_router(metrics_route(state))
-    api.include_router(admin_routes(state, guard, settings.request_timeout_ms / 1e3))
+    api.include_router(status_routes(state, guard))
+    api.include_router(rows_routes(state, guard, settings.request_timeout_ms / 1e3))
+    api.include_router(row_writes(state, guard))
+    api.include_router(updates_routes(state, guard))
     return InferApp(state, settings, guard, Contained(api))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from services.frontend.body import accepted_coding
-from services.frontend.state import Entry
+from services.frontend.http.body import accepted_coding
+from services.frontend.http.routes import Route
 
 # With these headers, the same head does not mean the same again; or it differs from request to request.
 _PASSING = frozenset(
@@ -28,10 +28,10 @@ class Head:
     that is kept.
     """
 
-    __slots__ = ("body_size", "coding", "entry", "headers", "request_id")
+    __slots__ = ("body_size", "coding", "headers", "request_id", "route")
 
-    def __init__(self, entry: Entry | None, headers: dict[bytes, bytes]) -> None:
-        self.entry = entry
+    def __init__(self, route: Route | None, headers: dict[bytes, bytes]) -> None:
+        self.route = route
         self.headers = headers
         self.body_size = 0
         accept = headers.get(b"accept-encoding")

@@ -13,8 +13,8 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from hps.errors import BadRequest
-from services.frontend.asgi import Receive
 from services.frontend.errors import TooLarge, TooSlow, UnknownEncoding
+from services.frontend.http.asgi import Receive
 
 # zlib's window bits for each coding; "deflate" means a zlib stream (RFC 9110).
 _WINDOW = {"gzip": 31, "x-gzip": 31, "deflate": 15}

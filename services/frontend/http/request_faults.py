@@ -6,17 +6,16 @@ for follow Triton's wording.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import orjson
 
 from hps.errors import BadRequest
+from hps.names import hint_for
 from services.frontend.datatypes import BINARY_ONLY, INTEGERS, InputRule, flat, numbers
-
-_SHOWN = 80
+from services.frontend.errors import shown
 
 
 def explain(
@@ -43,25 +42,6 @@ def explain(
     except BadRequest as fault:
         return fault
     return BadRequest(f"malformed inference request for model '{model}': {error}")
-
-
-def shown(value: Any) -> str:
-    """A value of the request for a message: JSON, cut to a readable length."""
-    try:
-        text = orjson.dumps(value).decode()
-    except (TypeError, ValueError):
-        text = ascii(value)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """``; did you mean …`` or ``; it has …`` for a name that is not among ``known``."""
-    names = sorted(known)
-    near = difflib.get_close_matches(name, names, 1)
-    if near:
-        return f"; did you mean '{near[0]}'?"
-    listed = ", ".join(names[:8]) or "none"
-    return f"; it has {listed}" + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _header(text: bytes) -> dict[str, Any]:
@@ -103,7 +83,7 @@ def _input(
     rule = rules.get(name)
     if rule is None:
         raise BadRequest(
-            f"unexpected inference input {shown(name)} for model '{model}'{nearest(name, rules)}"
+            f"unexpected inference input {shown(name)} for model '{model}'{hint_for(name, rules)}"
         )
     if name in seen:
         raise BadRequest(f"input '{name}' stands twice in the request")

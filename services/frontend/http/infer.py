@@ -15,16 +15,17 @@ from concurrent.futures import Future
 from time import perf_counter_ns
 from typing import Any
 
-from hps.config.schema import ServerSettings
+from hps.config.server_settings import ServerSettings
 from hps.errors import BadRequest, DeadlineExceeded, HpsError, Unavailable
-from services.frontend.asgi import WHOLE, App, Receive, Scope, Send
 from services.frontend.auth import Guard
-from services.frontend.body import COMPRESS_FROM_BYTES, compress, in_task, read_body
 from services.frontend.errors import TooLarge, TooSlow
-from services.frontend.failures import fail, log_request
-from services.frontend.head import Head
+from services.frontend.http.asgi import WHOLE, App, Receive, Scope, Send
+from services.frontend.http.body import COMPRESS_FROM_BYTES, compress, in_task, read_body
+from services.frontend.http.failures import fail, log_request
+from services.frontend.http.head import Head
+from services.frontend.http.response import Reply
+from services.frontend.http.routes import Route
 from services.frontend.logs import log
-from services.frontend.response import Reply
 from services.frontend.state import State
 
 _INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
@@ -35,32 +36,43 @@ _HEADS_KEPT, _HEAD_BYTES = 1024, 2048
 class InferApp:
     """Answers inference requests and hands every other one to ``rest``. Runs on one event loop.
 
-    A request to one of the paths in ``routes`` may be begun outside a task (see ``connection``).
+    A request to a path of the routes may be begun outside a task (see ``connection``).
     """
 
     def __init__(self, state: State, settings: ServerSettings, guard: Guard, rest: App) -> None:
         self.state = state
-        self.routes = state.routes
         self.timeout_s = settings.request_timeout_ms / 1e3
         self._guard = guard
         self._rest = rest
         self._max_body = settings.max_body_bytes
-        # Heads that were read, by their bytes. They hold on to the entries of ``routes``, which are
-        # set once; whoever makes those change has to clear this.
+        self._max_keys = settings.max_keys
+        self._routes: dict[str, Route] = {}
+        # Heads that were read, by their bytes. They hold on to their routes.
         self._heads: dict[bytes, Head] = {}
+        state.watch(self._find_routes)
+
+    def _find_routes(self) -> None:
+        """Take over the names that are served now. A name that is served as before keeps its route, which
+        knows the requests it has seen."""
+        known = {route.entry: route for route in self._routes.values()}
+        self._heads.clear()
+        self._routes = {}
+        for entry in self.state.entries.values():
+            route = known.get(entry) or Route(entry, self.state.metrics, self._max_keys)
+            self._routes.update(dict.fromkeys(route.paths, route))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = perf_counter_ns()
-        entry = None
+        route = None
         if scope["type"] == "http" and scope["method"] == "POST":
-            entry = self.routes.get(scope["path"])
-            if entry is None and _INFER.fullmatch(scope["path"]):
+            route = self._routes.get(scope["path"])
+            if route is None and _INFER.fullmatch(scope["path"]):
                 await self._refuse(scope, receive, send, arrived)
                 return
-        if entry is None:
+        if route is None:
             await self._rest(scope, receive, send)
             return
-        head = Head(entry, dict(scope["headers"]))
+        head = Head(route, dict(scope["headers"]))
         permitted = False
         try:
             self._guard.check(head.headers, "read")
@@ -83,10 +95,10 @@ class InferApp:
     def read(self, scope: Mapping[str, Any], body_size: int, text: bytes) -> Head | None:
         """The head of a request that is there with its body, to be kept if ``text``, its bytes, may come
         again; None when the request is for the application: no inference, or to be read with care."""
-        entry = self.routes.get(scope["path"]) if scope["method"] == "POST" else None
-        if entry is None or body_size > self._max_body:
+        route = self._routes.get(scope["path"]) if scope["method"] == "POST" else None
+        if route is None or body_size > self._max_body:
             return None
-        head = Head(entry, dict(scope["headers"]))
+        head = Head(route, dict(scope["headers"]))
         if b"content-encoding" in head.headers:
             return None
         if text and len(text) <= _HEAD_BYTES and head.comes_again:
@@ -126,17 +138,17 @@ class Inference:
         self._head = head
         self._state = app.state
         self._started = started
-        entry = head.entry
-        assert entry is not None
+        route = head.route
+        assert route is not None
         size = _header_size(head.headers.get(b"inference-header-content-length"), len(body))
         if size == 0:
-            call = entry.parser.raw(body, entry.endpoint.raw_input)
+            call = route.parser.raw(body, route.entry.endpoint.raw_input)
         else:
-            call = entry.parser.parse(body, size)
+            call = route.parser.parse(body, size)
         self._call = call
         self._parsed = perf_counter_ns()
         self._deadline = time.monotonic() + (call.form.timeout_us * 1e-6 or app.timeout_s)
-        self._future = entry.endpoint.submit(call, self._deadline)
+        self._future = route.entry.endpoint.submit(call, self._deadline)
 
     def at_once(self) -> Reply | None:
         """The answer, if nothing has to be waited for; else go on as an application."""
@@ -173,12 +185,10 @@ class Inference:
 
     def _reply(self, result: Any) -> Reply:
         call, head = self._call, self._head
-        entry, form = head.entry, call.form
-        assert entry is not None
-        outputs = entry.endpoint.outputs(call, result)
-        reply = entry.encoder.encode(
-            form.id, result.defaulted, result.degraded, outputs, form.heads
-        )
+        route = head.route
+        assert route is not None
+        outputs = route.entry.endpoint.outputs(call, result)
+        reply = route.encoder.encode(call.form, result.defaulted, result.degraded, outputs)
         if not head.request_id:
             return reply
         known_as = b"x-request-id", head.request_id.encode()
@@ -186,11 +196,11 @@ class Inference:
 
     def _count(self, inferred: int) -> None:
         """The statistics know of an answer that is ready to be sent."""
-        entry = self._head.entry
-        assert entry is not None
+        route = self._head.route
+        assert route is not None
         done, started = perf_counter_ns(), self._started
-        entry.statistics.succeeded(self._call.batch, started, self._parsed, inferred, done)
-        entry.observe_ok((done - started) * 1e-9)
+        route.entry.statistics.succeeded(self._call.batch, started, self._parsed, inferred, done)
+        route.observe_ok((done - started) * 1e-9)
 
 
 async def _compressed(reply: Reply, coding: str) -> Reply:

@@ -15,8 +15,9 @@ from starlette.responses import Response
 from hps.config.auth import Role
 from hps.errors import BadRequest, HpsError
 from services.frontend.auth import Guard
-from services.frontend.errors import TooLarge, error_body, error_headers
-from services.frontend.failures import describe
+from services.frontend.errors import TooLarge
+from services.frontend.http.errors import error_body, error_headers
+from services.frontend.http.failures import describe
 
 # Bodies of the routes here are small; only inference takes large ones.
 _MAX_BODY = 1 << 20
@@ -41,9 +42,18 @@ def answers(
     return told
 
 
+def takes(schema: str) -> dict[str, Any]:
+    """OpenAPI's further words for a route that reads a JSON body of a schema of ``openapi.SCHEMAS``."""
+    reference = {"$ref": f"#/components/schemas/{schema}"}
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}
+    }
+
+
 _MEANING = {
     400: "The request is at fault.",
     404: "No such model, version or table.",
+    413: "The body is too large.",
     501: "Part of the protocol, but not offered here.",
     503: "Not ready: loading, overloaded or shutting down.",
     504: "No answer within the request's time.",

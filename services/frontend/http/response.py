@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from hps.errors import BadRequest
 from services.frontend.datatypes import BINARY_ONLY, DATATYPE_OF
 from services.frontend.endpoints import Output
+from services.frontend.http.request import JsonForm
 
 _JSON = orjson.OPT_SERIALIZE_NUMPY
 _OCTETS = (b"content-type", b"application/octet-stream")
@@ -49,38 +50,35 @@ class Encoder:
 
     def encode(
         self,
-        request_id: str,
+        form: JsonForm,
         defaulted: int,
         degraded: tuple[str, ...],
         outputs: Sequence[Output],
-        heads: dict[Any, Any],
     ) -> Reply:
-        """The answer with ``outputs``.
-
-        ``heads`` belongs to the requests of one form, whose outputs differ in shape alone: what was
-        written before them for the same shapes is used again, while all of them are binary.
-        """
-        key = (defaulted, degraded, *[array.shape for _, _, array in outputs])
-        kept = heads.get(key)
+        """The answer with ``outputs`` to a request of ``form``, whose outputs differ in shape alone: what was
+        written before them for the same shapes is used again, while all of them are binary."""
+        key = (defaulted, degraded, *[array.shape for _, array in outputs])
+        kept = form.heads.get(key)
         if kept is not None:
             headers, lines, text, size = kept
             return Reply(headers, lines, [text, *_filled(outputs)], size)
-        text = self._describe(request_id, defaulted, degraded, outputs)
-        arrays = _filled(outputs)
+        text = self._describe(form, defaulted, degraded, outputs)
+        binary = [output for output in outputs if form.is_binary(output[0])]
+        arrays = _filled(binary)
         headers, size = [_TEXT], len(text) + sum(array.nbytes for array in arrays)
         if arrays:
             headers = [_OCTETS, (b"inference-header-content-length", b"%d" % len(text))]
         headers.append((b"content-length", b"%d" % size))
         reply = Reply.make(headers, [text, *arrays], size)
-        if outputs and all(binary for _, binary, _ in outputs):
-            if len(heads) >= _HEADS_KEPT:
-                heads.clear()
-            heads[key] = headers, reply.lines, text, size
+        if outputs and len(binary) == len(outputs):
+            if len(form.heads) >= _HEADS_KEPT:
+                form.heads.clear()
+            form.heads[key] = headers, reply.lines, text, size
         return reply
 
     def _describe(
         self,
-        request_id: str,
+        form: JsonForm,
         defaulted: int,
         degraded: tuple[str, ...],
         outputs: Sequence[Output],
@@ -95,28 +93,28 @@ class Encoder:
             "hps_degraded": ",".join(degraded),
         }
         described = []
-        for name, binary, array in outputs:
+        for name, array in outputs:
             datatype = DATATYPE_OF[array.dtype.num]
             tensor: dict[str, Any] = {"name": name, "datatype": datatype, "shape": array.shape}
-            if binary:
+            if form.is_binary(name):
                 tensor["parameters"] = {"binary_data_size": array.nbytes}
             else:
                 tensor["data"] = _data(name, datatype, array, parameters)
             described.append(tensor)
         header: dict[str, Any] = dict(self._head)
-        if request_id:
-            header["id"] = request_id
+        if form.id:
+            header["id"] = form.id
         header["parameters"] = parameters
         header["outputs"] = described
         return orjson.dumps(header, option=_JSON)
 
 
 def _filled(outputs: Sequence[Output]) -> list[NDArray[Any]]:
-    """The binary outputs that have elements, C-contiguous."""
+    """The arrays of those that have elements, C-contiguous."""
     return [
         array if array.flags.c_contiguous else np.ascontiguousarray(array)
-        for _, binary, array in outputs
-        if binary and array.size
+        for _, array in outputs
+        if array.size
     ]
 
 

@@ -20,10 +20,10 @@ import orjson
 from numpy.typing import NDArray
 
 from hps.errors import BadRequest
-from hps.lookup.base import Submit
+from services.frontend.call import Call, Form
 from services.frontend.datatypes import InputRule, numbers
 from services.frontend.errors import TooLarge
-from services.frontend.request_faults import explain
+from services.frontend.http.request_faults import explain
 
 _EMPTY: dict[str, Any] = {}
 # What a damaged request may raise on the fast path.
@@ -43,39 +43,30 @@ class _Raw(NamedTuple):
 
 
 @dataclass(slots=True)
-class Form:
-    """What a JSON header says. ``shapes`` has every input's; ``given`` are the elements of those with JSON
-    data, ``raw`` those that follow in ``raw_size`` bytes. ``outputs`` pairs each requested name with
-    whether it goes out as binary; None means all of them, in the form ``binary`` says. ``timeout_us``
-    0: the server's default.
+class JsonForm(Form):
+    """What a JSON header says. ``given`` are the elements of inputs with JSON data, ``raw`` the inputs that
+    follow in ``raw_size`` bytes. ``binary``: whether outputs go out as binary, by the name of those of which
+    that was said, and of the others.
 
-    A form that is ``kept`` stands for requests that differ in their raw tensors alone: ``prepared`` is
-    how the endpoint begins them, and their batch; ``heads`` the response headers that
-    ``response.encode`` has written.
+    ``heads`` are the heads of answers that ``response.Encoder`` has written for a form that is kept.
     """
 
-    shapes: dict[str, list[int]] = field(default_factory=dict)
     given: dict[str, NDArray[Any]] = field(default_factory=dict)
     raw: list[_Raw] = field(default_factory=list)
     raw_size: int = 0
-    id: str = ""
-    outputs: list[tuple[str, bool]] | None = None
-    binary: bool = False
-    timeout_us: int = 0
-    top_k: int | None = None
-    kept: bool = False
-    prepared: tuple[Submit, int] | None = None
+    binary: dict[str, bool] = field(default_factory=dict)
+    others_binary: bool = False
     heads: dict[Any, Any] = field(default_factory=dict)
+
+    def is_binary(self, output: str) -> bool:
+        return self.binary.get(output, self.others_binary)
 
 
 @dataclass(slots=True)
-class InferCall:
-    """A parsed request. ``inputs`` are the elements of each, ``(n,)``, flat and aligned; the form has
-    their shapes. ``batch`` is filled in by the endpoint: samples, for statistics."""
+class JsonCall(Call):
+    """A request whose header was JSON."""
 
-    form: Form
-    inputs: dict[str, NDArray[Any]]
-    batch: int = 1
+    form: JsonForm
 
 
 class Parser:
@@ -85,9 +76,9 @@ class Parser:
         self._model = model
         self._rules = rules
         self._max_keys = max_keys
-        self._forms: dict[bytes, Form] = {}
+        self._forms: dict[bytes, JsonForm] = {}
 
-    def parse(self, body: bytes, header_size: int | None) -> InferCall:
+    def parse(self, body: bytes, header_size: int | None) -> JsonCall:
         """The request in ``body``, whose first ``header_size`` bytes are JSON (None: all of them).
 
         Raises ``BadRequest`` or ``TooLarge``. Arrays may share memory with ``body`` and be read-only.
@@ -109,7 +100,7 @@ class Parser:
         except _FAULTS as error:
             raise explain(body, header_size, self._model, self._rules, error) from None
 
-    def _read(self, text: bytes) -> Form:
+    def _read(self, text: bytes) -> JsonForm:
         form = _form(orjson.loads(text), self._rules)
         keys = sum(data.size for n, data in form.given.items() if self._rules[n].is_keys)
         keys += sum(raw.elements for raw in form.raw if self._rules[raw.name].is_keys)
@@ -117,7 +108,7 @@ class Parser:
             raise _too_many(keys, self._max_keys)
         return form
 
-    def raw(self, body: bytes, name: str | None) -> InferCall:
+    def raw(self, body: bytes, name: str | None) -> JsonCall:
         """A raw request (``Inference-Header-Content-Length: 0``): the body is input ``name``, one sample
         of as many elements as there are; every output comes back as binary.
 
@@ -138,12 +129,12 @@ class Parser:
         count = len(body) // dtype.itemsize
         if rule.is_keys and count > self._max_keys:
             raise _too_many(count, self._max_keys)
-        form = Form(shapes={name: [1, count]}, binary=True)
-        return InferCall(form, {name: np.frombuffer(body, dtype)})
+        form = JsonForm(shapes={name: [1, count]}, others_binary=True)
+        return JsonCall(form, {name: np.frombuffer(body, dtype)})
 
 
-def _form(header: dict[str, Any], rules: Mapping[str, InputRule]) -> Form:
-    form = Form()
+def _form(header: dict[str, Any], rules: Mapping[str, InputRule]) -> JsonForm:
+    form = JsonForm()
     offset = 0
     for item in header["inputs"]:
         name = item["name"]
@@ -172,7 +163,7 @@ def _form(header: dict[str, Any], rules: Mapping[str, InputRule]) -> Form:
     return _with_options(form, header)
 
 
-def _call(form: Form, raw: bytes) -> InferCall:
+def _call(form: JsonForm, raw: bytes) -> JsonCall:
     """The request of ``form`` with these bytes behind its header."""
     if len(raw) != form.raw_size:
         raise ValueError("size of the body")
@@ -180,10 +171,10 @@ def _call(form: Form, raw: bytes) -> InferCall:
     for name, dtype, count, offset, aligned in form.raw:
         flat = np.frombuffer(raw, dtype, count, offset)
         inputs[name] = flat if aligned else flat.copy()
-    return InferCall(form, inputs)
+    return JsonCall(form, inputs)
 
 
-def _with_options(form: Form, header: dict[str, Any]) -> Form:
+def _with_options(form: JsonForm, header: dict[str, Any]) -> JsonForm:
     """Fill in what stands beside the inputs: id, parameters, requested outputs."""
     if "id" in header:
         form.id = header["id"]
@@ -194,10 +185,10 @@ def _with_options(form: Form, header: dict[str, Any]) -> Form:
         for value in parameters.values():
             if type(value) not in (str, int, float, bool):
                 raise ValueError("parameters")
-        form.binary = parameters.get("binary_data_output", False)
+        form.others_binary = binary = parameters.get("binary_data_output", False)
         form.timeout_us = timeout = parameters.get("timeout", 0)
         form.top_k = top_k = parameters.get("top_k")
-        if type(form.binary) is not bool or type(timeout) is not int or not 0 <= timeout < 2**63:
+        if type(binary) is not bool or type(timeout) is not int or not 0 <= timeout < 2**63:
             raise ValueError("parameters")
         if top_k is not None and (type(top_k) is not int or top_k < 1):
             raise ValueError("top_k")
@@ -205,18 +196,17 @@ def _with_options(form: Form, header: dict[str, Any]) -> Form:
     if wanted is not None and type(wanted) is not list:
         raise TypeError("outputs")
     if wanted:
-        outputs = []
         for item in wanted:
             parameters = item.get("parameters")
             if parameters is None:
                 parameters = _EMPTY
-            binary = parameters.get("binary_data", form.binary)
+            binary = parameters.get("binary_data", form.others_binary)
             if type(binary) is not bool or "classification" in parameters:
                 raise ValueError("outputs")
-            outputs.append((item["name"], binary))
-        if len(dict(outputs)) != len(outputs):
+            form.binary[item["name"]] = binary
+        if len(form.binary) != len(wanted):
             raise ValueError("duplicate output")
-        form.outputs = outputs
+        form.outputs = tuple(form.binary)
     return form
 
 

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from hps import __version__
 from hps.errors import BadRequest, Unavailable, Unsupported
 from services.frontend.auth import Guard
-from services.frontend.http_api import Json, answers, failure, json_body, needs
+from services.frontend.http.api import Json, answers, failure, json_body, needs
 from services.frontend.metadata import server_metadata
 from services.frontend.state import Entry, State
 

@@ -1,0 +1,38 @@
+"""An inference request on its way to an endpoint, in arrays, whatever protocol it came by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from numpy.typing import NDArray
+
+from hps.lookup.base import Submit
+
+
+@dataclass(slots=True)
+class Form:
+    """All of a request but its tensors' elements. ``shapes`` has every input's; ``outputs`` are the names
+    that were asked for, None for all there are; ``timeout_us`` 0 is the server's default.
+
+    A form that is ``kept`` stands for requests that differ in their elements alone: ``prepared`` is then
+    how the endpoint begins them, and their batch.
+    """
+
+    shapes: dict[str, list[int]] = field(default_factory=dict)
+    id: str = ""
+    outputs: tuple[str, ...] | None = None
+    timeout_us: int = 0
+    top_k: int | None = None
+    kept: bool = False
+    prepared: tuple[Submit, int] | None = None
+
+
+@dataclass(slots=True)
+class Call:
+    """A request. ``inputs`` are the elements of each, ``(n,)``, flat and aligned, and may be read-only; the
+    form has their shapes. ``batch`` is filled in by the endpoint: samples, for statistics."""
+
+    form: Form
+    inputs: dict[str, NDArray[Any]]
+    batch: int = 1

@@ -1,0 +1,65 @@
+"""The admin port: what the server is doing, and its metrics."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Query
+from starlette.responses import Response
+
+from services.frontend.auth import Guard
+from services.frontend.http.api import Json, answers, needs
+from services.frontend.state import State
+
+_MOST_HOT_KEYS = 1000
+
+
+def metrics_route(state: State) -> APIRouter:
+    """``/metrics``, for scrapers, without a key."""
+    router = APIRouter(tags=["admin"])
+
+    @router.get(
+        "/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+    )
+    def metrics() -> Response:
+        """Prometheus metrics."""
+        found = state.metrics
+        return Response(found.render(), media_type=found.content_type)
+
+    return router
+
+
+def status_routes(state: State, guard: Guard) -> APIRouter:
+    """What the server holds and how it is doing; needs role admin."""
+    router = APIRouter(tags=["admin"], dependencies=needs(guard, "admin"))
+
+    # Not `async`: stores may be asked for row counts, which runs on a thread then.
+    @router.get("/v1/status", responses=answers("Status"))
+    def status() -> Response:
+        """What the server serves and how it is doing; while it loads, how far it is."""
+        return Json(state.status())
+
+    @router.get("/v1/models", responses=answers("Models", [503]))
+    def models() -> Response:
+        """The served models with their tables."""
+        return Json({"models": state.require_node().status()["models"]})
+
+    @router.get("/v1/tables", responses=answers("Tables", [503]))
+    def tables() -> Response:
+        """Every table of every model."""
+        found = [
+            {"model": model["name"], "version": model["version"], **table}
+            for model in state.require_node().status()["models"]
+            for table in model["tables"]
+        ]
+        return Json({"tables": found})
+
+    # Not `async`: a large cache is looked through, which runs on a thread then.
+    @router.get("/v1/hotkeys", responses=answers("HotKeys", [400, 404, 503]))
+    def hot_keys(
+        model: str | None = None,
+        table: str | None = None,
+        limit: int = Query(20, ge=1, le=_MOST_HOT_KEYS, description="Keys per table"),
+    ) -> Response:
+        """The hottest keys of the CPU cache, by table, with their scores from 255 down."""
+        return Json({"tables": state.require_node().hot_keys(model, table, limit)})
+
+    return router

@@ -1,0 +1,30 @@
+"""How the names of a server are asked over HTTP: a route for each, found by an inference request's path."""
+
+from __future__ import annotations
+
+from hps import metric_names as m
+from hps.metrics import Metrics
+from services.frontend.http.request import Parser
+from services.frontend.http.response import Encoder
+from services.frontend.state import Entry
+
+
+class Route:
+    """What reads the requests to one name, writes their answers and counts them. Used by one event loop."""
+
+    __slots__ = ("encoder", "entry", "observe_ok", "parser")
+
+    def __init__(self, entry: Entry, metrics: Metrics, max_keys: int) -> None:
+        endpoint = entry.endpoint
+        self.entry = entry
+        self.parser = Parser(endpoint.name, endpoint.rules, max_keys)
+        self.encoder = Encoder(endpoint.name, endpoint.version)
+        self.observe_ok = metrics.histogram(
+            m.REQUEST_SECONDS, "http", "infer", endpoint.name, "200"
+        ).observe
+
+    @property
+    def paths(self) -> tuple[str, str]:
+        """Of the requests to it."""
+        base = f"/v2/models/{self.entry.name}"
+        return f"{base}/infer", f"{base}/versions/{self.entry.version}/infer"

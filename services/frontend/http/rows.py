@@ -1,0 +1,117 @@
+"""Rows of tables on the admin port."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Query
+from fastapi.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hps.errors import BadRequest
+from hps.lookup.explain import explained
+from hps.names import hint_for
+from hps.types import JaggedKeys, KeyArray, LookupRequest, VectorArray
+from services.frontend.auth import Guard
+from services.frontend.errors import shown
+from services.frontend.http.api import Json, answers, json_body, needs, takes
+from services.frontend.http.infer import outcome
+from services.frontend.state import State
+
+MAX_ROWS = 1000
+
+
+def rows_routes(state: State, guard: Guard, timeout_s: float) -> APIRouter:
+    """Single rows to look at; needs role admin."""
+    router = APIRouter(tags=["admin"], dependencies=needs(guard, "admin"))
+
+    @router.get("/v1/tables/{model}/{table}/rows", responses=answers("Rows", [400, 404, 503, 504]))
+    async def rows(
+        model: str,
+        table: str,
+        keys: str = Query(description="Keys, separated by commas", examples=["1,2"]),
+    ) -> Response:
+        """Rows of a table: the vector, the tier it came from, its version and age. Keys are the
+        table's own (features may add an offset to theirs). The lookup counts as any other."""
+        node = state.require_node()
+        found, engine = node.table(model, table), node.model(model).engine
+        wanted = parse_keys(keys)
+        deadline = time.monotonic() + timeout_s
+        request = LookupRequest(
+            {table: JaggedKeys(wanted, len(wanted))}, deadline, want_source=True, by_table=True
+        )
+        result = await outcome(engine.submit(request), deadline)
+        return Json(explained(found, wanted, result))
+
+    return router
+
+
+def row_writes(state: State, guard: Guard) -> APIRouter:
+    """Rows written without a stream; needs role write."""
+    router = APIRouter(tags=["admin"], dependencies=needs(guard, "write"))
+
+    @router.post(
+        "/v1/tables/{model}/{table}/rows",
+        responses=answers("Written", [400, 404, 413, 501, 503]),
+        openapi_extra=takes("RowWrite"),
+    )
+    async def write(model: str, table: str, request: Request) -> Response:
+        """Upsert and delete rows, in every store and then in the caches; answers when all have them. Later
+        writes win over earlier ones, and over updates of a stream that were made before."""
+        node = state.require_node()
+        given = Fields(await json_body(request), ("keys", "vectors", "deleted"))
+        keys, deleted = given.keys("keys"), given.keys("deleted")
+        work = partial(node.write, model, table, keys, given.vectors(), deleted=deleted)
+        version = await run_in_threadpool(work)
+        return Json({"version": version, "written": len(keys), "deleted": len(deleted)})
+
+    return router
+
+
+class Fields:
+    """The fields of a request's JSON object; of no other ``names``. Raises BadRequest."""
+
+    def __init__(self, body: dict[str, Any], names: Sequence[str]) -> None:
+        for name in body:
+            if name not in names:
+                raise BadRequest(f"{shown(name)} is not a field here{hint_for(name, names)}")
+        self._body = body
+
+    def keys(self, name: str) -> KeyArray:
+        given = self._body.get(name, [])
+        if not isinstance(given, list) or not all(type(key) is int for key in given):
+            raise BadRequest(f"'{name}' must be a list of integers")
+        return np.array([in_64_bits(key) for key in given], np.uint64).view(np.int64)
+
+    def vectors(self) -> VectorArray:
+        given = self._body.get("vectors", [])
+        try:
+            return np.array(given, np.float64)
+        except (OverflowError, TypeError, ValueError):
+            raise BadRequest("'vectors' must be a list of lists of as many numbers each") from None
+
+
+def parse_keys(text: str) -> KeyArray:
+    """Comma-separated integers of 64 bits, signed or unsigned, as ``(n,) int64``."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or len(parts) > MAX_ROWS:
+        raise BadRequest(f"'keys' must be 1 to {MAX_ROWS} integers separated by commas")
+    keys = []
+    for part in parts:
+        digits = part.removeprefix("-")
+        if not (digits.isascii() and digits.isdigit() and len(digits) < 21):
+            raise BadRequest(f"key {shown(part)} is not an integer")
+        keys.append(in_64_bits(int(part)))
+    return np.array(keys, np.uint64).view(np.int64)
+
+
+def in_64_bits(key: int) -> int:
+    """The bits of a signed or unsigned key. Raises BadRequest for one that has more."""
+    if not -(2**63) <= key < 2**64:
+        raise BadRequest(f"key {shown(str(key))} does not fit into 64 bits")
+    return key % 2**64
