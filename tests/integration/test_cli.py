@@ -308,8 +308,10 @@ def test_lookup_explains_rows(config: Path, urls: tuple[str, str]) -> None:
             "default",
             [1, 2],
         )
-    shown = hps_command("lookup", "clicks", "items", "5", "700", "--explain", "--admin", urls[1])
-    assert shown.out.splitlines()[0].split() == ["key", "from", "age", "vector"]
+    shown = hps_command("lookup", "clicks", "items", "0x5", "700", "--explain", "--admin", urls[1])
+    titles, first, _ = shown.out.splitlines()
+    assert titles.split() == ["key", "from", "age", "vector"]
+    assert first.split()[0] == "5"
     assert "1 of 2 keys unknown" in shown.err
 
 

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ from hps.cli.demo_data import FOLDER, REQUESTS, load_demo
 from hps.errors import ConfigError
 
 COMMAND = [sys.executable, "-m", "hps.cli.main", "demo"]
+# What a program finds when it starts: the signals of the first argument ignored, no others.
+LAUNCH = """
+import os, signal, sys
+for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+    ignored = name in sys.argv[1].split()
+    signal.signal(getattr(signal, name), signal.SIG_IGN if ignored else signal.SIG_DFL)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 SAMPLES = 96
 
 
@@ -72,6 +81,37 @@ def demo(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=180, check=False
     )
+
+
+@contextmanager
+def serving(folder: Path, ignored: str = "") -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """The demo as a process that was started with the signals ``ignored``, and what it has printed
+    until it serves; killed at the end."""
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, ignored, *COMMAND, "--model", str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    ) as process:
+        assert process.stdout is not None
+        try:
+            shown = []
+            for line in process.stdout:
+                shown.append(line)
+                if "Serving until" in line:
+                    break
+            else:
+                pytest.fail("".join(shown) + process.communicate()[1])
+            yield process, shown
+        finally:
+            process.kill()
+
+
+def address(shown: list[str]) -> tuple[str, int]:
+    url = re.search(r"http://127.0.0.1:(\d+)", "".join(shown))
+    assert url is not None
+    return "127.0.0.1", int(url[1])
 
 
 def scratch_folders() -> set[str]:
@@ -141,14 +181,15 @@ def test_a_taken_port_is_told(small_demo: Path) -> None:
 def test_a_port_taken_at_the_last_moment_is_no_hindrance(
     small_demo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hps.cli import demo as module
+    from hps.cli import demo_process as module
+    from hps.cli.demo import app
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         monkeypatch.setattr(module, "PORTS", {"http": taken.getsockname()[1], "admin": 0})
         monkeypatch.setattr(module, "_is_free", lambda _port: True)
-        result = CliRunner().invoke(module.app, ["--once", "--model", str(small_demo)])
+        result = CliRunner().invoke(app, ["--once", "--model", str(small_demo)])
     assert result.exit_code == 0, result.output
 
 
@@ -158,65 +199,57 @@ def test_it_serves_until_it_is_told_to_stop(
 ) -> None:
     program("curl")
     before = scratch_folders()
-    with subprocess.Popen(
-        [*COMMAND, "--model", str(small_demo)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    ) as process:
-        assert process.stdout is not None
-        try:
-            shown = []
-            for line in process.stdout:
-                shown.append(line)
-                if "Serving until" in line:
-                    break
-            text = "".join(shown)
-            assert "Serving until" in text, text + process.communicate()[1]
-            command = next(line for line in shown if line.startswith("curl -s"))
-            answer = json.loads(subprocess.check_output(["sh", "-c", command], text=True))
-            first = float(next(line for line in shown if line.split()[:1] == ["0"]).split()[1])
-            outputs = {out["name"]: out["data"] for out in answer["outputs"]}
-            assert float(np.ravel(outputs["score"])[0]) == pytest.approx(first, abs=1e-5)
-            ours = next(line for line in shown if line.startswith("hps predict"))
-            ours = ours.replace("hps", f"{sys.executable} -m hps.cli.main", 1).strip()
-            told = json.loads(subprocess.check_output(["sh", "-c", f"{ours} -o json"], text=True))
-            assert told["outputs"]["score"][0][0] == pytest.approx(first, abs=1e-5)
-            process.send_signal(number)
-            assert process.wait(60) == 0, text
-        finally:
-            process.kill()
-        url = re.search(r"http://127.0.0.1:(\d+)", text)
-        assert url is not None
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", int(url[1])), 5)
+    with serving(small_demo) as (process, shown):
+        command = next(line for line in shown if line.startswith("curl -s"))
+        answer = json.loads(subprocess.check_output(["sh", "-c", command], text=True))
+        first = float(next(line for line in shown if line.split()[:1] == ["0"]).split()[1])
+        outputs = {out["name"]: out["data"] for out in answer["outputs"]}
+        assert float(np.ravel(outputs["score"])[0]) == pytest.approx(first, abs=1e-5)
+        ours = next(line for line in shown if line.startswith("hps predict"))
+        ours = ours.replace("hps", f"{sys.executable} -m hps.cli.main", 1).strip()
+        told = json.loads(subprocess.check_output(["sh", "-c", f"{ours} -o json"], text=True))
+        assert told["outputs"]["score"][0][0] == pytest.approx(first, abs=1e-5)
+        process.send_signal(number)
+        assert process.wait(60) == 0, shown
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address(shown), 5)
     assert scratch_folders() <= before
+
+
+def test_a_background_job_can_be_stopped(small_demo: Path) -> None:
+    """A shell's ``hps demo &`` begins with SIGINT ignored, one under nohup with SIGHUP ignored; the
+    first is to stop it nevertheless, the second is not."""
+    with serving(small_demo, "SIGINT SIGHUP") as (process, shown):
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        socket.create_connection(address(shown), 5).close()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address(shown), 5)
 
 
 def test_its_server_does_not_outlive_it(small_demo: Path) -> None:
     """Killed, the demo can clean nothing up: its server does."""
     before = scratch_folders()
-    with subprocess.Popen(
-        [*COMMAND, "--model", str(small_demo)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    ) as process:
-        assert process.stdout is not None
-        url = None
-        for line in process.stdout:
-            url = url or re.search(r"http://127.0.0.1:(\d+)", line)
-            if "Serving until" in line:
-                break
+    with serving(small_demo) as (process, shown):
         process.kill()
-    assert url is not None
     until = time.monotonic() + 60
     while time.monotonic() < until and not scratch_folders() <= before:
         time.sleep(0.05)
     assert scratch_folders() <= before
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", int(url[1])), 5)
+        socket.create_connection(address(shown), 5)
+
+
+def test_a_server_that_is_starting_does_not_outlive_it(tmp_path: Path) -> None:
+    """Its standard input closes before it can have read its configuration."""
+    folder = tmp_path / "hps-demo"
+    folder.mkdir()
+    command = [sys.executable, "-m", "hps.cli.demo_server", str(folder / "config.yaml")]
+    subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+    assert not folder.exists()
 
 
 def test_the_model_that_comes_with_hps() -> None:

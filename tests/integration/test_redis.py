@@ -128,7 +128,7 @@ def test_a_table_kept_otherwise_is_refused_with_both_values(open_tier, table, gi
 
 
 def test_what_was_refused_is_looked_at_again(server, open_tier, table, monkeypatch):
-    monkeypatch.setattr("hps.tiers.redis_tables._LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr("hps.tiers.redis.tables._LOOK_AGAIN_S", 0.0)
     fill(open_tier(partitions=4), table, 0, 100)
     tier = open_tier()
     with pytest.raises(TierError, match="partitions"):
@@ -199,7 +199,7 @@ def test_rows_are_counted_in_the_background(server, open_tier, table, monkeypatc
     tier.check(table)
     fill(other, table, 0, 100)
     assert tier.rows(table) == 0
-    tier._upkeep._due = 0.0
+    tier._upkeep._last = -100.0
     until(lambda: tier.rows(table) == 100)
 
 
@@ -281,7 +281,7 @@ def test_forgotten_tombstones_go(open_tier):
 def test_what_is_too_old_goes_by_itself(open_tier, table):
     tier = open_tier(ttl_s=40)
     fill(tier, table, 0, 1000, STARTED.ms - 61_000)
-    tier._upkeep._due = 0.0
+    tier._upkeep._last = -100.0
     until(lambda: tier.rows(table) == 0)
 
 
@@ -426,6 +426,86 @@ def test_a_partition_far_beyond_is_resolved_in_steps(server, open_tier, table):
     assert sizes[-1] <= PARTITIONS * MARGIN
 
 
+# -- what an eviction remembers ----------------------------------------------------------------------
+
+
+def later(ms):
+    return versions_of(1, STARTED.ms + ms)
+
+
+def evicted(tier, reader, table, keys, ms):
+    """Rows and a deletion of this age that others have driven out; none of them is there any more. To look
+    with ``reader`` is no use of them."""
+    tier.insert(table, keys, rows_of(keys), versions_of(len(keys), STARTED.ms + ms))
+    tier.delete(table, keys[:1].copy(), later(ms))
+    start = 10_000
+    while (reader.get(table, keys).versions > 0).any():
+        assert start < 100_000
+        fill(tier, table, start, start + 2000, STARTED.ms - 3_600_000)
+        start += 2000
+    assert start > 10_000
+
+
+WRITES = ["apply", "insert", "promote", "delete"]
+
+
+def write(tier, table, keys, verb, ms):
+    rows, versions = rows_of(keys), versions_of(len(keys), STARTED.ms + ms)
+    if verb == "apply":
+        nothing = TableChanges(keys, rows, versions, keys[:0], versions[:0])
+        tier.apply(table, nothing, [StreamPosition("t", 0, 1)])
+        assert tier.applied(table, "t", 0) == 1
+    elif verb == "delete":
+        tier.delete(table, keys, versions)
+    else:
+        getattr(tier, verb)(table, keys, rows, versions)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("verb", WRITES)
+def test_nothing_older_takes_the_place_of_what_was_evicted(open_tier, table, policy, verb):
+    """Neither a stream's repetition nor a node that lags behind, nor one that evicts nothing itself."""
+    tier, keys = overflowing(open_tier, policy), np.arange(40)
+    other = open_tier(partitions=PARTITIONS)
+    evicted(tier, other, table, keys, ms=0)
+    for writer in (tier, other):
+        write(writer, table, keys, verb, ms=-1000)
+        assert (tier.get(table, keys).versions == 0).all()
+    write(tier, table, keys, verb, ms=0)  # the same once more, or what is newer
+    assert (tier.get(table, keys).versions == later(0)[0]).all()
+    write(tier, table, keys, verb, ms=5)
+    assert (tier.get(table, keys).versions == later(5)[0]).all()
+
+
+def test_what_was_evicted_is_forgotten_with_the_tombstones(open_tier):
+    table = EmbeddingTable.make("user", DIM, model="ctr", version=2, tombstone_ttl_s=60)
+    tier, keys = overflowing(open_tier, "random"), np.arange(40)
+    evicted(tier, open_tier(partitions=PARTITIONS), table, keys, ms=-61_000)
+    write(tier, table, keys, "insert", ms=-62_000)
+    assert len(held(tier, table, keys)) == 40
+
+
+def test_rows_that_are_merely_old_are_still_promoted(open_tier, table):
+    """Most of them: those that share a bucket with a newer one that was evicted stay out."""
+    tier = overflowing(open_tier, "random")
+    evicted(tier, open_tier(partitions=PARTITIONS), table, np.arange(400), ms=0)
+    cold = np.arange(100_000, 100_500)
+    tier.promote(table, cold, rows_of(cold), versions_of(500, STARTED.ms - 3_600_000))
+    assert len(held(tier, table, cold)) > 350
+
+
+def test_versions_of_what_was_evicted_take_bounded_memory(server, open_tier, table):
+    tier = overflowing(open_tier, "random")
+    fill(tier, table, 0, 40_000)
+    floors = [key for key in server.ask("KEYS", "hps*") if key.endswith(b"}f")]
+    assert len(floors) == PARTITIONS
+    assert {server.ask("STRLEN", key) for key in floors} == {8 * MARGIN + 9}
+    tier.erase("ctr")
+    assert not server.ask("KEYS", "hps*")
+    fill(tier, table, 0, 10, STARTED.ms - 1000)
+    assert len(held(tier, table, np.arange(10))) == 10
+
+
 # -- stream positions ------------------------------------------------------------------------------
 
 
@@ -521,7 +601,7 @@ def test_a_share_of_the_rows_is_loaded(open_tier, table):
 
 
 def test_a_load_goes_on_where_it_was_killed(open_tier, table, monkeypatch):
-    monkeypatch.setattr("hps.tiers.redis_load._CHUNK", 1000)
+    monkeypatch.setattr("hps.tiers.redis.load._CHUNK", 1000)
     tier, version = open_tier(), version_now()
 
     def broken():
@@ -540,14 +620,30 @@ def test_a_load_goes_on_where_it_was_killed(open_tier, table, monkeypatch):
     assert again.preload(table, chunks_of(40_000), version, mark="other digest") == 40_000
 
 
+@pytest.mark.parametrize("kind", ["native", "hps"])
+def test_what_redis_lost_of_a_load_is_loaded_again(server, open_tier, table, kind):
+    """And nothing else, whether a partition went as a whole or its rows alone."""
+    tier, version, keys = open_tier(layout=kind), version_now(), np.arange(4000)
+    assert tier.preload(table, chunks_of(4000), version, mark="digest") == 4000
+    names = tier._tables.opened()[0].layout
+    for gone in ([names.rows_keys[3]], [names.rows_keys[5], names.positions_keys[5]]):
+        server.ask("DEL", *gone)
+        lost = 4000 - len(held(tier, table, keys))
+        assert 0 < lost < 1000
+        assert (
+            open_tier(layout=kind).preload(table, chunks_of(4000), version, mark="digest") == lost
+        )
+        assert len(held(tier, table, keys)) == 4000
+
+
 LOADER = """
 import sys, numpy as np
-import hps.tiers.redis_load
-from hps.config.schema import RedisSettings
+import hps.tiers.redis.load
+from hps.config.store_settings import RedisSettings
 from hps.tiers.redis import RedisTier
 from hps.types import EmbeddingTable
 
-hps.tiers.redis_load._CHUNK = 1000
+hps.tiers.redis.load._CHUNK = 1000
 table = EmbeddingTable.make("user", 4, model="ctr", version=2)
 keys = np.arange(10**7)
 rows = np.ones((len(keys), 4), np.float32)
@@ -557,11 +653,12 @@ RedisTier(RedisSettings(addresses=[sys.argv[1]])).preload(table, [(keys, rows)],
 
 def test_a_load_that_was_killed_is_finished(server, open_tier, table, monkeypatch):
     """``kill -9`` of the process, in the middle."""
-    monkeypatch.setattr("hps.tiers.redis_load._CHUNK", 1000)
+    monkeypatch.setattr("hps.tiers.redis.load._CHUNK", 1000)
 
     def noted():
-        found = server.ask("HGET", "hps:{ctr/2/user}m", "loaded") or b":0"
-        return int(found.rpartition(b":")[2])
+        names = [f"hps:{{ctr/2/user/p{i}}}o" for i in range(8)]
+        found = [server.ask("HGET", name, "loaded") or b":0" for name in names]
+        return min(int(each.rpartition(b":")[2]) for each in found)
 
     process = subprocess.Popen([sys.executable, "-c", LOADER, server.address])
     try:
@@ -588,7 +685,7 @@ def test_a_load_overwrites_nothing_newer(open_tier, table):
 
 def test_of_a_key_that_stands_twice_the_last_row_is_loaded(open_tier, table, monkeypatch):
     """Although two pieces are on their way at a time; here the first one takes longer."""
-    monkeypatch.setattr("hps.tiers.redis_load._CHUNK", 1000)
+    monkeypatch.setattr("hps.tiers.redis.load._CHUNK", 1000)
     tier, insert = open_tier(), RedisTier.insert
 
     def slow(self, table, keys, vectors, versions):

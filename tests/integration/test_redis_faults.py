@@ -133,7 +133,7 @@ def test_a_server_that_was_restarted_empty(server, open_tier, table):
     assert len(part.missing) == N
     fill(tier, table)
     assert len(tier.get(table, keys).missing) == 0
-    tier._upkeep._due = 0.0
+    tier._upkeep._last = -100.0
     tier.rows(table)
     until(lambda: fill(tier, table) is not None and server.ask("EXISTS", "hps:{ctr/1/user}m"))
     assert server.ask("HGET", "hps:{ctr/1/user}m", "partitions") == b"8"
@@ -164,7 +164,7 @@ def test_a_reply_that_came_too_late_is_never_taken_for_another(server, proxy, op
         part = Part.make(table, some)
         with pytest.raises(TierTimeout):
             tier.fetch([part], FetchContext(deadline=time.monotonic() + 0.05))
-        assert not [w for node in tier._client._nodes.values() for w in node.idle]
+        assert not [w for node in tier._client._nodes.all for w in node.idle]
         proxy.silent = False
         # As many of other keys: a reply left over would fit, and hold the wrong rows.
         asking.until_well(np.setdiff1d(keys, some))
@@ -175,7 +175,7 @@ def test_bytes_nobody_asked_for_close_a_connection(server, open_tier, table):
     """As if a reply had been left there after all."""
     tier = open_tier(server, connections=1)
     keys = fill(tier, table)
-    (node,) = tier._client._nodes.values()
+    (node,) = tier._client._nodes.all
     wire = node.idle[0]
     wire.send_command("PING")
     until(lambda: wire.stale)
@@ -295,11 +295,11 @@ def test_a_server_out_of_memory(server, open_tier, table):
 def test_a_server_that_is_still_loading(server, open_tier, table):
     tier = open_tier(server, timeout_ms=500)
     tier.check(table)
-    wire = next(iter(tier._client._nodes.values())).idle[0]
+    wire = next(iter(tier._client._nodes.all)).idle[0]
     error = wire.parsed("LOADING Redis is loading the dataset in memory")
     with pytest.raises(type(error)):
         raise error
-    from hps.tiers.redis_connection import is_retryable
+    from hps.tiers.redis.connection import is_retryable
 
     assert is_retryable(error)
 

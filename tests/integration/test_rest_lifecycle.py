@@ -21,7 +21,7 @@ from hps.build import open_node
 from hps.config import configuration_from
 from hps.errors import ConfigError, ModelError
 from hps.types import LookupResult
-from services.frontend import http_server
+from services.frontend.http import server as http_server
 from services.frontend.main import Frontend
 
 WORD = {"name": "word", "shape": [1, 1], "datatype": "INT64", "data": [5]}

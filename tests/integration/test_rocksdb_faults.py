@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from hps.errors import TierError
-from hps.tiers import rocksdb_space
 from hps.tiers.base import FetchContext, Part
-from hps.tiers.rocksdb import LoadRecord, RocksDbTier, Tuning
+from hps.tiers.rocksdb import LoadRecord, RocksDbTier, Tuning, space
 from hps.tiers.wrappers import Guarded
 from hps.types import EmbeddingTable
 
@@ -207,7 +206,7 @@ def test_writes_wait_for_compactions_while_everybody_else_goes_on(tmp_path):
 
 
 def test_writes_that_wait_too_long_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(rocksdb_space, "STALL_SECONDS", 0.0)
+    monkeypatch.setattr(space, "STALL_SECONDS", 0.0)
     tier = RocksDbTier(tmp_path)
     with pytest.raises(TierError, match=r"writes have been stopped for .*tiers.rocksdb.threads"):
         write_faster_than_it_compacts(tier)

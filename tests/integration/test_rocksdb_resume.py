@@ -13,9 +13,9 @@ from hps.config.model_schema import ModelSpec
 from hps.models.loader import load_tables
 from hps.models.repository import Repository
 from hps.models.writer import write_version
-from hps.tiers import rocksdb_load
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.rocksdb import RocksDbTier
+from hps.tiers.rocksdb import load as load_module
 from hps.types import NoProgress
 
 ROWS, DIM = 60_000, 8
@@ -26,18 +26,18 @@ LOAD = f"""
 import os, signal, sys
 from hps.models import loader
 from hps.models.repository import Repository
-from hps.tiers import rocksdb_load
+from hps.tiers.rocksdb import load as load_module
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import NoProgress
-rocksdb_load._FILE_BYTES = {FILE_BYTES}
-rocksdb_load._BLOCK_ROWS = 1000
-append, calls = rocksdb_load.BulkLoad._append, []
+load_module._FILE_BYTES = {FILE_BYTES}
+load_module._BLOCK_ROWS = 1000
+append, calls = load_module.BulkLoad._append, []
 def killed_at(self, code, vectors, pool):
     calls.append(1)
     if len(calls) == int(sys.argv[3]):
         os.kill(os.getpid(), signal.SIGKILL)
     append(self, code, vectors, pool)
-rocksdb_load.BulkLoad._append = killed_at
+load_module.BulkLoad._append = killed_at
 version = Repository(sys.argv[1]).open("m")
 loader.load_tables(version, version.embedding_tables(), RocksDbTier(sys.argv[2]), NoProgress())
 """
@@ -64,13 +64,13 @@ def kill_a_load(models: Path, db: Path, at: int) -> None:
 def load(models: Path, db: Path, monkeypatch) -> tuple[int, np.ndarray]:
     """How many rows had to be written, and the first values of all rows as they are found then."""
     written = []
-    append = rocksdb_load.BulkLoad._append
+    append = load_module.BulkLoad._append
 
     def counted(self, code, vectors, pool):
         written.append(len(code))
         append(self, code, vectors, pool)
 
-    monkeypatch.setattr(rocksdb_load.BulkLoad, "_append", counted)
+    monkeypatch.setattr(load_module.BulkLoad, "_append", counted)
     version = Repository(models).open("m")
     (table,) = version.embedding_tables().values()
     store = RocksDbTier(db)

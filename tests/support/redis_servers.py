@@ -22,7 +22,7 @@ import pytest
 
 from benchmarks.peers.process import free_ports
 from benchmarks.peers.redis_server import PROGRAM, RedisServer
-from hps.config.schema import RedisSettings, RedisTlsSettings
+from hps.config.store_settings import RedisSettings, RedisTlsSettings
 
 SERVER_NAME = "redis.test"
 
@@ -83,10 +83,13 @@ class Certificates:
                   "-subj", "/CN=hps test", "-addext", "basicConstraints=critical,CA:TRUE",
                   "-addext", "keyUsage=critical,keyCertSign,cRLSign")  # fmt: skip
 
-    def make(self, name: str, *, days: int = 30, host: str = SERVER_NAME) -> tuple[Path, Path]:
-        """The files of a certificate and its key; negative ``days``: it has expired."""
-        self._run("req", *_KEY, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj",
-                  f"/CN={name}")  # fmt: skip
+    def make(
+        self, name: str, *, days: int = 30, host: str = SERVER_NAME, key: Path | None = None
+    ) -> tuple[Path, Path]:
+        """The files of a certificate and its ``key``, by default a new one; negative ``days``: it has
+        expired."""
+        chosen = ["-key", str(key)] if key else [*_KEY, "-keyout", f"{name}.key"]
+        self._run("req", "-new", *chosen, "-out", f"{name}.csr", "-subj", f"/CN={name}")
         extensions = self.folder / f"{name}.ext"
         extensions.write_text(f"subjectAltName=DNS:{host}\n")
         dates: list[str] = ["-days", str(days)]
@@ -96,7 +99,7 @@ class Certificates:
             self._sign(name, extensions, dates)
         except subprocess.CalledProcessError:  # an older openssl knows no dates, but negative days
             self._sign(name, extensions, ["-days", str(days)])
-        return self.folder / f"{name}.pem", self.folder / f"{name}.key"
+        return self.folder / f"{name}.pem", key or self.folder / f"{name}.key"
 
     def _sign(self, name: str, extensions: Path, dates: list[str]) -> None:
         self._run("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key",
@@ -168,7 +171,7 @@ class Cluster:
             server.ask("CLUSTER", "MEET", "127.0.0.1", self.servers[0].port)
         shares = [(0, 5460), (5461, 10922), (10923, 16383)]
         for server, (first, last) in zip(self.servers, shares, strict=False):
-            server.ask("CLUSTER", "ADDSLOTSRANGE", first, last)
+            server.ask("CLUSTER", "ADDSLOTS", *range(first, last + 1))
         until(lambda: all(len(self._known(each)) == 6 for each in self.servers))
         for primary, replica in zip(self.servers[:3], self.servers[3:], strict=True):
             replica.ask("CLUSTER", "REPLICATE", primary.ask("CLUSTER", "MYID"))

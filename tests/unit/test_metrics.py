@@ -6,9 +6,10 @@ import threading
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from hps import metrics as m
+from hps import metric_names as m
 from hps.meters import DenseMeter, LookupMeter, TierMeter
-from hps.metrics import METRICS, SECONDS_BUCKETS, Metrics
+from hps.metric_names import METRICS, SECONDS_BUCKETS
+from hps.metrics import Metrics
 from hps.types import EmbeddingTable, Source
 
 TABLE = EmbeddingTable.make("t", 2, model="clicks")

@@ -18,15 +18,26 @@ def test_without_a_compiler_the_bars_are_unmeasured(monkeypatch, capsys):
         monkeypatch.setattr(stores_rocksdb, f"QUICK_{name}" if name != "BATCHES" else name, value)
     report = stores_rocksdb.run(Options(quick=True))
     assert list(report.values) == ["load"]
-    assert all("ours, µs a key" in line for rows in report.tables.values() for line in rows)
+    reads = [lines for title, lines in report.tables.items() if "load" not in title]
+    assert [[line[""] for line in lines] for lines in reads] == [["read", "mapped"]] * 2
+    assert all("ours, µs a key" in line for lines in reads for line in lines)
     assert "no C++ compiler" in capsys.readouterr().err
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch, tmp_path):
     source = tmp_path / "peer.cpp"
     source.write_text("#include <rocksdb/nothing_of_this_name.h>\n")
-    monkeypatch.setattr(rocksdb, "SOURCE", source)
     monkeypatch.setattr(rocksdb, "ROOT", tmp_path)
     with pytest.raises(PeerMissing, match="apt-get install"):
-        rocksdb.build()
-    assert not list((tmp_path / "rocksdb").glob("multiget-*"))
+        rocksdb.build(source)
+    assert not list((tmp_path / "rocksdb").glob("peer-*"))
+
+
+def test_both_ways_of_reading_are_judged():
+    names = {bar.name for bar in stores_rocksdb.BARS if bar.at_least == 0.7}
+    assert names == {
+        f"{way}_{row}_{batch}"
+        for way in ("read", "mapped")
+        for row in (128, 512)
+        for batch in (1_000, 10_000, 100_000)
+    }

@@ -24,7 +24,7 @@ PS_JSON = {
             "model": "wdl",
             "sparse_files": ["t0"],
             "embedding_vecsize_per_table": [4],
-            "deployed_device_list": [0],
+            "refresh_delay": 30.0,
         }
     ],
 }
@@ -111,7 +111,7 @@ def test_show_of_a_ps_json(ps_json: Path) -> None:
     result = run("show", "-c", ps_json)
     assert f"{ps_json}: persistent_db.path" in result.stdout
     assert "wdl" in result.stdout
-    assert "models[0].deployed_device_list" in result.stderr
+    assert "models[0].refresh_delay" in result.stderr
 
 
 def test_show_of_a_bad_file(bad: Path) -> None:
@@ -211,7 +211,7 @@ def test_convert_prints_our_files(ps_json: Path) -> None:
     assert model["name"] == "wdl"
     assert "# hps.yaml\n" in result.stdout
     assert "# models/wdl/model.yaml\n" in result.stdout
-    assert "deployed_device_list" in result.stderr
+    assert "refresh_delay" in result.stderr
 
 
 def test_convert_writes_what_serves_the_same(ps_json: Path, tmp_path: Path) -> None:

@@ -84,6 +84,27 @@ def test_a_missing_column_is_named_beside_those_there_are(tmp_path: Path, suffix
         list(read(open_reader(path, ("user", "ad")), path, 10))
 
 
+@pytest.mark.parametrize("line", ["[1]", "null", "7", '"user"'])
+def test_a_line_that_is_no_object(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "s.jsonl"
+    path.write_text(f'{{"user": 1}}\n{line}\n')
+    with pytest.raises(BadRequest, match=r"s.jsonl: up to line 2 there is .*, expected a JSON obj"):
+        list(read(open_reader(path, ("user",)), path, 10))
+
+
+def test_a_column_that_stands_twice(tmp_path: Path) -> None:
+    for name in ("s.csv", "s.parquet"):
+        path = tmp_path / name
+        path.write_text("user,user,ad\n1,2,3\n")
+        if name == "s.parquet":
+            column = pa.array([1])
+            table = pa.Table.from_arrays([column] * 3, names=["user", "user", "ad"])
+            parquet.write_table(table, path)
+        with pytest.raises(BadRequest, match=f"{name} has several columns user; rename"):
+            list(read(open_reader(path, ("user", "ad")), path, 10))
+        assert list(read(open_reader(path, ("ad",)), path, 10))
+
+
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     damaged = {".parquet": "nonsense", ".csv": "user,ad\n1,2\n3\n", ".jsonl": '{"user": 1}\n{"us'}
     for suffix, text in damaged.items():

@@ -12,7 +12,8 @@ import pytest
 
 from hps.config import auth
 from hps.config.auth import check_exposure, key_file_warnings, load_api_keys
-from hps.config.schema import ApiKey, AuthSettings, Settings
+from hps.config.schema import Settings
+from hps.config.server_settings import ApiKey, AuthSettings
 from hps.errors import ConfigError, Forbidden, Unauthenticated
 
 READER, WRITER, ROOT = "reader-secret-0001", "writer-secret-0001", "admin-secret-00001"

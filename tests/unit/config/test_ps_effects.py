@@ -165,3 +165,36 @@ def test_origins_name_the_key(ps: Ps, tmp_path: Path) -> None:
     origins = ps.load(ps.base).origins
     assert origins["tiers.rocksdb.threads"] == f"{tmp_path / 'ps.json'}: persistent_db.num_threads"
     assert origins["server.http.port"] == "default"
+
+
+def test_the_gpu_cache_is_sized_as_hps_s(ps: Ps) -> None:
+    ps.base["models"][0] |= {"gpucacheper": 0.3, "deployed_device_list": [1, 0]}
+    gpu = ps.load(ps.base).settings.tiers.gpu
+    assert (gpu.use, gpu.share, gpu.devices, gpu.workspaces) == ("auto", 0.3, [0, 1], 4)
+    assert gpu.host_bytes == 0
+
+
+def test_models_without_a_gpu_cache(ps: Ps) -> None:
+    first = ps.base["models"][0]
+    off = ps.load(ps.put("models[].gpucache", False)).settings
+    assert off.tiers.gpu.use == "off"
+    models = [
+        {**first, "gpucacheper": 0.3},
+        {**first, "model": "n", "gpucache": False},
+        {**first, "model": "o", "gpucacheper": 0.1, "deployed_device_list": [3]},
+        {**first, "model": "p", "embedding_cache_type": "static"},
+    ]
+    settings = ps.load({**ps.base, "models": models}).settings
+    assert settings.tiers.gpu.share == 1.0
+    assert settings.tiers.gpu.devices == [3]
+    serve = settings.models.serve or {}
+    assert {t.gpu_share for t in serve["m"].tables.values()} == {0.3}
+    assert {t.gpu_rows for t in serve["n"].tables.values()} == {0}
+    assert {t.gpu_share for t in serve["o"].tables.values()} == {0.1}
+    assert {t.gpu_static for t in serve["p"].tables.values()} == {True}
+
+
+def test_uvm_is_pinned_host_memory(ps: Ps) -> None:
+    """1000 rows of 32 bytes or less a table, a fifth of them in the GPU's memory."""
+    gpu = ps.load(ps.put("models[].embedding_cache_type", "uvm")).settings.tiers.gpu
+    assert (gpu.share, gpu.host_bytes) == (1.0, 2 * 800 * 32)

@@ -93,13 +93,12 @@ def test_the_example_s_warnings(ps: Ps) -> None:
         "persistent_db.update_filters",
         "update_source.type=kafka_message_queue",
         "update_source.brokers",
-        "models[0].num_of_worker_buffer_in_pool",
-        "models[0].deployed_device_list",
         "models[0].cache_refresh_percentage_per_iteration",
     ):
         assert key in text
     redis = ("redis_cluster", "address", "partitions", "connections", "overflow")
-    others = ("gpucache", "hit_rate", "vecsize", "supportlong", "maxnum", "persistent_db.path")
+    others = ("gpucache", "worker_buffer", "device_list", "hit_rate", "vecsize", "supportlong")
+    others += ("maxnum", "persistent_db.path")
     for acts in (*redis, *others):
         assert acts not in text
 
@@ -130,6 +129,8 @@ VARIED: dict[str, tuple[Any, Any]] = {
     "models[].max_batch_size": (64, 65),
     "models[].gpucache": (True, False),
     "models[].gpucacheper": (0.2, 0.3),
+    "models[].deployed_device_list": ([0], [0, 1]),
+    "models[].num_of_worker_buffer_in_pool": (5, 6),
     "models[].hit_rate_threshold": (0.9, 1.1),
     "models[].maxnum_catfeature_query_per_table_per_sample": ([1, 2], [1, 3]),
     "models[].embedding_vecsize_per_table": ([4, 8], [8, 4]),

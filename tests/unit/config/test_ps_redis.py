@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hps.config.ps_keys import KEYS, PsKey
-from hps.config.schema import RedisSettings
 from hps.config.shown import public_settings
+from hps.config.store_settings import RedisSettings
 
 Ps = Any
 

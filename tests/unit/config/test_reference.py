@@ -16,9 +16,11 @@ from hps.config.model_schema import ModelSpec
 from hps.config.problems import leaves
 from hps.config.ps_keys import KEYS
 from hps.config.reference import renewed, shown_key
-from hps.config.schema import ApiKey, RedisSettings, RedisTlsSettings, Settings
+from hps.config.schema import Settings
+from hps.config.server_settings import ApiKey
 from hps.config.shape import settings_of
 from hps.config.shown import json_schema
+from hps.config.store_settings import RedisSettings, RedisTlsSettings
 from hps.config.validation import validate_file
 
 ROOT = Path(__file__).parents[3]
@@ -125,7 +127,11 @@ def test_the_example_shows_every_setting_with_its_default() -> None:
             assert key in stated or any(s.startswith(f"{key}.") for s in stated), key
     settings = load_config(EXAMPLE, environ={}).settings
     assert settings.models.serve is not None
-    apart: Any = {"models": True, "tiers": {"rocksdb": {"path"}, "redis": True}}
+    apart: Any = {
+        "models": True,
+        "tiers": {"rocksdb": {"path"}, "redis": True},
+        "updates": {"kafka", "directory"},
+    }
     assert settings.model_dump(exclude=apart) == Settings().model_dump(exclude=apart)
     assert settings.tiers.redis == RedisSettings(tls=RedisTlsSettings())
     assert settings.models.repository == EXAMPLE.parent / Settings().models.repository

@@ -25,7 +25,12 @@ EXPRESSIONS = {
         *("dedup_kernel", "evict_kernel"),
         *(f"write_kernel<{unit}, {update}>" for unit in (16, 4, 2) for update in ("true", "false")),
     ],
-    "pool.cu": [f"pool_kernel<{tile}, {unit}>" for tile in (4, 8, 16, 32) for unit in (4, 1)],
+    "pool.cu": [
+        f"{name}<{tile}, {unit}>"
+        for name in ("pool_kernel", "pool_rows_kernel")
+        for tile in (4, 8, 16, 32)
+        for unit in (4, 1)
+    ],
     "scatter.cu": [f"scatter_kernel<{tile}, {unit}>" for tile in (4, 8, 32) for unit in (16, 4, 2)],
     "scan.cu": [
         *("clear_kernel", "export_kernel"),

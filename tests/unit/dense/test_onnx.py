@@ -12,18 +12,20 @@ from onnx import helper as h
 
 from hps.dense import onnx as module
 from hps.dense.base import TensorInfo, check_network
-from hps.dense.onnx import OnnxModel
+from hps.dense.onnx import OnGpu, OnnxModel, narrowed
 from hps.errors import ConfigError, DenseModelError, ModelError
 
 
-def write_network(path: Path, nodes, inputs, outputs) -> Path:
+def write_network(path: Path, nodes, inputs, outputs, weights=()) -> Path:
     """``inputs`` and ``outputs``: name -> (type, shape)."""
     made = [
         [h.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in side.items()]
         for side in (inputs, outputs)
     ]
     model = h.make_model(
-        h.make_graph(nodes, "g", *made), opset_imports=[h.make_opsetid("", 17)], ir_version=9
+        h.make_graph(nodes, "g", *made, weights),
+        opset_imports=[h.make_opsetid("", 17)],
+        ir_version=9,
     )
     onnx.save(model, path)
     return path
@@ -150,7 +152,7 @@ class _Runtime:
 
         class Session:
             def get_providers(self):
-                return runtime._used or providers
+                return runtime._used or [p if isinstance(p, str) else p[0] for p in providers]
 
             def get_inputs(self):
                 return []
@@ -161,6 +163,7 @@ class _Runtime:
 
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+RT = "TensorrtExecutionProvider"
 
 
 @pytest.mark.parametrize(
@@ -176,8 +179,66 @@ def test_provider(monkeypatch, provider, available, asked):
     runtime = _Runtime(available, None)
     monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
     assert OnnxModel(Path("x.onnx"), provider, threads=3).provider == asked[0]
-    assert runtime.asked == asked
+    assert [each if isinstance(each, str) else each[0] for each in runtime.asked] == asked
     assert runtime.options.intra_op_num_threads == 3
+
+
+def test_cuda_multiplies_float32_in_full_unless_told_otherwise(monkeypatch):
+    runtime = _Runtime([CUDA, CPU], None)
+    monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
+    OnnxModel(Path("x.onnx"), "cuda")
+    assert runtime.asked[0] == (CUDA, {"device_id": "0", "use_tf32": "0"})
+    OnnxModel(Path("x.onnx"), "cuda", gpu=OnGpu(device=1, tf32=True))
+    assert runtime.asked[0] == (CUDA, {"device_id": "1", "use_tf32": "1"})
+
+
+def test_a_session_of_a_lane_runs_on_its_stream(monkeypatch):
+    runtime = _Runtime([CUDA, CPU], None)
+    monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
+    model = OnnxModel(Path("x.onnx"), "cuda")
+    model.session_on(1, 4711)
+    name, options = runtime.asked[0]
+    assert name == CUDA
+    assert options["device_id"] == "1"
+    assert options["user_compute_stream"] == "4711"
+
+
+def test_tensorrt_narrows_by_itself(monkeypatch):
+    runtime = _Runtime([RT, CUDA, CPU], None)
+    monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
+    OnnxModel(Path("x.onnx"), "tensorrt", gpu=OnGpu(precision="float16"))
+    assert runtime.asked[0] == (RT, {"device_id": "0", "trt_fp16_enable": "1"})
+    assert [each[0] for each in runtime.asked[1:-1]] == [CUDA]
+    monkeypatch.setattr(runtime, "_used", [CUDA])
+    with pytest.raises(ConfigError, match="fell back to CUDA"):
+        OnnxModel(Path("x.onnx"), "tensorrt")
+
+
+def test_float16_is_for_gpus(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", _Runtime([CPU], None))
+    with pytest.raises(ConfigError, match="a CPU is slower in float16"):
+        OnnxModel(Path("x.onnx"), "auto", gpu=OnGpu(precision="float16"))
+
+
+def test_a_narrowed_network_takes_and_gives_what_it_did(tmp_path):
+    weights = h.make_tensor("w", T.FLOAT, [3, 2], np.linspace(-1, 1, 6, dtype=np.float32))
+    path = write_network(
+        tmp_path / "dense.onnx",
+        [h.make_node("MatMul", ["a", "w"], ["score"])],
+        {"a": (T.FLOAT, ["batch", 3])},
+        {"score": (T.FLOAT, ["batch", 2])},
+        [weights],
+    )
+    kept = OnnxModel(path, "cpu")
+    (tmp_path / "narrow.onnx").write_bytes(narrowed(path))
+    narrow = OnnxModel(tmp_path / "narrow.onnx", "cpu")
+    assert (narrow.inputs, narrow.outputs) == (kept.inputs, kept.outputs)
+    rng = np.random.default_rng(1)
+    fed = {t.name: rng.random((5, *t.shape[1:]), np.float32) for t in kept.inputs}
+    for name, values in kept.predict(fed).items():
+        np.testing.assert_allclose(narrow.predict(fed)[name], values, rtol=2e-2, atol=2e-2)
+    kinds = {t.data_type for t in onnx.load(tmp_path / "narrow.onnx").graph.initializer}
+    assert kinds == {T.FLOAT16}
 
 
 def test_cuda_that_is_not_there(monkeypatch):
@@ -194,7 +255,7 @@ def test_cuda_that_does_not_load(monkeypatch):
 
 
 def test_first_line_of_an_error_without_text():
-    assert module._first_line(ValueError()) == "ValueError"
+    assert module.first_line(ValueError()) == "ValueError"
 
 
 # -- model.yaml ----------------------------------------------------------------------------------

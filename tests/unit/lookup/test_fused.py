@@ -9,59 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hps.errors import BadRequest, DeadlineExceeded
-from hps.lookup.base import Feature, LookupModel
-from hps.lookup.engine import INLINE_KEYS, LookupEngine
-from hps.tiers.base import TierInfo
-from hps.tiers.chain import TierChain
-from hps.tiers.cpu_cache import CpuCache
-from hps.tiers.memory import MemoryTier
-from hps.tiers.wrappers import Metered
-from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, Source
+from hps.lookup.engine import INLINE_KEYS
+from hps.types import JaggedKeys, LookupRequest, Source
 from hps.workers import Workers
-
-ROWS = 50
-USER = EmbeddingTable.make("user", 3, default=[-1, -2, -3])
-ITEM = EmbeddingTable.make("item", 2, dtype=np.float16)
-FEATURES = [
-    Feature("user", USER, hotness=1, context=True),
-    Feature("item", ITEM, key_offset=3, pooling="none"),
-    Feature("shown", ITEM, key_offset=-5, pooling="mean"),
-    Feature("bought", ITEM, pooling="sum", hotness=2),
-]
-MODEL = LookupModel(
-    "m", 1, {"user": USER, "item": ITEM}, {f.name: f for f in FEATURES}, 64, max_keys=30_000
-)
-
-
-class Side:
-    """An engine over a cache with rows 0…49 of both tables; row k begins with k."""
-
-    def __init__(self, workers, short):
-        self.cache = CpuCache({USER: 100, ITEM: 100})
-        keys = np.arange(ROWS)
-        for table in (USER, ITEM):
-            rows = (keys[:, None] + np.arange(table.dim) / 4).astype(table.dtype)
-            self.cache.insert(table, keys, rows, np.ones(ROWS, np.uint64))
-        self.observed, self.finished = [], []
-        metered = Metered(self.cache, lambda counts, *_: self.observed.append(counts))
-        store = MemoryTier(TierInfo("store", Source.ROCKSDB))
-        caches = TierChain([metered])
-        self.engine = LookupEngine(MODEL, caches, store, workers, meter=_Meter(self))
-        assert self.engine._short is not None
-        if not short:
-            self.engine._short = None
-
-
-class _Meter:
-    def __init__(self, side):
-        self._side = side
-
-    def finished(self, answers, seconds, degraded):
-        assert seconds >= 0
-        self._side.finished.append((answers, degraded))
-
-    def finished_alike(self, answers):
-        return lambda seconds: self.finished(answers, seconds, ())
+from tests.support.two_ways import FEATURES, ITEM, MODEL, ROWS, USER, Side, dense, outcome
 
 
 @pytest.fixture(scope="module")
@@ -77,20 +28,6 @@ def sides(workers):
     yield pair
     for side in pair:
         side.cache.close()
-
-
-def outcome(side, request):
-    try:
-        result = side.engine.lookup(request)
-    except (BadRequest, DeadlineExceeded) as error:
-        return type(error), str(error)
-    return (
-        list(result.vectors),
-        [(v.dtype, v.shape, v.tobytes()) for v in result.vectors.values()],
-        {name: source.tolist() for name, source in result.sources.items()},
-        result.defaulted,
-        result.degraded,
-    )
 
 
 @st.composite
@@ -204,7 +141,8 @@ def test_a_prepared_lookup_that_memory_cannot_answer_tries_it_once(sides):
     gathers = []
     tier = short.engine._short._tier
     short.engine._short._tier = SimpleNamespace(
-        info=tier.info, gather=lambda asks: gathers.append(len(asks)) or tier.gather(asks)
+        info=tier.info,
+        gather=lambda asks, bags: gathers.append(len(asks)) or tier.gather(asks, bags),
     )
     submit = short.engine.prepare(dense(item=[[1]]))
     assert submit([np.array([999])], None).result().defaulted == 1
@@ -217,12 +155,6 @@ def test_a_table_and_a_feature_of_one_name_are_told_apart(sides):
     for by_table in (False, True, False):
         request = LookupRequest(keys, by_table=by_table)
         assert outcome(short, request) == outcome(ordinary, request)
-
-
-def dense(**features):
-    return LookupRequest(
-        {name: JaggedKeys.dense(np.array(keys)) for name, keys in features.items()}
-    )
 
 
 def test_it_is_taken_when_memory_holds_every_row(sides):

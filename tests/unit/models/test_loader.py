@@ -10,6 +10,7 @@ import pytest
 
 from hps.config.model_schema import ModelSpec
 from hps.errors import ModelError, TierError
+from hps.models import loader
 from hps.models.loader import load_tables
 from hps.models.repository import Repository, open_legacy
 from hps.tiers.base import FetchContext, Part
@@ -221,6 +222,20 @@ class TestTrouble:
             with pytest.raises(ModelError, match=r"items/emb_vector: the contents do not match"):
                 load()
 
+    def test_files_that_are_written_to_meanwhile(self, make_version, load, monkeypatch):
+        folder = make_version()
+        key, plain = folder / "tables/users/key", loader.sorted_chunks
+
+        def chunks(*words):
+            yield from plain(*words)
+            os.utime(key, ns=(1, 1))  # what was written was as long and, at last, the same
+
+        monkeypatch.setattr(loader, "sorted_chunks", chunks)
+        with pytest.raises(ModelError, match="users/key was changed while it was read; try again"):
+            load()
+        monkeypatch.undo()
+        assert [r.how for r in load()[2]] == ["loaded", "loaded"]
+
     def test_a_load_that_broke_off_is_done_again(self, make_version, load, monkeypatch):
         make_version(spec=USERS)
 
@@ -228,7 +243,7 @@ class TestTrouble:
             raise TierError("rocksdb", "no space left")
 
         with monkeypatch.context() as patch:
-            patch.setattr("hps.tiers.rocksdb_load.BulkLoad.run", broken)
+            patch.setattr("hps.tiers.rocksdb.load.BulkLoad.run", broken)
             with pytest.raises(TierError, match="no space"):
                 load()
         store, tables, (report,) = load()
@@ -286,6 +301,7 @@ MEASURE = """
 import sys, threading, time
 from pathlib import Path
 from hps.models import sorting
+from hps.models import loader
 from hps.models.loader import load_tables
 from hps.models.repository import Repository
 from hps.tiers.rocksdb import RocksDbTier

@@ -1,5 +1,6 @@
 """Rows in a store's order, in bounded memory, whichever way is taken."""
 
+import os
 import threading
 import time
 from contextlib import nullcontext
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hps.errors import ModelError
 from hps.models import sorting
 from hps.models.sorting import Duplicates, ahead, sort_last, sorted_chunks
 from hps.models.tables import open_table
@@ -31,11 +33,12 @@ def files_of(folder, keys, dim=3):
     }
 
 
-@pytest.fixture(params=["gathered", "bucketed"])
+@pytest.fixture(params=["gathered", "copied", "bucketed"])
 def way(request, monkeypatch):
-    """Each test runs both ways; buckets are made small enough that there are many."""
+    """Each test runs all ways; buckets are made small enough that there are many."""
     if request.param == "bucketed":
         monkeypatch.setattr(sorting, "SORT_ROWS", 0)
+    if request.param != "gathered":
         monkeypatch.setattr(sorting, "BUCKET_BYTES", 20 * 500)
     monkeypatch.setattr(sorting, "_BLOCK_BYTES", 12 * 256)
     return request.param
@@ -85,7 +88,14 @@ def test_buckets_stay_small(tmp_path, monkeypatch):
     files, _ = files_of(tmp_path / "t", keys)
     sizes = []
     plain = np.fromfile
-    monkeypatch.setattr(np, "fromfile", lambda *a: sizes.append(len(r := plain(*a))) or r)
+
+    def fromfile(path, *words, **settings):
+        found = plain(path, *words, **settings)
+        if path.suffix == ".rows":
+            sizes.append(len(found))
+        return found
+
+    monkeypatch.setattr(np, "fromfile", fromfile)
     spread = []
     list(
         sorted_chunks(
@@ -104,6 +114,23 @@ def test_scratch_is_removed_when_the_consumer_stops(tmp_path, monkeypatch):
     next(chunks)
     assert (tmp_path / "scratch").exists()
     chunks.close()
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_files_that_are_shortened_meanwhile(tmp_path, way):
+    """Rows are right or refused; a mapped file would end the process."""
+    files, expected = files_of(tmp_path / "t", np.random.default_rng(2).permutation(5000))
+    chunks = sorted_chunks(files, codes, Duplicates(), tmp_path / "scratch")
+    found = [next(chunks)]
+    os.truncate(files.vector_path, 8)
+    found += chunks
+    keys = (np.concatenate([c for c, _ in found]) ^ SIGN).view(np.int64)
+    rows = np.concatenate([r for _, r in found])
+    assert {int(k): r.tolist() for k, r in zip(keys, rows, strict=True)} == {
+        k: v.tolist() for k, v in expected.items()
+    }
+    with pytest.raises(ModelError, match=r"emb_vector was (shortened|changed) while it was"):
+        list(sorted_chunks(files, codes, Duplicates(), tmp_path / "scratch"))
     assert not (tmp_path / "scratch").exists()
 
 

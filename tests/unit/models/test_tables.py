@@ -20,7 +20,14 @@ def test_reads_rows_in_the_files_order(tmp_path):
     assert (files.rows, files.dim, files.bytes) == (3, 4, 72)
     assert files.keys().tolist() == keys
     assert files.vectors().tolist() == vectors.tolist()
-    assert not files.vectors().flags.writeable
+    assert files.keys(1).tolist() == keys[1:]
+    assert files.vectors(1, 2).tolist() == vectors[1:2].tolist()
+    assert files.vectors(2, 9).tolist() == vectors[2:].tolist()
+    assert files.keys_at(np.array([2, 0, 2])).tolist() == [0, -5, 0]
+    assert files.vectors_at(np.array([2, 0])).tolist() == vectors[[2, 0]].tolist()
+    blocks = list(files.blocks(2))
+    assert [k.tolist() for k, _ in blocks] == [keys[:2], keys[2:]]
+    assert np.concatenate([v for _, v in blocks]).tolist() == vectors.tolist()
 
 
 @pytest.mark.parametrize(("n", "expected"), [(0, 0), (2, 2), (3, 3), (99, 3), (-1, 0)])

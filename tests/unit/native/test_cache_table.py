@@ -13,7 +13,10 @@ KEYS = st.lists(KEY, max_size=30)
 CAPACITY = st.sampled_from([1, 2, 5, 24, 40, 60, 100])
 # LFU is left out where uses count: its dice fall otherwise in each twin.
 DETERMINED = st.sampled_from(["lru", "random", "fifo"])
-ROW = st.sampled_from([(1, np.float16), (3, np.float32), (16, np.float32), (32, np.float32)])
+# The last: 32 values and the bytes of their scale.
+ROW = st.sampled_from(
+    [(1, np.float16), (3, np.float32), (16, np.float32), (32, np.float32), (36, np.int8)]
+)
 VERB = st.sampled_from(
     ["insert", "insert", "insert", "update", "delete", "evict", "fetch", "gather"]
 )
@@ -111,13 +114,13 @@ ROW_BYTES = [2, 32, 64, 128, 256, 512, 400, 2800]
 @pytest.mark.parametrize("kernels", native.cache_kernels())
 @pytest.mark.parametrize("row", [(size // 2, np.float16) for size in ROW_BYTES])
 def test_every_row_length_and_batch_length(row, kernels):
-    """Around the edges of blocks, of the threshold from which the GIL is released, and beyond."""
+    """Around the distances between steps, the threshold from which the GIL is released, and beyond."""
     tables = both(6000, row, kernels=kernels)
     keys = np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 6000)
     versions = np.arange(6000).astype(np.uint64)
     for table in tables:
         table.write(keys, rows_of(keys, versions, row), versions, 0, False)
-    for n in (0, 1, 15, 16, 17, 31, 32, 33, 48, 100, 4095, 6000):
+    for n in (0, 1, 11, 12, 13, 24, 25, 47, 48, 49, 64, 65, 100, 4095, 6000):
         out = np.empty((n, row[0]), row[1])
         assert tables[0].gather(keys[:n], out)
         np.testing.assert_array_equal(out, rows_of(keys[:n], versions[:n], row))

@@ -83,6 +83,29 @@ def test_missing_rows_are_listed_and_can_be_given(sides):
 
 
 @pytest.mark.parametrize("sides", BOTH)
+@pytest.mark.parametrize("offsets", [None, np.array([0, 2, 4, 6, 8]), np.array([0, 0, 3, 7, 8])])
+def test_with_given_rows_the_bags_that_have_none_are_left_alone(sides, offsets):
+    table, rows = filled(sides[0], 4, np.float32)
+    keys = np.array([1, 2, 3, 4, 900, 5, 6, 7])
+    bounds = np.arange(0, 9, 2) if offsets is None else offsets
+    bag = int(np.searchsorted(bounds, 4, side="right")) - 1
+    extra = np.full((1, 4), 0.5, np.float32)
+    divisors = np.full(4, 2, np.float32)
+    out = np.full((4, 4), 77, np.float32)
+    assert sides[1](table, keys, offsets, None, divisors, out, np.array([4]), extra) is None
+    inside = range(bounds[bag], bounds[bag + 1])
+    total = np.zeros(4, np.float32)
+    for i in inside:
+        total = total + (extra[0] if i == 4 else rows[keys[i]])
+    assert out[bag].tobytes() == (total / np.float32(2)).tobytes()
+    assert (np.delete(out, bag, axis=0) == 77).all()
+    # A row that went meanwhile is listed, one of another bag is not.
+    table.evict(np.array([5, 1, 7]))
+    missing = sides[1](table, keys, offsets, None, divisors, out, np.array([4]), extra)
+    assert missing.tolist() == [5]
+
+
+@pytest.mark.parametrize("sides", BOTH)
 def test_a_bag_whose_divisor_is_zero_and_an_empty_one_are_zeros(sides):
     table, _ = filled(sides[0], 4, np.float32)
     out = np.full((2, 4), 7, np.float32)
@@ -129,6 +152,10 @@ def test_several_threads_find_the_same():
         {"out": np.empty((3, 4), np.float32)},
         {"given": np.array([0])},
         {"given": np.array([0]), "rows": np.ones((2, 4), np.float32)},
+        {"given": np.array([2]), "rows": np.ones((1, 4), np.float32)},
+        {"given": np.array([-1]), "rows": np.ones((1, 4), np.float32)},
+        {"given": np.array([1, 0]), "rows": np.ones((2, 4), np.float32)},
+        {"given": np.array([1, 1]), "rows": np.ones((2, 4), np.float32)},
         {"keys": np.ones(2, np.int32)},
     ],
 )

@@ -35,3 +35,9 @@ def test_no_torn_row_no_older_version_no_lost_count(stress, eviction):
 def test_what_it_needs_is_said(stress):
     done = subprocess.run([stress], capture_output=True, text=True, timeout=60)
     assert (done.returncode, "usage" in done.stdout) == (2, True)
+
+
+def test_messages_that_may_be_anything(stress):
+    fuzz = stress.parent / "fuzz_codec"
+    done = subprocess.run([fuzz, "1"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "of them decoded" in done.stdout) == (0, True), done.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,22 +16,24 @@ import pytest
 
 from hps.config.auth import load_api_keys
 from hps.config.model_schema import FeatureSpec, ModelSpec
-from hps.config.schema import ApiKey, AuthSettings, ServerSettings
+from hps.config.server_settings import ApiKey, AuthSettings, ServerSettings
 from hps.dense.base import TensorInfo
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.engine import LookupEngine
 from hps.metrics import Metrics
-from hps.node import Node, ServedModel, TierStatus
+from hps.node import Node, ServedModel
 from hps.pipeline import InferencePipeline
+from hps.streams import Streams
+from hps.tier_status import TierStatus
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.memory import MemoryTier
 from hps.types import EmbeddingTable, Source, make_version
 from hps.updates.writer import CacheWriter
 from hps.workers import Workers
-from services.frontend.app import admin_app, data_app
 from services.frontend.auth import OpenGuard, guard
-from services.frontend.infer import InferApp
+from services.frontend.http.app import admin_app, data_app
+from services.frontend.http.infer import InferApp
 from services.frontend.state import State
 
 ROW_VERSION = make_version(1_700_000_000_000)
@@ -155,7 +158,9 @@ def make_small() -> Small:
                 tier.insert(table, keys, rows, np.full(10, ROW_VERSION, np.uint64))
     writer = CacheWriter(caches, [store], 1 << 20)
     tiers = [TierStatus(memory, lambda _table: 10), TierStatus(store, lambda _table: 10)]
-    node = Node(models, Metrics(), tiers, writer, workers)
+    metrics = Metrics()
+    streams = Streams([], metrics, ExitStack())
+    node = Node(models, metrics, tiers, writer, streams, workers)
     node._resources.callback(workers.close)
     node._resources.callback(writer.close)
     state = State()

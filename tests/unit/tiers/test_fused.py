@@ -7,7 +7,7 @@ from hps.errors import BadRequest
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu_cache import CpuCache
-from hps.tiers.fused import fused
+from hps.tiers.fused import Bags, fused
 from hps.tiers.memory import MemoryTier
 from hps.types import EmbeddingTable
 
@@ -110,3 +110,54 @@ def test_the_first_tier_of_a_chain_is_asked(cache, table):
     assert fused(TierChain([TierChain([cache]), store])) is cache
     assert fused(TierChain([store, cache])) is None
     assert fused(TierChain([])) is None
+
+
+def pooled(cache, table, keys, **options):
+    keys = np.asarray(keys, np.int64)
+    out = np.full((options.pop("bags", 2), 3), -1, np.float32)
+    bags = Bags(table, keys, out, **options)
+    return cache.gather([], [bags]), bags
+
+
+def test_bags_are_pooled_beside_rows(cache, table):
+    out = np.empty((1, 3), np.float32)
+    bags = Bags(table, np.array([1, 2, 3, 4]), np.empty((2, 3), np.float32))
+    assert cache.gather([(table, np.array([7]), out)], [bags])
+    assert out[:, 0].tolist() == [7]
+    assert bags.out[:, 0].tolist() == [3, 7]
+    assert bags.missing is None
+
+
+def test_what_bags_lack_is_listed_and_completed(cache, table):
+    found, bags = pooled(cache, table, [1, -9, 3, 4], divisors=np.array([2, 2], np.float32))
+    assert found
+    assert bags.missing.tolist() == [1]
+    assert bags.out[1].tolist() == [3.5] * 3
+    assert cache.complete(bags, np.full((1, 3), 5, np.float32))
+    assert bags.out[:, 0].tolist() == [3, 3.5]
+    cache.evict(table, np.array([1]))
+    assert not cache.complete(bags, np.full((1, 3), 5, np.float32))
+
+
+def test_bags_of_a_table_that_is_not_held_are_not_pooled(cache):
+    found, bags = pooled(cache, EmbeddingTable.make("other", 3), [1, 2])
+    assert not found
+    assert not cache.complete(bags, bags.out)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"keys": [1, 2, 3]}, "3 keys cannot be divided into 2 bags"),
+        ({"keys": [1], "bags": 0}, "1 keys cannot be divided into 0 bags"),
+        ({"offsets": np.array([0, 2])}, r"offsets must be \(3,\) int64"),
+        ({"offsets": np.array([0, 1, 1])}, "rise from 0 to the number of keys, 2"),
+        ({"offsets": np.array([0, 3, 2])}, "rise from 0"),
+        ({"weights": np.ones(1, np.float32)}, r"weights must be \(2,\) float32"),
+        ({"weights": np.ones(2)}, "weights must be"),
+        ({"divisors": np.ones(3, np.float32)}, r"divisors must be \(2,\) float32"),
+    ],
+)
+def test_bags_that_do_not_fit_are_named(cache, table, wrong, words):
+    with pytest.raises(BadRequest, match=words):
+        pooled(cache, table, **{"keys": [1, 2]} | wrong)

@@ -5,7 +5,7 @@ import struct
 import numpy as np
 import pytest
 
-from hps.tiers.redis_layout import (
+from hps.tiers.redis.layout import (
     READ_SLICE,
     TableLayout,
     TableName,
@@ -83,9 +83,9 @@ def test_names_are_taken_apart_again(kind):
 
 
 def test_what_scan_looks_for():
-    assert pattern("native") == "hps:{*/*}[vtomu]"
-    assert pattern("native", "wdl") == "hps:{wdl/*}[vtomu]"
-    assert pattern("hps", "wdl") == "hps_et{hps_et.wdl.*}[vtomu]"
+    assert pattern("native") == "hps:{*/*}[vtomuf]"
+    assert pattern("native", "wdl") == "hps:{wdl/*}[vtomuf]"
+    assert pattern("hps", "wdl") == "hps_et{hps_et.wdl.*}[vtomuf]"
 
 
 def test_reads_as_hps_packs_them():

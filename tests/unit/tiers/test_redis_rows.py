@@ -8,10 +8,11 @@ from redis.exceptions import ConnectionError as Lost
 from redis.exceptions import MovedError
 
 from hps.tiers.base import Part
-from hps.tiers.redis_commands import Command
-from hps.tiers.redis_connection import Wire
-from hps.tiers.redis_layout import TableLayout
-from hps.tiers.redis_rows import AskedKeys, PartRead, receive_rows
+from hps.tiers.redis.commands import Command
+from hps.tiers.redis.connection import Wire
+from hps.tiers.redis.layout import TableLayout
+from hps.tiers.redis.names import Names
+from hps.tiers.redis.rows import AskedKeys, PartRead, receive_rows
 from hps.types import EmbeddingTable, Source
 
 
@@ -19,7 +20,7 @@ class Told(Wire):
     """A connection that receives what it is told, a piece at a time."""
 
     def __init__(self, data, piece=10**9, room=64):
-        super().__init__()
+        super().__init__(names=Names())
         self.data, self.piece = data, piece
         self.buffer = np.empty(room, np.uint8)
 

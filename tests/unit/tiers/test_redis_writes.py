@@ -5,13 +5,13 @@ import re
 import numpy as np
 import pytest
 
-from hps.config.schema import RedisSettings
+from hps.config.store_settings import RedisSettings
 from hps.errors import TierError
 from hps.tiers.positions import StreamPosition, TableChanges
-from hps.tiers.redis_layout import WRITE_SLICE, TableLayout
-from hps.tiers.redis_tables import OpenTable
-from hps.tiers.redis_upkeep import Upkeep
-from hps.tiers.redis_writes import Writes
+from hps.tiers.redis.layout import WRITE_SLICE, TableLayout
+from hps.tiers.redis.tables import OpenTable
+from hps.tiers.redis.upkeep import Upkeep
+from hps.tiers.redis.writes import Writes
 from hps.types import EmbeddingTable, version_now
 
 PARTITIONS = 2
@@ -26,6 +26,8 @@ class Recording:
         self.runs, self.fails = [], fails
         self.table = OpenTable(TableLayout(TABLE, kind, PARTITIONS), self)
 
+    losses = 0
+
     def slot(self, _key):
         return 0
 
@@ -37,7 +39,8 @@ class Recording:
 
     usable = writable
 
-    def run(self, commands, _receive, _deadline):
+    def run(self, commands, _receive, _deadline, *, partly=False):
+        assert not partly  # a stream waits for a failover
         self.runs.append([command.request for command in commands])
         if len(self.runs) == self.fails:
             raise TierError("redis", "no")

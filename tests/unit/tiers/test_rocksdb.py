@@ -16,7 +16,7 @@ from rocksdict import Options, Rdict
 from hps.errors import TierError
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier, Tuning
-from hps.tiers.rocksdb_errors import translate
+from hps.tiers.rocksdb.errors import translate
 from hps.types import EmbeddingTable, Source, make_version, version_now
 
 DIM = 4

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from hps.errors import TierError
-from hps.tiers import rocksdb_checkpoint
 from hps.tiers.base import FetchContext, Part
-from hps.tiers.rocksdb import LoadRecord, RocksDbTier, restore
+from hps.tiers.rocksdb import LoadRecord, RocksDbTier, checkpoint, restore
 from hps.types import EmbeddingTable, version_now
 
 DIM = 4
@@ -76,7 +75,7 @@ def test_across_file_systems_files_are_copied(tier, tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError(18, "Invalid cross-device link")
 
-    monkeypatch.setattr(rocksdb_checkpoint.os, "link", refuse)
+    monkeypatch.setattr(checkpoint.os, "link", refuse)
     restore(tmp_path / "saved", tmp_path / "back")
     back = RocksDbTier(tmp_path / "back", access="read_only")
     assert fetch(back, ITEMS, [0, 1]) == [1.0, 2.0]

@@ -17,6 +17,7 @@ from hps.tiers.attached_cache import AttachedCache
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.cpu_cache import CacheMemory, CpuCache
 from hps.tiers.cpu_segments import Segments, is_alive, this_process
+from hps.tiers.fused import Bags
 from hps.types import EmbeddingTable
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="the twins share no memory")
@@ -66,6 +67,11 @@ def test_what_the_owner_writes_others_read_and_what_they_use_stays(tmp_path):
     out = np.empty((2, 4), np.float32)
     assert reader.gather([(TABLE, np.array([3, 4]), out)])
     assert out[:, 0].tolist() == [3, 4]
+    bags = Bags(TABLE, np.array([3, 4, 5, 99]), out)
+    assert reader.gather([], [bags])
+    assert bags.missing.tolist() == [3]
+    assert reader.complete(bags, np.full((1, 4), 20, np.float32))
+    assert out[:, 0].tolist() == [7, 25]
     for n in range(1000, 1400):
         assert held(reader, [7]) == [7]
         insert(cache, [n])

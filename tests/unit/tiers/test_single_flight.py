@@ -9,8 +9,9 @@ import pytest
 
 from hps.errors import BadRequest, TierError
 from hps.tiers.base import FetchContext, Part, TierInfo
+from hps.tiers.flight import Flight
 from hps.tiers.memory import MemoryTier
-from hps.tiers.single_flight import SingleFlight, _Flight
+from hps.tiers.single_flight import SingleFlight
 from hps.types import EmbeddingTable, Source, version_now
 
 TABLE, OTHER = EmbeddingTable.make("items", 2), EmbeddingTable.make("users", 2)
@@ -71,16 +72,21 @@ class Flights:
     def start(self, *keys, table=TABLE, more=(), timeout=None, asks=True):
         deadline = None if timeout is None else time.monotonic() + timeout
         parts = [Part.make(table, np.array(keys, np.int64)), *more]
-        begun = len(self.tier._flying) + 1
+        waiting = self.waiting
         future = self.pool.submit(self.run, parts, FetchContext(deadline))
         if asks:
             assert self.store.inside.acquire(timeout=30)
         else:
             until = time.monotonic() + 30
-            while len(self.tier._flying) < begun and time.monotonic() < until:
+            while self.waiting == waiting:
+                assert time.monotonic() < until
                 time.sleep(0.001)
-            time.sleep(0.05)  # let it find what it need not ask for
         return future
+
+    @property
+    def waiting(self):
+        """How many parts of other fetches wait for what is being read."""
+        return sum(len(flight.wanted) for flight in self.tier._flying)
 
     def run(self, parts, ctx):
         self.tier.fetch(parts, ctx)
@@ -106,20 +112,20 @@ def test_many_fetches_of_the_same_keys_ask_once(flights):
     assert rows(first) == ([3, 1, 2], [])
     assert all(rows(other) == ([2, 3, 1], []) for other in others)
     assert flights.store.asked == [{"items": [3, 1, 2]}]
-    assert flights.tier._flying == []
+    assert flights.tier._flying == flights.tier._landed == []
 
 
-def test_a_fetch_that_has_ended_without_followers_is_not_followed(flights, monkeypatch):
+def test_a_fetch_that_has_ended_is_not_followed(flights, monkeypatch):
     """It ends just after the second one has seen what it asks for."""
-    places = _Flight.places
+    in_common = Flight.in_common
 
-    def end_first(flight, own, sample):
+    def end_first(flight, other, rest, least):
         flights.land()
         first.result(30)
-        return places(flight, own, sample)
+        return in_common(flight, other, rest, least)
 
     first = flights.start(1, 2)
-    monkeypatch.setattr(_Flight, "places", end_first)
+    monkeypatch.setattr(Flight, "in_common", end_first)
     second = flights.pool.submit(
         flights.run, [Part.make(TABLE, np.array([2, 1]))], FetchContext(time.monotonic() + 20)
     )
@@ -127,16 +133,124 @@ def test_a_fetch_that_has_ended_without_followers_is_not_followed(flights, monke
     assert len(flights.store.asked) == 2
 
 
-def test_a_few_keys_are_no_reason_to_wait(flights):
-    """Less than an eighth of what is missing: asking costs less than waiting."""
-    first = flights.start(*range(10))
-    second = flights.start(*range(9, 100))
-    third = flights.start(4, *range(101, 107))
-    assert flights.store.asked[1] == {"items": [*range(9, 100)]}
-    assert flights.store.asked[2] == {"items": [*range(101, 107)]}  # one of seven is enough
+def test_a_key_that_all_have_in_common_is_asked_for_once(flights):
+    """However few of their keys that is."""
+    first = flights.start(7, *range(1000, 1999))
+    others = [flights.start(*range(n, n + 500), 7) for n in range(2000, 12000, 1000)]
     flights.land()
-    assert rows(third) == ([4] + [None] * 6, [])
-    assert rows(second) == ([*range(9, 100)], [])
+    for other in others:
+        assert rows(other)[0][-1] == 7
+    first.result(30)
+    assert sum(7 in asked["items"] for asked in flights.store.asked) == 1
+
+
+def test_what_was_read_is_handed_on_before_waiting_for_others(flights):
+    """The third waits for the second, which waits for the first: not for the first's end."""
+    gates = [threading.Event() for _ in range(3)]
+    flights.store.fault = lambda call, _parts, _ctx: gates[call].wait(30)
+    flights.land()
+    first = flights.start(1)
+    second = flights.start(1, 2)
+    third = flights.start(2, 3)
+    gates[1].set()
+    gates[2].set()
+    assert rows(third) == ([2, 3], [])
+    assert not second.done()
+    gates[0].set()
+    assert rows(second) == ([1, 2], [])
+    assert rows(first) == ([1], [])
+
+
+def test_what_another_fetch_does_not_read_itself_is_not_waited_for_there(flights):
+    """The second leaves 1 to the first, which has ended when the third asks for it."""
+    first = flights.start(1)
+    second = flights.start(1, 2)
+    (leader, follower) = flights.tier._flying
+    flights.tier._land(leader, None)
+    third = flights.start(1, 3)
+    assert flights.store.asked[2] == {"items": [1, 3]}
+    flights.tier._flying.insert(0, leader)  # it lands by itself
+    assert follower.wanted == []
+    flights.land()
+    assert [rows(each)[0] for each in (first, second, third)] == [[1], [1, 2], [1, 3]]
+
+
+def test_followers_ask_for_what_the_other_one_had_left_to_a_third(flights, monkeypatch):
+    """They looked at it before it had found out itself."""
+    seen, go_on = threading.Event(), threading.Event()
+    keep = Flight.keep
+
+    def slow(flight, rest):
+        if not seen.is_set():
+            seen.set()
+            assert go_on.wait(30)
+        keep(flight, rest)
+
+    monkeypatch.setattr(Flight, "keep", slow)
+    first = flights.start(1)
+    second = flights.start(1, 2, 4, asks=False)
+    assert seen.wait(30)
+    (leader, _) = flights.tier._flying
+    flights.tier._flying.remove(leader)
+    third = flights.start(2, 1, 3)
+    flights.tier._flying.insert(0, leader)
+    go_on.set()
+    flights.land()
+    assert [rows(each)[0] for each in (first, second, third)] == [[1], [1, 2, 4], [2, 1, 3]]
+    assert {"items": [1]} in flights.store.asked[1:]
+
+
+def test_of_fetches_with_few_keys_in_common_the_oldest_is_followed(flights):
+    """And all of those with many."""
+    first = flights.start(*range(100, 200))
+    second = flights.start(*range(200, 300))
+    third = flights.start(*range(300, 400))
+    last = flights.start(150, 250, 251, *range(300, 332), *range(1000, 1100))
+    assert flights.store.asked[3] == {"items": [250, 251, *range(1000, 1100)]}
+    put(flights.store, TABLE, np.arange(100, 400))
+    flights.land()
+    assert rows(last)[0] == [150, 250, 251, *range(300, 332)] + [None] * 100
+    for each in (first, second, third):
+        each.result(30)
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_an_answer_is_there_while_it_is_copied(flights, monkeypatch, in_time):
+    """For a while: not for ever, where there is always one who copies it."""
+    copy, copying, go_on = SingleFlight._copy, threading.Event(), threading.Event()
+
+    def slow(tier, followed, ctx):
+        followed.flight.landed.wait(30)
+        if not in_time:
+            followed.flight.until = followed.flight.begun
+        copying.set()
+        assert go_on.wait(30)
+        return copy(tier, followed, ctx)
+
+    monkeypatch.setattr(SingleFlight, "_copy", slow)
+    first = flights.start(1, 2)
+    second = flights.start(2, asks=False)
+    flights.land()
+    assert rows(first) == ([1, 2], [])
+    assert copying.wait(30)
+    third = flights.pool.submit(flights.run, [Part.make(TABLE, np.array([1, 2]))], FetchContext())
+    asked = {"items": [1]} if in_time else {"items": [1, 2]}
+    assert flights.store.inside.acquire(timeout=30)
+    assert flights.store.asked[1:] == [asked]
+    go_on.set()
+    assert rows(second) == ([2], [])
+    assert rows(third) == ([1, 2], [])
+    assert flights.tier._landed == []
+
+
+def test_few_keys_do_not_wait_for_a_read_of_very_many(flights):
+    first = flights.start(*range(8001))
+    flights.start(5, *range(9000, 9999))
+    assert flights.store.asked[1] == {"items": [5, *range(9000, 9999)]}
+    second = flights.start(5, *range(10000, 11001))
+    assert flights.store.asked[2] == {"items": list(range(10000, 11001))}
+    flights.land()
+    assert rows(second)[0][0] == 5
     first.result(30)
 
 
@@ -274,7 +388,7 @@ def test_followers_of_a_fetch_that_raised_ask_themselves(flights, error):
     with pytest.raises(type(error)):
         first.result(30)
     assert rows(second) == ([2, 1], [])
-    assert flights.tier._flying == []
+    assert flights.tier._flying == flights.tier._landed == []
 
 
 def test_an_error_of_its_own_is_raised_and_ends_the_fetch(flights):
@@ -289,7 +403,7 @@ def test_an_error_of_its_own_is_raised_and_ends_the_fetch(flights):
     with pytest.raises(TierError, match="on fire"):
         second.result(30)
     assert rows(first) == ([1], [])
-    assert flights.tier._flying == []
+    assert flights.tier._flying == flights.tier._landed == []
 
 
 def test_a_fetch_after_the_end_asks_again(flights):
@@ -316,19 +430,25 @@ def test_many_threads_with_overlapping_keys_get_their_rows(store, pool):
     """Every answer is right, whoever asked for it."""
     store.gate.set()
     store.fault = lambda *_: time.sleep(0.0005)
+    store.evict(OTHER, np.arange(100))
+    put(store, OTHER, np.arange(50))
     tier = SingleFlight(store)
 
     def work(seed):
         random = np.random.default_rng(seed)
         for _ in range(30):
-            keys = random.permutation(140)[: random.integers(1, 60)]
-            part = Part.make(TABLE, keys)
-            tier.fetch([part], FetchContext(time.monotonic() + 30))
-            known = keys < 100
-            assert (part.out[known, 0] == keys[known]).all()
-            assert part.missing.tolist() == np.flatnonzero(~known).tolist()
+            known = {TABLE: 100, OTHER: 50}
+            parts = [
+                Part.make(table, random.permutation(140)[: random.integers(1, 60)])
+                for table in random.permutation(list(known))
+            ]
+            tier.fetch(parts, FetchContext(time.monotonic() + 30))
+            for part in parts:
+                found = part.keys < known[part.table]
+                assert (part.out[found, 0] == part.keys[found]).all()
+                assert part.missing.tolist() == np.flatnonzero(~found).tolist()
 
     for done in [pool.submit(work, seed) for seed in range(8)]:
         done.result(60)
-    assert tier._flying == []
-    assert sum(len(asked["items"]) for asked in store.asked) < 8 * 30 * 30
+    assert tier._flying == tier._landed == []
+    assert sum(len(keys) for asked in store.asked for keys in asked.values()) < 8 * 30 * 60

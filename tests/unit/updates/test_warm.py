@@ -36,7 +36,7 @@ def test_insert_rows_keeps_the_first_of_too_many(world):
     keys = np.arange(1000)
     rows = np.repeat(np.float32(keys)[:, None], 2, axis=1)
     steps = []
-    warm.insert_rows(writer, TABLE, keys, rows, 7, steps.append)
+    warm.insert_rows(writer, TABLE, keys, lambda a, b: rows[a:b], 7, steps.append)
     assert sum(steps) == 1000
     there, part = held(cache, keys)
     assert there[:64].sum() > 55

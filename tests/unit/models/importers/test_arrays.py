@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 
 from hps.errors import ModelError
 from hps.models.importers import TableChoice
-from hps.models.importers.arrays import ArrayFile, StoredArray, mapped
+from hps.models.importers.arrays import ArrayFile, StoredArray
 from hps.models.importers.npz import open_npz
 from hps.models.importers.plan import table_name, tables_from_arrays
 from hps.models.importers.safetensors import open_safetensors
@@ -139,8 +139,12 @@ def write(folder, header, data):
 
 
 def memory_file(path, **arrays):
+    def blocks_of(array):
+        return lambda rows: (array[i : i + rows] for i in range(0, len(array), rows))
+
+    path.touch()
     return ArrayFile(
-        path, {n: StoredArray(n, a.shape, a.dtype.name, mapped(a)) for n, a in arrays.items()}
+        path, {n: StoredArray(n, a.shape, a.dtype.name, blocks_of(a)) for n, a in arrays.items()}
     )
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import pickle
 import random
 import resource
@@ -190,6 +191,14 @@ def test_a_parquet_file_of_one_row_group_is_read_piece_by_piece(tmp_path):
     rows_read, peak = map(int, done.stdout.split())
     assert rows_read == len(rows)
     assert peak < 48 << 20
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["w.npz", "w.pt", "w.parquet", "ps.json"])
+def test_a_pipe_is_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ModelError, match="is neither a file nor a folder; copy"):
+        plan_import(tmp_path / name)
 
 
 @pytest.mark.parametrize("kind", ["hugectr", "parquet"])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hps.errors import BadRequest
+from services.frontend.http.request import Parser
 
 K = "INT64"
 
@@ -22,10 +23,9 @@ def infer(small, model, tensors, outputs=None, **parameters):
     header = {"inputs": inputs, "parameters": parameters}
     if outputs is not None:
         header["outputs"] = [{"name": name} for name in outputs]
-    call = entry.parser.parse(orjson.dumps(header), None)
+    call = Parser(model, entry.endpoint.rules, 1 << 20).parse(orjson.dumps(header), None)
     result = entry.endpoint.submit(call, 1e12).result()
-    found = {name: array for name, _, array in entry.endpoint.outputs(call, result)}
-    return found, call, result
+    return dict(entry.endpoint.outputs(call, result)), call, result
 
 
 def rows(keys, dim, default=0.0):

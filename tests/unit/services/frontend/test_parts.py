@@ -12,8 +12,9 @@ import hps.errors
 from hps.errors import ConfigError, HpsError, NotFound, TierError, TierTimeout, Unavailable
 from hps.types import NoProgress
 from services.frontend import logs
-from services.frontend.errors import STATUS, TooLarge, error_body, http_status
-from services.frontend.http_server import listen
+from services.frontend.errors import STATUS, TooLarge, http_status
+from services.frontend.http.errors import error_body
+from services.frontend.http.server import listen
 from services.frontend.loading import LoadProgress
 from services.frontend.statistics import MAX_BATCH_SIZES, Statistics
 

@@ -124,9 +124,7 @@ def test_header_lengths_out_of_range(small, ask, value):
 
 
 def test_bodies_and_keys_beyond_the_limits(small, ask):
-    small.state = State(max_keys=100)
-    small.state.serve(small.node)
-    app = small.app(max_body_bytes=2000)
+    app = small.app(max_body_bytes=2000, max_keys=100)
     for body in (bytes(2001), [bytes(900)] * 1000):
         reply = ask(app, "POST", PATH, body)
         assert reply.status == 413

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 
 import pytest
 
-from services.frontend.connection import MAX_HEAD_BYTES
+from services.frontend.http.connection import MAX_HEAD_BYTES
+from services.frontend.http.cycle import go_on
 
 PATH = "/v2/models/words.lookup/infer"
 
@@ -290,3 +292,10 @@ def test_a_client_that_goes_while_its_answer_waits_is_no_error(http, caplog, beh
 
     http.run(scenario)
     assert [record.message for record in caplog.records] == []
+
+
+def test_what_goes_on_in_a_task_is_a_coroutine():
+    """From Python 3.12 on a task takes nothing else."""
+    going_on = go_on(None, None)
+    assert inspect.iscoroutine(going_on)
+    going_on.close()

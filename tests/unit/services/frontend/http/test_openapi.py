@@ -8,9 +8,9 @@ import jsonschema_rs
 import orjson
 import pytest
 
-from hps.config.schema import ServerSettings
-from services.frontend.app import admin_app, data_app
+from hps.config.server_settings import ServerSettings
 from services.frontend.auth import OpenGuard
+from services.frontend.http.app import admin_app, data_app
 
 LEFT = {"name": "left", "shape": [1, 2], "datatype": "INT64", "data": [1, 99]}
 

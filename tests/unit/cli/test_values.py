@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from hps.cli.lookup import parse_key
 from hps.cli.main import app
-from hps.cli.store_values import (
+from hps.cli.values import (
     as_typed,
     key_array,
+    parse_key,
     parse_vector,
     parse_version,
     shown_age,

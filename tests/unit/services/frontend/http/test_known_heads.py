@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import gzip
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from hps import metrics as m
-from services.frontend.state import State
+from hps import metric_names as m
 
 PATH = "/v2/models/words.lookup/infer"
 
@@ -253,9 +253,7 @@ def test_who_may_ask_is_looked_at_each_time(small, http, connect):
 
 def test_limits_hold_for_known_heads(small, http, connect):
     async def scenario():
-        small.state = State(max_keys=3)
-        small.state.serve(small.node)
-        protocol, wire = connect(small.app())
+        protocol, wire = connect(small.app(max_keys=3))
         await http.read(protocol, http.binary([1, 2, 3]))
         await http.read(protocol, http.binary([1, 2, 3]).replace(b"[3,1]", b"[4,1]"))
         await http.read(protocol, http.binary([1, 2, 3, 4]))
@@ -276,5 +274,37 @@ def test_a_bounded_number_of_heads_is_kept(small, http, connect):
             await http.read(protocol, http.binary([1], more=f"X: {i}\r\n"))
         assert wire.statuses == [200] * 1100
         assert len(app._heads) <= 1024
+
+    http.run(scenario)
+
+
+def test_a_known_head_asks_the_model_that_is_served_now(small, http, connect):
+    async def scenario():
+        protocol, wire = connect()
+        models = small.node.models
+        await http.read(protocol, http.binary([1]))
+        models["words"] = replace(models["words"], version=2)
+        small.state.serve(small.node)
+        await http.read(protocol, http.binary([1]))
+        assert wire.statuses == [200, 200]
+        assert wire.data.index(b'"model_version":"1"') < wire.data.index(b'"model_version":"2"')
+        del models["words"]
+        small.state.serve(small.node)
+        await http.read(protocol, http.binary([1]))
+        await http.until(lambda: wire.statuses == [200, 200, 404])
+
+    http.run(scenario)
+
+
+def test_heads_of_a_model_that_stays_are_read_anew_but_its_requests_are_known(small, http, connect):
+    async def scenario():
+        app = small.app()
+        protocol, _ = connect(app)
+        await http.read(protocol, http.binary([1]))
+        (head,) = app._heads.values()
+        small.state.serve(small.node)
+        assert not app._heads
+        await http.read(protocol, http.binary([1]))
+        assert next(iter(app._heads.values())).route is head.route
 
     http.run(scenario)

@@ -12,7 +12,8 @@ from tritonclient.http import InferResult
 
 from hps.dense.base import DATATYPES as DTYPES
 from hps.errors import BadRequest
-from services.frontend.response import Encoder
+from services.frontend.http.request import JsonForm
+from services.frontend.http.response import Encoder
 
 shapes = hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=5)
 arrays = st.sampled_from(sorted(DTYPES)).flatmap(lambda n: hnp.arrays(DTYPES[n], shapes))
@@ -20,20 +21,23 @@ arrays = st.sampled_from(sorted(DTYPES)).flatmap(lambda n: hnp.arrays(DTYPES[n],
 
 def encode(request_id, outputs, defaulted=0, degraded=(), heads=None):
     """The body and the length of its JSON header; written twice, because heads are kept."""
-    heads = {} if heads is None else heads
+    form = JsonForm(id=request_id, binary={name: binary for name, binary, _ in outputs})
+    if heads is not None:
+        form.heads = heads
+    named = [(name, array) for name, _, array in outputs]
     encoder = Encoder("m", "3")
     body, headers = None, None
     for _ in range(2):
-        reply = encoder.encode(request_id, defaulted, degraded, outputs, heads)
+        reply = encoder.encode(form, defaulted, degraded, named)
         assert body in (None, reply.body)
         assert headers in (None, reply.headers)
         body, headers = reply.body, reply.headers
         assert reply.lines == b"".join(b"%b: %b\r\n" % header for header in headers)
-    named = dict(headers)
+    lines = dict(headers)
     assert headers[-1] == (b"content-length", str(len(body)).encode())
-    size = int(named.get(b"inference-header-content-length", 0))
+    size = int(lines.get(b"inference-header-content-length", 0))
     kind = b"application/octet-stream" if size else b"application/json"
-    assert named[b"content-type"] == kind
+    assert lines[b"content-type"] == kind
     return body, size
 
 

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hps.errors import BadRequest
-from services.frontend.body import (
+from services.frontend.errors import TooLarge, TooSlow, UnknownEncoding
+from services.frontend.http.body import (
     ClientGone,
     accepted_coding,
     compress,
     discard,
     read_body,
 )
-from services.frontend.errors import TooLarge, TooSlow, UnknownEncoding
 
 ENCODERS = {"gzip": gzip.compress, "deflate": zlib.compress}
 

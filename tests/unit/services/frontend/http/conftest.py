@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from services.frontend.connection import Protocol
+from services.frontend.http.connection import Protocol
 
 PATH = "/v2/models/words.lookup/infer"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.frontend.app import admin_app, data_app
 from services.frontend.auth import OpenGuard
+from services.frontend.http.app import admin_app, data_app
 from services.frontend.state import State
 
 LEFT = {"name": "left", "shape": [1, 2], "datatype": "INT64", "data": [1, 99]}

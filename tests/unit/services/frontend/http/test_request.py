@@ -14,7 +14,7 @@ from hps.dense.base import DATATYPES as DTYPES
 from hps.errors import BadRequest
 from services.frontend.datatypes import INTEGERS, InputRule
 from services.frontend.errors import TooLarge
-from services.frontend.request import Parser
+from services.frontend.http.request import Parser
 
 RULES = {name: InputRule({name: dtype}) for name, dtype in DTYPES.items()}
 RULES["f"] = InputRule(INTEGERS, is_keys=True)
@@ -74,7 +74,7 @@ def test_what_tritonclient_sends_is_what_arrives(tensors, data, request_id):
     call = parsed(body, size)
     assert call.form.id == request_id
     assert call.form.outputs is None
-    assert call.form.binary
+    assert call.form.is_binary("any")
     for name, array in tensors:
         found = call.inputs[name]
         assert found.dtype == array.dtype
@@ -91,15 +91,18 @@ def test_requested_outputs_and_parameters():
         inputs, outputs=outputs, timeout=1500, priority=2, parameters={"top_k": 3, "mine": "x"}
     )
     call = parsed(body, size)
-    assert call.form.outputs == [("a", True), ("b", False)]
-    assert (call.form.timeout_us, call.form.top_k, call.form.binary) == (1500, 3, False)
+    assert call.form.outputs == ("a", "b")
+    assert [call.form.is_binary(name) for name in "ab"] == [True, False]
+    assert (call.form.timeout_us, call.form.top_k) == (1500, 3)
+    assert not call.form.is_binary("any")
     assert call.inputs["f"].tolist() == [2**64 - 1, 0]
 
 
 def test_an_output_says_otherwise_than_the_request():
     outputs = [{"name": "a"}, {"name": "b", "parameters": {"binary_data": False}}]
     call = parsed(dumps(tensor(), outputs=outputs, parameters={"binary_data_output": True}))
-    assert call.form.outputs == [("a", True), ("b", False)]
+    assert call.form.outputs == ("a", "b")
+    assert [call.form.is_binary(name) for name in "ab"] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -312,7 +315,7 @@ def test_a_raw_request_is_the_only_inputs_bytes():
     assert call.inputs["f"].tolist() == [0, 1, 2]
     assert call.inputs["f"].dtype == np.int64
     assert call.form.shapes["f"] == [1, 3]
-    assert call.form.binary
+    assert call.form.is_binary("any")
 
 
 def test_raw_requests_at_fault():

@@ -1,0 +1,346 @@
+"""Updates out of a real Kafka broker into a store: both formats, dead letters, and where reading begins."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import contextmanager
+
+import confluent_kafka as ck
+import numpy as np
+import pytest
+
+from hps.config.update_settings import KafkaSettings
+from hps.errors import ConfigError, TierError
+from hps.meters import UpdateMeter
+from hps.metrics import Metrics
+from hps.tiers.base import FetchContext, Part
+from hps.tiers.positions import TableChanges
+from hps.tiers.rocksdb import RocksDbTier
+from hps.types import EmbeddingTable, make_version
+from hps.updates.codec import encode_hps, encode_native, hps_topic
+from hps.updates.ingest_thread import IngestThread
+from hps.updates.ingestor import Ingestor
+from hps.updates.kafka import KafkaSource
+from hps.updates.kafka_client import DeadLetterTopic
+from hps.updates.stream_places import Store
+from hps.updates.topics import Topics, native_topic
+from tests.support.kafka_brokers import fresh_broker, make_topic, shared_broker, unique
+
+pytestmark = pytest.mark.timeout(120)
+NOW_MS = int(time.time() * 1000)
+
+
+def until(true, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.02)
+
+
+class Reader:
+    """One store fed from the topics of a model of its own."""
+
+    def __init__(
+        self, broker, folder, model: str, *, group: str = "node", begin=None, since_s=None, **given
+    ) -> None:
+        self.items = EmbeddingTable.make("items", 2, model=model)
+        self.users = EmbeddingTable.make("users", 3, model=model)
+        self.store = RocksDbTier(folder)
+        self.store.open_tables([self.items, self.users])
+        settings = KafkaSettings(
+            brokers=broker.address, models=[model], dead_letters=f"{model}_dead", **given
+        )
+        topics = Topics([self.items, self.users], settings.takes)
+        self.metrics = Metrics()
+        begin = begin or (lambda t, p: self.ingestor.begin(t, p))
+        self.source = KafkaSource(settings, f"{group}.{model}", topics, begin, since_s)
+        self.ingestor = Ingestor(
+            self.source,
+            topics.tables,
+            topics.readers,
+            [Store("rocksdb", self.store)],
+            None,
+            DeadLetterTopic(settings),
+            UpdateMeter(self.metrics),
+        )
+        self.thread = IngestThread(self.ingestor, self.source, f"ingest-{model}")
+        self.thread.start()
+
+    def rows(self, keys, table=None) -> list[float | None]:
+        part = Part.make(table or self.items, np.array(keys, np.int64))
+        self.store.fetch([part], FetchContext())
+        return [v if s else None for v, s in zip(part.out[:, 0].tolist(), part.source, strict=True)]
+
+    def applied(self, topic: str, partition: int = 0) -> int | None:
+        table = self.users if topic == hps_topic(self.users.model, "users") else self.items
+        return self.store.applied(table, topic, partition)
+
+    def close(self) -> None:
+        self.thread.close()
+        self.store.close()
+
+
+@contextmanager
+def reading(broker, folder, model: str, **given):
+    reader = Reader(broker, folder, model, **given)
+    try:
+        yield reader
+    finally:
+        reader.close()
+
+
+@contextmanager
+def sending(broker):
+    options = {"bootstrap.servers": broker.address, "enable.idempotence": True}
+    producer = ck.Producer(options, logger=logging.getLogger("test.producer"))
+    yield producer
+    assert producer.flush(20) == 0
+
+
+def native(
+    model: str, key: int, value: float, sequence: int, table="items", dim=2, made_ms=NOW_MS
+) -> bytes:
+    """One row; a deletion where ``value`` is NaN."""
+    version = np.array([make_version(made_ms, sequence)], np.uint64)
+    none = (np.empty(0, np.int64), np.empty(0, np.uint64))
+    row = np.full((1, dim), value, np.float32)
+    if np.isnan(value):
+        changes = TableChanges(none[0], row[:0], none[1], np.array([key]), version)
+    else:
+        changes = TableChanges(np.array([key]), row, version, *none)
+    (message,) = encode_native(f"{model}/{table}", changes, event_ms=made_ms)
+    return message
+
+
+@pytest.fixture
+def broker():
+    return shared_broker()
+
+
+@pytest.fixture
+def model():
+    return unique("m")
+
+
+def test_both_formats_deletions_and_dead_letters(broker, model, tmp_path):
+    topic = native_topic(model)
+    with reading(broker, tmp_path, model) as reader:
+        with sending(broker) as producer:
+            rows = np.array([[1.0, 1.0], [2.0, 2.0]], np.float32)
+            for message in encode_hps(np.array([1, 2]), rows):
+                producer.produce(hps_topic(model, "items"), message)
+            producer.flush(20)
+            producer.produce(topic, native(model, 7, 7.0, 1))
+            producer.produce(topic, native(model, 8, 8.0, 1))
+            producer.produce(topic, native(model, 7, np.nan, 2))
+            producer.produce(topic, native(model, -5, 5.0, 1, "users", dim=3))
+            bad = [
+                (topic, native(model, 1, 1.0, 1)[:-1]),
+                (topic, native(model, 1, 1.0, 1, "nobody")),
+                (topic, native(model, 1, 1.0, 1, dim=5)),
+                (hps_topic(model, "items"), b"HCTR\x08\0\0\0" + bytes(17)),
+                (hps_topic(model, "nobody"), encode_hps(np.array([1]), rows[:1])[0]),
+            ]
+            for where, payload in bad:
+                producer.produce(where, payload)
+            producer.produce(topic, native(model, 9, 9.0, 1))
+        until(lambda: reader.rows([9]) == [9.0])
+        until(lambda: reader.rows([1, 2]) == [1.0, 2.0])
+        # A batch's deletions come after its rows, and one table after the other.
+        until(lambda: reader.rows([7, 8]) == [None, 8.0])
+        until(lambda: reader.rows([-5], reader.users) == [5.0])
+        letters = read(broker, f"{model}_dead", len(bad))
+        found = {(dict(m.headers())["hps-reason"], dict(m.headers())["hps-topic"]) for m in letters}
+        assert found == {
+            (b"truncated", topic.encode()),
+            (b"unknown_table", topic.encode()),
+            (b"row_size", topic.encode()),
+            (b"truncated", hps_topic(model, "items").encode()),
+            (b"unknown_table", hps_topic(model, "nobody").encode()),
+        }
+        assert sorted(m.value() for m in letters) == sorted(payload for _, payload in bad)
+
+
+def read(broker, topic: str, count: int) -> list:
+    consumer = ck.Consumer(
+        {
+            "bootstrap.servers": broker.address,
+            "group.id": unique("g"),
+            "auto.offset.reset": "earliest",
+        }
+    )
+    consumer.subscribe([topic])
+    found: list = []
+    until(lambda: bool(found.extend(consumer.consume(count, 0.5)) or len(found) >= count))
+    consumer.close()
+    return found
+
+
+def test_after_a_restart_it_goes_on_where_the_store_is_not_where_the_group_is(
+    broker, model, tmp_path
+):
+    topic = native_topic(model)
+    make_topic(broker, topic, 2)
+    with sending(broker) as producer:
+        for i in range(10):
+            producer.produce(topic, native(model, i, 1.0, 1), partition=i % 2)
+    with reading(broker, tmp_path / "one", model) as reader:
+        until(lambda: [reader.applied(topic, p) for p in (0, 1)] == [5, 5])
+    # The same group with an empty store: everything is wanted again, whatever was committed.
+    with reading(broker, tmp_path / "two", model) as reader:
+        until(lambda: reader.rows(range(10)) == [1.0] * 10)
+    # The first store: only what is new; a row that was changed behind its back is not read again.
+    with sending(broker) as producer:
+        producer.produce(topic, native(model, 100, 2.0, 1), partition=0)
+    store = RocksDbTier(tmp_path / "one")
+    items = EmbeddingTable.make("items", 2, model=model)
+    store.open_tables([items])
+    mark = np.full((1, 2), 77.0, np.float32)
+    store.insert(items, np.array([0]), mark, np.array([make_version(NOW_MS, 1)], np.uint64))
+    store.close()
+    with reading(broker, tmp_path / "one", model) as reader:
+        until(lambda: reader.rows([100]) == [2.0])
+        assert reader.rows([0]) == [77.0]
+
+
+def test_a_broker_that_dies_and_returns_loses_nothing(model, tmp_path):
+    broker = fresh_broker(tmp_path / "kafka")
+    topic = native_topic(model)
+    try:
+        broker.start()
+        with reading(broker, tmp_path / "db", model) as reader:
+            with sending(broker) as producer:
+                producer.produce(topic, native(model, 1, 1.0, 1))
+            until(lambda: reader.rows([1]) == [1.0])
+            broker.kill()
+            broker.start()
+            with sending(broker) as producer:
+                producer.produce(topic, native(model, 2, 2.0, 1))
+            until(lambda: reader.rows([2]) == [2.0], 60)
+    finally:
+        broker.kill()
+
+
+def test_two_readers_of_a_group_share_and_one_takes_over(broker, model, tmp_path):
+    topic = native_topic(model)
+    make_topic(broker, topic, 4)
+
+    def send(first: int) -> None:
+        with sending(broker) as producer:
+            for i in range(first, first + 40):
+                producer.produce(topic, native(model, i, 1.0, 1), partition=i % 4)
+
+    def both(a, b, keys):
+        pairs = zip(a.rows(keys), b.rows(keys), strict=True)
+        return all(x == 1.0 or y == 1.0 for x, y in pairs)
+
+    with reading(broker, tmp_path / "b", model) as second:
+        with reading(broker, tmp_path / "a", model) as first:
+            until(lambda: len(first.source.lag()) == 2 == len(second.source.lag()))
+            send(0)
+            until(lambda: both(first, second, range(40)))
+        until(lambda: len(second.source.lag()) == 4)
+        send(100)
+        until(lambda: second.rows(range(100, 140)) == [1.0] * 40)
+
+
+def test_seek_replays(broker, model, tmp_path):
+    topic = native_topic(model)
+    with reading(broker, tmp_path, model) as reader:
+        with sending(broker) as producer:
+            for i in range(3):
+                producer.produce(topic, native(model, i, 1.0, 1))
+        until(lambda: reader.applied(topic) == 3)
+        mark = np.full((1, 2), 77.0, np.float32)
+        version = np.array([make_version(NOW_MS, 0)], np.uint64)
+        items = reader.items
+        reader.thread.call(lambda: reader.store.evict(items, np.array([0, 1, 2]))).result(10)
+        reader.thread.call(lambda: reader.store.insert(items, np.array([2]), mark, version)).result(
+            10
+        )
+        assert reader.rows([0, 1, 2]) == [None, None, 77.0]
+        reader.thread.call(lambda: reader.source.seek(topic, 0, 1)).result(10)
+        until(lambda: reader.rows([0, 1, 2]) == [None, 1.0, 1.0])
+
+
+def test_paused_for_long_it_stays_in_the_group_and_loses_nothing(broker, model, tmp_path):
+    topic = native_topic(model)
+    options = {"max.poll.interval.ms": 6000, "session.timeout.ms": 6000}
+    with reading(broker, tmp_path, model, options=options) as reader:
+        with sending(broker) as producer:
+            producer.produce(topic, native(model, 1, 1.0, 1))
+        until(lambda: reader.rows([1]) == [1.0])
+        reader.thread.pause().result(10)
+        with sending(broker) as producer:
+            for i in range(2, 50):
+                producer.produce(topic, native(model, i, 1.0, 1))
+        time.sleep(8)
+        assert reader.rows([2]) == [None]
+        assert reader.thread.paused
+        reader.thread.resume()
+        until(lambda: reader.rows(range(1, 50)) == [1.0] * 49)
+
+
+def test_it_waits_for_a_store_that_cannot_say_where_it_is(broker, model, tmp_path):
+    topic = native_topic(model)
+    left = [3]
+
+    def begin(topic, partition):
+        if left[0]:
+            left[0] -= 1
+            raise TierError("redis", "it cannot be reached")
+        return
+
+    with sending(broker) as producer:
+        producer.produce(topic, native(model, 1, 1.0, 1))
+    with reading(broker, tmp_path, model, begin=begin) as reader:
+        until(lambda: reader.rows([1]) == [1.0])
+    assert left == [0]
+
+
+def test_messages_that_kafka_dropped_are_missed(broker, model, tmp_path, caplog):
+    topic = native_topic(model)
+    make_topic(broker, topic)
+    with sending(broker) as producer:
+        for i in range(5):
+            producer.produce(topic, native(model, i, 1.0, 1))
+    admin = ck.admin.AdminClient({"bootstrap.servers": broker.address})
+    (gone,) = admin.delete_records([ck.TopicPartition(topic, 0, 3)]).values()
+    gone.result(20)
+    with reading(broker, tmp_path, model, begin=lambda _t, _p: 1) as reader:
+        until(lambda: reader.rows([3, 4]) == [1.0, 1.0])
+        assert reader.rows([0, 1, 2]) == [None] * 3
+    assert "keeps messages from 3 on, but 1 to 2 were not applied yet and are gone" in caplog.text
+
+
+def test_who_has_no_store_to_ask_begins_at_a_time(broker, model, tmp_path):
+    topic = native_topic(model)
+    make_topic(broker, topic, 2)
+    with sending(broker) as producer:
+        producer.produce(topic, native(model, 1, 1.0, 1), partition=0)
+    time.sleep(0.2)
+    since_s = time.time()
+    time.sleep(0.2)
+    with sending(broker) as producer:
+        producer.produce(topic, native(model, 2, 2.0, 1), partition=0)
+    nowhere = {"begin": lambda _t, _p: None, "since_s": since_s}
+    with reading(broker, tmp_path, model, **nowhere) as reader:
+        until(lambda: reader.rows([2]) == [2.0])
+        until(lambda: reader.source.lag() == {(topic, 0): 0, (topic, 1): 0})
+        assert reader.rows([1]) == [None]
+
+
+def test_the_lag_is_what_is_there_and_not_polled(broker, model, tmp_path):
+    topic = native_topic(model)
+    with reading(broker, tmp_path, model) as reader:
+        with sending(broker) as producer:
+            producer.produce(topic, native(model, 1, 1.0, 1))
+        until(lambda: reader.rows([1]) == [1.0])
+        until(lambda: reader.source.lag() == {(topic, 0): 0})
+
+
+def test_an_option_that_librdkafka_does_not_know(broker, model, tmp_path):
+    settings = KafkaSettings(brokers=broker.address, options={"security.protokol": "ssl"})
+    with pytest.raises(ConfigError, match=r"updates.kafka: .*security.protokol"):
+        KafkaSource(settings, "g", Topics([], settings.takes), lambda _t, _p: None)

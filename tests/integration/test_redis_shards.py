@@ -1,0 +1,298 @@
+"""A cluster of which one shard is gone: the rows of the others are served, in time, and all of them again
+when it is back."""
+
+import os
+import signal
+import threading
+import time
+from copy import copy
+
+import numpy as np
+import pytest
+
+from hps.errors import TierError
+from hps.tiers.base import FetchContext, Part
+from hps.tiers.redis import RedisTier
+from hps.tiers.redis.layout import TableLayout
+from hps.tiers.redis.load import Loads
+from hps.tiers.wrappers import Guarded
+from hps.types import EmbeddingTable, version_now
+from tests.integration.test_redis_faults import resources
+from tests.support.redis_servers import certificates, shared_cluster, until
+
+DIM = 4
+N = 2000
+DEADLINE_S = 0.15
+SLACK_S = 0.35  # other processes may hold a thread up for as long
+
+
+def rows_of(keys):
+    return (np.asarray(keys)[:, None] % 977 + np.arange(DIM)).astype(np.float32)
+
+
+def fill(tier, table, keys):
+    tier.insert(table, keys, rows_of(keys), np.full(len(keys), version_now(), np.uint64))
+
+
+@pytest.fixture
+def cluster():
+    """No replica takes over. Every test mends what it broke: others use these servers, too."""
+    made = shared_cluster()
+    try:
+        for server in made.servers[3:]:
+            server.ask("CONFIG", "SET", "cluster-replica-no-failover", "yes")
+        yield made
+    finally:
+        for server in made.servers[3:]:
+            server.ask("CONFIG", "SET", "cluster-replica-no-failover", "no")
+
+
+class Shards:
+    """A table in a cluster whose ``victim`` holds the keys ``dead``, and others those ``alive``."""
+
+    def __init__(self, cluster, tier, table):
+        self.cluster, self.tier, self.table = cluster, tier, table
+        self.keys = np.arange(N)
+        fill(tier, table, self.keys)
+        layout = TableLayout(table, "native", 8)
+        self.victim = cluster.holder(layout.rows_keys[0])
+        self.dead_slot = tier._client.slot(layout.rows_keys[0])
+        lost = [i for i in range(8) if cluster.holder(layout.rows_keys[i]) is self.victim]
+        dead = np.isin(layout.partition_of(self.keys), lost)
+        self.dead, self.alive = self.keys[dead], self.keys[~dead]
+        assert len(self.dead)
+        assert len(self.alive)
+        self.guarded = Guarded(tier, deadline_s=DEADLINE_S, failures_to_open=3, retry_after_s=0.2)
+
+    def ask(self, keys):
+        """The keys that were found, whether the answer was degraded, and its seconds."""
+        part, ctx = Part.make(self.table, keys), FetchContext()
+        start = time.monotonic()
+        self.guarded.fetch([part], ctx)
+        seconds = time.monotonic() - start
+        assert seconds < DEADLINE_S + SLACK_S
+        at = np.flatnonzero(part.source)
+        np.testing.assert_array_equal(part.out[at], rows_of(keys[at]))
+        assert sorted([*at, *part.missing]) == list(range(len(keys)))
+        return keys[at], bool(ctx.degraded), seconds
+
+    def all_found(self):
+        found, degraded, _ = self.ask(self.keys)
+        return not degraded and len(found) == N
+
+
+@pytest.fixture
+def shards(cluster):
+    guard = {"deadline_ms": DEADLINE_S * 1e3, "failures_to_open": 3}
+    tier = RedisTier(cluster.settings(guard=guard, timeout_ms=3000))
+    yield Shards(cluster, tier, EmbeddingTable.make("user", DIM, model="ctr"))
+    tier.close()
+
+
+def hit(shards, how):
+    if how == "stopped":
+        os.kill(shards.victim.pid, signal.SIGSTOP)
+    else:
+        shards.victim.kill()
+
+
+def mend(shards, how):
+    if how == "stopped":
+        os.kill(shards.victim.pid, signal.SIGCONT)
+    else:
+        shards.victim.start()  # empty
+        until(lambda: refilled(shards))
+    until(shards.cluster.complete)
+
+
+def refilled(shards):
+    try:
+        fill(shards.tier, shards.table, shards.keys)
+    except TierError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_the_rows_of_the_other_shards_are_served(shards, how):
+    assert shards.all_found()
+    hit(shards, how)
+    try:
+        answers = [shards.ask(shards.keys) for _ in range(30)]
+        for found, degraded, _ in answers:
+            assert degraded
+            np.testing.assert_array_equal(found, shards.alive)
+        # Nobody waits for it any more.
+        assert np.median([seconds for _, _, seconds in answers]) < 0.3 * DEADLINE_S
+        assert shards.guarded.state == "closed"
+        for _ in range(10):  # nor does the circuit open for the sake of one shard
+            assert not len(shards.ask(shards.dead)[0])
+        assert shards.guarded.state == "closed"
+        assert len(shards.ask(shards.alive)[0]) == len(shards.alive)
+    finally:
+        mend(shards, how)
+    until(shards.all_found)
+
+
+def test_promotions_wait_for_no_shard(shards):
+    """What is written to the others is written; the caller hears of the rest at once."""
+    hit(shards, "stopped")
+    try:
+        until(lambda: shards.ask(shards.keys) and shards.tier._client.is_away(shards.dead_slot))
+        new = np.arange(N, N + 500)
+        start = time.monotonic()
+        with pytest.raises(TierError, match="no answer in time"):
+            shards.tier.promote(shards.table, new, rows_of(new), np.full(500, version_now(), "u8"))
+        assert time.monotonic() - start < 1.0
+        found = shards.ask(new)[0]
+        assert 0 < len(found) < 500
+    finally:
+        mend(shards, "stopped")
+    until(shards.all_found)
+
+
+def test_a_node_that_starts_while_a_shard_is_gone(cluster, shards):
+    """It serves the tables whose facts it can see."""
+    holder = cluster.holder(TableLayout(shards.table, "native", 8).facts_key)
+    hit(shards, "stopped")
+    guard = {"deadline_ms": DEADLINE_S * 1e3, "failures_to_open": 1}
+    tier = RedisTier(cluster.settings(guard=guard, timeout_ms=3000))
+    try:
+        part, ctx = Part.make(shards.table, shards.keys), FetchContext(time.monotonic() + 5)
+        tier.fetch([part], ctx)
+        assert ctx.degraded == ["redis"]
+        served = 0 if holder is shards.victim else len(shards.alive)
+        assert len(part.missing) == N - served
+    finally:
+        mend(shards, "stopped")
+        tier.close()
+    until(shards.all_found)
+
+
+def works(server):
+    return b"cluster_state:ok" in server.ask("CLUSTER", "INFO")
+
+
+class Rows:
+    """A source of rows that may be read again."""
+
+    def __iter__(self):
+        for start in range(0, N, 500):
+            keys = np.arange(start, start + 500)
+            yield keys, rows_of(keys)
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_rows_that_a_shard_lost_are_noticed(cluster, shards, again, monkeypatch):
+    """It comes back empty, while the others say that all was loaded."""
+    loading, repair = threading.Event(), Loads._repair
+    monkeypatch.setattr(Loads, "_repair", lambda *a: loading.wait(20) and repair(*a))
+    tier, version = shards.tier, version_now()
+    tier.erase("ctr")
+    source = Rows() if again else iter(Rows())
+    assert tier.preload(shards.table, source, version, mark="digest") == N
+    assert shards.all_found()
+    shards.victim.restart()
+    until(
+        lambda: shards.ask(shards.keys)[1] and len(shards.ask(shards.alive)[0]) == len(shards.alive)
+    )
+    until(lambda: works(shards.victim))
+    until(lambda: not tier._client.is_away(shards.dead_slot))
+    for _ in range(5):  # whoever misses a row is told that it may only be lost
+        found, degraded, _ = shards.ask(shards.keys)
+        assert degraded
+        np.testing.assert_array_equal(found, shards.alive)
+        time.sleep(0.1)
+    assert not shards.ask(shards.alive)[1]
+    loading.set()
+    if not again:  # a node that starts loads what is missing, and only that
+        mine = RedisTier(cluster.settings())
+        assert mine.preload(shards.table, Rows(), version, mark="digest") == len(shards.dead)
+        mine.close()
+        tier._upkeep._last = -100.0
+    until(shards.all_found)
+    until(cluster.complete)
+
+
+def test_a_shard_out_of_memory(shards):
+    """It goes on answering, and the others go on writing."""
+    victim, rows = shards.victim, rows_of(shards.keys)
+    victim.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
+    victim.ask("CONFIG", "SET", "maxmemory", 1_000_000)
+    try:
+        for _ in range(3):
+            with pytest.raises(TierError, match=rf"{victim.address} is out of memory .*maxmemory"):
+                shards.tier.insert(
+                    shards.table, shards.keys, rows, np.full(N, version_now(), np.uint64)
+                )
+            assert shards.all_found()
+        assert shards.guarded.state == "closed"
+        some = shards.alive.copy()
+        fill(shards.tier, shards.table, some)
+    finally:
+        victim.ask("CONFIG", "SET", "maxmemory", 0)
+    fill(shards.tier, shards.table, shards.keys)
+    assert shards.all_found()
+
+
+def test_a_shard_whose_certificate_has_expired(cluster, shards):
+    """Noticed by new connections; those that are open go on."""
+    options, server = shards.victim.options, shards.victim
+    stale, _ = certificates().make("stale", days=-1, key=options["tls-key-file"])
+    server.ask("CONFIG", "SET", "tls-cert-file", str(stale))
+    fresh = RedisTier(cluster.settings(timeout_ms=3000, guard={"deadline_ms": DEADLINE_S * 1e3}))
+    mine = copy(shards)
+    mine.guarded = Guarded(fresh, DEADLINE_S, 3, 0.2)
+    try:
+        assert shards.all_found()
+        for _ in range(5):
+            part, ctx = Part.make(shards.table, shards.keys), FetchContext(time.monotonic() + 1)
+            fresh.fetch([part], ctx)
+            assert ctx.degraded == ["redis"]
+        with pytest.raises(TierError, match=r"certificate is not trusted .*expired.*renew"):
+            fill(fresh, shards.table, shards.dead)
+    finally:
+        server.ask("CONFIG", "SET", "tls-cert-file", str(options["tls-cert-file"]))
+    until(mine.all_found)
+    fresh.close()
+
+
+@pytest.mark.parametrize("gone", ["one", "all"])
+def test_ten_thousand_failing_requests_leave_nothing_behind(shards, gone):
+    """Through a guard whose circuit opens, where every shard is gone, and is tried again all the time."""
+    victims = [shards.victim] if gone == "one" else shards.cluster.servers
+    shards.guarded = Guarded(shards.tier, DEADLINE_S, 3, 0.02)
+    keys = shards.keys[:64].copy()
+    for server in victims:
+        os.kill(server.pid, signal.SIGSTOP)
+    degraded = 0
+    try:
+        for _ in range(1000):
+            shards.ask(keys)
+        before = resources()
+        for _ in range(10_000):
+            part, ctx = Part.make(shards.table, keys), FetchContext()
+            shards.guarded.fetch([part], ctx)
+            degraded += bool(ctx.degraded)
+        after = resources()
+    finally:
+        for server in victims:
+            os.kill(server.pid, signal.SIGCONT)
+    assert degraded == 10_000
+    assert all(now <= then + more for now, then, more in zip(after, before, (2, 4, 8), strict=True))
+    until(shards.all_found)
+    until(shards.cluster.complete)
+
+
+def test_every_shard_gone_is_a_failure(shards):
+    for server in shards.cluster.servers[:3]:
+        os.kill(server.pid, signal.SIGSTOP)
+    try:
+        for _ in range(10):
+            assert not len(shards.ask(shards.keys)[0])
+        assert shards.guarded.state != "closed"
+    finally:
+        for server in shards.cluster.servers[:3]:
+            os.kill(server.pid, signal.SIGCONT)
+    until(shards.all_found)
+    until(shards.cluster.complete)

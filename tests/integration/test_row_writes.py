@@ -1,0 +1,209 @@
+"""Rows written without a stream: by a library call and over the admin port, into every tier, for good."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import contextmanager
+
+import httpx
+import numpy as np
+import pytest
+
+import hps
+from hps.config.auth import Role
+from hps.config.model_schema import ModelSpec, TableSpec
+from hps.config.server_settings import ServerSettings
+from hps.errors import BadRequest, Forbidden, NotFound, Unsupported
+from hps.models.writer import write_version
+from hps.types import Source, version_now
+from hps.updates.direct import VersionClock
+from services.frontend.auth import OpenGuard
+from services.frontend.http.app import admin_app
+from services.frontend.state import State
+from tests.support.redis_servers import shared_server
+
+pytestmark = pytest.mark.timeout(60)
+PATH = "/v1/tables/m/items/rows"
+
+
+def settings(folder, **tiers):
+    return {
+        "models": {"repository": str(folder / "models")},
+        "tiers": {"rocksdb": {"path": str(folder / "db")}, **tiers},
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model ``m`` with a table ``items`` that holds 0 for the keys 0 to 9, and a narrow one."""
+    tables = [
+        TableSpec(name="items", dim=2, default=-1.0),
+        TableSpec(name="narrow", dim=1, dtype="float16", key_dtype="uint32"),
+    ]
+    rows = {t.name: (np.arange(10), np.zeros((10, t.dim), np.float32)) for t in tables}
+    write_version(tmp_path / "models", ModelSpec(name="m", tables=tables), 1, rows)
+    return tmp_path
+
+
+@contextmanager
+def opened(folder, **tiers):
+    with hps.open(settings(folder, **tiers)) as node:
+        yield node
+
+
+def values(node, *keys, table="items"):
+    found = node.lookup("m", {table: np.array(keys)}, want_source=True, by_table=True)
+    sources = [Source(int(code)).name.lower() for code in found.sources[table]]
+    return list(zip(found.vectors[table][:, 0].tolist(), sources, strict=True))
+
+
+def post(node, body, path=PATH, guard=None, raw=None):
+    state = State()
+    state.serve(node)
+    app = admin_app(state, ServerSettings(), guard or OpenGuard())
+
+    async def send():
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            if raw is not None:
+                return await client.post(path, content=raw)
+            return await client.post(path, json=body)
+
+    return asyncio.run(send())
+
+
+def test_rows_and_deletions_reach_cache_and_store_and_stay(folder):
+    with opened(folder) as node:
+        assert values(node, 1, 2) == [(0.0, "cpu")] * 2
+        version = node.write("m", "items", [1, -7], [[1.5, 1], [7, 7]], deleted=[2])
+        assert abs(version - version_now()) < 60_000 << 20
+        assert values(node, 1, 2) == [(1.5, "cpu"), (-1.0, "default")]
+        assert values(node, -7)[0][0] == 7.0
+        found = node.lookup("m", {"items": np.array([1])}, want_source=True)
+        assert found.versions["items"].tolist() == [version]
+    with opened(folder) as node:
+        assert [value for value, _ in values(node, 1, 2, -7)] == [1.5, -1.0, 7.0]
+
+
+def test_over_http(folder):
+    with opened(folder) as node:
+        body = {"keys": [1, 2**64 - 1], "vectors": [[1, 2], [3, 4]], "deleted": [3]}
+        reply = post(node, body)
+        assert reply.status_code == 200
+        assert reply.json()["written"] == 2
+        assert reply.json()["deleted"] == 1
+        assert [value for value, _ in values(node, 1, -1, 3)] == [1.0, 3.0, -1.0]
+
+
+def test_redis_gets_them_too(folder):
+    redis = {"addresses": [shared_server().address], "timeout_ms": 5000, "initial_cache_rate": 0}
+    with opened(folder, redis=redis, cpu_cache={"enabled": False}) as node:
+        node.write("m", "items", [1], [[1.5, 1]], deleted=[2])
+        assert values(node, 1, 2) == [(1.5, "redis"), (-1.0, "default")]
+        assert node.status()["tiers"][0]["circuit"] == "closed"
+
+
+def test_keys_are_narrowed_and_rows_get_the_tables_dtype(folder):
+    with opened(folder) as node:
+        node.write("m", "narrow", [(1 << 33) + 5], [[0.1]])
+        assert values(node, 5, table="narrow") == [(float(np.float16(0.1)), "cpu")]
+
+
+def test_a_later_write_wins_even_when_the_clock_goes_back(folder, monkeypatch):
+    with opened(folder) as node:
+        first = node.write("m", "items", [1], [[1, 1]])
+        monkeypatch.setattr("hps.updates.direct.version_now", lambda: first - (3_600_000 << 20))
+        assert node.write("m", "items", [1], [[2, 2]]) == first + 1
+        assert values(node, 1) == [(2.0, "cpu")]
+
+
+def test_versions_only_grow_for_all_threads():
+    clock, seen = VersionClock(), []
+
+    def take():
+        seen.extend(clock.next() for _ in range(2000))
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(seen)) == 8000
+
+
+WRONG = {
+    "keys and vectors": ({"keys": [1, 2], "vectors": [[1, 1]]}, "2 keys need vectors of shape"),
+    "dim": ({"keys": [1], "vectors": [[1]]}, "has dim 2"),
+    "ragged": ({"keys": [1, 2], "vectors": [[1, 1], [1]]}, "list of lists"),
+    "text": ({"keys": [1], "vectors": "no"}, "list of lists"),
+    "too large": ({"keys": [1], "vectors": [[1e300, 0]]}, "not finite in float32"),
+    "both": ({"keys": [1], "vectors": [[1, 1]], "deleted": [1]}, "key 1 is to be written and"),
+    "float key": ({"keys": [1.5], "vectors": [[1, 1]]}, "'keys' must be a list of integers"),
+    "true": ({"keys": [True], "vectors": [[1, 1]]}, "'keys' must be a list of integers"),
+    "field": ({"key": [1]}, "is not a field here; did you mean 'keys'"),
+    "deep": ({"keys": [1], "vectors": [[[1, 1]]]}, "vectors must be numbers"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_said_and_changes_nothing(folder, case):
+    body, message = WRONG[case]
+    with opened(folder) as node:
+        reply = post(node, body)
+        assert reply.status_code == 400, reply.text
+        assert message in reply.json()["error"]
+        assert values(node, 1, 2) == [(0.0, "cpu")] * 2
+
+
+@pytest.mark.parametrize("key", [2**64, -(2**63) - 1])
+def test_keys_beyond_64_bits(folder, key):
+    with opened(folder) as node:
+        reply = post(node, None, raw=f'{{"deleted": [{key}]}}'.encode())
+        assert reply.status_code == 400
+        assert "64 bits" in reply.json()["error"] or "integers" in reply.json()["error"]
+
+
+def test_unknown_names_no_json_and_too_much(folder):
+    with opened(folder) as node:
+        assert post(node, {}, "/v1/tables/nobody/items/rows").status_code == 404
+        assert "did you mean 'items'" in post(node, {}, "/v1/tables/m/item/rows").json()["error"]
+        assert post(node, None, raw=b"[1]").status_code == 400
+        assert post(node, None, raw=b" " * (1 << 21)).status_code == 413
+        with pytest.raises(NotFound):
+            node.write("m", "nothing", [1], [[1, 1]])
+        with pytest.raises(BadRequest, match="keys must be integers"):
+            node.write("m", "items", [0.5], [[1, 1]])
+
+
+def test_it_takes_the_role_write(folder):
+    asked = []
+
+    class Guarded(OpenGuard):
+        def check(self, headers, role: Role):
+            asked.append(role)
+            raise Forbidden("no")
+
+    with opened(folder) as node:
+        body = {"keys": [1], "vectors": [[1, 1]]}
+        assert post(node, body, guard=Guarded()).status_code == 403
+        assert asked == ["write"]
+        assert values(node, 1) == [(0.0, "cpu")]
+
+
+def test_a_table_that_a_cache_cannot_change_is_refused_before_any_store(folder):
+    with opened(folder) as node:
+        table = node.table("m", "items")
+        node.streams._direct._fixed = [table]
+        reply = post(node, {"keys": [1], "vectors": [[1, 1]]})
+        assert reply.status_code == 501
+        assert "gpu_static: false" in reply.json()["error"]
+        assert values(node, 1) == [(0.0, "cpu")]
+
+
+def test_a_node_that_only_reads_the_database_refuses(folder):
+    with opened(folder):
+        pass
+    rocksdb = {"path": str(folder / "db"), "access": "read_only"}
+    with opened(folder, rocksdb=rocksdb) as node, pytest.raises(Unsupported, match="read only"):
+        node.write("m", "items", [1], [[1, 1]])

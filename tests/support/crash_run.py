@@ -1,0 +1,237 @@
+"""Streams fed into nodes, while nodes, Redis and the broker are killed with ``kill -9`` at random moments."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import confluent_kafka as ck
+import numpy as np
+
+from benchmarks.peers.kafka_broker import KafkaBroker
+from benchmarks.peers.redis_server import RedisServer
+from hps.config.model_schema import ModelSpec, TableSpec
+from hps.config.store_settings import RedisSettings
+from hps.models.writer import write_version
+from hps.tiers.redis import RedisTier
+from hps.tiers.rocksdb import RocksDbTier
+from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
+from hps.updates.topics import native_topic
+from tests.support.fed_node import MODEL, TABLE, FedNode
+from tests.support.kafka_brokers import fresh_broker, make_topic
+from tests.support.update_stream import ABSENT, DEFAULT, DIM, UpdateStream
+
+PARTITIONS = 4
+CAUGHT_UP_S = 90.0
+_QUIET = logging.getLogger("crash-run")
+_QUIET.disabled = True
+
+
+@dataclass
+class CrashRun:
+    """One seed's run in an empty ``folder``. Two nodes: ``own`` has RocksDB and a CPU cache; ``shared`` has
+    a CPU cache as well and writes Redis, its only store. ``seconds``: over which the updates are sent.
+
+    `run` raises AssertionError for whatever is wrong in the end. ``killed``: who was, in order.
+    """
+
+    folder: Path
+    seed: int
+    keys: int = 4_000
+    updates: int = 10_000
+    seconds: float = 10.0
+    victims: tuple[str, ...] = ("own node", "shared node", "broker", "redis")
+    killed: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        spec = ModelSpec(name=MODEL, tables=[TableSpec(name=TABLE, dim=DIM, default=DEFAULT)])
+        self.stream = UpdateStream(
+            self.seed, self.keys, self.updates, time.time_ns() // 10**6 + 60_000
+        )
+        write_version(self.folder / "models", spec, 1, {TABLE: self.stream.first_rows})
+        self.table = EmbeddingTable.make(TABLE, DIM, model=MODEL, version=1)
+        self.topic = native_topic(MODEL)
+        self.broker: KafkaBroker = fresh_broker(self.folder / "kafka")
+        self.redis = RedisServer(self.folder / "redis")
+        self.own, self.shared = self._node("own", self._own()), self._node("shared", self._shared())
+        self._random = np.random.default_rng(self.seed)
+
+    def run(self) -> None:
+        try:
+            self.broker.start()
+            self.redis.start()
+            make_topic(self.broker, self.topic, PARTITIONS)
+            self.own.start()
+            self.shared.start()
+            self._disturbed()
+            self._settle()
+            for node in (self.own, self.shared):
+                self._judge_answers(node)
+                node.close()
+                assert not node.faults.exists(), node.faults.read_text()[:2000]
+            self._judge_rocksdb()
+            self._judge_redis()
+        finally:
+            for each in (self.own, self.shared, self.redis, self.broker):
+                each.kill()
+
+    # -- settings ----------------------------------------------------------------------------------
+
+    def _node(self, name: str, tiers: dict[str, Any]) -> FedNode:
+        kafka = {"brokers": self.broker.address, "group": name, "write_shared": name == "shared"}
+        cache = {"enabled": True, "capacity_bytes": 1 << 17}
+        settings = {
+            "models": {"repository": str(self.folder / "models")},
+            "tiers": {**tiers, "cpu_cache": cache},
+            "updates": {"kafka": kafka},
+        }
+        return FedNode(self.folder / name, settings, self.stream)
+
+    def _own(self) -> dict[str, Any]:
+        return {"rocksdb": {"path": str(self.folder / "rocksdb"), "min_free_bytes": 0}}
+
+    def _shared(self) -> dict[str, Any]:
+        redis = {"addresses": [self.redis.address], "guard": {"deadline_ms": 2000}}
+        return {"rocksdb": {"enabled": False}, "redis": redis}
+
+    # -- the run -----------------------------------------------------------------------------------
+
+    def _disturbed(self) -> None:
+        """Send everything, and kill meanwhile."""
+        sent = threading.Event()
+        failed: list[BaseException] = []
+
+        def send() -> None:
+            try:
+                self._send()
+            except BaseException as error:
+                failed.append(error)
+            finally:
+                sent.set()
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        victims: dict[str, Callable[[], None]] = {
+            "own node": lambda: self._again(self.own),
+            "shared node": lambda: self._again(self.shared),
+            "redis": lambda: self._again(self.redis),
+            "broker": lambda: self._again(self.broker),
+        }
+        # Each once, in any order, and then whoever comes: the broker takes longest to return.
+        names = [*self._random.permutation(self.victims).tolist()]
+        weights = np.array([1 if name == "broker" else 3 for name in self.victims])
+        while names or not sent.is_set():
+            name = (
+                names.pop()
+                if names
+                else str(self._random.choice(self.victims, p=weights / weights.sum()))
+            )
+            time.sleep(float(self._random.uniform(0.05, 2.5)))
+            victims[name]()
+            self.killed.append(name)
+        sender.join()
+        assert not failed, failed
+
+    def _again(self, who: Any) -> None:
+        who.kill()
+        time.sleep(float(self._random.uniform(0, 0.5)))
+        who.start()
+
+    def _send(self) -> None:
+        # Without idempotence, so that Kafka itself may repeat messages and swap them.
+        options = {"bootstrap.servers": self.broker.address, "acks": "all", "linger.ms": 5}
+        producer = ck.Producer(options, logger=_QUIET)
+        failed: list[Any] = []
+        messages = list(self.stream.messages(f"{MODEL}/{TABLE}", PARTITIONS))
+        for partition, payload in messages:
+            producer.produce(
+                self.topic, payload, partition=partition,
+                on_delivery=lambda error, _: failed.append(error) if error else None,
+            )  # fmt: skip
+            producer.poll(0)
+            time.sleep(self.seconds / len(messages))
+        assert producer.flush(60) == 0, "the broker did not take everything"
+        assert not failed, failed
+
+    def _settle(self) -> None:
+        """Wait until every reader's positions are at the ends of the partitions."""
+        consumer = ck.Consumer(
+            {"bootstrap.servers": self.broker.address, "group.id": "ends"}, logger=_QUIET
+        )
+        ends = [
+            consumer.get_watermark_offsets(ck.TopicPartition(self.topic, i), timeout=20)[1]
+            for i in range(PARTITIONS)
+        ]
+        consumer.close()
+        self.ends = ends
+        until = time.monotonic() + CAUGHT_UP_S
+        for node, group in ((self.own, "hps.node.own"), (self.shared, "hps.shared")):
+            while (found := node.ask(f"applied {self.topic} {PARTITIONS}")[group]) != ends:
+                said = node.ask("status")
+                assert time.monotonic() < until, f"{group}: {found} of {ends} applied; {said}"
+                time.sleep(0.2)
+
+    # -- judgement ---------------------------------------------------------------------------------
+
+    def _judge_answers(self, node: FedNode) -> None:
+        """What is served is the outcome. The caches are refreshed a moment after the stores."""
+        until = time.monotonic() + 10
+        while True:
+            vectors, _sources = node.answers(self.keys)
+            found = self.stream.numbers(np.arange(self.keys), vectors)
+            wrong = np.flatnonzero(found != self.stream.outcome)
+            if not len(wrong):
+                return
+            if time.monotonic() > until:
+                break
+            time.sleep(0.2)
+        examples = [(int(k), int(found[k]), int(self.stream.outcome[k])) for k in wrong[:5]]
+        raise AssertionError(
+            f"{node.log.parent.name}: {len(wrong)} keys are served wrongly, as (key, served, sent "
+            f"last) {examples}"
+        )
+
+    def _judge_rocksdb(self) -> None:
+        store = RocksDbTier(self.folder / "rocksdb")
+        try:
+            store.open_tables([self.table])
+            self._judge_store("RocksDB", store.scan(self.table), store.tombstones(self.table))
+        finally:
+            store.close()
+
+    def _judge_redis(self) -> None:
+        store = RedisTier(RedisSettings(addresses=[self.redis.address]))
+        try:
+            self._judge_store("Redis", store.scan(self.table), store.tombstones(self.table))
+        finally:
+            store.close()
+
+    def _judge_store(self, name: str, rows: Any, tombstones: Any) -> None:
+        """Rows, versions and deletions are those of the last update of each key."""
+        stream = self.stream
+        stored = np.full(self.keys, ABSENT)
+        versions = np.zeros(self.keys, np.uint64)
+        for keys, vectors, stamps in rows:
+            stored[keys] = stream.numbers(keys, vectors)
+            versions[keys] = stamps
+        dead = np.zeros(self.keys, bool)
+        for keys, stamps in tombstones:
+            dead[keys] = True
+            versions[keys] = stamps
+        assert_same(f"{name}: rows", stored, stream.outcome)
+        updated = stream.last > 0
+        assert_same(f"{name}: deletions", dead, updated & (stream.outcome == ABSENT))
+        assert_same(f"{name}: versions", versions[updated], stream.versions(stream.last[updated]))
+
+
+def assert_same(what: str, found: KeyArray | VersionArray | VectorArray | Any, wanted: Any) -> None:
+    wrong = np.flatnonzero(found != wanted)
+    assert not len(wrong), (
+        f"{what}: {len(wrong)} of {len(found)} differ, the first at {wrong[:5].tolist()}: "
+        f"{found[wrong[:5]].tolist()} instead of {wanted[wrong[:5]].tolist()}"
+    )

@@ -1,0 +1,215 @@
+"""Every tier there is, for the suites that run one body on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hps.cuda.loader import cupy
+from hps.tiers.base import FetchContext, Part, Tier, TierInfo
+from hps.tiers.chain import TierChain
+from hps.tiers.checks import check_part
+from hps.tiers.cpu_cache import CpuCache
+from hps.tiers.memory import MemoryTier
+from hps.tiers.promoting import Promoting
+from hps.tiers.rocksdb import Access, RocksDbTier, Tuning
+from hps.tiers.single_flight import SingleFlight
+from hps.tiers.wrappers import Guarded, Metered
+from hps.types import EmbeddingTable, Source
+
+ROWS = 4096
+"""What the tables of a tier under test may hold without a cache dropping any."""
+
+TableSet = list[EmbeddingTable]
+
+
+@dataclass(frozen=True)
+class TierCase:
+    """A tier to be tested: how to make one and what to expect of it.
+
+    ``versioned`` tiers keep a version per row and tombstones; the others the last write.
+    """
+
+    make: Callable[[Path, TableSet], Tier]
+    sources: frozenset[Source] = frozenset({Source.MEMORY})
+    dtype: Any = np.float32
+    versioned: bool = True
+
+
+@dataclass(frozen=True)
+class TierUnderTest:
+    """``tier`` and its ``tables``: three of different dims."""
+
+    case: TierCase
+    tier: Tier
+    tables: TableSet
+
+
+def memory(source: Source = Source.MEMORY, *, blocking: bool = False) -> MemoryTier:
+    return MemoryTier(TierInfo("memory", source, blocking=blocking))
+
+
+def guarded(tier: Tier) -> Guarded:
+    return Guarded(tier, deadline_s=60.0, failures_to_open=1, retry_after_s=60.0)
+
+
+def cpu_cache(_path: Path, tables: TableSet) -> CpuCache:
+    return CpuCache(dict.fromkeys(tables, 2 * ROWS))
+
+
+def chain_of_chains(path: Path, tables: TableSet) -> TierChain:
+    caches = TierChain([Metered(cpu_cache(path, tables), lambda *_: None)])
+    stores = TierChain([guarded(memory(Source.REDIS)), memory(Source.ROCKSDB, blocking=True)])
+    return TierChain([caches, TierChain([]), guarded(stores)])
+
+
+def rocksdb(path: Path, tables: TableSet, layout: Any = "native") -> RocksDbTier:
+    tier = RocksDbTier(path, layout=layout, tuning=Tuning(block_cache_bytes=1 << 20))
+    tier.open_tables(tables)
+    return tier
+
+
+class BesidePrimary:
+    """Writes go to a primary and fetches to a reader of the same folder: a secondary that follows it, or
+    one opened anew for each fetch that sees the rows as they are then."""
+
+    def __init__(self, primary: RocksDbTier, tables: TableSet, access: Access) -> None:
+        self._primary, self._tables, self._access = primary, tables, access
+        self._reader = self._open() if access == "secondary" else None
+        for verb in ("insert", "update", "delete", "evict"):
+            setattr(self, verb, getattr(primary, verb))
+
+    @property
+    def info(self) -> TierInfo:
+        return self._primary.info
+
+    def _open(self) -> RocksDbTier:
+        primary = self._primary
+        reader = RocksDbTier(
+            primary.path, layout=primary.layout, access=self._access, tuning=Tuning(catch_up_s=0.0)
+        )
+        reader.open_tables(self._tables)
+        return reader
+
+    def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
+        reader = self._reader or self._open()
+        try:
+            reader.fetch(parts, ctx)
+        finally:
+            if reader is not self._reader:
+                reader.close()
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+        self._primary.close()
+
+
+def beside_primary(path: Path, tables: TableSet, access: Access, layout: Any = "native") -> Any:
+    return BesidePrimary(rocksdb(path, tables, layout), tables, access)
+
+
+def redis_tier(_path: Path, _tables: TableSet, **given: Any) -> Any:
+    from hps.tiers.redis import RedisTier
+    from tests.support.redis_servers import settings, shared_server
+
+    return RedisTier(settings(shared_server(), **given))
+
+
+def redis_cluster(_path: Path, _tables: TableSet) -> Any:
+    from hps.tiers.redis import RedisTier
+    from tests.support.redis_servers import shared_cluster
+
+    return RedisTier(shared_cluster().settings())
+
+
+class OnHost:
+    """A tier on the device that answers parts on the host. The keys of every other part go up with it."""
+
+    def __init__(self, tier: Any) -> None:
+        self.tier = tier
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tier, name)
+
+    def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
+        for part in parts:
+            check_part(part)
+        there = [
+            Part(
+                p.table,
+                cupy().asarray(p.keys) if i % 2 else p.keys,
+                *map(cupy().asarray, (p.out, p.versions, p.source)),
+                p.missing,
+            )
+            for i, p in enumerate(parts)
+        ]
+        self.tier.fetch(there, ctx)
+        for here, part in zip(parts, there, strict=True):
+            here.out[:], here.versions[:] = part.out.get(), part.versions.get()
+            here.source[:], here.missing = part.source.get(), part.missing
+
+
+def gpu_cache(_path: Path, tables: TableSet) -> Any:
+    from hps.tiers.gpu_cache import GpuCache
+
+    return OnHost(GpuCache(dict.fromkeys(tables, 2 * ROWS)))
+
+
+def gpu_chain(_path: Path, tables: TableSet) -> Any:
+    from hps.tiers.bridge import HostBridge
+    from hps.tiers.gpu_cache import GpuCache
+
+    cache = GpuCache(dict.fromkeys(tables, 2 * ROWS))
+    return OnHost(TierChain([cache, HostBridge(memory(Source.ROCKSDB))]))
+
+
+def gpu_bridge(_path: Path, tables: TableSet) -> Any:
+    from hps.tiers.bridge import HostBridge
+
+    return OnHost(HostBridge(cpu_cache(_path, tables)))
+
+
+CPU, ROCKS = frozenset({Source.CPU}), frozenset({Source.ROCKSDB})
+REDIS = frozenset({Source.REDIS})
+TIERS = {
+    "memory": TierCase(lambda _path, _tables: memory()),
+    "chain": TierCase(lambda _path, _tables: TierChain([memory(Source.CPU), memory()]), CPU),
+    "chain_of_chains": TierCase(chain_of_chains, CPU | ROCKS | {Source.REDIS}),
+    "metered": TierCase(lambda _path, _tables: Metered(memory(), lambda *_: None)),
+    "guarded_in_place": TierCase(lambda _path, _tables: guarded(memory())),
+    "guarded": TierCase(lambda _path, _tables: guarded(memory(blocking=True))),
+    "single_flight": TierCase(lambda _path, _tables: SingleFlight(memory())),
+    "promoting": TierCase(lambda _p, _t: Promoting(memory(), lambda *_: None, "redis")),
+    "cpu_cache": TierCase(cpu_cache, CPU),
+    "cpu_cache_float16": TierCase(cpu_cache, CPU, np.float16),
+    "gpu_cache": TierCase(gpu_cache, frozenset({Source.GPU})),
+    "gpu_cache_float16": TierCase(gpu_cache, frozenset({Source.GPU}), np.float16),
+    "gpu_bridge": TierCase(gpu_bridge, CPU),
+    "gpu_chain": TierCase(gpu_chain, frozenset({Source.GPU, Source.ROCKSDB})),
+    "rocksdb": TierCase(rocksdb, ROCKS),
+    "rocksdb_float16": TierCase(rocksdb, ROCKS, np.float16),
+    "rocksdb_secondary": TierCase(lambda p, t: beside_primary(p, t, "secondary"), ROCKS),
+    "rocksdb_read_only": TierCase(lambda p, t: beside_primary(p, t, "read_only"), ROCKS),
+    "rocksdb_hps": TierCase(lambda p, t: rocksdb(p, t, "hps"), ROCKS, versioned=False),
+    "redis": TierCase(redis_tier, REDIS),
+    "redis_float16": TierCase(redis_tier, REDIS, np.float16),
+    "redis_oldest": TierCase(
+        lambda p, t: redis_tier(p, t, overflow_margin=10**6, overflow_policy="oldest"), REDIS
+    ),
+    "redis_hps": TierCase(lambda p, t: redis_tier(p, t, layout="hps"), REDIS, versioned=False),
+    "redis_cluster": TierCase(redis_cluster, REDIS),
+}
+
+
+def open_case(name: str, path: Path) -> TierUnderTest:
+    case = TIERS[name]
+    tables = [
+        EmbeddingTable.make(table, dim, dtype=case.dtype)
+        for table, dim in (("items", 4), ("users", 3), ("wide", 64))
+    ]
+    return TierUnderTest(case, case.make(path, tables), tables)

@@ -1,0 +1,256 @@
+"""A GPU of NumPy arrays: what a node puts on a device, run on the host."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+
+from hps import devices
+from hps.cuda.pool import RowBags
+from hps.lookup.pooling import pool
+from hps.native import dedup
+from hps.tiers.base import FetchContext, Part, TierInfo
+from hps.tiers.gpu_space import DeviceParts
+from hps.tiers.memory import MemoryTier
+from hps.tiers.wrappers import Wrapper
+from hps.types import JaggedKeys, Source
+
+
+class Array(np.ndarray):
+    """A device's array."""
+
+    def get(self, stream: Any = None) -> Any:
+        return np.array(self)
+
+
+def there(array: Any) -> Any:
+    return np.ascontiguousarray(array).view(Array)
+
+
+class Stream:
+    ptr = 0
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Space:
+    kind = "cpu"
+    device = nullcontext()
+
+    def __init__(self) -> None:
+        self.lent = 0
+
+    def take_stream(self) -> Stream:
+        self.lent += 1
+        return Stream()
+
+    def give_back(self, stream: Stream) -> None:
+        self.lent -= 1
+
+    def bytes(self, size: int) -> Any:
+        return np.full(size, 0xA5, np.uint8)
+
+    pinned = bytes
+
+    def copy(self, to: int, source: int, nbytes: int, stream: Any) -> None:
+        ctypes.memmove(to, source, nbytes)
+
+    def assign(self, to: Any, source: Any, stream: Any) -> None:
+        to[...] = source
+
+    def upload(self, array: Any) -> Any:
+        return there(array)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any, stream: Any) -> Any:
+        return there(np.full(shape, 77, dtype))
+
+    def parts(self, asked: Any, stream: Any) -> DeviceParts:
+        total = sum(len(keys) for _, keys in asked)
+        block = there(np.zeros(9 * total, np.uint8))
+        parts, first = [], 0
+        for table, keys in asked:
+            n = len(keys)
+            versions = block[8 * first : 8 * (first + n)].view(np.uint64)
+            source = block[8 * total + first : 8 * total + first + n]
+            out = self.empty((n, table.dim), table.dtype, stream)
+            parts.append(Part(table, keys, out, versions, source, np.arange(n)))
+            first += n
+        return DeviceParts(parts, block, total)
+
+
+class Cache(MemoryTier):
+    """`GpuCache` as far as a node uses it; the row written longest ago makes room."""
+
+    def __init__(self, device: int) -> None:
+        super().__init__(TierInfo("gpu", Source.GPU, memory="cuda", cache=True))
+        self.number = device
+        self.space = Space()
+        self.places: dict[Any, dict[str, Any]] = {}
+        self._sealed: set[Any] = set()
+        self.fetched: list[int] = []
+        self.pooled = 0
+        self.closed = False
+
+    def add_table(self, table: Any, rows: int, **how: Any) -> None:
+        self.places[table] = {"rows": rows, **how}
+
+    def capacity(self, table: Any) -> int:
+        return int(self.places[table]["rows"])
+
+    def sealed(self, table: Any) -> bool:
+        return table in self._sealed
+
+    def seal(self, table: Any) -> int:
+        self._sealed.add(table)
+        return 0
+
+    def size(self, table: Any) -> int:
+        return len(self.keys_of(table))
+
+    def keys_of(self, table: Any) -> list[int]:
+        return sorted(
+            k for k, entry in self._tables.get(table, {}).items() if entry.row is not None
+        )
+
+    def insert(self, table: Any, keys: Any, vectors: Any, versions: Any) -> None:
+        assert not self.sealed(table)
+        if self.capacity(table):
+            super().insert(table, keys, vectors, versions)
+            held = self._tables[table]
+            for key in keys.tolist():
+                held[key] = held.pop(key)
+            for key in list(held)[: max(0, len(held) - self.capacity(table))]:
+                del held[key]
+
+    def fetch(self, parts: Any, ctx: Any) -> None:
+        self.fetched.append(sum(len(part.missing) for part in parts))
+        super().fetch(parts, ctx)
+
+    def pool_rows(self, asks: Any, stream: Any) -> None:
+        for ask in asks:
+            rows = np.where(
+                np.asarray(ask.source)[:, None] == 0, ask.fallback, np.asarray(ask.rows)
+            )
+            keys = JaggedKeys(np.zeros(len(rows), np.int64), len(ask.out), ask.offsets, ask.weights)
+            ask.out[...] = pool(
+                rows.astype(ask.fallback.dtype), keys, "mean" if ask.mean else "sum"
+            )
+
+    def prepare(self, asks: Any) -> Prepared:
+        return Prepared(self, asks)
+
+    def prepare_fetch(self, asks: Any) -> PreparedFetch:
+        return PreparedFetch(self, asks)
+
+    def prepare_rows(self, asks: Any) -> PreparedRows:
+        return PreparedRows(self, asks)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class PreparedFetch:
+    def __init__(self, cache: Cache, asks: Any) -> None:
+        self._cache = cache
+        self._parts = cache.space.parts([(t, np.zeros(n, np.int64)) for t, n in asks], None)
+        parts, total = self._parts.parts, sum(n for _, n in asks)
+        self.keys = [part.keys for part in parts]
+        self.rows, self.versions = [p.out for p in parts], [p.versions for p in parts]
+        self.sources_block = np.zeros(total, np.uint8)
+        ends = np.cumsum([n for _, n in asks])[:-1]
+        self.sources = np.split(self.sources_block, ends)
+
+    def launch(self, stream: Any, oldest: Any) -> None:
+        self.sources_block[:] = 0
+        self._asked = [
+            Part(p.table, keys, rows, versions, sources, np.arange(len(keys)))
+            for p, keys, rows, versions, sources in zip(
+                self._parts.parts, self.keys, self.rows, self.versions, self.sources, strict=True
+            )
+        ]
+        self._cache.fetch(self._asked, FetchContext())
+
+    def misses(self) -> Any:
+        return [part.missing for part in self._asked]
+
+
+class PreparedRows:
+    def __init__(self, cache: Cache, asks: Any) -> None:
+        self._cache, self._asks = cache, asks
+
+    def launch(self, stream: Any) -> None:
+        for ask in self._asks:
+            plain = RowBags(
+                ask.rows, ask.source, ask.fallback, None, None, ask.out, ask.hotness, ask.mean
+            )
+            self._cache.pool_rows([plain], stream)
+
+
+class Prepared:
+    def __init__(self, cache: Cache, asks: Any) -> None:
+        self._cache, self._asks = cache, asks
+        self.keys = [np.empty(n, np.int64) for _, n, *_ in asks]
+        self._missing = 0
+
+    def launch(self, stream: Any) -> None:
+        self._missing = 0
+        self._cache.pooled += 1
+        for keys, (table, n, hotness, mean, out) in zip(self.keys, self._asks, strict=True):
+            part = Part.make(table, keys)
+            MemoryTier.fetch(self._cache, [part], FetchContext())
+            self._missing += int((part.source == 0).sum())
+            bags = JaggedKeys(keys, n // hotness)
+            out[...] = pool(part.out, bags, "mean" if mean else "sum")
+
+    def missing(self) -> int:
+        return self._missing
+
+
+class Bridge(Wrapper):
+    """`HostBridge`: asks once for a key that is missing several times."""
+
+    def __init__(self, inner: Any, device: int, workspaces: int) -> None:
+        super().__init__(inner)
+        self.spaces: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    @property
+    def info(self) -> TierInfo:
+        info = self.inner.info
+        return TierInfo(info.name, info.source, "cuda", info.blocking, cache=info.cache)
+
+    def fetch(self, parts: Any, ctx: Any) -> None:
+        parts = [part for part in parts if len(part.missing)]
+        picked = [dedup(part.keys[part.missing]) for part in parts]
+        asked = [Part.make(p.table, keys) for p, (keys, _) in zip(parts, picked, strict=True)]
+        self.inner.fetch(asked, FetchContext(ctx.deadline, None, ctx.degraded))
+        for part, below, (_, picks) in zip(parts, asked, picked, strict=True):
+            answered = np.ones(len(below.keys), bool)
+            answered[below.missing] = False
+            mine = answered[picks]
+            at, of = part.missing[mine], picks[mine]
+            part.versions[at], part.source[at] = below.versions[of], below.source[of]
+            rows = below.source[of] != 0
+            part.out[at[rows]] = below.out[of[rows]]
+            part.missing = part.missing[~mine]
+
+
+def install(monkeypatch: Any, count: int = 1, free: int = 1 << 34) -> list[Cache]:
+    """Give this process ``count`` such GPUs; the caches that a node opens on them."""
+    caches: list[Cache] = []
+
+    def open_cache(device: int, workspaces: int) -> Cache:
+        caches.append(Cache(device))
+        return caches[-1]
+
+    monkeypatch.setattr(devices, "lacking", lambda: None)
+    monkeypatch.setattr(devices, "device_count", lambda: count)
+    monkeypatch.setattr(devices, "free_memory", lambda device: free)
+    monkeypatch.setattr(devices, "open_cache", open_cache)
+    monkeypatch.setattr(devices, "bridged", Bridge)
+    monkeypatch.setattr(devices, "runs_on_gpu", lambda network: True)
+    return caches

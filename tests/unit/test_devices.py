@@ -1,0 +1,464 @@
+"""A node whose rows are on GPUs: with a twin of NumPy arrays in their place, and where results alone count
+also on a real one."""
+
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from onnx import TensorProto as T
+from onnx import helper as h
+
+import hps
+from hps.config.model_schema import DenseSpec, FeatureSpec, ModelSpec, TableSpec, TensorSpec
+from hps.devices import device_count
+from hps.errors import BadRequest, ConfigError, DeadlineExceeded
+from hps.models.writer import write_version
+from hps.types import JaggedKeys, Source, version_now
+from tests.support import twin_device
+
+TABLES = [
+    TableSpec(name="users", dim=4, default=-1.0),
+    TableSpec(name="items", dim=2, dtype="float16", default=[0.5, 0.25]),
+]
+FEATURES = [
+    FeatureSpec(name="user", table="users", context=True),
+    FeatureSpec(name="item", table="items"),
+    FeatureSpec(name="seen", table="items", pooling="mean"),
+    FeatureSpec(name="last", table="users", pooling="none", hotness=2, key_offset=5),
+]
+DENSE = DenseSpec(
+    inputs=[TensorSpec(name="price", shape=[-1, 1])],
+    outputs=[TensorSpec(name="ctr", shape=[-1, 1]), TensorSpec(name="all", shape=[-1, 17])],
+)
+HELD = 1000
+
+
+def network():
+    widths = {"user": [4], "item": [2], "seen": [2], "price": [1], "last": [2, 4]}
+    flat = [n for n in widths if n != "last"]
+
+    def info(name, shape):
+        return h.make_tensor_value_info(name, T.FLOAT, ["n", *shape])
+
+    graph = h.make_graph(
+        [
+            h.make_node("Flatten", ["last"], ["flat"], axis=1),
+            h.make_node("Concat", [*flat, "flat"], ["all"], axis=1),
+            h.make_node("ReduceSum", ["all", "axes"], ["ctr"], keepdims=1),
+        ],
+        "g",
+        [info(name, shape) for name, shape in widths.items()],
+        [info("ctr", [1]), info("all", [17])],
+        [h.make_tensor("axes", T.INT64, [1], [1])],
+    )
+    made = h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=9)
+    return made.SerializeToString()
+
+
+def rows(keys, dim):
+    """Exact in float16."""
+    return np.float32(np.asarray(keys) % 64)[:, None] + np.arange(dim, dtype=np.float32)
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    spec = ModelSpec(name="m", tables=TABLES, features=FEATURES, dense=DENSE)
+    keys = np.arange(HELD)
+    held = {table.name: (keys, rows(keys, table.dim)) for table in TABLES}
+    write_version(folder, spec, 1, held, dense=network())
+    return folder
+
+
+@pytest.fixture
+def open_node(repository, tmp_path, monkeypatch):
+    """Opens nodes on ``gpus`` twins (None: on none) of the repository; ``node.gpus`` are their caches."""
+    opened = []
+
+    def open_it(gpus=1, gpu=None, cpu=None, tables=None, **settings):
+        caches = [] if gpus is None else twin_device.install(monkeypatch, gpus)
+        tiers = {"gpu": gpu or {}, "cpu_cache": cpu or {"share": 1.0}}
+        tiers["rocksdb"] = {"path": str(tmp_path / f"db{len(opened)}")}
+        serve = {"m": {"tables": tables or {}}}
+        models = {"repository": str(repository), "serve": serve}
+        node = hps.open({"models": models, "tiers": tiers, **settings})
+        opened.append(node)
+        return node, caches
+
+    yield open_it
+    for node in opened:
+        node.close()
+
+
+@pytest.fixture
+def pair(open_node):
+    """A node with a GPU's twin, one without any, and the former's caches."""
+    node, caches = open_node(gpu={"share": 0.5})
+    return node, open_node(gpus=None, gpu={"use": "off"})[0], caches
+
+
+@pytest.fixture(params=["twin", pytest.param("gpu", marks=pytest.mark.gpu)])
+def both(open_node, request):
+    """A node with a GPU, or its twin, and one without."""
+    gpus = 1 if request.param == "twin" else None
+    node, _ = open_node(gpus=gpus, gpu={"share": 0.5, "use": "required"})
+    return node, open_node(gpus=None, gpu={"use": "off"}, dense={"provider": "cpu"})[0]
+
+
+def table_of(node, name):
+    return node.model("m").tables[name]
+
+
+def request_of(keys, batch):
+    rng = np.random.default_rng(batch)
+
+    def pick(n):
+        return rng.choice(keys, n)
+
+    features = {
+        "user": pick(batch),
+        "item": pick((batch, 3)),
+        "seen": pick((batch, 2)),
+        "last": pick((batch, 2)) - 5,
+    }
+    return features, {"price": rng.random((batch, 1), np.float32)}
+
+
+def eventually(holds):
+    until = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def same(one, other):
+    assert one.outputs.keys() == other.outputs.keys()
+    for name, values in other.outputs.items():
+        np.testing.assert_allclose(one.outputs[name], values, rtol=1e-5)
+        assert one.outputs[name].dtype == values.dtype
+    assert (one.defaulted, one.degraded) == (other.defaulted, other.degraded)
+
+
+# -- predictions -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", [(0, 200), (0, HELD), (HELD - 100, HELD + 100)], ids=str)
+@pytest.mark.parametrize("batch", [0, 1, 7, 300])
+def test_scores_are_those_of_rows_on_the_host(both, batch, keys):
+    node, plain = both
+    for _ in range(3):
+        asked = request_of(np.arange(*keys), batch)
+        same(node.predict("m", *asked), plain.predict("m", *asked))
+        node.writer.flush()
+
+
+@pytest.mark.parametrize("batch", [1, 7, 300])
+def test_rows_on_the_gpu_give_the_scores_of_rows_on_the_host(pair, batch):
+    node, plain, (cache,) = pair
+    asked = request_of(np.arange(200), batch)
+    pooled, fetched = cache.pooled, len(cache.fetched)
+    for _ in range(3):
+        same(node.predict("m", *asked), plain.predict("m", *asked))
+    assert cache.pooled == pooled + 3
+    assert len(cache.fetched) == fetched  # one launch each, nothing else
+
+
+@pytest.mark.parametrize("first", [0, HELD - 100])
+def test_rows_that_the_gpu_lacks_come_from_the_host(pair, first):
+    node, plain, (cache,) = pair
+    asked = request_of(np.arange(first, HELD + 100), 40)
+    same(node.predict("m", *asked), plain.predict("m", *asked))
+    assert cache.fetched
+    assert cache.space.lent == 2  # the lanes' own
+
+
+def test_bags_of_different_lengths_and_weights(both):
+    node, plain = both
+    features, dense = request_of(np.arange(400, 700), 3)
+    bags = JaggedKeys(np.array([400, 1, 2, 999, 5000]), 3, np.array([0, 0, 4, 5]))
+    weights = np.array([0.5, 2, 1, 1, 3], np.float32)
+    features["seen"] = bags
+    features["item"] = JaggedKeys(bags.keys, 3, bags.offsets, weights)
+    same(node.predict("m", features, dense), plain.predict("m", features, dense))
+
+
+def test_candidates_share_their_context(pair):
+    node, plain, (cache,) = pair
+    features, dense = request_of(np.arange(200), 9)
+    features["user"] = features["user"][:1]
+    for _ in range(2):
+        one, other = (n.predict("m", features, dense, top_k=4) for n in (node, plain))
+        same(one, other)
+        assert len(one.outputs["top_k_index"]) == 4
+    assert cache.pooled == 2
+    one, other = (n.predict("m", features, dense, outputs=("all",)) for n in (node, plain))
+    same(one, other)
+
+
+def test_many_batch_sizes_by_turns(both):
+    node, plain = both
+    for batch in [*range(1, 50), 2000, 3, 700]:
+        asked = request_of(np.arange(200), batch)
+        same(node.predict("m", *asked), plain.predict("m", *asked))
+
+
+def test_sources_are_reported(pair):
+    node, _, _ = pair
+    features, dense = request_of(np.arange(200), 2)
+    features["user"] = np.array([3, 900])
+    result = node.predict("m", features, dense, want_source=True)
+    assert result.sources["user"].tolist() == [Source.GPU, Source.CPU]
+
+
+def test_misses_make_the_quick_way_rarer(pair):
+    node, _, (cache,) = pair
+    node.writer.close()  # nothing is lifted any more
+    asked = request_of(np.array([999, 5000]), 2)
+    for _ in range(40):
+        node.predict("m", *asked)
+    assert 3 <= cache.pooled <= 6
+    hits = request_of(np.arange(200), 2)
+    for _ in range(70):
+        node.predict("m", *hits)
+    before = cache.pooled
+    node.predict("m", *hits)
+    assert cache.pooled == before + 1
+
+
+def test_a_wrong_request_is_refused_as_without_a_gpu(pair):
+    for keys in ({"item": np.ones((2, 3), np.int64)}, {"last": np.ones((3, 1), np.int64)}):
+        features, dense = request_of(np.arange(9), 3)
+        raised = []
+        for node in pair[:2]:
+            with pytest.raises(BadRequest) as error:
+                node.predict("m", features | keys, dense)
+            raised.append(str(error.value))
+        assert raised[0] == raised[1]
+    with pytest.raises(DeadlineExceeded):
+        pair[0].predict("m", features, dense, timeout_s=-1)
+
+
+def test_large_runs_go_to_a_thread(open_node):
+    node, (cache,) = open_node(dense={"inline_us": 0})
+    plain, _ = open_node(gpus=None, gpu={"use": "off"})
+    for keys in (np.arange(200), np.arange(900, 1100)):
+        asked = request_of(keys, 64)
+        same(node.predict("m", *asked), plain.predict("m", *asked))
+    assert cache.pooled
+
+
+@pytest.mark.parametrize("last", [200, HELD, 3 * HELD])
+def test_vectors_on_the_device_are_those_on_the_host(both, last):
+    node, plain = both
+    features = request_of(np.arange(last), 50)[0]
+    features["item"] = JaggedKeys(np.arange(9) % 4, 3, np.array([0, 4, 4, 9]))
+    for name in features:
+        one = node.lookup_on_device("m", {name: features[name]}, want_source=True)
+        other = plain.lookup("m", {name: features[name]}, want_source=True)
+        vectors = one.vectors[name]
+        vectors = vectors.get() if hasattr(vectors, "get") else vectors
+        np.testing.assert_allclose(vectors, other.vectors[name], rtol=1e-5)
+        np.testing.assert_array_equal(one.versions[name], other.versions[name])
+        assert one.defaulted == other.defaulted
+    by_table = node.lookup_on_device("m", {"users": [1, 1, 5000]}, by_table=True)
+    assert by_table.vectors["users"].shape == (3, 4)
+    with pytest.raises(BadRequest, match="no feature"):
+        node.lookup_on_device("m", {"usr": [1]})
+
+
+def test_many_threads(both):
+    node, plain = both
+    asked = [request_of(np.arange(100 * i, 100 * i + 300), 1 + 13 * i) for i in range(8)]
+    expected = [plain.predict("m", *each) for each in asked]
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(20):
+            answers = threads.map(lambda each: node.predict("m", *each), asked)
+            for one, other in zip(answers, expected, strict=True):
+                same(one, other)
+
+
+# -- how rows get there ----------------------------------------------------------------------------
+
+
+def test_what_the_cpu_cache_held_is_lifted(pair):
+    node, _, (cache,) = pair
+    users = table_of(node, "users")
+    assert cache.keys_of(users) == list(range(500))
+    asked = request_of(np.arange(600, 640), 20)
+    node.predict("m", *asked)
+    lifted = set(asked[0]["user"].tolist())
+    eventually(lambda: lifted <= set(cache.keys_of(users)))
+
+    def is_pooled():
+        before = len(cache.fetched)
+        node.predict("m", *asked)
+        return len(cache.fetched) == before
+
+    eventually(is_pooled)
+
+
+@pytest.mark.parametrize("kind", ["wait", "default_then_promote"])
+def test_both_miss_policies(open_node, kind):
+    miss = {"kind": kind}
+    tables = {t.name: {"miss_policy": miss} for t in TABLES}
+    node, (cache,) = open_node(gpu={"share": 0.1}, cpu={"share": 0.1}, tables=tables)
+    first = node.lookup_on_device("m", {"user": np.array([1, 700, 700, 2000])})
+    vectors = first.vectors["user"]
+    if kind == "wait":
+        np.testing.assert_array_equal(vectors[:3], rows([1, 700, 700], 4))
+        assert first.defaulted == 1
+    else:
+        np.testing.assert_array_equal(vectors[1:], np.full((3, 4), -1))
+        assert first.defaulted == 3
+    node.writer.flush()
+    assert 700 in cache.keys_of(table_of(node, "users"))
+    assert 2000 not in cache.keys_of(table_of(node, "users"))
+    again = node.lookup_on_device("m", {"user": np.array([1, 700])}, want_source=True)
+    np.testing.assert_array_equal(again.vectors["user"], rows([1, 700], 4))
+    assert again.sources["user"].tolist() == [Source.GPU] * 2
+
+
+def test_every_gpu_gets_updates_and_a_share_of_the_requests(open_node):
+    node, caches = open_node(gpus=3, gpu={"devices": [0, 2], "share": 1.0})
+    users = table_of(node, "users")
+    assert [cache.number for cache in caches] == [0, 2]
+    keys, version = np.array([3, 4]), np.full(2, version_now(), np.uint64)
+    node.writer.update(users, keys, np.full((2, 4), 9, np.float32), version).result()
+    node.writer.delete(users, keys[1:], version[1:] + 1).result()
+    for cache in caches:
+        assert cache.keys_of(users) == [k for k in range(HELD) if k != 4]
+    for _ in range(2):
+        result = node.lookup_on_device("m", {"user": keys})
+        np.testing.assert_array_equal(result.vectors["user"], [[9] * 4, [-1] * 4])
+    asked = request_of(np.arange(5, 200), 3)
+    for _ in range(4):
+        node.predict("m", *asked)
+    assert [cache.pooled for cache in caches] == [3, 3]  # a lookup and two predictions
+    assert [len(cache.fetched) for cache in caches] == [1, 1]
+
+
+@pytest.mark.gpu
+def test_all_gpus_of_this_machine(open_node):
+    node, _ = open_node(gpus=None, gpu={"devices": list(range(device_count())), "share": 0.5})
+    plain, _ = open_node(gpus=None, gpu={"use": "off"}, dense={"provider": "cpu"})
+    users, keys = table_of(node, "users"), np.array([3, 4, 900])
+    version = np.full(3, version_now(), np.uint64)
+    for each in (node, plain):
+        new = np.full((3, 4), 9, np.float32)
+        each.writer.update(table_of(each, "users"), keys, new, version).result()
+        each.writer.delete(table_of(each, "users"), keys[1:2], version[1:2] + 1).result()
+    for _ in range(2 * device_count()):
+        vectors = node.lookup_on_device("m", {"user": keys}).vectors["user"].get()
+        np.testing.assert_array_equal(vectors, [[9] * 4, [-1] * 4, [9] * 4])
+        for last in (200, HELD, 2 * HELD):
+            asked = request_of(np.arange(last), 30)
+            same(node.predict("m", *asked), plain.predict("m", *asked))
+    assert node.tiers[1].tier.rows(users) >= 499
+
+
+def test_lookups_on_the_host_use_it_below_the_cpu_cache(open_node):
+    node, (cache,) = open_node(gpu={"share": 1.0}, cpu={"share": 0.5})
+    keys = np.array([1, 900, 900, 2000])
+    result = node.lookup("m", {"user": keys}, want_source=True)
+    assert isinstance(result.vectors["user"], np.ndarray)
+    np.testing.assert_array_equal(result.vectors["user"][:3], rows(keys[:3], 4))
+    assert result.sources["user"].tolist() == [Source.CPU, Source.GPU, Source.GPU, 0]
+    assert cache.fetched[0] == 2  # 900 and 2000, each once
+    assert cache.space.lent == 2
+
+
+@pytest.mark.parametrize(("fill", "held"), [(0.0, 0), (0.25, 100), (1.0, 400)])
+def test_how_much_is_filled_before_the_start(open_node, fill, held):
+    node, (cache,) = open_node(gpu={"share": 0.4, "fill": fill}, cpu={"enabled": False})
+    assert cache.keys_of(table_of(node, "users")) == list(range(held))
+
+
+def test_hot_keys_of_the_last_run_come_first(open_node, tmp_path):
+    snapshot = {"share": 0.1, "snapshot": {"path": str(tmp_path / "hot"), "interval_s": 1e6}}
+    node, _ = open_node(gpus=None, gpu={"use": "off"}, cpu=snapshot)
+    hot = np.arange(700, 720)
+    for _ in range(3):
+        node.lookup("m", {"user": hot})
+        node.writer.flush()
+    node.close()
+    node, (cache,) = open_node(cpu=snapshot, gpu={"share": 0.05})
+    assert set(hot.tolist()) <= set(cache.keys_of(table_of(node, "users")))
+
+
+# -- static tables ---------------------------------------------------------------------------------
+
+
+def test_a_static_table_is_there_as_a_whole_and_stays_as_it_is(open_node):
+    node, (cache,) = open_node(
+        gpu={"share": 0.1, "fill": 0.0}, cpu={"warm": False}, tables={"users": {"gpu_static": True}}
+    )
+    users, items = table_of(node, "users"), table_of(node, "items")
+    assert cache.places[users]["static"]
+    assert cache.keys_of(users) == list(range(HELD))
+    assert cache.sealed(users)
+    assert not cache.sealed(items)
+    assert cache.keys_of(items) == []
+    version = np.full(1, version_now(), np.uint64)
+    update = node.writer.update(users, np.array([1]), np.zeros((1, 4), np.float32), version)
+    with pytest.raises(BadRequest, match="gpu_static: false"):
+        update.result()
+    with pytest.raises(BadRequest, match="static"):
+        node.writer.delete(users, np.array([1]), version).result()
+    asked = request_of(np.arange(HELD + 50), 30)
+    node.predict("m", *asked)
+    node.writer.flush()
+    assert cache.keys_of(users) == list(range(HELD))
+
+
+def test_a_static_table_and_a_stream_of_updates_do_not_go_together(open_node):
+    kafka = {"kafka": {"brokers": "127.0.0.1:1"}}
+    with pytest.raises(ConfigError, match=r"m/1/users is static .* gpu_static: false"):
+        open_node(tables={"users": {"gpu_static": True}}, updates=kafka)
+
+
+# -- without one -----------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_the_log_says_so(open_node, caplog):
+    caplog.set_level(logging.INFO, "hps.devices")
+    node, _ = open_node(gpus=None)
+    assert [entry.tier.info.name for entry in node.tiers] == ["cpu", "rocksdb"]
+    assert "no GPU cache: the GPU cache needs" in caplog.text
+    with pytest.raises(BadRequest, match="no GPU cache"):
+        node.lookup_on_device("m", {"user": [1]})
+
+
+def test_a_gpu_that_is_required(open_node, monkeypatch):
+    with pytest.raises(ConfigError, match=r"tiers.gpu.use is required, but the GPU cache needs"):
+        open_node(gpus=None, gpu={"use": "required"})
+    with pytest.raises(ConfigError, match="names GPU 2, and there are 2"):
+        open_node(gpus=2, gpu={"use": "required", "devices": [0, 2]})
+
+
+def test_a_cache_that_does_not_fit(open_node, monkeypatch):
+    monkeypatch.setattr(twin_device.install, "__defaults__", (1, 100_000))
+    with pytest.raises(ConfigError, match=r"needs [\d,]+ bytes on GPU 0, and 100,000 are free"):
+        open_node(gpu={"share": 1.0})
+
+
+def test_the_status_tells_of_it(open_node):
+    node, _ = open_node(gpu={"share": 0.5, "host_bytes": 1 << 14})
+    gpu = node.status()["tiers"][1]
+    assert (gpu["name"], gpu["kind"], gpu["devices"]) == ("gpu", "cache", [0])
+    assert gpu["bytes"] > 0
+    assert 0 < gpu["pinned_host_bytes"] <= 1 << 14
+    table = node.status()["models"][0]["tables"][0]
+    assert table["capacity_rows"]["gpu"] == 500
+
+
+def test_a_network_on_the_cpu_gets_its_vectors_there(open_node, monkeypatch):
+    caches = twin_device.install(monkeypatch)
+    monkeypatch.setattr("hps.devices.runs_on_gpu", lambda network: not network.on_host)
+    monkeypatch.setattr(twin_device, "install", lambda *_: caches)
+    node, (cache,) = open_node()
+    plain, _ = open_node(gpus=None, gpu={"use": "off"})
+    asked = request_of(np.arange(200), 3)
+    same(node.predict("m", *asked), plain.predict("m", *asked))
+    assert cache.pooled == 0

@@ -1,0 +1,41 @@
+"""What comes back for a command."""
+
+import pytest
+from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
+
+from hps.tiers.redis.commands import Command, read_replies
+from hps.tiers.redis.connection import Wire
+from hps.tiers.redis.names import Names
+
+
+class Refusing(Wire):
+    def __init__(self, message):
+        super().__init__(names=Names())
+        self.message = message
+
+    def until(self, _deadline):
+        pass
+
+    def read_response(self):
+        raise self._parser.parse_error(self.message)
+
+
+RAN = "ERR Error running script (call to f_c2ea): @user_script:87: @user_script: 87: "
+
+
+@pytest.mark.parametrize(
+    ("message", "kind", "text"),
+    [
+        (RAN + "-OOM command not allowed when used memory > 'maxmemory'.", OutOfMemoryError, "command"),
+        (RAN + "-READONLY You can't write against a read only replica.", ReadOnlyError, "You"),
+        (RAN + "-MISCONF Errors writing to the AOF file", ResponseError, "MISCONF"),
+        ("OOM command not allowed, on @user_script:87.", OutOfMemoryError, "command"),
+        (RAN + "bad argument #1 to 'unpack'", ResponseError, "Error running script"),
+    ],
+)  # fmt: skip
+def test_what_a_command_in_a_script_met_is_told_apart(message, kind, text):
+    """As Redis 6 and as Redis 7 word it."""
+    command = Command(0, b"")
+    read_replies(Refusing(message), [command], 0.0)
+    assert type(command.reply) is kind
+    assert str(command.reply).startswith(text)

@@ -1,0 +1,323 @@
+"""Rows out of files in a folder: order, what moves where, crashes, and files that are no good."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import pytest
+
+from hps.config.update_settings import DirectorySettings
+from hps.errors import ConfigError, Unavailable
+from hps.meters import UpdateMeter
+from hps.metric_names import UPDATE_DEAD
+from hps.metrics import Metrics
+from hps.rows.base import Rows
+from hps.rows.export import export
+from hps.tiers.base import FetchContext, Part
+from hps.tiers.positions import TableChanges
+from hps.tiers.rocksdb import RocksDbTier
+from hps.types import EmbeddingTable, make_version
+from hps.updates.codec import encode_native
+from hps.updates.directory import DirectorySource
+from hps.updates.ingestor import Ingestor
+from hps.updates.source import Reason
+from hps.updates.stream_places import Store
+
+ITEMS = EmbeddingTable.make("items", 2, model="m")
+USERS = EmbeddingTable.make("users", 3, model="m", dtype=np.float16)
+TABLES = {"m/items": ITEMS, "m/users": USERS}
+NOW_MS = int(time.time() * 1000)
+
+
+def message(rows=(), deleted=(), table: str = "m/items", dim: int = 2) -> bytes:
+    """``rows``: (key, value, sequence); ``deleted``: (key, sequence)."""
+    changes = TableChanges(
+        np.array([r[0] for r in rows], np.int64),
+        np.repeat(np.array([[r[1]] for r in rows], np.float32).reshape(-1, 1), dim, axis=1),
+        np.array([make_version(NOW_MS, r[2]) for r in rows], np.uint64),
+        np.array([d[0] for d in deleted], np.int64),
+        np.array([make_version(NOW_MS, d[1]) for d in deleted], np.uint64),
+    )
+    (one,) = encode_native(table, changes, event_ms=NOW_MS)
+    return one
+
+
+class Letters:
+    def __init__(self) -> None:
+        self.kept: list = []
+
+    def keep(self, letters):
+        self.kept += letters
+
+
+class House:
+    """A store fed from a folder."""
+
+    def __init__(self, folder, **given) -> None:
+        self.folder = folder / "updates"
+        self.store = RocksDbTier(folder / "db")
+        self.store.open_tables(list(TABLES.values()))
+        self.metrics, self.letters = Metrics(), Letters()
+        self.open(**given)
+
+    def open(self, block: int = 100, **settings) -> None:
+        """As after a restart."""
+        chosen = DirectorySettings(path=self.folder, **settings)
+        self.source = DirectorySource(chosen, TABLES, block)
+        self.ingestor = Ingestor(
+            self.source, TABLES, lambda _topic: (), [Store("rocksdb", self.store)], None,
+            self.letters, UpdateMeter(self.metrics),
+        )  # fmt: skip
+
+    def put(self, name: str, data: bytes) -> None:
+        part = self.folder / f".{name}"
+        part.write_bytes(data)
+        part.rename(self.folder / name)
+
+    def run(self) -> int:
+        """Until no file is left."""
+        rows = 0
+        while self.names():
+            rows += self.ingestor.step(0.0)
+        return rows
+
+    def names(self, below: str = "") -> list[str]:
+        return sorted(p.name for p in (self.folder / below).iterdir() if p.is_file())
+
+    def rows(self, keys, table=ITEMS) -> list[float | None]:
+        part = Part.make(table, np.array(keys, np.int64))
+        self.store.fetch([part], FetchContext())
+        return [v if s else None for v, s in zip(part.out[:, 0].tolist(), part.source, strict=True)]
+
+
+@pytest.fixture
+def house(tmp_path):
+    house = House(tmp_path)
+    yield house
+    house.source.close()
+    house.store.close()
+
+
+def test_native_files_are_applied_in_the_order_of_their_names(house):
+    house.put("2.hpsu", message([(1, 2.0, 5)]) + message(deleted=[(2, 6)]))
+    house.put(
+        "1.hpsu",
+        message([(1, 1.0, 5), (2, 1.0, 5)]) + message([(9, 9.0, 1)], table="m/users", dim=3),
+    )
+    assert house.run() == 5
+    assert house.rows([1, 2]) == [2.0, None]
+    assert house.rows([9], USERS) == [9.0]
+    assert (house.names(), house.names("applied")) == ([], ["1.hpsu", "2.hpsu"])
+    assert house.names("rejected") == []
+
+
+@pytest.mark.parametrize("ending", ["npz", "parquet"])
+def test_exports_are_applied(house, tmp_path, ending):
+    keys = np.arange(250)
+    versions = np.full(250, make_version(NOW_MS), np.uint64)
+    rows = Rows(keys, np.repeat(keys[:, None], 3, 1).astype(np.float16), versions)
+    house.put("0.hpsu", message([(7, 1.0, 0)], table="m/users", dim=3))
+    name = f"m.users.1.{ending}" if ending == "npz" else "any.parquet"
+    part = tmp_path / f"out.{ending}"
+    export(part, USERS, [rows.at(slice(5, None))], [rows.at(slice(0, 5))])
+    os.rename(part, house.folder / name)
+    assert house.run() == 251
+    assert house.rows([0, 4, 5, 7, 249], USERS) == [None, None, 5.0, 7.0, 249.0]
+    assert house.names("applied") == ["0.hpsu", name]
+
+
+def test_rows_without_versions_get_the_files_time(house):
+    house.put("0.hpsu", message([(1, 1.0, 0)]))
+    np.savez(house.folder / ".a", key=[1, 2], vector=np.full((2, 2), 3, np.float32))
+    os.rename(house.folder / ".a.npz", house.folder / "m.items.1.npz")
+    np.savez(house.folder / ".b", key=[1], vector=np.full((1, 2), 4, np.float32))
+    os.rename(house.folder / ".b.npz", house.folder / "m.items.2.npz")
+    os.utime(house.folder / "m.items.1.npz", (NOW_MS / 1e3 + 60,) * 2)
+    os.utime(house.folder / "m.items.2.npz", (NOW_MS / 1e3 - 60,) * 2)
+    house.run()
+    assert house.rows([1, 2]) == [3.0, 3.0]
+
+
+def test_a_poll_brings_a_bounded_number_of_rows(house):
+    house.open(block=10)
+    np.savez(house.folder / ".a", key=np.arange(35), vector=np.zeros((35, 2), np.float32))
+    os.rename(house.folder / ".a.npz", house.folder / "m.items.a.npz")
+    house.put("n.hpsu", b"".join(message([(i, 1.0, 1)]) for i in range(25)))
+    found = []
+    while (batch := house.source.poll(0.0)) is not None:
+        found.append(batch.rows)
+        house.source.commit(batch)
+    assert found == [10, 10, 10, 5, 0, 10, 10, 5, 0]
+
+
+def test_other_files_and_unfinished_ones_stay(house):
+    for name in (".1.hpsu", "notes.txt", "1.hpsu.part"):
+        (house.folder / name).write_bytes(b"?")
+    assert house.source.poll(0.05) is None
+    assert house.names() == [".1.hpsu", "1.hpsu.part", "notes.txt"]
+
+
+def test_a_crash_in_the_middle_repeats_the_file(house):
+    house.open(block=1)
+    house.put("1.hpsu", message([(1, 1.0, 1)]) + message([(2, 1.0, 2)]))
+    house.ingestor.step(0.0)
+    assert house.names() == ["1.hpsu"]
+    house.source.close()
+    house.open()
+    assert house.run() == 2
+    assert house.rows([1, 2]) == [1.0, 1.0]
+
+
+def test_what_is_not_committed_comes_again(house):
+    house.put("1.hpsu", message([(1, 1.0, 1)]))
+    first = house.source.poll(0.0)
+    end = house.source.poll(0.0)
+    assert (first.rows, end.rows) == (1, 0)
+    assert house.source.poll(0.0) is None  # it is not begun twice
+    house.source.rewind()
+    again = house.source.poll(0.0)
+    assert again.rows == 1
+    house.source.commit(first)  # of before: nothing is moved by it
+    house.source.commit(again)
+    assert house.names() == ["1.hpsu"]
+    house.source.commit(house.source.poll(0.0))
+    assert house.names("applied") == ["1.hpsu"]
+
+
+def test_applied_files_may_be_removed(house):
+    house.open(keep_applied=False)
+    house.put("1.hpsu", message([(1, 1.0, 1)]))
+    house.run()
+    assert house.names("applied") == house.names() == []
+    assert house.rows([1]) == [1.0]
+
+
+def test_a_name_that_comes_again_does_not_replace_the_old_file(house):
+    for data in (message([(1, 1.0, 1)]), message([(1, 2.0, 2)]), b"bad", b"worse"):
+        house.put("x.hpsu", data)
+        house.run()
+    assert house.names("applied") == ["x.1.hpsu", "x.hpsu"]
+    assert house.names("rejected") == ["x.1.hpsu", "x.1.hpsu.reason", "x.hpsu", "x.hpsu.reason"]
+
+
+GOOD = message([(1, 1.0, 1)])
+DAMAGED = message([(2, 1.0, 1)])[:-1] + b"\xff"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "reason", "says", "applied"),
+    [
+        ("a.hpsu", GOOD + DAMAGED + message([(3, 1.0, 1)]), Reason.CHECKSUM, "byte 104: checksum", [1, 3]),
+        ("a.hpsu", GOOD + GOOD[:-3], Reason.TRUNCATED, "byte 189: truncated", [1]),
+        ("a.hpsu", GOOD + GOOD[:30], Reason.TRUNCATED, "byte 96: truncated; nothing behind", [1]),
+        ("a.hpsu", GOOD + bytes(70) + GOOD, Reason.BAD_MAGIC, "byte 96: bad_magic; nothing behind", [1]),
+        ("a.hpsu", GOOD[:12] + b"\xff" * 4 + GOOD[16:], Reason.OVERSIZE, "byte 0: oversize", []),
+        ("a.hpsu", GOOD[:12] + bytes(4) + GOOD[16:], Reason.TRUNCATED, "byte 0: truncated", []),
+        ("a.hpsu", message([(1, 1.0, 1)], table="m/nobody"), Reason.UNKNOWN_TABLE, "unknown_table", []),
+        ("a.hpsu", message([(1, 1.0, 1)], dim=3), Reason.ROW_SIZE, "row_size", []),
+        ("m.items.npz", b"PK" + bytes(99), Reason.MALFORMED, "no npz file", []),
+        ("m.items.a.parquet", b"PAR1" + bytes(99), Reason.MALFORMED, "no Parquet file", []),
+    ],
+)  # fmt: skip
+def test_bad_files_are_rejected_and_the_stream_goes_on(house, name, data, reason, says, applied):
+    house.put(name, data)
+    house.put("z.hpsu", message([(50, 1.0, 1)]))
+    house.run()
+    assert house.rows([50]) == [1.0]
+    assert house.rows([1, 2, 3]) == [1.0 if k in applied else None for k in (1, 2, 3)]
+    assert house.names("rejected") == [name, f"{name}.reason"]
+    assert (house.folder / "rejected" / name).read_bytes() == data
+    assert says in (house.folder / "rejected" / f"{name}.reason").read_text()
+    (letter,) = house.letters.kept
+    assert (letter.reason, letter.position.topic) == (reason, name)
+    assert house.metrics.counter(UPDATE_DEAD, reason.name.lower()).value == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "says"),
+    [
+        ("items.npz", 2, "names no table: call it <model>.<table>.<anything>.npz"),
+        ("m.nobody.1.npz", 2, "unknown_table: m/nobody"),
+        ("m.items.1.npz", 4, "row_size: m/items, dim 4"),
+    ],
+)
+def test_files_of_rows_that_fit_no_table(house, name, dim, says):
+    np.savez(house.folder / ".a", key=[1], vector=np.zeros((1, dim), np.float32))
+    os.rename(house.folder / ".a.npz", house.folder / name)
+    house.run()
+    assert says in (house.folder / "rejected" / f"{name}.reason").read_text()
+
+
+def test_a_reader_that_fails_in_a_new_way_rejects_the_file(house, monkeypatch):
+    def broken(_path):
+        raise ZeroDivisionError("?")
+
+    monkeypatch.setattr("hps.updates.update_files.open_rows", broken)
+    house.put("m.items.1.npz", b"x")
+    house.run()
+    assert "ZeroDivisionError" in (house.folder / "rejected" / "m.items.1.npz.reason").read_text()
+
+
+def test_a_file_with_thousands_of_faults_is_told_in_short(house):
+    house.put("a.hpsu", DAMAGED * 1200)
+    house.run()
+    lines = (house.folder / "rejected" / "a.hpsu.reason").read_text().splitlines()
+    assert (len(lines), lines[-1]) == (1001, "and 200 more")
+    assert len(house.letters.kept) == 1200
+
+
+def test_a_file_that_is_taken_away(house):
+    house.put("1.hpsu", GOOD)
+    house.put("2.hpsu", GOOD)
+    first = house.source.poll(0.0)
+    (house.folder / "1.hpsu").unlink()
+    (house.folder / "2.hpsu").unlink()
+    house.source.commit(first)
+    for _ in range(2):
+        house.source.commit(house.source.poll(0.0))
+    assert house.source.poll(0.0) is None
+    assert house.names("rejected") == house.names("applied") == []
+
+
+def test_a_folder_that_goes_away_is_waited_for(house, caplog):
+    house.folder.rename(house.folder.with_name("elsewhere"))
+    began = time.monotonic()
+    assert house.source.poll(0.1) is None
+    assert time.monotonic() - began >= 0.1
+    assert "cannot be read: No such file" in caplog.text
+    assert "cannot be read" in house.source.problem
+    house.folder.with_name("elsewhere").rename(house.folder)
+    house.put("1.hpsu", GOOD)
+    assert house.run() == 1
+    assert house.source.problem is None
+
+
+def test_a_file_that_cannot_be_moved_is_told_and_tried_again(house):
+    house.put("1.hpsu", GOOD)
+    house.source.commit(house.source.poll(0.0))
+    end = house.source.poll(0.0)
+    (house.folder / "applied").rmdir()
+    (house.folder / "applied").write_bytes(b"in the way")
+    with pytest.raises(Unavailable, match=r"cannot be moved away: .*let this process write"):
+        house.source.commit(end)
+    (house.folder / "applied").unlink()
+    (house.folder / "applied").mkdir()
+    house.source.commit(end)
+    assert house.names("applied") == ["1.hpsu"]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"updates.directory.path: .* cannot be used: Not a dir"):
+        DirectorySource(DirectorySettings(path=tmp_path / "file" / "x"), TABLES)
+
+
+def test_how_many_files_wait(house):
+    for name in ("1.hpsu", "2.hpsu", "3.hpsu"):
+        house.put(name, GOOD)
+    house.source.poll(0.0)
+    assert list(house.source.lag().values()) == [3]
+    house.run()
+    assert list(house.source.lag().values()) == [0]

@@ -1,0 +1,64 @@
+"""What update messages cannot hold is refused by the encoders; what is not contiguous is no obstacle."""
+
+import numpy as np
+import pytest
+
+from hps.tiers.positions import TableChanges
+from hps.updates.codec import decode_hps, encode_hps, encode_native
+
+NOW = 1_700_000_000_000
+
+
+def changes(n=3, gone=2, dim=2):
+    rows = np.arange(n), np.zeros((n, dim), np.float32), np.zeros(n, np.uint64)
+    return TableChanges(*rows, np.arange(gone), np.zeros(gone, np.uint64))
+
+
+@pytest.mark.parametrize(
+    ("keys", "vectors", "options", "says"),
+    [
+        (np.zeros(2, np.int32), np.zeros((2, 2), "f4"), {}, r"keys must be \(n,\) int64"),
+        (np.zeros(2, int), np.zeros((3, 2), "f4"), {}, r"\(2, dim\), not \(3, 2\)"),
+        (np.zeros(2, int), np.zeros((2, 2), "f2"), {}, "float32, not float16"),
+        (np.zeros(2, int), np.zeros((2, 0), "f4"), {}, "dim must be between 1"),
+        (np.array([-1]), np.zeros((1, 2), "f4"), {"key_bits": 32}, "keys of 32 bits"),
+        (np.array([2**32]), np.zeros((1, 2), "f4"), {"key_bits": 32}, "keys of 32 bits"),
+        (np.zeros(1, int), np.zeros((1, 2), "f4"), {"full": 23}, "24 bytes, but at most 23"),
+    ],
+)
+def test_what_hps_messages_cannot_hold_is_refused(keys, vectors, options, says):
+    with pytest.raises(ValueError, match=says):
+        encode_hps(keys, vectors, **options)
+
+
+@pytest.mark.parametrize("table", ["", "a b", "täble", "a\n", "x" * 65_536])
+def test_a_table_must_have_a_plain_name(table):
+    with pytest.raises(ValueError, match="printable ASCII"):
+        encode_native(table, changes(), event_ms=NOW)
+
+
+@pytest.mark.parametrize("field", ["ttl_s", "step", "dense_version", "event_ms"])
+def test_numbers_out_of_range_are_refused(field):
+    with pytest.raises(ValueError, match="out of range"):
+        encode_native("m/t", changes(), **{"event_ms": NOW, field: 2**64})
+    with pytest.raises(ValueError, match="out of range"):
+        encode_native("m/t", changes(), **{"event_ms": NOW, field: -1})
+
+
+def test_arrays_that_do_not_fit_are_refused():
+    given = changes()
+    short = TableChanges(
+        given.keys, given.vectors, given.versions[:1], given.deleted, given.versions
+    )
+    with pytest.raises(ValueError, match=r"\(3,\) uint64, not \(1,\)"):
+        encode_native("m/t", short, event_ms=NOW)
+    with pytest.raises(ValueError, match="104 bytes, but at most 90"):
+        encode_native("m/t", changes(1, 0, 4), event_ms=NOW, full=90)
+
+
+def test_strided_arrays_are_encoded_as_they_read():
+    keys, vectors = np.arange(10)[::2], np.arange(30, dtype=np.float32).reshape(10, 3)[::2, ::-1]
+    messages = encode_hps(keys, vectors)
+    (update,) = decode_hps(messages, "t", 3, timestamps_ms=[NOW], offsets=[0]).updates
+    np.testing.assert_array_equal(update.changes.vectors, vectors)
+    np.testing.assert_array_equal(update.changes.keys, keys)

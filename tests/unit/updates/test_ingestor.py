@@ -1,0 +1,515 @@
+"""What an ingestor does with batches: stores first, then caches, then commit; and what happens in between."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from hps.errors import TierError, Unavailable
+from hps.meters import UpdateMeter
+from hps.metric_names import UPDATE_DEAD, UPDATE_ROWS, UPDATE_VISIBLE
+from hps.metrics import Metrics
+from hps.tiers.base import FetchContext, Part
+from hps.tiers.cpu_cache import CpuCache
+from hps.tiers.positions import StreamPosition, TableChanges
+from hps.tiers.rocksdb import RocksDbTier
+from hps.types import EmbeddingTable, make_version
+from hps.updates.codec import decode_native, encode_native
+from hps.updates.ingest_thread import IngestThread
+from hps.updates.ingestor import CACHES, Ingestor
+from hps.updates.source import DeadLetter, Reason, UpdateBatch
+from hps.updates.stream_places import Store
+from hps.updates.writer import CacheWriter
+
+ITEMS = EmbeddingTable.make("items", 2, model="m")
+USERS = EmbeddingTable.make("users", 2, model="m", dtype=np.float16, key_bits=32)
+TABLES = {"m/items": ITEMS, "m/users": USERS}
+NOW_MS = int(time.time() * 1000)
+
+
+def version(n: int) -> int:
+    return make_version(NOW_MS, n)
+
+
+def changes(rows=(), deleted=(), dim: int = 2, dtype=np.float32) -> TableChanges:
+    """``rows``: (key, value, version); ``deleted``: (key, version)."""
+    return TableChanges(
+        np.array([r[0] for r in rows], np.int64),
+        np.repeat(np.array([[r[1]] for r in rows], dtype).reshape(-1, 1), dim, axis=1),
+        np.array([version(r[2]) for r in rows], np.uint64),
+        np.array([d[0] for d in deleted], np.int64),
+        np.array([version(d[1]) for d in deleted], np.uint64),
+    )
+
+
+def batch(offset: int, *, dead=(), ttl_s: int = 0, event_ms: int = NOW_MS, **tables) -> UpdateBatch:
+    """What messages of partition 0 up to ``offset`` do to the tables; through the wire format."""
+    payloads = []
+    for name, each in tables.items():
+        payloads += encode_native(f"m/{name}", each, event_ms=event_ms, ttl_s=ttl_s)
+    decoded = decode_native(payloads)
+    assert not decoded.faults()
+    return UpdateBatch(decoded.updates, [StreamPosition("t", 0, offset)], dead)
+
+
+class Stream:
+    """A source of given batches; what it was told stands in ``log``."""
+
+    def __init__(self, batches=()) -> None:
+        self.batches = list(batches)
+        self.log: list[str] = []
+        self.committed: list[UpdateBatch] = []
+
+    def poll(self, timeout_s):
+        if self.batches:
+            return self.batches.pop(0)
+        time.sleep(min(timeout_s, 0.005))
+        return None
+
+    def commit(self, batch):
+        self.log.append("commit")
+        self.committed.append(batch)
+
+    def keep_alive(self):
+        self.log.append("alive")
+
+    def begin_again(self):
+        self.log.append("again")
+
+    def rewind(self):
+        self.log.append("rewind")
+
+    def close(self):
+        self.log.append("close")
+
+
+class Letters:
+    def __init__(self) -> None:
+        self.kept: list[DeadLetter] = []
+
+    def keep(self, letters):
+        self.kept += letters
+
+
+class House:
+    """A store, a cache, their writer, and an ingestor for them."""
+
+    def __init__(self, folder, source: Stream) -> None:
+        self.store = RocksDbTier(folder)
+        self.store.open_tables([ITEMS, USERS])
+        self.cache = CpuCache({ITEMS: 64, USERS: 64})
+        self.writer = CacheWriter(self.cache, [self.store], 1024)
+        self.metrics, self.letters, self.source = Metrics(), Letters(), source
+        self.readers = {"t": [ITEMS, USERS]}
+        self.ingestor = self.make([Store("rocksdb", self.store)], self.writer)
+
+    def make(self, stores, caches) -> Ingestor:
+        meter = UpdateMeter(self.metrics)
+        readers = self.readers
+        return Ingestor(
+            self.source, TABLES, lambda t: readers.get(t, []), stores, caches, self.letters, meter
+        )
+
+    def rows(self, tier, keys, table=ITEMS) -> dict[int, float | None]:
+        part = Part.make(table, np.array(keys, np.int64))
+        tier.fetch([part], FetchContext())
+        values = part.out[:, 0].tolist()
+        return {k: v if s else None for k, v, s in zip(keys, values, part.source, strict=True)}
+
+    def counted(self, result: str, table=ITEMS) -> int:
+        return self.metrics.counter(UPDATE_ROWS, "m", table.name, result).value
+
+
+@pytest.fixture
+def source():
+    return Stream()
+
+
+@pytest.fixture
+def house(tmp_path, source):
+    made = House(tmp_path, source)
+    yield made
+    made.writer.close()
+    made.store.close()
+
+
+def resident(house: House, *keys: int) -> None:
+    """Rows of value 0 in store and cache."""
+    given = changes([(key, 0.0, 0) for key in keys])
+    house.store.insert(ITEMS, given.keys, given.vectors, given.versions)
+    house.cache.insert(ITEMS, given.keys, given.vectors, given.versions)
+
+
+def test_rows_and_deletions_reach_the_store_and_what_is_resident(house):
+    resident(house, 1, 2, 3)
+    house.source.batches = [
+        batch(7, items=changes([(1, 1.0, 1), (-9, 9.0, 1)], [(2, 1)]), users=changes([(4, 0.5, 1)]))
+    ]
+    assert house.ingestor.step() == 4
+    wanted = {1: 1.0, -9: 9.0, 2: None, 3: 0.0}
+    assert house.rows(house.store, [1, -9, 2, 3]) == wanted
+    assert house.rows(house.cache, [1, -9, 2, 3]) == {**wanted, -9: None}, "only what is resident"
+    assert house.rows(house.store, [4], USERS) == {4: 0.5}
+    assert [house.store.applied(table, "t", 0) for table in (ITEMS, USERS)] == [7, 7]
+    assert house.source.log == ["commit"]
+    assert (house.counted("upserted"), house.counted("deleted")) == (2, 1)
+    for tier in ("rocksdb", CACHES):
+        counts, _ = house.metrics.histogram(UPDATE_VISIBLE, "m", "items", tier).read()
+        assert sum(counts) == 1
+
+
+def test_replays_and_reordered_batches_change_nothing(house):
+    resident(house, 1, 2)
+    first = batch(1, items=changes([(1, 1.0, 5)], [(2, 5)]))
+    second = batch(2, items=changes([(1, 2.0, 6)]))
+    late = batch(3, items=changes([(2, 7.0, 4)]))
+    house.source.batches = [second, first, second, late, first]
+    for _ in range(5):
+        house.ingestor.step()
+    for tier in (house.store, house.cache):
+        assert house.rows(tier, [1, 2]) == {1: 2.0, 2: None}
+    assert house.store.applied(ITEMS, "t", 0) == 3, "positions never go back"
+
+
+def test_of_one_key_in_a_batch_the_highest_version_counts_a_deletion_on_a_tie(house):
+    resident(house, 1, 2, 3)
+    rows = [(1, 1.0, 9), (1, 2.0, 8), (2, 5.0, 3), (3, 6.0, 4)]
+    house.source.batches = [batch(1, items=changes(rows, [(2, 3), (3, 2)]))]
+    house.ingestor.step()
+    for tier in (house.store, house.cache):
+        assert house.rows(tier, [1, 2, 3]) == {1: 1.0, 2: None, 3: 6.0}
+
+
+def test_the_cache_hears_of_it_after_the_store_and_before_the_commit(house):
+    order = []
+
+    class Caches:
+        def update(self, table, keys, vectors, versions):
+            order.append(("cache", house.rows(house.store, [1])[1], list(house.source.log)))
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+
+        delete = update
+
+    house.source.batches = [batch(1, items=changes([(1, 3.0, 1)]))]
+    house.make([Store("rocksdb", house.store)], Caches()).step()
+    assert order == [("cache", 3.0, [])]
+    assert house.source.log == ["commit"]
+
+
+class Failing:
+    """A store that refuses some times, and then is the one behind it."""
+
+    def __init__(self, store, times: int) -> None:
+        self.store, self.times = store, times
+
+    def apply(self, table, given, positions):
+        if self.times:
+            self.times -= 1
+            raise TierError("rocksdb", "No space left on device")
+        self.store.apply(table, given, positions)
+
+    def applied(self, table, topic, partition):
+        return self.store.applied(table, topic, partition)
+
+
+def test_a_store_that_fails_is_tried_again_and_nothing_is_lost(house, monkeypatch):
+    monkeypatch.setattr("hps.updates.ingestor.FIRST_PAUSE_S", 0.001)
+    resident(house, 1)
+    house.source.batches = [batch(1, items=changes([(1, 3.0, 1)]))]
+    ingestor = house.make([Store("rocksdb", Failing(house.store, 3))], house.writer)
+    ingestor.step()
+    assert house.source.log == ["alive"] * 3 + ["commit"]
+    assert house.rows(house.cache, [1]) == {1: 3.0}
+    assert ingestor.problem is None
+
+
+def test_while_a_store_fails_the_cache_keeps_what_the_store_has(house):
+    resident(house, 1)
+    house.source.batches = [batch(1, items=changes([(1, 3.0, 1)]))]
+    ingestor = house.make([Store("rocksdb", Failing(house.store, 10**9))], house.writer)
+    given_up = []
+
+    def step():
+        with pytest.raises(Unavailable) as raised:
+            ingestor.step()
+        given_up.append(str(raised.value))
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    until = time.monotonic() + 10
+    while ingestor.problem is None and time.monotonic() < until:
+        time.sleep(0.001)
+    assert "No space left" in str(ingestor.problem)
+    assert house.rows(house.cache, [1]) == {1: 0.0}
+    ingestor.close()
+    thread.join(10)
+    assert given_up == ["closed while updates waited for rocksdb; they come again"]
+    assert "commit" not in house.source.log
+
+
+def test_rows_that_are_not_finite_are_left_out_and_counted(house):
+    resident(house, 1, 2)
+    house.source.batches = [batch(1, items=changes([(1, np.nan, 1), (2, 4.0, 1), (3, np.inf, 1)]))]
+    house.ingestor.step()
+    for tier in (house.store, house.cache):
+        assert house.rows(tier, [1, 2]) == {1: 0.0, 2: 4.0}
+    assert house.rows(house.store, [3]) == {3: None}
+    assert (house.counted("not_finite"), house.counted("upserted")) == (2, 1)
+
+
+def test_rows_whose_time_is_over_are_left_out_and_counted(house):
+    resident(house, 1)
+    past = NOW_MS - 60_000
+    house.source.batches = [
+        batch(1, items=changes([(1, 1.0, 1)]), ttl_s=59, event_ms=past),
+        batch(2, items=changes([(1, 2.0, 1)]), ttl_s=3600, event_ms=past),
+    ]
+    house.ingestor.step()
+    assert house.rows(house.store, [1]) == {1: 0.0}
+    house.ingestor.step()
+    assert house.rows(house.store, [1]) == {1: 2.0}
+    assert house.counted("expired") == 1
+
+
+def test_keys_are_narrowed_and_rows_become_the_tables_dtype(house):
+    wide = (1 << 40) + 5
+    house.source.batches = [batch(1, users=changes([(wide, 0.25, 1)], [((1 << 40) + 6, 1)]))]
+    house.ingestor.step()
+    assert house.rows(house.store, [5], USERS) == {5: 0.25}
+
+
+def test_dead_letters_are_kept_before_the_commit_and_counted(house):
+    letter = DeadLetter(Reason.CHECKSUM, 8, StreamPosition("t", 0, 3), b"HPSU...")
+    house.source.batches = [batch(4, dead=[letter], items=changes([(1, 1.0, 1)]))]
+    house.ingestor.step()
+    assert house.letters.kept == [letter]
+    assert house.metrics.counter(UPDATE_DEAD, "checksum").value == 1
+    assert house.rows(house.store, [1]) == {1: 1.0}
+
+
+def test_a_batch_is_not_committed_while_its_dead_letters_cannot_be_kept(house, monkeypatch):
+    monkeypatch.setattr("hps.updates.ingestor.FIRST_PAUSE_S", 0.001)
+    left = [2]
+
+    def keep(letters):
+        if left[0]:
+            left[0] -= 1
+            raise Unavailable("Kafka does not take dead letters")
+
+    monkeypatch.setattr(house.letters, "keep", keep)
+    letter = DeadLetter(Reason.CHECKSUM, 8, StreamPosition("t", 0, 3), b"HPSU...")
+    house.source.batches = [batch(4, dead=[letter])]
+    house.ingestor.step()
+    assert house.source.log == ["alive", "alive", "commit"]
+
+
+def test_a_table_that_is_not_touched_gets_the_position_later(house, monkeypatch):
+    house.source.batches = [batch(5, items=changes([(1, 1.0, 1)]))]
+    house.ingestor.step()
+    assert house.store.applied(USERS, "t", 0) is None
+    assert house.ingestor.begin("t", 0) is None, "users may lack all of it"
+    monkeypatch.setattr("hps.updates.ingestor.NOTE_EVERY_S", 0.0)
+    house.ingestor.step()
+    assert house.store.applied(USERS, "t", 0) == 5
+    assert house.ingestor.begin("t", 0) == 5
+
+
+def test_a_positions_that_waits_goes_with_the_tables_next_rows(house):
+    first = batch(5, items=changes([(1, 1.0, 1)]))
+    other = UpdateBatch(batch(2, users=changes([(4, 1.0, 1)])).updates, [StreamPosition("u", 1, 2)])
+    house.source.batches = [first, other]
+    house.readers["u"] = [USERS]
+    house.ingestor.step()
+    house.ingestor.step()
+    assert (house.store.applied(USERS, "t", 0), house.store.applied(USERS, "u", 1)) == (5, 2)
+    assert house.store.applied(ITEMS, "u", 1) is None
+
+
+def test_polling_begins_where_the_store_that_lacks_most_is(house, tmp_path):
+    second = RocksDbTier(tmp_path / "second")
+    second.open_tables([ITEMS, USERS])
+    both = [Store("rocksdb", house.store), Store("other", second)]
+    ingestor = house.make(both, None)
+    nothing = changes()
+    for store, offset in ((house.store, 9), (second, 6)):
+        for table in (ITEMS, USERS):
+            store.apply(table, _for(table, nothing), [StreamPosition("t", 0, offset)])
+    assert ingestor.begin("t", 0) == 6
+    assert house.make([], None).begin("t", 0) is None, "nobody to ask"
+    second.close()
+
+
+def _for(table, given):
+    return TableChanges(
+        given.keys,
+        np.empty((0, table.dim), table.dtype),
+        given.versions,
+        given.deleted,
+        given.deleted_versions,
+    )
+
+
+def test_where_a_store_keeps_no_versions_the_caches_get_none_either(tmp_path, source):
+    store = RocksDbTier(tmp_path, layout="hps")
+    store.open_tables([ITEMS, USERS])
+    cache = CpuCache({ITEMS: 64, USERS: 64})
+    writer = CacheWriter(cache, [store], 1024)
+    meter, letters = UpdateMeter(Metrics()), Letters()
+    stores = [Store("rocksdb", store, versioned=False)]
+    ingestor = Ingestor(source, TABLES, lambda _t: [ITEMS], stores, writer, letters, meter)
+    given = changes([(1, 0.0, 0)])
+    cache.insert(ITEMS, given.keys, given.vectors, np.zeros(1, np.uint64))
+    source.batches = [batch(1, items=changes([(1, 5.0, 8)]))]
+    ingestor.step()
+    part = Part.make(ITEMS, np.array([1]))
+    cache.fetch([part], FetchContext())
+    assert (part.out[0, 0], part.versions[0]) == (5.0, 0)
+    writer.close()
+    store.close()
+
+
+# -- the thread ----------------------------------------------------------------------------------------
+
+
+def until(true, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.002)
+
+
+def test_the_thread_applies_until_it_is_closed_and_then_notes_positions(house):
+    house.source.batches = [batch(i, items=changes([(i, 1.0, 1)])) for i in range(1, 6)]
+    thread = IngestThread(house.ingestor, house.source, "ingest")
+    thread.start()
+    until(lambda: len(house.source.committed) == 5)
+    thread.close()
+    thread.close()
+    assert house.source.log[-1] == "close"
+    assert house.store.applied(USERS, "t", 0) == 5
+
+
+def test_paused_it_applies_nothing_and_stays_connected(house):
+    thread = IngestThread(house.ingestor, house.source, "ingest")
+    thread.start()
+    thread.pause().result(10)
+    house.source.batches = [batch(1, items=changes([(1, 1.0, 1)]))]
+    house.source.log.clear()
+    until(lambda: house.source.log.count("alive") > 1)
+    assert "commit" not in house.source.log
+    thread.resume()
+    until(lambda: "commit" in house.source.log)
+    thread.close()
+
+
+def test_what_is_called_runs_on_the_thread_and_its_errors_come_back(house):
+    thread = IngestThread(house.ingestor, house.source, "ingest")
+    thread.start()
+    where = []
+    thread.call(lambda: where.append(threading.current_thread().name)).result(10)
+    assert where == ["ingest"]
+    with pytest.raises(ZeroDivisionError):
+        thread.call(lambda: 1 / 0).result(10)  # type: ignore[arg-type,return-value]
+    thread.close()
+    assert thread.call(lambda: None).cancelled()
+
+
+def test_a_mistake_of_ours_does_not_end_the_stream(house, monkeypatch, caplog):
+    monkeypatch.setattr("hps.updates.ingest_thread.FIRST_PAUSE_S", 0.001)
+    apply, left = house.ingestor.apply, [2]
+
+    def broken(given):
+        if left[0]:
+            left[0] -= 1
+            house.source.batches.insert(0, given)  # what a rewound source does
+            raise ValueError("a mistake")
+        apply(given)
+
+    rewind, refused = house.source.rewind, [1]
+
+    def once():
+        if refused[0]:
+            refused[0] -= 1
+            raise TierError("redis", "it cannot say where it is")
+        rewind()
+
+    monkeypatch.setattr(house.source, "rewind", once)
+    monkeypatch.setattr(house.ingestor, "apply", broken)
+    house.source.batches = [batch(1, items=changes([(1, 1.0, 1)]))]
+    thread = IngestThread(house.ingestor, house.source, "ingest")
+    thread.start()
+    until(lambda: "commit" in house.source.log)
+    thread.close()
+    assert house.source.log.count("rewind") == 2
+    assert "a mistake" in caplog.text
+    assert house.rows(house.store, [1]) == {1: 1.0}
+
+
+def test_a_position_is_noted_with_the_last_rows_of_its_table(house):
+    """A batch may bring rows of a table in two formats: the first ones must not claim the others."""
+    noted = []
+
+    class Watched:
+        def apply(self, table, given, positions):
+            noted.append((given.keys.tolist(), [p.offset for p in positions]))
+            house.store.apply(table, given, positions)
+
+        def applied(self, table, topic, partition):
+            return house.store.applied(table, topic, partition)
+
+    single, half = changes([(1, 1.0, 1)]), changes([(2, 2.0, 1)], dtype=np.float16)
+    both = [*batch(1, items=single).updates, *batch(1, items=half).updates]
+    house.source.batches = [UpdateBatch(both, [StreamPosition("t", 0, 9)])]
+    house.make([Store("rocksdb", Watched())], None).step()
+    assert noted == [([1], []), ([2], [9])]
+    assert house.rows(house.store, [1, 2]) == {1: 1.0, 2: 2.0}
+
+
+class Forgetful:
+    """A store that keeps positions as Redis does, and may come back without anything."""
+
+    def __init__(self) -> None:
+        self.applied_to: dict[EmbeddingTable, int] = {}
+
+    def apply(self, table, given, positions):
+        for each in positions:
+            if self.applied_to.get(table, 0) >= each.since:
+                self.applied_to[table] = max(self.applied_to.get(table, 0), each.offset)
+
+    def applied(self, table, topic, partition):
+        return self.applied_to.get(table)
+
+
+@pytest.mark.parametrize("more", [False, True], ids=["nothing more comes", "more comes"])
+def test_a_store_that_lost_what_it_had_is_filled_again(house, monkeypatch, more):
+    monkeypatch.setattr("hps.updates.ingestor.NOTE_EVERY_S", 0.0)
+    store = Forgetful()
+    ingestor = house.make([Store("redis", store)], None)
+    assert ingestor.begin("t", 0) is None
+
+    def message(since: int) -> UpdateBatch:
+        updates = batch(1, items=changes([(1, 1.0, since)])).updates
+        return UpdateBatch(updates, [StreamPosition("t", 0, since + 1, since)])
+
+    house.source.batches = [message(0), message(1)]
+    for _ in range(3):
+        ingestor.step()
+    assert store.applied_to == {ITEMS: 2, USERS: 2}
+    assert "again" not in house.source.log
+    store.applied_to.clear()
+    if more:
+        house.source.batches = [message(2)]
+    ingestor.step()
+    assert house.source.log.count("again") == 1
+    assert ingestor.begin("t", 0) is None, "all of it is wanted again"
+    house.source.batches = [message(0), message(1), message(2)]
+    for _ in range(4):
+        ingestor.step()
+    assert store.applied_to == {ITEMS: 3, USERS: 3}
+    assert house.source.log.count("again") == 1

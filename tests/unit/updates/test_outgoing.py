@@ -1,0 +1,204 @@
+"""What a producer makes of the arrays it is handed: versions, partitions, messages; and what it refuses."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from hps.errors import BadRequest
+from hps.types import make_version, version_unix_ms
+from hps.updates.codec import decode_hps, decode_native, encode_hps
+from hps.updates.outgoing import (
+    Said,
+    VersionClock,
+    by_partition,
+    changes_of,
+    encode,
+    partition_of,
+    unix_ms,
+)
+
+NOW = 1_700_000_000_000
+ROWS = np.arange(6, dtype=np.float32).reshape(3, 2)
+
+
+class Foreign:
+    """An array that is not NumPy's: nothing of it is known but DLPack."""
+
+    def __init__(self, array) -> None:
+        self.array = array
+
+    def __dlpack__(self, **_given):
+        return self.array.__dlpack__()
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def made(keys=(1, 2, 3), rows=ROWS, versions=None, deleted=None, clock=None):
+    return changes_of(keys, rows, versions, deleted, clock or VersionClock(), NOW)
+
+
+def test_versions_begin_at_the_time_and_grow_over_rows_and_deletions():
+    changes = made(deleted=[7, 8])
+    first = make_version(NOW)
+    assert changes.versions.tolist() == [first, first + 1, first + 2]
+    assert changes.deleted_versions.tolist() == [first + 3, first + 4]
+
+
+def test_versions_never_go_back_when_the_clock_does():
+    clock = VersionClock()
+    before = clock.take(NOW, 3)
+    after = clock.take(NOW - 60_000, 3)
+    assert after.min() == before.max() + 1
+    assert version_unix_ms(int(clock.take(NOW + 5, 1)[0])) == NOW + 5
+
+
+def test_more_rows_in_a_millisecond_than_sequences():
+    clock = VersionClock()
+    many = clock.take(NOW, (1 << 20) + 5)
+    assert clock.take(NOW, 1)[0] == many[-1] + 1
+    assert int(many[-1]) - int(many[0]) == len(many) - 1
+
+
+def test_threads_get_versions_of_their_own():
+    clock, taken = VersionClock(), []
+
+    def take() -> None:
+        taken.extend([clock.take(NOW, 7) for _ in range(200)])
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    together = np.concatenate(taken)
+    assert len(np.unique(together)) == len(together) == 4 * 200 * 7
+
+
+def test_given_versions_are_of_the_rows_then_of_the_deletions():
+    changes = made(versions=[5, 6, 7, 8], deleted=[9])
+    assert changes.versions.tolist() == [5, 6, 7]
+    assert changes.deleted_versions.tolist() == [8]
+
+
+def test_arrays_of_others_are_taken_by_dlpack():
+    changes = made(keys=Foreign(np.array([1, 2, 3])), rows=Foreign(ROWS))
+    assert changes.keys.tolist() == [1, 2, 3]
+    np.testing.assert_array_equal(changes.vectors, ROWS)
+
+
+def test_unsigned_keys_keep_their_bits():
+    assert made(keys=np.array([2**64 - 1, 1, 2], np.uint64)).keys.tolist() == [-1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("given_", "says"),
+    [
+        ({"keys": [1.5, 2, 3]}, "keys must be integers"),
+        ({"keys": [[1, 2, 3]]}, r"keys must be \(n,\), not \(1, 3\)"),
+        ({"keys": [1]}, r"rows must be \(1, dim\), as there are 1 keys, not \(3, 2\)"),
+        ({"rows": ROWS.reshape(-1)}, r"rows must be \(3, dim\)"),
+        ({"rows": ROWS.astype(np.float64)}, "float32 or float16, not float64; convert"),
+        ({"rows": np.where(ROWS == 4, np.nan, ROWS).astype("f4")}, r"rows\[2\] .* not finite"),
+        ({"versions": [1, 2]}, r"versions must be \(3,\), of the 3 keys"),
+        ({"versions": [1, 2, 3], "deleted": [1]}, r"versions must be \(4,\)"),
+        ({"versions": [-1, 2, 3]}, "versions must be whole numbers"),
+        ({"versions": [1.0, 2.0, 3.0]}, "versions must be whole numbers"),
+        ({"deleted": ["a"]}, "deleted: keys must be integers"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(given_, says):
+    with pytest.raises(BadRequest, match=says):
+        made(**given_)
+
+
+@pytest.mark.parametrize("time", [NOW, -1.0, 1e300, float("nan")])
+def test_an_event_time_that_is_no_unix_time(time):
+    with pytest.raises(BadRequest, match="Unix seconds"):
+        unix_ms(time)
+
+
+def test_the_event_time_is_in_seconds():
+    assert unix_ms(1_700_000_000.25) == NOW + 250
+
+
+def test_key_groups_and_partitions_are_hpss():
+    keys = np.array([0, 1, 2, 3, 42, 1000, 123456789, 2**32 - 1, 2**32, 2**63 - 1, -1])
+    groups = [0, 3, 6, 0, 5, 5, 4, 3, 1, 6, 4]
+    assert partition_of(keys, 8, 100).tolist() == groups
+    assert partition_of(keys, 8, 3).tolist() == [group % 3 for group in groups]
+
+
+@given(
+    hnp.arrays(np.int64, st.integers(0, 60), elements=st.integers(-50, 50)),
+    hnp.arrays(np.int64, st.integers(0, 60), elements=st.integers(-50, 50)),
+    st.integers(1, 12),
+    st.integers(1, 12),
+)
+def test_each_key_goes_to_its_partition_in_order(keys, deleted, groups, partitions):
+    rows = np.arange(len(keys), dtype=np.float32).reshape(-1, 1)
+    changes = changes_of(keys, rows, None, deleted, VersionClock(), NOW)
+    parts = dict(by_partition(changes, groups, partitions))
+    expected = partition_of(changes.keys, groups, partitions)
+    expected_gone = partition_of(changes.deleted, groups, partitions)
+    assert sum(len(part.keys) + len(part.deleted) for part in parts.values()) == len(keys) + len(
+        deleted
+    )
+    for number, part in parts.items():
+        np.testing.assert_array_equal(part.keys, keys[expected == number])
+        np.testing.assert_array_equal(part.vectors, rows[expected == number])
+        np.testing.assert_array_equal(part.versions, changes.versions[expected == number])
+        np.testing.assert_array_equal(part.deleted, deleted[expected_gone == number])
+        np.testing.assert_array_equal(
+            part.deleted_versions, changes.deleted_versions[expected_gone == number]
+        )
+
+
+def test_native_messages_say_everything():
+    said = Said(NOW, 60, 1234, 3)
+    (message,) = encode("native", "m/t", made(deleted=[9]), said)
+    decoded = decode_native([message])
+    (update,) = decoded.updates
+    assert (update.table, update.changes.deleted.tolist()) == ("m/t", [9])
+    (facts,) = decoded.messages
+    assert (facts["event_ms"], facts["ttl_s"], facts["step"], facts["dense_version"]) == (
+        NOW, 60, 1234, 3,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_hps_messages_are_hpss(bits):
+    changes = made()
+    messages = encode("hps", "t", changes, Said(NOW), key_bits=bits)
+    assert messages == encode_hps(changes.keys, ROWS, key_bits=bits)
+    decoded = decode_hps(
+        messages, "t", 2, timestamps_ms=np.array([NOW]), offsets=np.array([0]), key_bits=bits
+    )
+    np.testing.assert_array_equal(decoded.updates[0].changes.vectors, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "options", "says"),
+    [
+        (made(deleted=[1]), Said(NOW), {}, "no deletions; send them in the native format"),
+        (made(), Said(NOW, ttl_s=1), {}, "no room for ttl_s"),
+        (made(), Said(NOW, step=1), {}, "no room for ttl_s, step"),
+        (made(rows=ROWS.astype("f2")), Said(NOW), {}, "table t: vectors must be float32"),
+        (made(), Said(NOW), {"full": 23}, "24 bytes, but at most 23"),
+        (made(keys=[-1, 2, 3]), Said(NOW), {"key_bits": 32}, "keys of 32 bits"),
+    ],
+)
+def test_what_hps_messages_cannot_say(changes, said, options, says):
+    with pytest.raises(BadRequest, match=says):
+        encode("hps", "t", changes, said, **options)
+
+
+def test_a_row_that_does_not_fit_a_message():
+    with pytest.raises(BadRequest, match="message of one row has 96 bytes, but at most 80"):
+        encode("native", "m/t", made(), Said(NOW), full=80)

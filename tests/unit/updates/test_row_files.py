@@ -1,0 +1,156 @@
+"""Files of rows: as exports have them, as others write them, and damaged in every way."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from hps.errors import BadRequest
+from hps.rows.base import Rows
+from hps.rows.export import export
+from hps.tiers.positions import TableChanges
+from hps.types import EmbeddingTable
+from hps.updates.row_files import open_rows
+
+KEYS = np.array([5, -7, 2**62, 0])
+ROWS = np.arange(8, dtype=np.float32).reshape(4, 2)
+VERSIONS = np.array([10, 2**64 - 1, 12, 13], np.uint64)
+
+
+def told(path, block: int = 3) -> tuple[dict, dict]:
+    """(key -> (version, vector), key -> version)."""
+    rows, gone = {}, {}
+    for each in open_rows(path).changes(block, 100):
+        assert isinstance(each, TableChanges)
+        assert len(each.keys) + len(each.deleted) <= block
+        vectors = each.vectors.tolist()
+        rows |= {
+            k: (v, row)
+            for k, v, row in zip(each.keys.tolist(), each.versions.tolist(), vectors, strict=True)
+        }
+        gone |= dict(zip(each.deleted.tolist(), each.deleted_versions.tolist(), strict=True))
+    return rows, gone
+
+
+@pytest.mark.parametrize("ending", ["npz", "parquet"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_exports_come_back(tmp_path, ending, dtype):
+    table = EmbeddingTable.make("t", 2, model="m", dtype=dtype)
+    path = tmp_path / f"rows.{ending}"
+    dead = Rows(KEYS[3:], np.zeros((1, 2), dtype), VERSIONS[3:])
+    export(path, table, [Rows(KEYS, ROWS.astype(dtype), VERSIONS).at(slice(3))], [dead])
+    assert told(path) == (
+        {k: (v, r) for k, v, r in zip(KEYS[:3].tolist(), VERSIONS.tolist(), ROWS.tolist(), strict=False)},
+        {0: 13},
+    )  # fmt: skip
+    found = open_rows(path)
+    assert (found.rows, found.table) == (4, "m/t" if ending == "parquet" else None)
+    (changes,) = found.changes(10, 0)
+    assert changes.vectors.dtype == dtype
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_a_file_without_versions_gets_some(tmp_path, save):
+    save(tmp_path / "a.npz", key=KEYS, vector=ROWS, remark=np.array("?"))
+    rows, gone = told(tmp_path / "a.npz")
+    assert [version for version, _ in rows.values()] == [100, 101, 102, 103]
+    assert not gone
+
+
+def test_lists_of_other_programs(tmp_path):
+    vectors = pa.array([[1.0, 2.0], None, [5.0, 6.0]], pa.list_(pa.float32()))
+    table = pa.table(
+        {
+            "key": pa.array([1, 2, 3], pa.uint64()),
+            "vector": vectors,
+            "deleted": [False, True, False],
+        }
+    )
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert told(tmp_path / "a.parquet") == (
+        {1: (100, [1.0, 2.0]), 3: (102, [5.0, 6.0])},
+        {2: 101},
+    )
+
+
+def test_an_empty_file(tmp_path):
+    np.savez(tmp_path / "a.npz", key=KEYS[:0], vector=ROWS[:0])
+    assert told(tmp_path / "a.npz") == ({}, {})
+    assert open_rows(tmp_path / "a.npz").rows == 0
+
+
+@pytest.mark.parametrize(
+    ("arrays", "says"),
+    [
+        ({"vector": ROWS}, "no column key: .* this one has vector"),
+        ({"key": KEYS}, "no column vector"),
+        ({"key": KEYS, "vector": ROWS.astype("f8")}, r"float16, not \(.*\) float64"),
+        ({"key": KEYS, "vector": ROWS.reshape(-1)[:4]}, r"must be \(n, dim\)"),
+        ({"key": KEYS, "vector": np.asfortranarray(ROWS)}, "by rows"),
+        ({"key": KEYS[:3], "vector": ROWS}, "vector has 4 rows, key has 3"),
+        ({"key": KEYS.astype("f8"), "vector": ROWS}, "keys must be integers"),
+        ({"key": KEYS, "vector": ROWS, "version": VERSIONS.astype("f8")}, "version must be whole"),
+        ({"key": KEYS, "vector": ROWS, "version": -KEYS - 1}, "negative"),
+        ({"key": KEYS, "vector": ROWS, "deleted": np.zeros(4)}, "deleted must be bool"),
+        ({"key": KEYS[:, None], "vector": ROWS}, r"key must be \(3,\)"),
+        ({"key": np.array(3), "vector": ROWS}, "array of numbers"),
+    ],
+)
+def test_arrays_that_are_no_rows(tmp_path, arrays, says):
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(BadRequest, match=says) as caught:
+        told(tmp_path / "a.npz")
+    assert str(tmp_path / "a.npz") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "says"),
+    [
+        ("key", pa.array([1, None, 3]), "key is null"),
+        ("key", pa.array(["a", "b", "c"]), "keys must be integers"),
+        ("vector", pa.array([1.0, 2.0, 3.0]), "must be a column of lists"),
+        ("vector", pa.array([[1.0], [1.0, 2.0], [3.0]], pa.list_(pa.float32())), "2 different lengths"),
+        ("vector", pa.array([[1.0], [None], [3.0]], pa.list_(pa.float32())), "values that are null"),
+    ],
+)  # fmt: skip
+def test_columns_that_are_no_rows(tmp_path, column, values, says):
+    good = {"key": pa.array([1, 2, 3]), "vector": pa.array([[1.0]] * 3, pa.list_(pa.float32(), 1))}
+    parquet.write_table(pa.table(good | {column: values}), tmp_path / "a.parquet")
+    with pytest.raises(BadRequest, match=says):
+        told(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("name", ["a.npz", "a.parquet", "a.csv"])
+def test_what_is_no_such_file(tmp_path, name):
+    (tmp_path / name).write_bytes(b"something else" * 10)
+    says = "no npz" if "npz" in name else "no Parquet" if "parquet" in name else "give a file named"
+    with pytest.raises(BadRequest, match=says):
+        open_rows(tmp_path / name)
+
+
+def test_a_flipped_bit_in_an_npz_file_is_found_before_a_row_is_taken(tmp_path):
+    path = tmp_path / "a.npz"
+    many = np.arange(100_000, dtype=np.float32).reshape(-1, 2)  # more than is read with the head
+    np.savez(path, key=np.arange(50_000), vector=many)
+    data = bytearray(path.read_bytes())
+    data[data.index(many.tobytes()) + 300_000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(BadRequest, match=r"damaged: .*vector"):
+        open_rows(path)
+
+
+@pytest.mark.parametrize("cut", [10, 200, 400])
+@pytest.mark.parametrize("ending", ["npz", "parquet"])
+def test_a_file_cut_short(tmp_path, ending, cut):
+    path = tmp_path / f"a.{ending}"
+    if ending == "npz":
+        np.savez(path, key=KEYS, vector=ROWS)
+    else:
+        parquet.write_table(pa.table({"key": KEYS, "vector": list(ROWS)}), path)
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(BadRequest, match=re.escape(str(path))):
+        told(path)
