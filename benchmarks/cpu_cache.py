@@ -1,17 +1,18 @@
 """What a row in the CPU cache costs, against the memory's own speed.
 
-A table of 5 million rows of float32 (``--quick``: one million; dim 128: two), all in the cache, keys any
-int64; batches of 26 × 64 and 26 × 1,024 keys, Zipf-distributed with s = 0.85 (and 1.05, and
-uniform) over rows in random order; one thread. Recency is kept, readers are safe beside a writer.
+A table of 5 million rows of float32 (``--quick``: one million; dim 128: two million where memory is short),
+all in the cache, keys any int64; batches of 26 × 64 and 26 × 1,024 keys, Zipf-distributed with
+s = 0.85 (and 1.05, and uniform) over rows in random order; one thread, and two. Recency is kept,
+readers are safe beside a writer.
 
 * hps: `CpuCache.gather`, the way of a request whose every row is in memory;
 * hps fetch: `CpuCache.fetch`, which reports each key's version and source too;
 * the floor: rows copied by numbers known in advance, with prefetch, the same instructions, huge pages
-  for both: what is left of a lookup when nothing has to be found;
-* numpy: ``searchsorted`` on sorted keys, then ``take``.
-
-FBGEMM's and PyTorch's embedding bags on dense row numbers are peers of the fused lookup, which does
-not exist yet: their bars are unmeasured.
+  for all sides: what is left of a lookup when nothing has to be found;
+* numpy: ``searchsorted`` on sorted keys, then ``take``;
+* fbgemm, bag: FBGEMM's and PyTorch's embedding bags on dense row numbers, which look for no key;
+  in an environment and a process of their own (``make bench-peers``). ``benchmarks/cpu_pooling.py`` has
+  what is compared with them.
 
 Sides take turns, round by round; the figure is CPU time of the calling thread per key, each round over
 batches that no cache of the processor holds; ratios are taken round by round and their median is judged.
@@ -21,23 +22,25 @@ keys, while a thread of the same process inserts 200,000 rows/s, against the sam
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
-from benchmarks.common import Bar, Benchmark, Options, Report, main
+from benchmarks.common import HELPERS, Bar, Benchmark, Options, Report, main
+from benchmarks.cpu_pooling import POOLING_BARS, compare_pooling, compare_threads, peers
+from benchmarks.cpu_scene import Scene, aligned, cpu_ns
 from benchmarks.measure import Spread, alternate, ratio, versions, zipf_keys
+from benchmarks.peers.embedding_bags import EmbeddingBags
 from hps.native import COMPILED, _core
 from hps.tiers.base import FetchContext, Part
-from hps.tiers.cpu_cache import CpuCache
-from hps.types import EmbeddingTable, KeyArray, VectorArray
 
 SMALL, LARGE, WRITES_PER_S = 26 * 64, 26 * 1024, 200_000
 
@@ -49,58 +52,16 @@ BARS = (
     Bar("memory_128", "dim 128: bytes / raw bytes of keys, versions, rows", at_most=1.15),
     Bar("call", "the whole call from Python for 26 keys, µs (bar: over the C++ call)", at_most=2),
     Bar("p99", "26 × 64 keys: p99 beside a writer / without", at_most=2),
+    *POOLING_BARS,
     Bar("fbgemm_32", "dim 32, 26 × 1,024 keys: FBGEMM on row numbers / hps", at_least=1.15),
     Bar("fbgemm_128", "dim 128, 26 × 1,024 keys: FBGEMM on row numbers / hps", at_least=1.4),
     Bar("fbgemm_small", "dim 32, 26 × 64 keys: FBGEMM on row numbers / hps", at_least=2),
 )
 
 
-def aligned(count: int, dim: int) -> VectorArray:
-    """(count, dim) float32 at the start of a huge page; NumPy asks for huge pages itself. Elsewhere rows
-    of 128 bytes would lie across three cache lines, and the floor be too high."""
-    memory = np.empty(count * dim * 4 + (2 << 20), np.uint8)
-    start = -memory.ctypes.data % (2 << 20)
-    return memory[start : start + count * dim * 4].view(np.float32).reshape(count, dim)
-
-
-@dataclass(frozen=True)
-class Scene:
-    """A full cache, the same rows by number, and what NumPy needs."""
-
-    table: EmbeddingTable
-    cache: CpuCache
-    keys: KeyArray
-    rows: VectorArray
-    order: NDArray[np.int64]
-    sorted_keys: KeyArray
-
-    @staticmethod
-    def make(count: int, dim: int, random: np.random.Generator) -> Scene:
-        table = EmbeddingTable.make(f"dim_{dim}", dim)
-        keys = random.integers(-(2**63), 2**63 - 1, count)
-        rows = aligned(count, dim)
-        cache = CpuCache({table: count})
-        for start in range(0, count, 1 << 16):
-            some = keys[start : start + (1 << 16)]
-            rows[start : start + len(some)] = (some % 1000)[:, None] + np.arange(dim)
-            cache.insert(
-                table, some, rows[start : start + len(some)], np.ones(len(some), np.uint64)
-            )
-        if cache.size(table) != count:
-            raise RuntimeError(f"{count - cache.size(table)} of {count} rows found no room")
-        order = np.argsort(keys)
-        return Scene(table, cache, keys, rows, order, keys[order])
-
-
-def cpu_ns(work: Callable[[int], object], batches: int, keys: int) -> float:
-    """CPU time per key of ``work(batch)`` for every batch."""
-    start = time.thread_time_ns()
-    for batch in range(batches):
-        work(batch)
-    return (time.thread_time_ns() - start) / (batches * keys)
-
-
-def sides(scene: Scene, numbers: NDArray[np.int64]) -> dict[str, Callable[[], float]]:
+def sides(
+    scene: Scene, numbers: NDArray[np.int64], bags: EmbeddingBags | None
+) -> dict[str, Callable[[], float]]:
     """Every side's measurement over ``numbers (batches, keys)`` of rows."""
     batches, n = numbers.shape
     asked = scene.keys[numbers]
@@ -128,20 +89,31 @@ def sides(scene: Scene, numbers: NDArray[np.int64]) -> dict[str, Callable[[], fl
     }
     for name, work in {"hps": hps, "hps fetch": fetch}.items():
         every[name] = partial(cpu_ns, work, batches, n)
+    if bags is not None:
+        if bags.keys(numbers, 1)["fbgemm"] != out.astype(np.float64).sum():
+            raise RuntimeError("FBGEMM has other rows")
+        every["fbgemm"] = partial(bags.time, "fbgemm")
     every["numpy"] = partial(cpu_ns, numpy, max(1, batches // 16), n)
     return every
 
 
-def compare(scene: Scene, report: Report, random: np.random.Generator, *, quick: bool) -> None:
+def compare(
+    scene: Scene,
+    report: Report,
+    random: np.random.Generator,
+    bags: EmbeddingBags | None,
+    *,
+    quick: bool,
+) -> None:
     """Time per key of every side, for all distributions and batch sizes."""
     dim, count = scene.table.dim, len(scene.keys)
     title, rows = f"{count:,} rows, dim {dim}: ns of CPU per key", []
     spreads: tuple[float, ...] = (0.85,) if quick else (0.85, 1.05, 0.0)
     for s in spreads:
         for n in (SMALL, LARGE):
-            batches = (3_000_000 if quick else 8_000_000) // n
+            batches = (2_000_000 if quick else 5_000_000) // n
             numbers = zipf_keys(random, count, (batches, n), s)
-            took = alternate(sides(scene, numbers), 3 if quick else 7)
+            took = alternate(sides(scene, numbers, bags), 3 if quick else 5)
             over = {name: ratio(times, took["floor"]) for name, times in took.items()}
             rows.append(
                 {"keys": f"{n:,}", "Zipf s": s or "uniform"}
@@ -149,6 +121,8 @@ def compare(scene: Scene, report: Report, random: np.random.Generator, *, quick:
                 | {"hps / floor": f"{over['hps']:.2f}", "fetch / floor": f"{over['hps fetch']:.2f}"}
             )
             report.figures[f"dim {dim}, {n} keys, s={s}"] = took
+            if s == 0.85 and "fbgemm" in took and (bar := _fbgemm_bar(dim, n)):
+                report.values[bar] = ratio(took["fbgemm"], took["hps"]).median
             if (s, n) == (0.85, LARGE):
                 report.values[f"floor_{dim}"] = over["hps"].median
                 if dim == 32:
@@ -156,6 +130,12 @@ def compare(scene: Scene, report: Report, random: np.random.Generator, *, quick:
     report.tables[title] = rows
     stats = scene.cache.stats(scene.table)
     report.values[f"memory_{dim}"] = stats.bytes / (stats.rows * (8 + 8 + 4 * dim))
+
+
+def _fbgemm_bar(dim: int, keys: int) -> str:
+    return {(32, LARGE): "fbgemm_32", (128, LARGE): "fbgemm_128", (32, SMALL): "fbgemm_small"}.get(
+        (dim, keys), ""
+    )
 
 
 def call_us(scene: Scene) -> float:
@@ -215,14 +195,16 @@ def p99_us(scene: Scene, numbers: NDArray[np.int64], *, written: bool) -> float:
     return float(np.percentile(took, 99)) / 1e3
 
 
-def beside_a_writer(scene: Scene, report: Report, random: np.random.Generator, rounds: int) -> None:
+def beside_a_writer(
+    scene: Scene, report: Report, random: np.random.Generator, *, quick: bool
+) -> None:
     numbers = zipf_keys(random, len(scene.keys), (4_000, SMALL))
     took = alternate(
         {
             "alone": partial(p99_us, scene, numbers, written=False),
             "beside a writer": partial(p99_us, scene, numbers, written=True),
         },
-        rounds,
+        3 if quick else 7,
     )
     report.values["p99"] = ratio(took["beside a writer"], took["alone"]).median
     report.figures["p99 µs"] = took
@@ -233,15 +215,32 @@ def beside_a_writer(scene: Scene, report: Report, random: np.random.Generator, r
 
 def run(options: Options) -> Report:
     report = Report(figures={"versions": versions("numpy"), "kernels": _core.cache_kernels()})
-    random = np.random.default_rng(options.seed)
-    for dim, count in {32: 5_000_000, 128: 2_000_000}.items():
-        scene = Scene.make(1_000_000 if options.quick else count, dim, random)
-        compare(scene, report, random, quick=options.quick)
-        if dim == 32:
-            report.values["call"] = call_us(scene)
-            beside_a_writer(scene, report, random, 3 if options.quick else 7)
-        del scene
+    random, quick = np.random.default_rng(options.seed), options.quick
+    everywhere = os.sched_getaffinity(0)
+    one = {max(everywhere)}
+    os.sched_setaffinity(0, one)  # the peers inherit it
+    with peers(report) as bags:
+        for dim in (32, 128):
+            scene = Scene.make(1_000_000 if quick else rows_for(dim), dim, random)
+            if bags is not None:
+                bags.table(len(scene.keys), dim)
+            compare(scene, report, random, bags, quick=quick)
+            compare_pooling(scene, report, random, bags, quick=quick)
+            if dim == 32:
+                report.values["call"] = call_us(scene)
+                os.sched_setaffinity(0, everywhere)  # the writer has a core of its own
+                beside_a_writer(scene, report, random, quick=quick)
+                os.sched_setaffinity(0, one)
+            del scene
+    os.sched_setaffinity(0, everywhere)
+    compare_threads(report, random, quick=quick)
     return report
+
+
+def rows_for(dim: int) -> int:
+    """5 million where cache, rows by number and the peers' table fit into three quarters of the memory."""
+    needed = 5_000_000 * dim * 4 * 3.5
+    return 5_000_000 if needed < 0.75 * psutil.virtual_memory().available else 2_000_000
 
 
 BENCHMARK = Benchmark(
@@ -249,7 +248,8 @@ BENCHMARK = Benchmark(
     title=__doc__.splitlines()[0],
     run=run,
     bars=BARS,
-    measured=("hps/native", "hps/tiers/cpu_cache.py"),
+    measured=("hps/native", "hps/tiers/cpu_cache.py", "hps/tiers/cpu_reads.py"),
+    helpers=(*HELPERS, "benchmarks/cpu_pooling.py", "benchmarks/cpu_scene.py"),
     lacking=lambda: None if COMPILED else "the native core is not built",
 )
 

@@ -31,6 +31,7 @@ from benchmarks.gpu import (
     percentiles,
     scarab,
 )
+from benchmarks.gpu_serving import measure_serving
 from benchmarks.measure import versions, zipf_keys
 from benchmarks.peers import gpu as peers
 from hps.cuda import launch
@@ -40,8 +41,7 @@ from hps.tiers.base import FetchContext
 from hps.tiers.bridge import HostBridge
 from hps.tiers.cpu_cache import CpuCache
 from hps.tiers.gpu_cache import GpuCache
-from hps.tiers.gpu_checks import Pooling
-from hps.types import EmbeddingTable, JaggedKeys
+from hps.types import EmbeddingTable
 
 SMALL, LARGE = 4 << 20, 64 << 20
 DIMS = (8, 32, 64, 128)
@@ -89,6 +89,7 @@ BARS = (
         "2,000 host keys x 16, 85 % hits, rest from the CPU cache, p50 ms",
         at_most=0.15,
     ),
+    Bar("predict_1024", "whole prediction, batch 1,024, p50 ms", at_most=0.5),
 )
 
 
@@ -320,32 +321,6 @@ def measure_host(report: Report) -> None:
     assert len(part.missing) == 0
     report.values["host_2000"] = percentiles(times)["p50 ms"]
     report.figures["host_2000_p99_ms"] = percentiles(times)["p99 ms"]
-    tables = [EmbeddingTable.make(f"t{i}", 32) for i in range(26)]
-    cache = GpuCache(dict.fromkeys(tables, 130_000))
-    for each in tables:
-        cache.insert(each, keys[:100_000], np.ones((100_000, 32), np.float32), stamps[:100_000])
-    result = []
-    for batch in (1, 64, 1024, 16384):
-        calls = 200 if batch < 5000 else 40
-        fetched, pooled = [], []
-        for _ in range(calls):
-            wanted = [rng.integers(0, 90_000, batch) for _ in tables]
-            parts = [part_of(t, k) for t, k in zip(tables, wanted, strict=True)]
-            outs = [cp.empty((batch, 32), np.float32) for _ in tables]
-            bags = [
-                Pooling(t, JaggedKeys(k, batch), "sum", o)
-                for t, k, o in zip(tables, wanted, outs, strict=True)
-            ]
-            stream.synchronize()
-            start = time.perf_counter()
-            cache.fetch(parts, FetchContext())
-            fetched.append(time.perf_counter() - start)
-            start = time.perf_counter()
-            cache.pool(bags)
-            pooled.append(time.perf_counter() - start)
-        pool = {f"pool {name}": value for name, value in percentiles(pooled).items()}
-        result.append({"batch": batch, **percentiles(fetched), **pool})
-    report.tables["26 tables x 32, host keys in, device vectors out, all hits"] = result
 
 
 def run(options: Options) -> Report:
@@ -354,7 +329,9 @@ def run(options: Options) -> Report:
     report = Report()
     name = cp.cuda.runtime.getDeviceProperties(0)["name"].decode()
     report.figures["device"] = name
-    report.figures["versions"] = versions("numpy", "cupy-cuda12x", "cupy-cuda13x")
+    report.figures["versions"] = versions(
+        "numpy", "cupy-cuda12x", "cupy-cuda13x", "onnxruntime-gpu"
+    )
     for peer, why in peers.build().items():
         report.notes.append(f"{peer} was not run: {why}.")
     dims = (8, 32) if options.quick else DIMS
@@ -365,6 +342,7 @@ def run(options: Options) -> Report:
     measure_policies(report)
     measure_hit_rates(report, options.seed)
     measure_host(report)
+    measure_serving(report, options.seed)
     return report
 
 
@@ -376,9 +354,11 @@ BENCHMARK = Benchmark(
     measured=(
         "hps/cuda",
         *(f"hps/tiers/{name}.py" for name in ("gpu_cache", "gpu_asks", "gpu_checks", "bridge")),
+        *("hps/tiers/gpu_space.py", "hps/device_path.py", "hps/dense/lanes.py"),
     ),
     helpers=(
         *("benchmarks/common.py", "benchmarks/measure.py", "benchmarks/gpu.py"),
+        "benchmarks/gpu_serving.py",
         *(f"benchmarks/peers/gpu{name}" for name in (".py", "_common.cuh")),
         *(f"benchmarks/peers/gpu_{peer.name}.cu" for peer in peers.PEERS),
     ),

@@ -2,11 +2,13 @@
 
 A node without a CPU cache over RocksDB, 4 lookup threads. 32 lookups of 1,000 keys (dim 32) are started at
 once: all of the same keys (a herd), or each of random ones of 300,000. With `SingleFlight` and past it,
-alternating in one run; medians, CPU time of the process. Beside that, the bare wrapper: a fetch alone,
-and beside three others under way that ask for other keys.
+alternating in one run; medians, CPU time of the process. Then 32 fetches at once of one hot key
+and 999 random ones each, over a store that takes 20 ms: how often it is asked for the hot one. And
+the bare wrapper: a fetch alone, and beside three others under way that ask for other keys.
 
-Bars: a herd must be answered in a third of the time. Lookups with nothing to share may cost 1.15 times
-the CPU time at most. Floor: the same lookups past the wrapper.
+Bars: a herd must be answered in a third of the time. Lookups with next to nothing to share (some three
+keys with each other) may cost 1.15 times the CPU time at most. The hot key is asked for once, and a
+fetch takes no longer for that. Floor: the same lookups past the wrapper.
 """
 
 from __future__ import annotations
@@ -15,21 +17,27 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
 
 import hps
 from benchmarks.common import Bar, Benchmark, Options, Report, main
+from benchmarks.measure import Spread, ratio
 from hps.config.model_schema import FeatureSpec, ModelSpec, TableSpec
 from hps.models.writer import write_version
 from hps.tiers.base import FetchContext, Part, TierInfo
+from hps.tiers.flight import Flight
 from hps.tiers.memory import MemoryTier
-from hps.tiers.single_flight import SingleFlight, _Flight
+from hps.tiers.single_flight import SingleFlight
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, Source
 
 ROWS, DIM, KEYS, LOOKUPS = 300_000, 32, 1_000, 32
+SLOW_S = 0.02
 SPEC = ModelSpec(
     name="m",
     tables=[TableSpec(name="t", dim=DIM)],
@@ -38,6 +46,8 @@ SPEC = ModelSpec(
 BARS = (
     Bar("herd", "32 lookups of the same 1,000 keys: past it / with it, time", at_least=3.0),
     Bar("apart", "32 lookups of random keys: with it / past it, CPU", at_most=1.15),
+    Bar("hot", "32 fetches of a hot key and 999 random ones: times it is asked for", at_most=1.0),
+    Bar("hot_time", "the same: with it / past it, time of a fetch", at_most=1.15),
 )
 
 
@@ -51,6 +61,7 @@ def run(options: Options) -> Report:
         config = {"models": {"repository": f"{folder}/models"}, "tiers": tiers}
         with hps.open(config) as node:
             lookups(node.model("m").engine, random, 7 if options.quick else 25, report)
+    hot(random, 5 if options.quick else 15, report)
     report.tables["A fetch through the wrapper, µs beyond the tier's own"] = wrapper(random)
     return report
 
@@ -90,6 +101,62 @@ def timed(engine: Any, batches: list[Any]) -> tuple[float, float]:
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
+class _Slow(MemoryTier):
+    """Holds every key, takes its time, and counts how often it is asked for key 0."""
+
+    def __init__(self) -> None:
+        super().__init__(TierInfo("slow", Source.ROCKSDB))
+        self.asked: list[int] = []
+
+    def fetch(self, parts: Any, ctx: FetchContext) -> None:
+        for part in parts:
+            self.asked.append(int(np.count_nonzero(part.keys[part.missing] == 0)))
+        time.sleep(SLOW_S)
+        for part in parts:
+            part.out[part.missing] = part.keys[part.missing, None]
+            part.source[part.missing] = Source.ROCKSDB
+            part.missing = part.missing[:0]
+
+
+def hot(random: np.random.Generator, rounds: int, report: Report) -> None:
+    """Key 0 in every fetch."""
+    found: dict[str, list[tuple[float, int]]] = {"with": [], "past": []}
+    table = EmbeddingTable.make("t", DIM)
+    with ThreadPoolExecutor(LOOKUPS) as pool:
+        for _ in range(rounds):
+            batches = [
+                np.append(random.choice(ROWS, KEYS - 1, False) + 1, 0) for _ in range(LOOKUPS)
+            ]
+            for kind, times in found.items():
+                slow = _Slow()
+                tier = SingleFlight(slow) if kind == "with" else slow
+                begin = Barrier(LOOKUPS)
+                one = partial(_fetch, tier, table, begin)
+                times.append((float(np.median(list(pool.map(one, batches)))), sum(slow.asked)))
+    report.tables["32 fetches with a hot key at once, from a store that takes 20 ms"] = [
+        {
+            "single flight": kind,
+            "a fetch, ms": f"{Spread.of([1e3 * seconds for seconds, _ in times])}",
+            "hot key asked for": f"{Spread.of([asked for _, asked in times])}",
+        }
+        for kind, times in found.items()
+    ]
+    report.values["hot"] = float(max(asked for _, asked in found["with"]))
+    took = {kind: [seconds for seconds, _ in times] for kind, times in found.items()}
+    report.values["hot_time"] = ratio(took["with"], took["past"]).median
+
+
+def _fetch(tier: Any, table: EmbeddingTable, begin: Barrier, keys: Any) -> float:
+    part = Part.make(table, keys)
+    begin.wait()
+    start = time.perf_counter()
+    tier.fetch([part], FetchContext())
+    took = time.perf_counter() - start
+    if len(part.missing) or not np.array_equal(part.out[:, 0], keys.astype(np.float32)):
+        raise AssertionError("a wrong row, or none")
+    return took
+
+
 class _Nothing(MemoryTier):
     """Answers at once that it holds nothing."""
 
@@ -110,7 +177,7 @@ def wrapper(random: np.random.Generator) -> list[Mapping[str, Any]]:
         bare = best(lambda mine=mine: tier.inner.fetch(mine, ctx))  # type: ignore[misc] # bound now
         tier._flying = []
         alone = best(lambda mine=mine: tier.fetch(mine, ctx))  # type: ignore[misc] # bound now
-        tier._flying = [_Flight([part(n)]) for _ in range(3)]
+        tier._flying = [Flight([part(n)]) for _ in range(3)]
         beside = best(lambda mine=mine: tier.fetch(mine, ctx))  # type: ignore[misc] # bound now
         rows.append(
             {

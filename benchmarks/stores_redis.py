@@ -8,9 +8,13 @@ rows of 128 and 512 bytes, 8 partitions, `native` layout, every key found:
   (`benchmarks/peers/redis_hmget.c`); same keys, same server, taking turns batch by batch;
 * Feast's `RedisOnlineStore.online_read` of the same rows, 10,000 at a time, as it keeps them on the same
   server (`benchmarks/peers/feast_redis.py`); making its keys and taking its values apart is not counted;
+* TensorFlow Recommenders-Addons' `RedisTable.lookup` of the same rows, 10,000 at a time, in as many buckets
+  (`benchmarks/peers/tfra_redis.py`); it is compiled, uses hiredis and keeps no versions. Its last release,
+  0.8.1, goes with TensorFlow 2.11 to 2.16.2 and Python up to 3.11;
 * the floor: the server's own CPU time for what we ask it.
 
-TFRA's Redis table is not measured: it needs a TensorFlow of its own vintage.
+"Twice TFRA or Feast" is the bar against Feast. TFRA's bar is that ours is not slower: both keep the server
+busy, which leaves room for no more.
 
 Then what writing costs: `RedisTier.insert`, whose script applies the version rule, against bare HSETs of the
 same rows in the same slices; and a bulk load, which notes how far it has come.
@@ -38,10 +42,10 @@ from benchmarks.peers.environments import PeerMissing, require
 from benchmarks.peers.process import cores
 from benchmarks.peers.redis_hmget import Lacking, build, checksum, running
 from benchmarks.peers.redis_server import RedisServer
-from hps.config.schema import RedisSettings
+from hps.config.store_settings import RedisSettings
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.redis import RedisTier
-from hps.tiers.redis_layout import TableLayout, pack
+from hps.tiers.redis.layout import TableLayout, pack
 from hps.types import EmbeddingTable, version_now
 
 DIMS = (32, 128)
@@ -50,9 +54,9 @@ BATCHES = {1_000: 600, 10_000: 90, 100_000: 21}
 ROWS, QUICK_ROWS = 400_000, 100_000
 LOADED, QUICK_LOADED = 1_000_000, 200_000
 QUICK_SHARE = 6
-FEAST_ROWS, FEAST_KEYS, FEAST_TURNS = 20_000, 10_000, 12
+PEER_ROWS, PEER_KEYS, PEER_TURNS = 20_000, 10_000, 12
 PARTITIONS = 8
-FEAST = ROOT / "benchmarks/peers/feast_redis.py"
+PEERS = {"feast": "Feast", "tfra": "TFRA"}
 _SLICE = 1000
 
 
@@ -79,7 +83,8 @@ BARS = (
         for keys in BATCHES
     ),
     Bar("redis_load", "Redis, bulk load at dim 32: million rows/s", at_least=0.2),
-    Bar("redis_feast", f"Redis, {FEAST_KEYS:,} keys x 128 B: keys/s of ours / Feast", at_least=2.0),
+    Bar("redis_feast", f"Redis, {PEER_KEYS:,} keys x 128 B: keys/s of ours / Feast", at_least=2.0),
+    Bar("redis_tfra", f"Redis, {PEER_KEYS:,} keys x 128 B: keys/s of ours / TFRA", at_least=1.0),
 )
 
 
@@ -92,7 +97,8 @@ def run(options: Options) -> Report:
         try:
             for dim in DIMS:
                 _reads(tier, server, dim, Path(name), options, report)
-            _feast(tier, server, options, report)
+            for name in PEERS:
+                _peer(name, tier, server, options, report)
             _writes(tier, server, options, report)
             _load(tier, options, report)
         finally:
@@ -183,33 +189,36 @@ def _reads(
     report.tables[f"Redis, rows of {4 * dim} B"] = lines
 
 
-def _feast(tier: RedisTier, server: RedisServer, options: Options, report: Report) -> None:
+def _peer(
+    name: str, tier: RedisTier, server: RedisServer, options: Options, report: Report
+) -> None:
     """Both read the same rows, from the same server; each as it keeps them."""
-    table, turns = _table(DIMS[0]), FEAST_TURNS // (3 if options.quick else 1)
+    label, table = PEERS[name], _table(DIMS[0])
+    turns = PEER_TURNS // (3 if options.quick else 1)
     random = np.random.default_rng(options.seed)
     try:
-        python = str(require("feast").python)
-        command = [python, str(FEAST), str(server.port), str(table.dim), str(FEAST_ROWS)]
-        with running(command, b"ready\n") as peer:
-            batches = [random.permutation(FEAST_ROWS)[:FEAST_KEYS] for _ in range(turns)]
+        script = str(ROOT / f"benchmarks/peers/{name}_redis.py")
+        arguments = [str(server.port), str(table.dim), str(PEER_ROWS)]
+        with running([str(require(name).python), script, *arguments], b"ready\n") as peer:
+            batches = [random.permutation(PEER_ROWS)[:PEER_KEYS] for _ in range(turns)]
             _agree(tier, table, peer.read, batches[0])
             mine, other = cycle(batches), cycle(batches)
             rates = alternate(
                 {
-                    "ours": lambda: FEAST_KEYS / _fetch(tier, table, next(mine))[0],
-                    "Feast": lambda: FEAST_KEYS / peer.read(next(other))[0],
+                    "ours": lambda: PEER_KEYS / _fetch(tier, table, next(mine))[0],
+                    label: lambda: PEER_KEYS / peer.read(next(other))[0],
                 },
                 turns,
             )
     except (PeerMissing, Lacking) as error:
-        report.notes.append(f"Feast is missing: {error}")
+        report.notes.append(f"{label} is missing: {error}")
         return
-    found = ratio(rates["ours"], rates["Feast"])
-    report.values["redis_feast"] = found.median
-    report.figures["redis"]["feast"] = {side: asdict(_million(r)) for side, r in rates.items()}
-    report.tables[f"Redis, {FEAST_KEYS:,} keys of 128 B, M keys/s"] = [
-        {"ours": f"{_million(rates['ours'])}", "Feast": f"{_million(rates['Feast'])}",
-         "ours / Feast": f"{found:.1f}"}
+    found = ratio(rates["ours"], rates[label])
+    report.values[f"redis_{name}"] = found.median
+    report.figures["redis"][name] = {side: asdict(_million(r)) for side, r in rates.items()}
+    report.tables[f"Redis, {PEER_KEYS:,} keys of 128 B, M keys/s: {label}"] = [
+        {"ours": f"{_million(rates['ours'])}", label: f"{_million(rates[label])}",
+         f"ours / {label}": f"{found:.1f}"}
     ]  # fmt: skip
 
 

@@ -8,10 +8,12 @@ no order.
   options, values copied into an array. It takes turns with ours. Debian's librocksdb reads the files that the
   Python binding's RocksDB wrote; without it the bars count as unmeasured.
 
+Both ways of reading files are judged, each against a peer that reads them the same way: by system calls, and
+mapped (`tiers.rocksdb.mmap_reads`, off by default).
+
 The figure is CPU time a key, of one thread on both sides: `keys/s` on a machine with nothing else to do.
 The load of the table, its rows in memory in the order of their keys, is wall time: it waits for the disk.
-
-Mapped files (`tiers.rocksdb.mmap_reads`, off by default) are shown beside a peer that maps them too.
+Its CPU time, which others on the machine hardly change, stands beside it.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +49,17 @@ BATCHES = (1_000, 10_000, 100_000)
 _CHUNK = 1 << 16
 _HEADER_BYTES = 9
 
+WAYS = ("read", "mapped")
+
 BARS = (
     Bar("load", "bulk load, 128 B: million rows/s", at_least=1.0),
     *(
-        Bar(f"read_{row}_{batch}", f"{row} B, {batch:,} keys: keys/s, ours / C++", at_least=0.7)
+        Bar(
+            f"{way}_{row}_{batch}",
+            f"{row} B, {batch:,} keys, {way}: keys/s, ours / C++",
+            at_least=0.7,
+        )
+        for way in WAYS
         for row in ROWS
         for batch in BATCHES
     ),
@@ -79,37 +89,54 @@ def _one_width(
     folder: Path, row_bytes: int, rows: int, options: RunOptions, report: Report
 ) -> None:
     table = EmbeddingTable.make("t", row_bytes // 4)
-    keys, seconds = _load(folder / "db", table, rows, options.seed)
+    keys, seconds, cpu = _load(folder / "db", table, rows, options.seed)
     if row_bytes == min(ROWS):
         report.values["load"] = rows / 1e6 / seconds
+    report.tables[f"Bulk load of {rows:,} rows of {row_bytes} bytes"] = [
+        {
+            "million rows/s": f"{rows / 1e6 / seconds:.2f}",
+            "million rows/s of CPU": f"{rows / 1e6 / cpu:.2f}",
+        }
+    ]
     keys = np.random.default_rng(options.seed).permutation(keys)
+    lines = _reads(folder, table, keys, options, report)
+    report.tables[f"{rows:,} rows of {row_bytes} bytes"] = lines
+
+
+def _reads(
+    folder: Path,
+    table: EmbeddingTable,
+    keys: NDArray[np.int64],
+    options: RunOptions,
+    report: Report,
+) -> list[Mapping[str, Any]]:
+    """A line for each way and size of batch."""
     rounds = QUICK_ROUNDS if options.quick else ROUNDS
     total = QUICK_KEYS if options.quick else KEYS
-    lines: list[dict[str, Any]] = []
-    for way in ("read", "mapped"):
-        for batch in BATCHES:
-            # Others each time, so that no side finds what the last one read in the processor's cache.
-            keys = np.roll(keys, total)
-            drawn = _draw(keys, batch, total, rounds + 1, folder)
-            times = _compare(folder / "db", table, drawn, batch, mmap=way == "mapped")
-            line: dict[str, Any] = {"": way, "keys": f"{batch:,}"}
-            for side, found in times.items():
-                line[f"{side}, µs a key"] = f"{Spread.of([1e6 * s / total for s in found])}"
-            line["ours / C++, keys/s"] = "–"
-            if "C++" in times:
-                ours = ratio(times["C++"], times["ours"])
-                if way == "read":
-                    report.values[f"read_{row_bytes}_{batch}"] = ours.median
-                line["ours / C++, keys/s"] = f"{ours}"
-            report.figures[f"{way}_{row_bytes}_{batch}"] = times
-            lines.append(line)
-    report.tables[f"{rows:,} rows of {row_bytes} bytes"] = lines
+    lines: list[Mapping[str, Any]] = []
+    for way, batch in product(WAYS, BATCHES):
+        # Others each time, so that no side finds what the last one read in the processor's cache.
+        keys = np.roll(keys, total)
+        drawn = _draw(keys, batch, total, rounds + 1, folder)
+        times = _compare(folder / "db", table, drawn, batch, mmap=way == "mapped")
+        name = f"{way}_{4 * table.dim}_{batch}"
+        line: dict[str, Any] = {"": way, "keys": f"{batch:,}"}
+        for side, found in times.items():
+            line[f"{side}, µs a key"] = f"{Spread.of([1e6 * s / total for s in found])}"
+        line["ours / C++, keys/s"] = "–"
+        if "C++" in times:
+            ours = ratio(times["C++"], times["ours"])
+            report.values[name] = ours.median
+            line["ours / C++, keys/s"] = f"{ours}"
+        report.figures[name] = times
+        lines.append(line)
+    return lines
 
 
 def _load(
     path: Path, table: EmbeddingTable, rows: int, seed: int
-) -> tuple[NDArray[np.int64], float]:
-    """A database with ``rows`` rows; their keys, and the seconds that the load took."""
+) -> tuple[NDArray[np.int64], float, float]:
+    """A database with ``rows`` rows; their keys, and the seconds and seconds of CPU the load took."""
     rng = np.random.default_rng(seed)
     keys = np.unique(rng.integers(-(2**63), 2**63 - 1, rows))
     vectors = rng.random((_CHUNK, table.dim), np.float32)
@@ -121,15 +148,15 @@ def _load(
             some = codes[start : start + _CHUNK]
             yield some, vectors[: len(some)]
 
-    began = time.monotonic()
+    began, worked = time.monotonic(), time.process_time()
     tier.bulk_load(table, chunks(), LoadRecord("benchmark", len(keys)))
-    seconds = time.monotonic() - began
+    seconds, cpu = time.monotonic() - began, time.process_time() - worked
     tier.close()
     for file in path.glob("*.sst"):
         with file.open("rb") as opened:
             while opened.read(1 << 24):
                 pass
-    return keys, seconds
+    return keys, seconds, cpu
 
 
 def _draw(

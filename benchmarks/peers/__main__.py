@@ -5,17 +5,19 @@ from __future__ import annotations
 import sys
 
 from benchmarks.peers.environments import ENVIRONMENTS, PeerMissing
+from benchmarks.peers.kafka_broker import KAFKA
 
 
 def main(names: list[str]) -> int:
-    unknown = [name for name in names if name not in ENVIRONMENTS]
+    parts = {**ENVIRONMENTS, KAFKA.name: KAFKA}
+    unknown = [name for name in names if name not in parts]
     if unknown:
-        print(f"unknown peers {unknown}; known: {sorted(ENVIRONMENTS)}", file=sys.stderr)
+        print(f"unknown peers {unknown}; known: {sorted(parts)}", file=sys.stderr)
         return 2
     failed = 0
-    for name in names or ENVIRONMENTS:
+    for name in names or parts:
         try:
-            ENVIRONMENTS[name].build()
+            parts[name].build()
         except PeerMissing as missing:
             print(f"{name}: {missing}", file=sys.stderr)
             failed = 1

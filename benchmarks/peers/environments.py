@@ -140,4 +140,6 @@ def _finish_perf_analyzer(folder: Path) -> None:
 TRITON = Environment("triton", _finish_triton)
 PERF_ANALYZER = Environment("perf_analyzer", _finish_perf_analyzer)
 FEAST = Environment("feast", lambda _folder: None)
-ENVIRONMENTS = {each.name: each for each in (TRITON, PERF_ANALYZER, FEAST)}
+FBGEMM = Environment("fbgemm", lambda _folder: None)
+TFRA = Environment("tfra", lambda _folder: None)
+ENVIRONMENTS = {each.name: each for each in (TRITON, PERF_ANALYZER, FEAST, FBGEMM, TFRA)}

@@ -1,0 +1,144 @@
+"""What `benchmarks.cpu_cache` compares with embedding bags on dense row numbers: sums, and two threads."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.common import Bar, Report
+from benchmarks.cpu_scene import Scene, aligned, cpu_ns
+from benchmarks.measure import Spread, alternate, ratio, zipf_keys
+from benchmarks.peers.embedding_bags import EmbeddingBags, running
+from benchmarks.peers.environments import PeerMissing, require
+from hps.tiers.fused import Bags
+
+BAGS = 26 * 64  # of 20 keys; of one key there are 16 times as many
+
+POOLING_BARS = tuple(
+    Bar(
+        f"bag_{hotness}_{dim}",
+        f"dim {dim}, sums of {hotness}, Zipf 0.85: PyTorch's bag on row numbers / hps",
+        at_least=least,
+    )
+    for dim in (32, 128)
+    for hotness, least in ((1, 0.6), (20, 0.75))
+)
+
+
+@contextmanager
+def peers(report: Report) -> Iterator[EmbeddingBags | None]:
+    """FBGEMM and PyTorch in a process of their own; None, and a note, where they were not set up."""
+    try:
+        python = require("fbgemm").python
+    except PeerMissing as missing:
+        report.notes.append(str(missing))
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as folder, running(python, Path(folder)) as bags:
+        yield bags
+
+
+def compare_pooling(
+    scene: Scene,
+    report: Report,
+    random: np.random.Generator,
+    bags: EmbeddingBags | None,
+    *,
+    quick: bool,
+) -> None:
+    """Time per key of fused sums of one row and of 20, for all distributions."""
+    dim, count = scene.table.dim, len(scene.keys)
+    rows = []
+    spreads: tuple[float, ...] = (0.85,) if quick else (0.85, 1.05, 0.0)
+    for s in spreads:
+        for hotness in (1, 20):
+            n = BAGS * 16 if hotness == 1 else BAGS * hotness
+            numbers = zipf_keys(random, count, ((2_000_000 if quick else 4_000_000) // n, n), s)
+            took = alternate(_sides(scene, numbers, hotness, bags), 3 if quick else 5)
+            row = {"bags": f"{n // hotness:,} of {hotness}", "Zipf s": s or "uniform"}
+            row |= {name: f"{Spread.of(times):.1f}" for name, times in took.items()}
+            if bags is not None:
+                over = ratio(took["embedding_bag"], took["hps"])
+                row["bag / hps"] = f"{over:.2f}"
+                if s == 0.85:
+                    report.values[f"bag_{hotness}_{dim}"] = over.median
+            rows.append(row)
+            report.figures[f"pooled, dim {dim}, hotness {hotness}, s={s}"] = took
+    report.tables[f"{count:,} rows, dim {dim}, sums: ns of CPU per key"] = rows
+
+
+def _sides(
+    scene: Scene, numbers: NDArray[np.int64], hotness: int, bags: EmbeddingBags | None
+) -> dict[str, Callable[[], float]]:
+    batches, n = numbers.shape
+    asked = scene.keys[numbers]
+    out = aligned(n // hotness, scene.table.dim)
+
+    def hps(batch: int) -> None:
+        ours = Bags(scene.table, asked[batch], out)
+        if not scene.cache.gather([], [ours]) or ours.missing is not None:
+            raise RuntimeError("a row is missing")
+
+    hps(0)
+    sides = {"hps": partial(cpu_ns, hps, batches, n)}
+    if bags is not None:
+        total = out.astype(np.float64).sum()
+        if any(other != total for other in bags.keys(numbers, hotness).values()):
+            raise RuntimeError("the sums differ")
+        sides |= {name: partial(bags.time, name) for name in ("embedding_bag", "fbgemm")}
+    return sides
+
+
+def compare_threads(report: Report, random: np.random.Generator, *, quick: bool) -> None:
+    """Two threads: time per key by the wall, 26 × 1,024 keys, dim 32, Zipf 0.85, rows and sums of 20."""
+    if len(os.sched_getaffinity(0)) < 2:
+        report.notes.append("One core: two threads were not measured.")
+        return
+    scene = Scene.make(1_000_000 if quick else 5_000_000, 32, random, threads=2)
+    with peers(report) as bags:
+        if bags is not None:
+            bags.table(len(scene.keys), 32)
+        report.tables["dim 32, two threads: ns of the wall's clock per key"] = [
+            _threads(scene, report, random, bags, hotness, quick=quick) for hotness in (1, 20)
+        ]
+
+
+def _threads(
+    scene: Scene,
+    report: Report,
+    random: np.random.Generator,
+    bags: EmbeddingBags | None,
+    hotness: int,
+    *,
+    quick: bool,
+) -> dict[str, str]:
+    n = BAGS * 16 if hotness == 1 else BAGS * hotness
+    numbers = zipf_keys(random, len(scene.keys), ((2_000_000 if quick else 4_000_000) // n, n))
+    asked, out = scene.keys[numbers], aligned(n // hotness, 32)
+
+    def hps() -> float:
+        start = time.perf_counter_ns()
+        for keys in asked:
+            if hotness == 1:
+                scene.cache.gather([(scene.table, keys, out)])
+            else:
+                scene.cache.gather([], [Bags(scene.table, keys, out)])
+        return (time.perf_counter_ns() - start) / asked.size
+
+    sides: dict[str, Callable[[], float]] = {"hps": hps}
+    if bags is not None:
+        bags.keys(numbers, hotness)
+        sides |= {name: partial(bags.time, name, 2) for name in ("embedding_bag", "fbgemm")}
+    took = alternate(sides, 3 if quick else 5)
+    report.figures[f"two threads, hotness {hotness}"] = took
+    return {"": "rows" if hotness == 1 else "sums of 20"} | {
+        name: f"{Spread.of(times):.1f}" for name, times in took.items()
+    }

@@ -1,0 +1,140 @@
+"""FBGEMM's and PyTorch's embedding bags on dense row numbers: no key is looked for.
+
+Run by the interpreter of ``.peers/fbgemm`` and spoken to in lines of JSON over its standard input and
+output (`EmbeddingBags` is the other end); row numbers come in files. Both sides read the same memory,
+in huge pages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+ROOT = Path(__file__).parents[2]
+
+
+class EmbeddingBags:
+    """The running program. For one thread; raises RuntimeError when it ends."""
+
+    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+        self._process = process
+        self._numbers = folder / "numbers.npy"
+
+    def ask(self, what: str, **options: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"what": what, **options}) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the embedding bags' process ended")
+        return json.loads(line)
+
+    def table(self, rows: int, dim: int) -> None:
+        """Make a table whose row ``i`` is ``i % 1000 + arange(dim)``."""
+        self.ask("table", rows=rows, dim=dim)
+
+    def keys(self, numbers: NDArray[np.int64], hotness: int) -> Mapping[str, float]:
+        """Take row ``numbers (batches, n)``; each side's sum over the first batch's answer."""
+        np.save(self._numbers, numbers)
+        found: Mapping[str, float] = self.ask("keys", file=str(self._numbers), hotness=hotness)
+        return found
+
+    def time(self, side: str, threads: int = 1) -> float:
+        """Time per key over all batches, in ns: of the calling thread, or with several the wall's."""
+        return float(self.ask("time", side=side, threads=threads))
+
+
+@contextmanager
+def running(python: Path, folder: Path) -> Iterator[EmbeddingBags]:
+    """The program until the block ends; ``folder`` is for files."""
+    process = subprocess.Popen(
+        [str(python), "-m", "benchmarks.peers.embedding_bags"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "THP_MEM_ALLOC_ENABLE": "1", "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdin is not None
+    try:
+        yield EmbeddingBags(process, folder)
+    finally:
+        process.stdin.close()
+        process.wait()
+
+
+class _Sides:
+    """What the program holds."""
+
+    def __init__(self) -> None:
+        import torch
+        from fbgemm_gpu.split_embedding_configs import SparseType
+        from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+        from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
+            IntNBitTableBatchedEmbeddingBagsCodegen,
+        )
+
+        self.torch = torch
+        torch.set_grad_enabled(False)
+        self._make = lambda rows, dim: IntNBitTableBatchedEmbeddingBagsCodegen(
+            [("t", rows, dim, SparseType.FP32, EmbeddingLocation.HOST)],
+            output_dtype=SparseType.FP32,
+            device="cpu",
+            feature_table_map=[0],
+        )
+
+    def table(self, rows: int, dim: int) -> None:
+        fbgemm = self._make(rows, dim)
+        fbgemm.initialize_weights()
+        weights = fbgemm.split_embedding_weights()[0][0].view(self.torch.float32)
+        assert weights.shape == (rows, dim)
+        columns = self.torch.arange(dim)
+        for start in range(0, rows, 1 << 16):
+            numbers = self.torch.arange(start, min(rows, start + (1 << 16)))
+            weights[start : start + len(numbers)] = (numbers % 1000)[:, None] + columns
+        bag = self.torch.nn.EmbeddingBag.from_pretrained(
+            weights, mode="sum", include_last_offset=True
+        )
+        self.sides = {"fbgemm": fbgemm, "embedding_bag": bag}
+
+    def keys(self, file: str, hotness: int) -> dict[str, float]:
+        self.numbers = self.torch.from_numpy(np.load(file))
+        n = self.numbers.shape[1]
+        self.offsets = self.torch.arange(0, n + 1, hotness)
+        first = self.numbers[0]
+        return {
+            name: float(side(first, self.offsets).double().sum())
+            for name, side in self.sides.items()
+        }
+
+    def time(self, side: str, threads: int) -> float:
+        self.torch.set_num_threads(threads)
+        work, offsets = self.sides[side], self.offsets
+        clock = time.thread_time_ns if threads == 1 else time.perf_counter_ns
+        start = clock()
+        for batch in self.numbers:
+            work(batch, offsets)
+        return (clock() - start) / self.numbers.numel()
+
+
+def _serve(lines: Sequence[str] | Any) -> None:
+    sides = _Sides()
+    for line in lines:
+        options = json.loads(line)
+        answer = getattr(sides, options.pop("what"))(**options)
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    _serve(sys.stdin)

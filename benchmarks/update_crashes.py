@@ -1,0 +1,70 @@
+"""Nothing of a stream is lost, whoever is killed: seed by seed, a million updates in all.
+
+Each seed streams 50,000 updates and deletions, some repeated, in any order and over all partitions, into two
+nodes: one with RocksDB, one that writes Redis, both with a CPU cache, while nodes, stores and the broker are
+killed with ``kill -9`` at random moments and started again. Rows are asked for all the time; each must have
+been sent for its key. Afterwards every store must hold, row by row and deletion by deletion, what the stream
+says, and so must every answer. `tests/integration/test_update_crashes.py` does the same with few rows.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.common import Bar, Benchmark, Options, Report, main
+from benchmarks.peers.kafka_broker import KAFKA
+from tests.support.crash_run import CrashRun
+
+SEEDS, QUICK_SEEDS = 20, 1
+UPDATES, QUICK_UPDATES = 50_000, 10_000
+KEYS, SECONDS = 20_000, 12.0
+
+BARS = (
+    Bar(
+        "exact",
+        "seeds after which every store and answer is as the stream says, of all",
+        at_least=1.0,
+    ),
+)
+
+
+def run(options: Options) -> Report:
+    report, lines = Report(), []
+    seeds = QUICK_SEEDS if options.quick else SEEDS
+    for seed in range(options.seed, options.seed + seeds):
+        begun = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            updates = QUICK_UPDATES if options.quick else UPDATES
+            crash = CrashRun(Path(folder), seed, KEYS, updates, SECONDS)
+            fault = ""
+            try:
+                crash.run()
+            except AssertionError as error:
+                fault = str(error)
+                report.notes.append(f"seed {seed}: {fault[:500]}")
+        seconds = time.monotonic() - begun
+        lines.append({"seed": seed, "killed": len(crash.killed), "s": seconds, "exact": not fault})
+        print(f"seed {seed}: {fault or 'exact'} ({', '.join(crash.killed)})", file=sys.stderr)
+    report.tables[f"{updates:,} updates a seed"] = lines
+    report.values["exact"] = sum(line["exact"] for line in lines) / len(lines)
+    return report
+
+
+def _lacking() -> str | None:
+    return None if KAFKA.ready() else "Kafka is not set up: run `make test-services`"
+
+
+BENCHMARK = Benchmark(
+    name="update_crashes",
+    title="Nothing of a stream is lost, whoever is killed",
+    run=run,
+    bars=BARS,
+    measured=("hps/tiers", "hps/updates", "hps/streams.py", "tests/support"),
+    lacking=_lacking,
+)
+
+if __name__ == "__main__":
+    sys.exit(main(BENCHMARK))

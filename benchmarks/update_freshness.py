@@ -1,0 +1,282 @@
+"""How soon a row that was sent is served, and what lookups pay for it.
+
+A producer sends 50,000 rows of dim 32 a second into a Kafka broker; a node, in this process, takes them
+into RocksDB and its CPU cache, and as the one that writes the shared stores into Redis; meanwhile it answers
+200 lookups a second of 1,024 keys. Broker, Redis, producer and node share the machine's cores.
+
+Freshness: from the producer's call to a lookup that returns the new row (CPU cache), and to a fetch from each
+store that does (asked every 20 ms, which adds 10 on average). 64 of the keys asked for are those whose rows
+tell when they were sent; each of the producer's calls, one in 10 ms, sends one of them.
+
+What lookups pay: the 99th percentile of their time, from when they were due, beside that of as many lookups
+right afterwards, when the node's readers are paused while the producer goes on. Who spends the cores' time
+is told beside it, and how many messages each reader is behind at the end.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+import hps
+from benchmarks.common import Bar, Benchmark, Options, Report, main
+from benchmarks.measure import versions, zipf_keys
+from benchmarks.peers.kafka_broker import KAFKA, kafka_broker
+from benchmarks.peers.redis_server import redis_server
+from benchmarks.peers.row_stream import PROBES, RowStream
+from hps.config.model_schema import ModelSpec, TableSpec
+from hps.models.writer import write_version
+from hps.tiers.base import FetchContext, Part, Tier
+
+MODEL, TABLE, DIM = "fresh", "items", 32
+ROWS, QUICK_ROWS = 500_000, 100_000
+ROWS_S, LOOKUPS_S, KEYS = 50_000, 200, 1_024
+STRETCH_S, QUICK_STRETCH_S = 30.0, 8.0
+_WARM_S = 4.0
+_ASKERS = 4
+_ASK_EVERY_S = 0.02
+
+BARS = (
+    *(
+        Bar(f"{tier}_p{q}", f"sent to visible in {tier}, p{q}: ms", at_most=limit)
+        for tier in ("cpu", "rocksdb", "redis")
+        for q, limit in ((50, 50.0), (99, 500.0))
+    ),
+    Bar("lookup", "lookups' p99, with updates / paused", at_most=1.5),
+)
+
+
+class Seen:
+    """When each tick was first seen by one who asks again and again; not thread-safe."""
+
+    def __init__(self) -> None:
+        self._last = np.full(PROBES, -1.0)
+        self.times: dict[int, float] = {}
+
+    def note(self, values: NDArray[Any]) -> None:
+        """``values (PROBES,)``: the ticks that are served for the probes now."""
+        now = time.time()
+        for i in np.flatnonzero(values > self._last).tolist():
+            first = int(self._last[i]) + PROBES if self._last[i] >= 0 else int(values[i])
+            for tick in range(first, int(values[i]) + 1, PROBES):
+                self.times[tick] = now
+            self._last[i] = values[i]
+
+
+class Lookups:
+    """200 lookups a second, on some threads in turns. ``took``: seconds of each, in the present stretch."""
+
+    def __init__(self, node: hps.Node, rows: int, seed: int) -> None:
+        self._node = node
+        drawn = zipf_keys(np.random.default_rng(seed), rows - PROBES, (512, KEYS - PROBES)) + PROBES
+        self._keys = [np.concatenate([np.arange(PROBES), each]) for each in drawn]
+        self.seen, self.took, self._ended = Seen(), [0.0], False
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._run, args=(i,), name=f"asks-{i}", daemon=True)
+            for i in range(_ASKERS)
+        ]
+        for each in self._threads:
+            each.start()
+
+    def _run(self, number: int) -> None:
+        due = time.monotonic() + number / LOOKUPS_S
+        while not self._ended:
+            found = self._node.lookup(MODEL, {TABLE: self._keys[number % len(self._keys)]})
+            self.took.append(time.monotonic() - due)
+            with self._lock:
+                self.seen.note(found.vectors[TABLE][:PROBES, 0])
+            number += _ASKERS
+            due += _ASKERS / LOOKUPS_S
+            time.sleep(max(0.0, due - time.monotonic()))
+
+    def stretch(self, seconds: float) -> list[float]:
+        """The times of the lookups of so many seconds from now on."""
+        self.took = []
+        time.sleep(seconds)
+        return list(self.took)
+
+    def end(self) -> None:
+        self._ended = True
+        for each in self._threads:
+            each.join()
+
+
+class Asked:
+    """The probes fetched from one store every 20 ms."""
+
+    def __init__(self, fetch: Callable[[list[Part], FetchContext], None], node: hps.Node) -> None:
+        self.seen, self._ended = Seen(), False
+        table = node.models[MODEL].tables[TABLE]
+
+        def run() -> None:
+            while not self._ended:
+                part = Part.make(table, np.arange(PROBES))
+                fetch([part], FetchContext())
+                self.seen.note(np.where(part.source > 0, part.out[:, 0], -1))
+                time.sleep(_ASK_EVERY_S)
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._ended = True
+        self._thread.join()
+
+
+def _settings(folder: Path, brokers: str, redis: str, rows: int) -> dict[str, Any]:
+    spec = ModelSpec(name=MODEL, tables=[TableSpec(name=TABLE, dim=DIM)])
+    # No tick looks like one of these.
+    write_version(
+        folder / "models",
+        spec,
+        1,
+        {TABLE: (np.arange(rows), np.full((rows, DIM), -1.0, np.float32))},
+    )
+    return {
+        "models": {"repository": str(folder / "models")},
+        "tiers": {
+            "rocksdb": {"path": str(folder / "db")},
+            "redis": {"addresses": [redis]},
+            "cpu_cache": {"enabled": True, "share": 0.5},
+        },
+        "updates": {"kafka": {"brokers": brokers, "group": "bench", "write_shared": True}},
+    }
+
+
+def run(options: Options) -> Report:
+    report = Report(
+        figures={"versions": versions("numpy", "confluent-kafka", "rocksdict", "redis")}
+    )
+    rows = QUICK_ROWS if options.quick else ROWS
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        broker = stack.enter_context(kafka_broker(folder / "kafka"))
+        redis = stack.enter_context(redis_server(folder / "redis"))
+        node = stack.enter_context(hps.open(_settings(folder, broker.address, redis.address, rows)))
+        rows_sent = RowStream(broker.address, MODEL, TABLE, rows, DIM, ROWS_S, folder / "times.npy")
+        stack.callback(rows_sent.kill)
+        lookups = Lookups(node, rows, options.seed)
+        asked = {each.info.name: Asked(each.fetch, node) for each in _stores(node)}
+        _until(lambda: len(lookups.seen.times) > PROBES)
+        time.sleep(_WARM_S)
+        seconds = QUICK_STRETCH_S if options.quick else STRETCH_S
+        begun, used = time.time(), _cpu_seconds()
+        updating = lookups.stretch(seconds)
+        span = begun, time.time() - 1.0
+        _tell_cores(used, _cpu_seconds(), seconds, node, report)
+        node.streams.pause()
+        time.sleep(0.5)
+        paused = lookups.stretch(seconds)
+        lookups.end()
+        for each in asked.values():
+            each.end()
+        sent = rows_sent.end()
+    _tell_freshness(
+        {"cpu": lookups.seen, **{n: a.seen for n, a in asked.items()}}, sent, span, report
+    )
+    _tell_lookups(updating, paused, report)
+    report.figures["rows_s"] = len(sent) * ROWS_S * 0.01 / (sent[-1] - sent[0])
+    return report
+
+
+def _stores(node: hps.Node) -> list[Tier]:
+    return [each.store for s in node.streams._streams for each in s.ingestor._stores]  # type: ignore[misc] # they are tiers
+
+
+def _until(done: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > end:
+            raise RuntimeError(f"updates did not come within {seconds:g} s")
+        time.sleep(0.05)
+
+
+def _cpu_seconds() -> dict[str, float]:
+    """Of the node's threads by name, and of the processes it started."""
+    me = psutil.Process()
+    names = {each.native_id: each.name for each in threading.enumerate()}
+    used: dict[str, float] = {}
+    for thread in me.threads():
+        name = f"node: {names.get(thread.id, 'native threads')}"
+        used[name] = used.get(name, 0.0) + thread.user_time + thread.system_time
+    for child in me.children():
+        times = child.cpu_times()
+        called = child.name() if "python" not in child.name() else "producer"
+        used[called] = times.user + times.system
+    return used
+
+
+def _tell_cores(
+    before: dict[str, float],
+    after: dict[str, float],
+    seconds: float,
+    node: hps.Node,
+    report: Report,
+) -> None:
+    shares = {name: (used - before.get(name, 0.0)) / seconds for name, used in after.items()}
+    lines = [
+        {"": name, "cores": share}
+        for name, share in sorted(shares.items(), key=lambda each: -each[1])
+        if share >= 0.01
+    ]
+    report.tables["Cores used while updates were read"] = lines
+    behind = {s.group: sum(s.source.lag().values()) for s in node.streams._streams}
+    report.figures["behind"] = behind
+    report.notes.append(f"Messages behind at the end: {behind}")
+
+
+def _tell_freshness(
+    seen: dict[str, Seen], sent: NDArray[np.float64], span: tuple[float, float], report: Report
+) -> None:
+    chosen = np.flatnonzero((sent >= span[0]) & (sent < span[1]))
+    lines = []
+    for tier in ("cpu", "rocksdb", "redis"):
+        # What was never seen counts as infinitely late.
+        waits = np.array([seen[tier].times.get(int(i), np.inf) - sent[i] for i in chosen]) * 1e3
+        quantiles = np.quantile(waits, [0.5, 0.9, 0.99, 0.999, 1.0], method="higher")
+        names = ("p50", "p90", "p99", "p99.9", "most")
+        lines.append(
+            {"sent to visible, ms": tier, **dict(zip(names, quantiles.tolist(), strict=True))}
+        )
+        report.values[f"{tier}_p50"], report.values[f"{tier}_p99"] = quantiles[0], quantiles[2]
+    report.tables[f"{len(chosen):,} of the producer's calls"] = lines
+
+
+def _tell_lookups(updating: list[float], paused: list[float], report: Report) -> None:
+    lines = [
+        {
+            "lookup, ms": name,
+            **{f"p{q}": float(np.quantile(took, q / 100)) * 1e3 for q in (50, 90, 99)},
+        }
+        for name, took in (("with updates", updating), ("paused", paused))
+    ]
+    report.tables[f"Lookups of {KEYS:,} keys, {LOOKUPS_S} a second"] = lines
+    report.values["lookup"] = float(np.quantile(updating, 0.99) / np.quantile(paused, 0.99))
+
+
+def _lacking() -> str | None:
+    return None if KAFKA.ready() else "Kafka is not set up: run `make test-services`"
+
+
+BENCHMARK = Benchmark(
+    name="update_freshness",
+    title="How soon a row that was sent is served",
+    run=run,
+    bars=BARS,
+    measured=("hps/native", "hps/lookup", "hps/tiers", "hps/updates", "hps/streams.py"),
+    lacking=_lacking,
+)
+
+if __name__ == "__main__":
+    sys.exit(main(BENCHMARK))
