@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE_SOURCES := pyproject.toml $(shell find hps/native -name '*.?pp' -o -name CMakeLists.txt)
 
-.PHONY: help setup demo test test-gpu test-services check check-native format bench bench-peers lock clean
+.PHONY: help setup demo test test-gpu test-services check check-native check-aarch64 soak format bench bench-peers lock clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -3
@@ -38,9 +38,10 @@ test: setup test-services
 GPU_PYTHON ?= $(BIN)/python
 test-gpu:
 	@$(GPU_PYTHON) -c 'from hps.cuda.loader import cupy; cupy()'
-	@$(GPU_PYTHON) -m pytest -m gpu tests/unit/tiers tests/contract tests/model
+	@$(GPU_PYTHON) -m pytest -m gpu tests/unit/tiers tests/unit/test_devices.py tests/contract tests/model
 
-# The CPU cache's readers beside its writer under sanitizers: make check-native SECONDS=600
+# The CPU cache's readers beside its writer, and messages that may be anything, under sanitizers:
+# make check-native SECONDS=600
 SECONDS ?= 20
 check-native: setup
 	@for sanitizer in address,undefined thread; do \
@@ -49,13 +50,29 @@ check-native: setup
 	    -DHPS_PYTHON=OFF -DHPS_STRESS=ON \
 	    -DCMAKE_CXX_FLAGS="-g -fsanitize=$$sanitizer -fno-sanitize-recover=all" > /dev/null && \
 	  $(BIN)/cmake --build build/$$sanitizer > /dev/null && \
-	  build/$$sanitizer/stress $(SECONDS) || exit 1; \
+	  build/$$sanitizer/stress $(SECONDS) && build/$$sanitizer/fuzz_codec 10 || exit 1; \
 	done
+
+# The CPU cache shared by processes, read beside its writer while readers are killed: make soak MINUTES=10
+MINUTES ?= 10
+soak: setup
+	@nice -n 19 $(BIN)/python tests/support/soak_cache.py $$(($(MINUTES) * 60))
+
+# The native core for 64-bit ARM: that it builds and runs, readers beside their writer. An emulator reorders
+# memory accesses no more than its host does; why the order holds is told in cache_layout.hpp. On Debian
+# and Ubuntu: apt-get install g++-aarch64-linux-gnu qemu-user
+check-aarch64: setup
+	@$(BIN)/cmake -S hps/native -B build/aarch64 -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	  -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
+	  -DCMAKE_EXE_LINKER_FLAGS=-static -DHPS_PYTHON=OFF -DHPS_STRESS=ON > /dev/null
+	@$(BIN)/cmake --build build/aarch64 > /dev/null
+	@qemu-aarch64 build/aarch64/stress $(SECONDS)
+	@qemu-aarch64 build/aarch64/fuzz_codec 10
 
 # What the tests use beside the product. What can't be had here is named and its tests skip; in
 # continuous integration (CI is set) they fail.
 test-services: setup
-	@$(BIN)/python -m benchmarks.peers perf_analyzer || echo "Its tests will be skipped."
+	@for part in perf_analyzer kafka; do $(BIN)/python -m benchmarks.peers $$part || echo "Its tests will be skipped."; done
 	@for tool in redis-server openssl curl; do command -v $$tool >/dev/null || tools/install $$tool || echo "Its tests will be skipped."; done
 
 check: setup
@@ -72,8 +89,14 @@ format: setup
 bench: setup
 	@$(BIN)/python -m benchmarks $(ARGS)
 
-# The servers we are compared with, in environments of their own under .peers.
+# The servers we are compared with, in environments of their own under .peers, and the libraries that the
+# C and C++ programs are compiled against. What can't be had is named; its bars stay unmeasured.
 bench-peers: setup
+	@command -v g++ >/dev/null || tools/install g++ || true
+	@for each in rocksdb/db.h:librocksdb-dev hiredis/hiredis.h:libhiredis-dev; do \
+	  echo "#include <$${each%:*}>" | g++ -x c++ -E - >/dev/null 2>&1 || \
+	    tools/install $${each#*:} || echo "Its bars will stay unmeasured."; \
+	done
 	@$(BIN)/python -m benchmarks.peers
 
 # Rewrites the locks from pyproject.toml; run it after changing a dependency.
