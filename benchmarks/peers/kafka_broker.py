@@ -104,7 +104,7 @@ class KafkaBroker:
     def log(self) -> Path:
         return self.folder / "broker.log"
 
-    def start(self, timeout_s: float = 60.0) -> KafkaBroker:
+    def start(self, timeout_s: float = 180.0) -> KafkaBroker:
         """Raises PeerMissing without the jars, RuntimeError with its log when it does not listen."""
         if not KAFKA.ready():
             raise PeerMissing("Kafka is not set up: run `make test-services`")

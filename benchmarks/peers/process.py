@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -11,8 +12,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import psutil
@@ -40,16 +42,21 @@ class Server:
         return float(sum(time.user + time.system for time in times))
 
 
+# Below those that systems give to outgoing connections, one of which could otherwise have the port of a
+# server that is about to start, or to start again. A node of a Redis cluster takes a second one, 10,000
+# above, which is below them too. In any order, so that two runs at a time do not meet.
+_PORTS = cycle(random.SystemRandom().sample(range(12_000, 22_000), 10_000))
+
+
 def free_ports(count: int) -> list[int]:
-    """TCP ports of the loopback interface that nobody listens on at the moment."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """TCP ports of the loopback interface that nobody listens on at the moment; none is returned twice."""
+    found: list[int] = []
+    while len(found) < count:
+        port = next(_PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+    return found
 
 
 def cores() -> tuple[int | None, int | None]:
@@ -66,7 +73,7 @@ def serving(
     ready_path: str,
     env: Mapping[str, str] | None = None,
     core: int | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
 ) -> Iterator[Server]:
     """Run ``command`` until the block ends; entered once ``GET ready_path`` answers 200.
 

@@ -53,7 +53,7 @@ class RedisServer:
         assert self._process is not None
         return self._process.pid
 
-    def start(self, timeout_s: float = 20.0) -> RedisServer:
+    def start(self, timeout_s: float = 60.0) -> RedisServer:
         """Raises RuntimeError with the server's log when it does not answer."""
         program = shutil.which(PROGRAM)
         if program is None:
@@ -86,7 +86,7 @@ class RedisServer:
 
     def client(self, **arguments: Any) -> redis.Redis:
         """A plain client, which the caller closes."""
-        given = {"protocol": 2, "retry": Retry(NoBackoff(), 0), "socket_timeout": 20}
+        given = {"protocol": 2, "retry": Retry(NoBackoff(), 0), "socket_timeout": 60}
         return redis.Redis(port=self.port, **{**given, **self._client, **arguments})
 
     def ask(self, *command: Any) -> Any:

@@ -26,16 +26,9 @@ from hps.updates.kafka_client import DeadLetterTopic
 from hps.updates.stream_places import Store
 from hps.updates.topics import Topics, native_topic
 from tests.support.kafka_brokers import fresh_broker, make_topic, shared_broker, unique
+from tests.support.waiting import until
 
-pytestmark = pytest.mark.timeout(120)
 NOW_MS = int(time.time() * 1000)
-
-
-def until(true, seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.02)
 
 
 class Reader:

@@ -19,8 +19,6 @@ from hps.updates.outgoing import partition_of
 from hps.updates.topics import Topics, native_topic
 from tests.support.kafka_brokers import fresh_broker, make_topic, shared_broker, unique
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def rows(values, dim: int = 2) -> np.ndarray:
     return np.repeat(np.asarray(values, np.float32)[:, None], dim, axis=1)

@@ -15,7 +15,8 @@ from hps.tiers.base import FetchContext, Part
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.redis import RedisTier
 from hps.types import EmbeddingTable, make_version, version_now
-from tests.support.redis_servers import settings, shared_server, until
+from tests.support.redis_servers import settings, shared_server
+from tests.support.waiting import until
 
 DIM = 4
 

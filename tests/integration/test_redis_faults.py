@@ -18,7 +18,8 @@ from hps.tiers.base import FetchContext, Part
 from hps.tiers.redis import RedisTier
 from hps.tiers.wrappers import Guarded
 from hps.types import EmbeddingTable, version_now
-from tests.support.redis_servers import Proxy, certificates, need, settings, until
+from tests.support.redis_servers import Proxy, certificates, need, settings
+from tests.support.waiting import until
 
 DIM = 32
 N = 4000

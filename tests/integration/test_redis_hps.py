@@ -10,7 +10,8 @@ from hps.errors import TierError
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.redis import RedisTier
 from hps.types import EmbeddingTable, version_now
-from tests.support.redis_servers import settings, shared_server, until
+from tests.support.redis_servers import settings, shared_server
+from tests.support.waiting import until
 from tests.unit.tiers.test_redis_layout import PARTITIONS
 
 DIM = 4

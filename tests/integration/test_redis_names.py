@@ -10,7 +10,8 @@ import pytest
 from hps.errors import TierError, TierTimeout
 from hps.tiers.redis import RedisTier
 from hps.types import EmbeddingTable, version_now
-from tests.support.redis_servers import settings, shared_server, until
+from tests.support.redis_servers import settings, shared_server
+from tests.support.waiting import until
 
 NAME = "redis.test"
 TABLE = EmbeddingTable.make("user", 2, model="ctr")

@@ -14,7 +14,8 @@ from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.redis import RedisTier
 from hps.tiers.redis.client import RedisClient
 from hps.types import EmbeddingTable, make_version
-from tests.support.redis_servers import need, shared_cluster, until
+from tests.support.redis_servers import need, shared_cluster
+from tests.support.waiting import until
 
 DIM = 4
 N = 3000

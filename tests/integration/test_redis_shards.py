@@ -18,7 +18,8 @@ from hps.tiers.redis.load import Loads
 from hps.tiers.wrappers import Guarded
 from hps.types import EmbeddingTable, version_now
 from tests.integration.test_redis_faults import resources
-from tests.support.redis_servers import certificates, shared_cluster, until
+from tests.support.redis_servers import certificates, shared_cluster
+from tests.support.waiting import until
 
 DIM = 4
 N = 2000

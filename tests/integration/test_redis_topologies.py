@@ -14,7 +14,8 @@ from hps.tiers.redis import RedisTier
 from hps.tiers.redis.layout import TableLayout
 from hps.tiers.wrappers import Guarded
 from hps.types import EmbeddingTable, version_now
-from tests.support.redis_servers import Cluster, Watched, need, shared_cluster, until
+from tests.support.redis_servers import Cluster, Watched, need, shared_cluster
+from tests.support.waiting import until
 
 DIM = 4
 N = 5000

@@ -23,7 +23,6 @@ from services.frontend.http.app import admin_app
 from services.frontend.state import State
 from tests.support.redis_servers import shared_server
 
-pytestmark = pytest.mark.timeout(60)
 PATH = "/v1/tables/m/items/rows"
 
 

@@ -19,11 +19,11 @@ from hps.updates.topics import native_topic
 from services.frontend.auth import OpenGuard
 from services.frontend.http.app import admin_app
 from services.frontend.state import State
-from tests.integration.test_kafka import native, sending, until
+from tests.integration.test_kafka import native, sending
 from tests.support.kafka_brokers import shared_broker, unique
 from tests.support.redis_servers import shared_server
+from tests.support.waiting import until
 
-pytestmark = pytest.mark.timeout(120)
 MADE_MS: dict[str, int] = {}
 
 

@@ -20,7 +20,8 @@ from hps.errors import ConfigError, ModelError, TierMisfit
 from hps.models.writer import write_version
 from hps.tiers.redis import RedisTier
 from hps.types import Source, version_now
-from tests.support.redis_servers import Proxy, RedisServer, need, settings, shared_cluster, until
+from tests.support.redis_servers import Proxy, RedisServer, need, settings, shared_cluster
+from tests.support.waiting import until
 
 KEYS, DIM = 2000, 4
 SPEC = ModelSpec(

@@ -10,13 +10,12 @@ from benchmarks.peers.redis_server import RedisServer
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.models.writer import write_version
 from hps.updates.topics import native_topic
-from tests.integration.test_kafka import native, sending, until
+from tests.integration.test_kafka import native, sending
 from tests.support.crash_run import CrashRun
 from tests.support.kafka_brokers import make_topic, need_kafka, shared_broker, unique
 from tests.support.redis_servers import need
 from tests.support.update_stream import ABSENT, UpdateStream, rows_of
-
-pytestmark = pytest.mark.timeout(240)
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize("seed", [1, 2])

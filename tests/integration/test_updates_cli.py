@@ -37,8 +37,6 @@ from hps.updates.stream_places import Store
 from hps.updates.topics import Topics, native_topic
 from tests.support.kafka_brokers import make_topic, shared_broker, unique
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["updates", *map(str, arguments)])

@@ -23,6 +23,7 @@ import pytest
 from benchmarks.peers.process import free_ports
 from benchmarks.peers.redis_server import PROGRAM, RedisServer
 from hps.config.store_settings import RedisSettings, RedisTlsSettings
+from tests.support.waiting import until
 
 SERVER_NAME = "redis.test"
 
@@ -158,8 +159,6 @@ class Cluster:
         self.servers: list[RedisServer] = []
         for _ in range(6):
             (port,) = free_ports(1)
-            while port > 55_000:  # the nodes' own port is this one plus 10,000
-                (port,) = free_ports(1)
             mine = options | {"tls-port": port, "cluster-config-file": f"{port}.nodes"}
             server = RedisServer(folder / str(port), mine, port=port, client=self._client)
             self.servers.append(server)
@@ -242,14 +241,6 @@ def _bytes(value: Any) -> bytes:
     if isinstance(value, dict):
         return "\n".join(f"{k}:{v}" for k, v in value.items()).encode()
     return value if isinstance(value, bytes) else str(value).encode()
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    """Wait for it; fails when it does not come."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s:g} s in vain"
-        time.sleep(0.02)
 
 
 # -- a server that sentinels watch ------------------------------------------------------------------

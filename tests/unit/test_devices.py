@@ -2,7 +2,6 @@
 also on a real one."""
 
 import logging
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -17,6 +16,7 @@ from hps.errors import BadRequest, ConfigError, DeadlineExceeded
 from hps.models.writer import write_version
 from hps.types import JaggedKeys, Source, version_now
 from tests.support import twin_device
+from tests.support.waiting import until
 
 TABLES = [
     TableSpec(name="users", dim=4, default=-1.0),
@@ -124,13 +124,6 @@ def request_of(keys, batch):
         "last": pick((batch, 2)) - 5,
     }
     return features, {"price": rng.random((batch, 1), np.float32)}
-
-
-def eventually(holds):
-    until = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def same(one, other):
@@ -289,14 +282,14 @@ def test_what_the_cpu_cache_held_is_lifted(pair):
     asked = request_of(np.arange(600, 640), 20)
     node.predict("m", *asked)
     lifted = set(asked[0]["user"].tolist())
-    eventually(lambda: lifted <= set(cache.keys_of(users)))
+    until(lambda: lifted <= set(cache.keys_of(users)))
 
     def is_pooled():
         before = len(cache.fetched)
         node.predict("m", *asked)
         return len(cache.fetched) == before
 
-    eventually(is_pooled)
+    until(is_pooled)
 
 
 @pytest.mark.parametrize("kind", ["wait", "default_then_promote"])

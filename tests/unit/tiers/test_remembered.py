@@ -5,13 +5,7 @@ import pytest
 
 from hps.errors import TierError
 from hps.tiers.remembered import Remembered
-
-
-def until(condition):
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
+from tests.support.waiting import until
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from hps.updates.ingestor import CACHES, Ingestor
 from hps.updates.source import DeadLetter, Reason, UpdateBatch
 from hps.updates.stream_places import Store
 from hps.updates.writer import CacheWriter
+from tests.support.waiting import until
 
 ITEMS = EmbeddingTable.make("items", 2, model="m")
 USERS = EmbeddingTable.make("users", 2, model="m", dtype=np.float16, key_bits=32)
@@ -242,9 +243,7 @@ def test_while_a_store_fails_the_cache_keeps_what_the_store_has(house):
 
     thread = threading.Thread(target=step)
     thread.start()
-    until = time.monotonic() + 10
-    while ingestor.problem is None and time.monotonic() < until:
-        time.sleep(0.001)
+    until(lambda: ingestor.problem is not None)
     assert "No space left" in str(ingestor.problem)
     assert house.rows(house.cache, [1]) == {1: 0.0}
     ingestor.close()
@@ -375,13 +374,6 @@ def test_where_a_store_keeps_no_versions_the_caches_get_none_either(tmp_path, so
 
 
 # -- the thread ----------------------------------------------------------------------------------------
-
-
-def until(true, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.002)
 
 
 def test_the_thread_applies_until_it_is_closed_and_then_notes_positions(house):

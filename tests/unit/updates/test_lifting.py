@@ -1,7 +1,6 @@
 """Lifting: rows go from one cache into the one above it, on the writer's thread, so many at a time."""
 
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from hps.types import EmbeddingTable, Source
 from hps.updates import lifting as lifting_module
 from hps.updates.lifting import Lifting
 from hps.updates.writer import CacheWriter
+from tests.support.waiting import until
 
 TABLE = EmbeddingTable.make("t", 2)
 
@@ -42,13 +42,6 @@ def world():
     yield below, above, writer, lifting, counted
     lifting.close()
     writer.close()
-
-
-def until(holds):
-    end = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_rows_arrive_once_and_by_the_writer(world):

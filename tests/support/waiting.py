@@ -1,0 +1,16 @@
+"""Waiting for what a busy machine does later."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+PATIENCE_S = 60.0
+
+
+def until(holds: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
+    """Return once ``holds()`` is true; fail when it is not within ``timeout_s``."""
+    end = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < end, f"waited {timeout_s:g} s in vain"
+        time.sleep(0.005)
