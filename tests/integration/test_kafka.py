@@ -248,12 +248,12 @@ def test_seek_replays(broker, model, tmp_path):
         mark = np.full((1, 2), 77.0, np.float32)
         version = np.array([make_version(NOW_MS, 0)], np.uint64)
         items = reader.items
-        reader.thread.call(lambda: reader.store.evict(items, np.array([0, 1, 2]))).result(10)
+        reader.thread.call(lambda: reader.store.evict(items, np.array([0, 1, 2]))).result(60)
         reader.thread.call(lambda: reader.store.insert(items, np.array([2]), mark, version)).result(
             10
         )
         assert reader.rows([0, 1, 2]) == [None, None, 77.0]
-        reader.thread.call(lambda: reader.source.seek(topic, 0, 1)).result(10)
+        reader.thread.call(lambda: reader.source.seek(topic, 0, 1)).result(60)
         until(lambda: reader.rows([0, 1, 2]) == [None, 1.0, 1.0])
 
 
@@ -264,7 +264,7 @@ def test_paused_for_long_it_stays_in_the_group_and_loses_nothing(broker, model, 
         with sending(broker) as producer:
             producer.produce(topic, native(model, 1, 1.0, 1))
         until(lambda: reader.rows([1]) == [1.0])
-        reader.thread.pause().result(10)
+        reader.thread.pause().result(60)
         with sending(broker) as producer:
             for i in range(2, 50):
                 producer.produce(topic, native(model, i, 1.0, 1))

@@ -187,7 +187,7 @@ class Rows:
 def test_rows_that_a_shard_lost_are_noticed(cluster, shards, again, monkeypatch):
     """It comes back empty, while the others say that all was loaded."""
     loading, repair = threading.Event(), Loads._repair
-    monkeypatch.setattr(Loads, "_repair", lambda *a: loading.wait(20) and repair(*a))
+    monkeypatch.setattr(Loads, "_repair", lambda *a: loading.wait(60) and repair(*a))
     tier, version = shards.tier, version_now()
     tier.erase("ctr")
     source = Rows() if again else iter(Rows())

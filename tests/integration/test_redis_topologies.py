@@ -198,7 +198,7 @@ def test_a_script_whose_hashes_are_at_two_places_waits(cluster, open_tier, table
             time.sleep(0.02)
         assert writer.is_alive()
         migrate(cluster, slot, source, target)
-        writer.join(10)
+        writer.join(60)
         assert not writer.is_alive()
     finally:
         migrate(cluster, slot, source, target)

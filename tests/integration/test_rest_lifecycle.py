@@ -79,7 +79,7 @@ class Running:
 @contextmanager
 def running(*arguments, **options):
     server = Running(Frontend(*arguments, **options))
-    assert server.listening.wait(20)
+    assert server.listening.wait(60)
     try:
         yield server
     finally:
@@ -93,7 +93,7 @@ def test_alive_but_not_ready_while_loading(small_repository, tmp_path):
     def slowly(chosen, progress):
         with progress.task("words", 10) as step:
             step(4)
-            assert go.wait(20)
+            assert go.wait(60)
         return open_node(chosen, progress)
 
     with running(configuration(small_repository, tmp_path), open_node=slowly) as server:
@@ -107,7 +107,7 @@ def test_alive_but_not_ready_while_loading(small_repository, tmp_path):
         task = {"title": "words", "done": 4, "total": 10, "unit": "rows"}
         assert server.request("GET", "/v1/status", admin=True)[1]["loading"] == [task]
         go.set()
-        assert server.ready.wait(20)
+        assert server.ready.wait(60)
         assert server.request("GET", "/v2/health/ready", admin=True)[0] == 200
         assert server.request("POST", PATH, BODY)[0] == 200
         assert "loading" not in server.request("GET", "/v1/status", admin=True)[1]
@@ -124,7 +124,7 @@ def test_a_stop_while_loading_cuts_loading_off(small_repository, tmp_path):
                 time.sleep(0.01)
 
     with running(configuration(small_repository, tmp_path), open_node=forever) as server:
-        assert loading.wait(20)
+        assert loading.wait(60)
         start = time.monotonic()
         server.frontend.stop()
         server.join()
@@ -139,7 +139,7 @@ def test_what_was_accepted_is_answered_and_the_node_is_closed(
     # On a machine that is busy with other things, the default ten seconds may pass between two steps.
     patient = configuration(small_repository, tmp_path, drain_s=60, request_timeout_ms=60_000)
     with running(patient) as server:
-        assert server.ready.wait(20)
+        assert server.ready.wait(60)
         state = server.frontend.state
         entry = state.entries["words.lookup"]
         slow, begun = Future(), threading.Event()
@@ -154,7 +154,7 @@ def test_what_was_accepted_is_answered_and_the_node_is_closed(
             target=lambda: answers.append(server.request("POST", PATH, BODY))
         )
         waiting.start()
-        assert begun.wait(20)
+        assert begun.wait(60)
         server.frontend.stop()
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:  # the data port takes no new connections
@@ -180,7 +180,7 @@ def test_a_request_that_outlasts_the_drain_does_not_keep_the_server(
     small_repository, tmp_path, monkeypatch
 ):
     with running(configuration(small_repository, tmp_path, drain_s=1)) as server:
-        assert server.ready.wait(20)
+        assert server.ready.wait(60)
         begun = threading.Event()
         entry = server.frontend.state.entries["words.lookup"]
         monkeypatch.setattr(entry.endpoint, "submit", lambda *_: begun.set() or Future())
@@ -190,7 +190,7 @@ def test_a_request_that_outlasts_the_drain_does_not_keep_the_server(
             target=lambda: answers.append(server.request("POST", PATH, BODY))
         )
         waiting.start()
-        assert begun.wait(20)
+        assert begun.wait(60)
         start = time.monotonic()
         server.frontend.stop()
         server.join()
@@ -229,7 +229,7 @@ def test_connections_that_do_not_go_on_are_closed(small_repository, tmp_path, mo
     monkeypatch.setattr(http_server, "SWEEP_S", 0.3)
     head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(BODY)}\r\n\r\n".encode()
     with running(configuration(small_repository, tmp_path)) as server:
-        assert server.ready.wait(20)
+        assert server.ready.wait(60)
         host, _, port = server.addresses.http.removeprefix("http://").rpartition(":")
         stalled = []
         for start in (b"", b"POST /v2", head):

@@ -142,7 +142,7 @@ def test_without_versions_what_came_meanwhile_stays(server, open_node, monkeypat
     monkeypatch.setattr(RedisTier, "promote", late)
     node = open_node({"addresses": [server.address], "layout": "hps"}, {"layout": "hps"})
     assert sources(node, [5, 6]) == [Source.ROCKSDB] * 2
-    assert promoted.wait(10)
+    assert promoted.wait(60)
     found = node.lookup("ctr", {"user": np.array([5, 6])}, want_source=True)
     assert found.sources["user"].tolist() == [Source.REDIS] * 2
     np.testing.assert_array_equal(found.vectors["user"], np.concatenate([newer, rows_of([6])]))

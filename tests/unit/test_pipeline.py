@@ -282,7 +282,7 @@ def test_a_failing_network_fails_its_request_alone(setup):
     with pytest.raises(DenseModelError):
         setup.pipeline.predict(request(3))
     with pytest.raises(DenseModelError):
-        setup.pipeline.submit(request(3, first=60)).result(5)
+        setup.pipeline.submit(request(3, first=60)).result(60)
     setup.network.error = None
     assert setup.pipeline.predict(request(3)).outputs
 
@@ -336,7 +336,7 @@ class Gate(MemoryTier):
         self.leave = threading.Event()
 
     def fetch(self, parts, ctx):
-        assert self.leave.wait(10)
+        assert self.leave.wait(60)
         self._inner.fetch(parts, ctx)
 
 
@@ -351,7 +351,7 @@ def test_a_slow_network_runs_on_a_worker(setup):
     for first in (1, 60):
         future = setup.pipeline.submit(request(3, first=first))
         assert isinstance(future, Future)
-        assert future.result(5).outputs["ctr"].shape == (3, 1)
+        assert future.result(60).outputs["ctr"].shape == (3, 1)
         assert setup.network.thread.startswith("hps-test")
 
 
@@ -363,7 +363,7 @@ def test_a_slow_store_leaves_the_caller(setup, quick):
     future = setup.pipeline.submit(request(3, first=60))
     assert not future.done()
     gate.leave.set()
-    assert future.result(5).outputs["ctr"][0, 0] == 60
+    assert future.result(60).outputs["ctr"][0, 0] == 60
     assert setup.network.thread.startswith("hps-test")
 
 
@@ -372,7 +372,7 @@ def test_errors_behind_the_store_reach_the_future(setup):
     for quick in (True, False):
         setup.network.quick = quick
         with pytest.raises(ZeroDivisionError):
-            setup.pipeline.submit(request(3, first=60)).result(5)
+            setup.pipeline.submit(request(3, first=60)).result(60)
 
 
 def test_a_deadline_that_passes_behind_the_store(setup):
@@ -382,7 +382,7 @@ def test_a_deadline_that_passes_behind_the_store(setup):
     time.sleep(0.06)
     gate.leave.set()
     with pytest.raises(DeadlineExceeded, match="before the dense model could run"):
-        future.result(5)
+        future.result(60)
     assert setup.network.runs == 0
 
 
@@ -399,8 +399,8 @@ def test_a_full_queue_behind_the_store_fails_the_future():
     gate.leave.set()
     # The first one's rows came while the second held the only place in the queue.
     with pytest.raises(Unavailable, match="overloaded"):
-        first.result(5)
-    assert second.result(5).outputs
+        first.result(60)
+    assert second.result(60).outputs
     workers.close()
 
 

@@ -26,19 +26,19 @@ def busy(workers):
 
     def work():
         begun.set()
-        leave.wait(10)
+        leave.wait(60)
 
     workers.submit(work)
-    assert begun.wait(5)
+    assert begun.wait(60)
     yield leave
     leave.set()
 
 
 def test_result_and_error_reach_the_future(workers):
-    assert workers.submit(lambda: 42).result(5) == 42
+    assert workers.submit(lambda: 42).result(60) == 42
     with pytest.raises(ZeroDivisionError):
-        workers.submit(lambda: 1 // 0).result(5)
-    assert workers.submit(lambda: "the thread lives on").result(5) == "the thread lives on"
+        workers.submit(lambda: 1 // 0).result(60)
+    assert workers.submit(lambda: "the thread lives on").result(60) == "the thread lives on"
 
 
 def test_a_full_queue_refuses_at_once(workers, busy):
@@ -51,7 +51,7 @@ def test_a_full_queue_refuses_at_once(workers, busy):
         workers.submit(lambda: 3)
     assert time.monotonic() - start < 1
     busy.set()
-    assert [future.result(5) for future in accepted] == [1, 2]
+    assert [future.result(60) for future in accepted] == [1, 2]
 
 
 def test_deadline_passed_in_the_queue(workers, busy):
@@ -60,7 +60,7 @@ def test_deadline_passed_in_the_queue(workers, busy):
     time.sleep(0.05)
     busy.set()
     with pytest.raises(DeadlineExceeded, match=r"waited \d+ ms for a thread"):
-        late.result(5)
+        late.result(60)
     assert not ran
 
 
@@ -70,7 +70,7 @@ def test_a_cancelled_job_is_not_run(workers, busy):
     assert future.cancel()
     after = workers.submit(lambda: ran.append(2))
     busy.set()
-    after.result(5)
+    after.result(60)
     assert ran == [2]
 
 
@@ -118,15 +118,15 @@ def test_no_more_threads_than_allowed_and_none_without_need():
     workers, gate = Workers(3, 100, name="few"), threading.Event()
     assert not named("few")
     for _ in range(5):
-        workers.submit(lambda: None).result(10)
+        workers.submit(lambda: None).result(60)
         while not workers._idle._value:  # until the thread waits for work again
             time.sleep(0.001)
     assert len(named("few")) == 1
     assert named("few")[0].daemon
-    calls = [workers.submit(lambda: gate.wait(10)) for _ in range(20)]
+    calls = [workers.submit(lambda: gate.wait(60)) for _ in range(20)]
     assert len(named("few")) == 3
     gate.set()
-    assert all(call.result(10) for call in calls)
+    assert all(call.result(60) for call in calls)
     workers.close()
     assert not named("few")
 
@@ -137,11 +137,11 @@ def test_the_queue_is_bounded_beside_many_callers():
 
     def call():
         try:
-            accepted.append(workers.submit(lambda: gate.wait(10)))
+            accepted.append(workers.submit(lambda: gate.wait(60)))
         except Unavailable:
             refused.append(1)
 
-    accepted.append(workers.submit(lambda: gate.wait(10)))
+    accepted.append(workers.submit(lambda: gate.wait(60)))
     while workers.waiting:
         time.sleep(0.001)
     callers = [threading.Thread(target=call) for _ in range(20)]
@@ -159,7 +159,7 @@ def test_close_runs_the_last_work_once_and_after_all_others():
     ended = threading.Event()
 
     def slow():
-        gate.wait(10)
+        gate.wait(60)
         order.append("slow")
 
     def last():
@@ -171,7 +171,7 @@ def test_close_runs_the_last_work_once_and_after_all_others():
     assert order == []
     workers.close(0.01, lambda: order.append("never"))
     gate.set()
-    assert ended.wait(10)
+    assert ended.wait(60)
     assert order == ["slow", "last"]
 
 
@@ -186,7 +186,7 @@ def test_close_without_any_thread_runs_the_last_work_in_place():
 
 def test_then_goes_on_with_the_result(workers):
     answer = then(workers.submit(lambda: 20), lambda n: workers.submit(lambda: n + 1))
-    assert answer.result(10) == 21
+    assert answer.result(60) == 21
     assert then(Done(1), lambda n: Done(n + 1)).done()
 
 
@@ -202,15 +202,15 @@ def test_then_hands_on_every_error(workers, fails):
         return workers.submit(lambda: step("second"))
 
     with pytest.raises(KeyError, match=fails):
-        then(workers.submit(lambda: step("first")), go_on).result(10)
+        then(workers.submit(lambda: step("first")), go_on).result(60)
 
 
 def test_then_starts_nothing_more_once_cancelled(workers):
     gate, started = threading.Event(), []
-    answer = then(workers.submit(lambda: gate.wait(10)), lambda _: started.append(1))
+    answer = then(workers.submit(lambda: gate.wait(60)), lambda _: started.append(1))
     assert answer.cancel()
     gate.set()
-    workers.submit(lambda: None).result(10)
+    workers.submit(lambda: None).result(60)
     assert started == []
 
 
@@ -232,7 +232,7 @@ def test_again_tries_until_it_is_done(quick, caplog):
         done.set()
 
     again = Again(work, "test")
-    assert done.wait(10)
+    assert done.wait(60)
     again.close()
     time.sleep(0.05)
     assert len(tries) == 4
@@ -247,7 +247,7 @@ def test_again_gives_up_on_a_fault_of_the_program(quick, caplog):
         raise KeyError("a bug")
 
     again = Again(work, "test")
-    again._thread.join(10)
+    again._thread.join(60)
     assert tries == [1]
     assert "a bug" in caplog.text
 

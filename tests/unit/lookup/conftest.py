@@ -36,7 +36,7 @@ class Store(MemoryTier):
         self.threads.add(threading.current_thread().name)
         if self.seconds:
             time.sleep(self.seconds)
-        assert self.leave.wait(10)
+        assert self.leave.wait(60)
         if self.error is not None:
             raise self.error
         super().fetch(parts, ctx)

@@ -64,7 +64,7 @@ class World:
                 rows = np.stack([row(self.table, key, version) for key in keys.tolist()])
                 self.store.insert(self.table, keys, rows, versions)
                 change = self.writer.update(self.table, keys, rows, versions)
-            change.result(10)
+            change.result(60)
             self.settled[keys] = versions
 
     def look(self, seed):
@@ -112,7 +112,7 @@ def test_never_a_wrong_row(policy, capacity):
     finally:
         world.stop.set()
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
         sys.setswitchinterval(interval)
         world.close()
     assert not world.faults[:3]

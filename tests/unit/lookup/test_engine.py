@@ -45,7 +45,7 @@ def test_the_store_is_asked_for_the_rest_on_a_worker(make_world):
     future = world.engine.submit(request(user=[1, 2, 3, 2, 3], want_source=True))
     assert not future.done()
     world.store.leave.set()
-    result = future.result(5)
+    result = future.result(60)
     user = world.tables["user"]
     expected = np.vstack(
         [world.row(user, [1, 2]), user.default, world.row(user, [2]), user.default]
@@ -187,7 +187,7 @@ def test_overload_refuses_only_what_would_wait(make_world):
         world.engine.submit(request(user=[4]))
     assert world.engine.submit(request(user=[1])).done()
     world.store.leave.set()
-    assert [future.result(5).defaulted for future in accepted] == [1, 1]
+    assert [future.result(60).defaulted for future in accepted] == [1, 1]
 
 
 def test_deadlines(make_world):
@@ -199,9 +199,9 @@ def test_deadlines(make_world):
     late = world.engine.submit(request(user=[2], deadline=time.monotonic() + 0.02))
     time.sleep(0.05)
     world.store.leave.set()
-    first.result(5)
+    first.result(60)
     with pytest.raises(DeadlineExceeded, match="waited"):
-        late.result(5)
+        late.result(60)
 
 
 def test_time_that_runs_out_in_the_store_is_no_default(make_world):
@@ -255,8 +255,8 @@ def test_a_lookup_that_waited_for_a_thread_asks_memory_again(make_world):
     time.sleep(0.02)
     world.put(world.cache, "item", [2])
     world.store.leave.set()
-    assert first.result(10).defaulted == 0
-    result = second.result(10)
+    assert first.result(60).defaulted == 0
+    result = second.result(60)
     assert result.sources["item"].tolist() == [Source.CPU, Source.ROCKSDB]
     rows = world.row(world.tables["item"], [2, 3])
     assert result.vectors["item"].tolist() == rows.tolist()
@@ -273,14 +273,14 @@ def test_a_large_request_in_memory_does_not_wait_behind_a_slow_store(make_world,
     world.put(world.store, "item", [500])
     world.store.leave.clear()
     slow = [engine.submit(request(item=[400 + i])) for i in range(4)]  # both threads, and a queue
-    large = engine.submit(request(item=list(range(20)))).result(10)
+    large = engine.submit(request(item=list(range(20)))).result(60)
     assert large.defaulted == 0
     assert not any(future.done() for future in slow)
     mixed = engine.submit(request(item=[*range(20), 500]))
     world.store.leave.set()
     rows = world.row(world.tables["item"], [*range(20), 500])
-    assert mixed.result(10).vectors["item"].tolist() == rows.tolist()
-    assert all(future.result(10).defaulted == 1 for future in slow)
+    assert mixed.result(60).vectors["item"].tolist() == rows.tolist()
+    assert all(future.result(60).defaulted == 1 for future in slow)
     memory.close()
 
 
@@ -293,15 +293,15 @@ def test_a_large_request_leaves_the_callers_thread(make_world, monkeypatch):
 
     def slow(parts, ctx):
         begun.set()
-        assert leave.wait(5)
+        assert leave.wait(60)
         fetch(parts, ctx)
 
     monkeypatch.setattr(world.cache, "fetch", slow)
     future = world.engine.submit(request(user=list(range(11))))
-    assert begun.wait(5)
+    assert begun.wait(60)
     assert not future.done()
     leave.set()
-    assert future.result(5).defaulted == 0
+    assert future.result(60).defaulted == 0
 
 
 # -- out -----------------------------------------------------------------------------------------

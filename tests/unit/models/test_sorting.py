@@ -186,5 +186,5 @@ class TestAhead:
         reader = ahead(items())
         next(reader)
         reader.close()
-        assert closed.wait(5)
+        assert closed.wait(60)
         assert "hps-ahead" not in [t.name for t in threading.enumerate()]

@@ -100,7 +100,7 @@ class GatedTier(MemoryTier):
         self.gate.set()
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
-        assert self.gate.wait(20)
+        assert self.gate.wait(60)
         super().fetch(parts, ctx)
 
 

@@ -325,7 +325,7 @@ class TestBulkLoad:
         def chunks():
             writer = threading.Thread(target=tier.insert, args=(users, KEYS, VECTORS, VERSIONS))
             writer.start()
-            writer.join(10)
+            writer.join(60)
             assert not writer.is_alive()
             yield tier.codes(items, np.array([1])), VECTORS[:1]
 

@@ -247,7 +247,7 @@ def test_while_a_store_fails_the_cache_keeps_what_the_store_has(house):
     assert "No space left" in str(ingestor.problem)
     assert house.rows(house.cache, [1]) == {1: 0.0}
     ingestor.close()
-    thread.join(10)
+    thread.join(60)
     assert given_up == ["closed while updates waited for rocksdb; they come again"]
     assert "commit" not in house.source.log
 
@@ -390,7 +390,7 @@ def test_the_thread_applies_until_it_is_closed_and_then_notes_positions(house):
 def test_paused_it_applies_nothing_and_stays_connected(house):
     thread = IngestThread(house.ingestor, house.source, "ingest")
     thread.start()
-    thread.pause().result(10)
+    thread.pause().result(60)
     house.source.batches = [batch(1, items=changes([(1, 1.0, 1)]))]
     house.source.log.clear()
     until(lambda: house.source.log.count("alive") > 1)
@@ -404,10 +404,10 @@ def test_what_is_called_runs_on_the_thread_and_its_errors_come_back(house):
     thread = IngestThread(house.ingestor, house.source, "ingest")
     thread.start()
     where = []
-    thread.call(lambda: where.append(threading.current_thread().name)).result(10)
+    thread.call(lambda: where.append(threading.current_thread().name)).result(60)
     assert where == ["ingest"]
     with pytest.raises(ZeroDivisionError):
-        thread.call(lambda: 1 / 0).result(10)  # type: ignore[arg-type,return-value]
+        thread.call(lambda: 1 / 0).result(60)  # type: ignore[arg-type,return-value]
     thread.close()
     assert thread.call(lambda: None).cancelled()
 

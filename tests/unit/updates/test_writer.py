@@ -30,7 +30,7 @@ class Store(MemoryTier):
 
     def fetch(self, parts, ctx):
         self.begun.set()
-        assert self.leave.wait(10)
+        assert self.leave.wait(60)
         self.reads.append(sum(len(part.keys) for part in parts))
         if self.error is not None:
             raise self.error
@@ -105,7 +105,7 @@ def test_reads_the_row_at_that_moment_not_when_it_was_queued(make):
     store.leave.clear()
     writer, cache, _ = make([store])
     writer.promote(TABLE, arrays(99))
-    assert store.begun.wait(5)
+    assert store.begun.wait(60)
     writer.promote(TABLE, arrays(1, 2))
     put(store, [1], 2.0, NOW + 1)
     store.delete(TABLE, arrays(2), np.array([NOW + 1], np.uint64))
@@ -214,7 +214,7 @@ def test_the_queue_is_bounded_and_promote_never_blocks(make):
     store.leave.clear()
     writer, cache, counts = make([store], queue_keys=10)
     writer.promote(TABLE, arrays(0))
-    assert store.begun.wait(5)
+    assert store.begun.wait(60)
     writer.promote(TABLE, arrays(*range(1, 7)))
     writer.promote(TABLE, arrays(*range(7, 14)))
     writer.promote(TABLE, arrays(15))
@@ -232,7 +232,7 @@ def test_keys_at_hand_are_waiting_until_they_are_done(make):
     store.leave.clear()
     writer, _cache, _counts = make([store])
     writer.promote(TABLE, arrays(*range(SLICE_KEYS + 10), 5, 5))
-    assert store.begun.wait(5)
+    assert store.begun.wait(60)
     assert writer.waiting_keys == SLICE_KEYS + 12
     store.leave.set()
     assert writer.flush(5)
@@ -245,7 +245,7 @@ def test_keys_queued_twice_are_read_once_and_in_slices(make):
     store.leave.clear()
     writer, _cache, counts = make([store])
     writer.promote(TABLE, arrays(0))
-    assert store.begun.wait(5)
+    assert store.begun.wait(60)
     for _ in range(3):
         writer.promote(TABLE, arrays(*range(3000)))
     store.leave.set()
@@ -307,11 +307,11 @@ def test_a_change_does_not_wait_for_the_promotions_before_it(make):
     store.leave.clear()
     writer, cache, _ = make([store], cache=Cache(CACHE))
     writer.promote(TABLE, arrays(*range(10 * SLICE_KEYS)))
-    assert store.begun.wait(5)
+    assert store.begun.wait(60)
     store.delete(TABLE, arrays(0, 9999), np.full(2, NOW, np.uint64))
     change = writer.delete(TABLE, arrays(0, 9999), np.full(2, NOW, np.uint64))
     store.leave.set()
-    change.result(5)
+    change.result(60)
     assert done.index("deleted") <= 1
     assert writer.flush(5)
     assert held(cache, 0, 9998, 9999) == [None, 1.0, None]
@@ -322,15 +322,15 @@ def test_changes_are_done_in_order_and_report_their_errors(make):
     writer, cache, _ = make([Store()])
     versions = np.array([NOW], np.uint64)
     rows = np.ones((1, 2), np.float32)
-    writer.insert(TABLE, arrays(1), rows, versions).result(5)
+    writer.insert(TABLE, arrays(1), rows, versions).result(60)
     assert held(cache, 1) == [1.0]
-    writer.update(TABLE, arrays(1), rows * 2, versions + np.uint64(1)).result(5)
-    writer.update(TABLE, arrays(2), rows * 2, versions).result(5)  # not resident
+    writer.update(TABLE, arrays(1), rows * 2, versions + np.uint64(1)).result(60)
+    writer.update(TABLE, arrays(2), rows * 2, versions).result(60)  # not resident
     assert held(cache, 1, 2) == [2.0, None]
-    writer.delete(TABLE, arrays(1), versions + np.uint64(2)).result(5)
+    writer.delete(TABLE, arrays(1), versions + np.uint64(2)).result(60)
     assert held(cache, 1) == [None]
     with pytest.raises(BadRequest, match=r"vectors"):
-        writer.insert(TABLE, arrays(1), rows[:, :1], versions).result(5)
+        writer.insert(TABLE, arrays(1), rows[:, :1], versions).result(60)
     assert writer.flush(5)
 
 
@@ -339,7 +339,7 @@ def test_close_drops_what_waits(make):
     store.leave.clear()
     writer, _cache, counts = make([store])
     writer.promote(TABLE, arrays(1))
-    assert store.begun.wait(5)
+    assert store.begun.wait(60)
     writer.promote(TABLE, arrays(2))
     change = writer.delete(TABLE, arrays(1), np.array([NOW], np.uint64))
     threading.Timer(0.05, store.leave.set).start()
@@ -378,11 +378,11 @@ def test_keys_from_outside_are_narrowed(make):
         return np.full(2, NOW + n, np.uint64)
 
     writer, cache, _ = make([store])
-    writer.insert(table, wide, rows(1.0), versions(0)).result(5)
+    writer.insert(table, wide, rows(1.0), versions(0)).result(60)
     assert first(cache) == [1.0, 1.0]
-    writer.update(table, wide, rows(2.0), versions(1)).result(5)
+    writer.update(table, wide, rows(2.0), versions(1)).result(60)
     assert first(cache) == [2.0, 2.0]
-    writer.delete(table, wide, versions(2)).result(5)
+    writer.delete(table, wide, versions(2)).result(60)
     assert first(cache) == [None, None]
     store.insert(table, narrow, rows(3.0), versions(3))
     writer.promote(table, wide)
