@@ -25,7 +25,13 @@ from hps.updates.kafka import KafkaSource
 from hps.updates.kafka_client import DeadLetterTopic
 from hps.updates.stream_places import Store
 from hps.updates.topics import Topics, native_topic
-from tests.support.kafka_brokers import fresh_broker, make_topic, shared_broker, unique
+from tests.support.kafka_brokers import (
+    SEES_NEW_TOPICS_SOON,
+    fresh_broker,
+    make_topic,
+    shared_broker,
+    unique,
+)
 from tests.support.waiting import until
 
 NOW_MS = int(time.time() * 1000)
@@ -35,19 +41,22 @@ class Reader:
     """One store fed from the topics of a model of its own."""
 
     def __init__(
-        self, broker, folder, model: str, *, group: str = "node", begin=None, since_s=None, **given
+        self, broker, folder, model: str, *, begin=None, since_s=None, options=None
     ) -> None:
         self.items = EmbeddingTable.make("items", 2, model=model)
         self.users = EmbeddingTable.make("users", 3, model=model)
         self.store = RocksDbTier(folder)
         self.store.open_tables([self.items, self.users])
         settings = KafkaSettings(
-            brokers=broker.address, models=[model], dead_letters=f"{model}_dead", **given
+            brokers=broker.address,
+            models=[model],
+            dead_letters=f"{model}_dead",
+            options={**SEES_NEW_TOPICS_SOON, **(options or {})},
         )
         topics = Topics([self.items, self.users], settings.takes)
         self.metrics = Metrics()
         begin = begin or (lambda t, p: self.ingestor.begin(t, p))
-        self.source = KafkaSource(settings, f"{group}.{model}", topics, begin, since_s)
+        self.source = KafkaSource(settings, f"node.{model}", topics, begin, since_s)
         self.ingestor = Ingestor(
             self.source,
             topics.tables,
@@ -88,7 +97,7 @@ def sending(broker):
     options = {"bootstrap.servers": broker.address, "enable.idempotence": True}
     producer = ck.Producer(options, logger=logging.getLogger("test.producer"))
     yield producer
-    assert producer.flush(20) == 0
+    assert producer.flush(60) == 0
 
 
 def native(
@@ -123,7 +132,7 @@ def test_both_formats_deletions_and_dead_letters(broker, model, tmp_path):
             rows = np.array([[1.0, 1.0], [2.0, 2.0]], np.float32)
             for message in encode_hps(np.array([1, 2]), rows):
                 producer.produce(hps_topic(model, "items"), message)
-            producer.flush(20)
+            producer.flush(60)
             producer.produce(topic, native(model, 7, 7.0, 1))
             producer.produce(topic, native(model, 8, 8.0, 1))
             producer.produce(topic, native(model, 7, np.nan, 2))
@@ -210,7 +219,7 @@ def test_a_broker_that_dies_and_returns_loses_nothing(model, tmp_path):
             broker.start()
             with sending(broker) as producer:
                 producer.produce(topic, native(model, 2, 2.0, 1))
-            until(lambda: reader.rows([2]) == [2.0], 60)
+            until(lambda: reader.rows([2]) == [2.0], 120)
     finally:
         broker.kill()
 

@@ -20,7 +20,7 @@ from services.frontend.auth import OpenGuard
 from services.frontend.http.app import admin_app
 from services.frontend.state import State
 from tests.integration.test_kafka import native, sending
-from tests.support.kafka_brokers import shared_broker, unique
+from tests.support.kafka_brokers import SEES_NEW_TOPICS_SOON, shared_broker, unique
 from tests.support.redis_servers import shared_server
 from tests.support.waiting import until
 
@@ -42,7 +42,13 @@ def settings(tmp_path, model):
     return {
         "models": {"repository": str(tmp_path / "models")},
         "tiers": {"rocksdb": {"path": str(tmp_path / "db")}, "cpu_cache": {"enabled": True}},
-        "updates": {"kafka": {"brokers": shared_broker().address, "group": "here"}},
+        "updates": {
+            "kafka": {
+                "brokers": shared_broker().address,
+                "group": "here",
+                "options": SEES_NEW_TOPICS_SOON,
+            }
+        },
     }
 
 
@@ -67,26 +73,23 @@ def test_what_is_served_changes_in_the_cache_and_the_store(settings, model):
     with hps.open(settings) as node:
         assert values(node, model, 5, 6, 7) == [(0.0, "cpu")] * 3
         send(model, (5, 5.0, 1), (6, np.nan, 1), (200, 2.0, 1))
-        until(lambda: values(node, model, 5)[0][0] == 5.0)
-        assert values(node, model, 5, 6, 7) == [(5.0, "cpu"), (-1.0, "default"), (0.0, "cpu")]
+        served = [(5.0, "cpu"), (-1.0, "default"), (0.0, "cpu")]
+        until(lambda: values(node, model, 5, 6, 7) == served)
         until(lambda: values(node, model, 200)[0][0] == 2.0)
         (stream,) = node.status()["updates"]
         assert stream["group"] == "hps.node.here"
         assert (stream["state"], stream["stores"]) == ("running", ["rocksdb"])
         until(lambda: node.streams.status()[0]["lag"] == 0)
-        text = node.metrics.render().decode()
-        assert (
-            f'hps_update_rows_total{{model="{model}",result="upserted",table="items"}} 2.0' in text
-        )
-        assert (
-            f'hps_update_rows_total{{model="{model}",result="deleted",table="items"}} 1.0' in text
-        )
-        for tier in ("rocksdb", "caches"):
-            assert (
-                f'hps_update_visible_seconds_count{{model="{model}",table="items",tier="{tier}"}} 3.0'
-                in text
-            )
-        assert f'hps_update_age_seconds{{model="{model}",table="items"}} 0.0' in text
+        of = f'model="{model}"'
+        wanted = [
+            f'hps_update_rows_total{{{of},result="upserted",table="items"}} 2.0',
+            f'hps_update_rows_total{{{of},result="deleted",table="items"}} 1.0',
+            f'hps_update_visible_seconds_count{{{of},table="items",tier="rocksdb"}} 3.0',
+            f'hps_update_visible_seconds_count{{{of},table="items",tier="caches"}} 3.0',
+            f'hps_update_age_seconds{{{of},table="items"}} 0.0',
+        ]
+        # A row is served a moment before it is counted.
+        until(lambda: set(wanted) <= set(node.metrics.render().decode().splitlines()))
     # What was streamed in is there after a restart, and older messages do not undo it.
     with hps.open(settings) as node:
         assert [value for value, _ in values(node, model, 5, 6, 200)] == [5.0, -1.0, 2.0]
@@ -114,9 +117,8 @@ def test_redis_is_written_once_for_all_nodes_and_every_cache_is_refreshed(
         "timeout_ms": 5000,
         "guard": {"deadline_ms": 5000},
     }
-    writing = {**settings["updates"]["kafka"], "write_shared": True}
-    other = {**settings, "updates": {"kafka": {**settings["updates"]["kafka"], "group": "there"}}}
-    with hps.open({**settings, "updates": {"kafka": writing}}) as one, hps.open(other) as two:
+    kafka = {**settings["updates"]["kafka"], "group": "there", "shared_writer": "ingest"}
+    with hps.open(settings) as one, hps.open({**settings, "updates": {"kafka": kafka}}) as two:
         assert [s["group"] for s in one.status()["updates"]] == ["hps.node.here", "hps.shared"]
         for node in (one, two):
             until(lambda node=node: values(node, model, 5) == [(0.0, "cpu")])
@@ -125,10 +127,10 @@ def test_redis_is_written_once_for_all_nodes_and_every_cache_is_refreshed(
         for node in (one, two):
             until(lambda node=node: values(node, model, 5) == [(5.0, "cpu")])
             until(lambda node=node: values(node, model, 6) == [(-1.0, "default")])
-    settings["tiers"]["cpu_cache"]["enabled"] = False
-    settings["updates"] = {}
-    with hps.open(settings) as node:
-        assert values(node, model, 5) == [(5.0, "redis")]
+        settings["tiers"]["cpu_cache"]["enabled"] = False
+        settings["updates"] = {}
+        with hps.open(settings) as third:
+            until(lambda: values(third, model, 5) == [(5.0, "redis")])
 
 
 def test_pause_resume_and_seek(settings, model):
@@ -157,11 +159,11 @@ def test_without_a_broker_a_node_starts_says_so_and_serves(settings, model):
     settings["updates"]["kafka"]["brokers"] = "127.0.0.1:9"
     begun = time.monotonic()
     with hps.open(settings) as node:
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 30
         assert values(node, model, 5) == [(0.0, "cpu")]
         until(lambda: "refused" in str(node.status()["updates"][0]["problem"]))
         begun = time.monotonic()
-    assert time.monotonic() - begun < 10, "and ends"
+    assert time.monotonic() - begun < 30, "and ends"
 
 
 def test_a_wrong_option_ends_the_start(settings):
@@ -234,8 +236,8 @@ def test_rows_out_of_a_folder(settings, model, tmp_path):
         hidden.rename(tmp_path / "in" / "one.hpsu")
         until(lambda: values(node, model, 5, 6) == [(5.0, "cpu"), (-1.0, "default")])
         until(lambda: (tmp_path / "in" / "applied" / "one.hpsu").exists())
-        (stream,) = node.status()["updates"]
-        assert (stream["group"], stream["lag"]) == ("directory", 0)
+        until(lambda: node.status()["updates"][0]["lag"] == 0)
+        assert node.status()["updates"][0]["group"] == "directory"
         with pytest.raises(NotFound, match="no partition 0"):
             node.streams.seek(str(tmp_path / "in"), 0, 0)
 

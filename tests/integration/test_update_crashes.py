@@ -70,7 +70,7 @@ def test_a_redis_that_comes_back_empty_is_filled_again(tmp_path, more):
             "redis": {"addresses": [server.address], "guard": {"deadline_ms": 5000}},
             "cpu_cache": {"enabled": False},
         },
-        "updates": {"kafka": {"brokers": broker.address, "group": model, "write_shared": True}},
+        "updates": {"kafka": {"brokers": broker.address, "group": model}},
     }
     try:
         with hps.open(settings) as node:
@@ -83,6 +83,6 @@ def test_a_redis_that_comes_back_empty_is_filled_again(tmp_path, more):
             server.restart()
             send(50, 50 + 10 * more)
             wanted = [float(i) if i < 50 + 10 * more else -1.0 for i in range(60)]
-            until(lambda: served() == wanted, 20)
+            until(lambda: served() == wanted)
     finally:
         server.kill()

@@ -74,7 +74,7 @@ class FedNode:
     def close(self) -> None:
         """Have it end in order."""
         if self._process is not None:
-            self._process.communicate(timeout=60)
+            self._process.communicate(timeout=120)
             self._process = None
 
 

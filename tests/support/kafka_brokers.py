@@ -15,6 +15,9 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from benchmarks.peers.kafka_broker import KAFKA, KafkaBroker
 
+SEES_NEW_TOPICS_SOON = {"topic.metadata.refresh.interval.ms": 300}
+"""Options of a consumer; by default it looks for new topics every ten seconds."""
+
 
 def need_kafka() -> None:
     """Skip the test without the broker's jars; fail where ``CI`` is set."""
@@ -62,4 +65,4 @@ def make_topic(broker: KafkaBroker, name: str, partitions: int = 1, **options: s
     config = {key.replace("_", "."): value for key, value in options.items()}
     admin = AdminClient({"bootstrap.servers": broker.address})
     topic = NewTopic(name, num_partitions=partitions, replication_factor=1, config=config)
-    admin.create_topics([topic])[name].result(20)
+    admin.create_topics([topic])[name].result(60)

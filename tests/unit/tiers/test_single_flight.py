@@ -13,6 +13,7 @@ from hps.tiers.flight import Flight
 from hps.tiers.memory import MemoryTier
 from hps.tiers.single_flight import SingleFlight
 from hps.types import EmbeddingTable, Source, version_now
+from tests.support.waiting import until
 
 TABLE, OTHER = EmbeddingTable.make("items", 2), EmbeddingTable.make("users", 2)
 NOW = version_now()
@@ -77,10 +78,7 @@ class Flights:
         if asks:
             assert self.store.inside.acquire(timeout=30)
         else:
-            until = time.monotonic() + 30
-            while self.waiting == waiting:
-                assert time.monotonic() < until
-                time.sleep(0.001)
+            until(lambda: self.waiting > waiting)
         return future
 
     @property
@@ -221,8 +219,7 @@ def test_an_answer_is_there_while_it_is_copied(flights, monkeypatch, in_time):
 
     def slow(tier, followed, ctx):
         followed.flight.landed.wait(30)
-        if not in_time:
-            followed.flight.until = followed.flight.begun
+        followed.flight.until = np.inf if in_time else followed.flight.begun
         copying.set()
         assert go_on.wait(30)
         return copy(tier, followed, ctx)
@@ -280,7 +277,7 @@ def test_only_missing_keys_are_shared_and_other_rows_stay(flights):
     part = Part.make(TABLE, np.array([1, 2, 3]), np.full((3, 2), -7, np.float32))
     part.missing = np.array([0, 2])
     second = flights.pool.submit(flights.run, [part], FetchContext())
-    time.sleep(0.05)
+    until(lambda: flights.waiting)
     flights.land()
     second.result(30)
     first.result(30)
@@ -325,7 +322,7 @@ def test_a_follower_waits_no_longer_than_its_deadline(flights):
     start = time.monotonic()
     second = flights.start(1, timeout=0.2, asks=False)
     assert rows(second) == ([None], ["store"])
-    assert 0.2 <= time.monotonic() - start < 5
+    assert 0.2 <= time.monotonic() - start < 20
     flights.land()
     assert rows(first) == ([1, 2], [])
 
@@ -337,7 +334,7 @@ def test_a_deadline_that_has_passed_does_not_wait(flights):
         flights.run, [Part.make(TABLE, np.array([1]))], FetchContext(time.monotonic() - 1)
     )
     assert rows(second) == ([None], ["store"])
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     flights.land()
     first.result(30)
 
