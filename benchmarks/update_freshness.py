@@ -150,7 +150,7 @@ def _settings(folder: Path, brokers: str, redis: str, rows: int) -> dict[str, An
             "redis": {"addresses": [redis]},
             "cpu_cache": {"enabled": True, "share": 0.5},
         },
-        "updates": {"kafka": {"brokers": brokers, "group": "bench", "write_shared": True}},
+        "updates": {"kafka": {"brokers": brokers, "group": "bench"}},
     }
 
 

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -25,11 +25,11 @@ from hps.metrics import Metrics
 from hps.models.tables import TableFiles
 from hps.native import COMPILED, dedup
 from hps.node import Node, ServedModel
-from hps.opening import OpenedModel, open_model, open_versions
+from hps.opening import OpenedModel, open_model, open_versions, watermarks_of
 from hps.pipeline import InferencePipeline
 from hps.storage import Stores, count_promotion
-from hps.streams import SHARED_GROUP, Streams, node_group
-from hps.tier_status import TierStatus
+from hps.streams import Streams, node_group
+from hps.tier_status import TierStatus, publish_tiers
 from hps.tiers.base import Tier
 from hps.tiers.capacity import plan_capacity
 from hps.tiers.chain import TierChain
@@ -146,7 +146,7 @@ class _Builder:
             self._metrics,
             [*caches, *stores.statuses],
             writer,
-            self._streams(),
+            Streams(self._tables, self._metrics, self._resources, watermarks_of(self._opened)),
             serving.lookups,
             (*warnings, *stores.warnings),
             lambda: stores.promotions_waiting,
@@ -154,15 +154,6 @@ class _Builder:
         self._publish(node, serving)
         self._read_updates(node.streams, writer)
         return node
-
-    def _streams(self) -> Streams:
-        watermarks = {
-            table: model.version.manifest.watermark
-            for model in self._opened
-            for table in model.tables.values()
-            if model.version.manifest is not None
-        }
-        return Streams(self._tables, self._metrics, self._resources, watermarks)
 
     def _read_updates(self, streams: Streams, writer: CacheWriter) -> None:
         """Last, when everything is filled: from here on the caches change."""
@@ -174,8 +165,8 @@ class _Builder:
         if kafka is not None:
             streams.read_kafka(kafka, node_group(kafka), self._stores.fed(shared=False), writer)
             shared = self._stores.fed(shared=True)
-            if kafka.write_shared and shared:
-                streams.read_kafka(kafka, SHARED_GROUP, shared, None)
+            if kafka.shared_writer == "nodes" and shared:
+                streams.read_kafka(kafka, kafka.shared_group, shared, None)
 
     def _lanes(self) -> Lanes:
         tiers = self._settings.tiers
@@ -321,8 +312,11 @@ class _Builder:
             m.MODEL_VERSION,
             lambda: [((model.name,), model.version) for model in node.models.values()],
         )
-        metrics.gauges(m.TABLE_ROWS, lambda: _rows(node))
-        metrics.gauges(m.TIER_FACT, lambda: _numeric_facts(node))
+        publish_tiers(
+            metrics,
+            node.tiers,
+            lambda: [table for model in node.models.values() for table in model.tables.values()],
+        )
 
 
 def _promote_to(caches: list[TierStatus], writer: CacheWriter) -> Promote:
@@ -341,20 +335,3 @@ def cache_memory(chosen: CpuCacheSettings) -> CacheMemory:
     if shared.name is not None:
         segments = Segments(shared.name, shared.folder, take_over=shared.take_over)
     return CacheMemory(segments, chosen.huge_pages, chosen.numa_node)
-
-
-def _numeric_facts(node: Node) -> Iterator[tuple[tuple[str, ...], float]]:
-    for entry in node.tiers:
-        for name, value in entry.facts().items():
-            if isinstance(value, int | float):
-                yield (entry.tier.info.name, name), float(value)
-
-
-def _rows(node: Node) -> Iterator[tuple[tuple[str, ...], float]]:
-    for entry in node.tiers:
-        tier = entry.tier.info.name
-        for model in node.models.values():
-            for table in model.tables.values():
-                rows = entry.known_rows(table)
-                if rows is not None:
-                    yield (tier, table.model, table.name), rows

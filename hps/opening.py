@@ -5,7 +5,7 @@ A broken configuration must end the process within seconds, so this comes before
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -46,17 +46,35 @@ def open_versions(configuration: Configuration) -> list[ModelVersion]:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenedModel:
-    """A model version, its lookup description and its network: everything checked but no row read."""
+class OpenedTables:
+    """A model version and its tables, as stores know them."""
 
     version: ModelVersion
     tables: dict[str, EmbeddingTable]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel(OpenedTables):
+    """With its lookup description and its network: everything checked but no row read."""
+
     lookup: LookupModel
     dense: DenseModel | None
 
     @property
     def spec(self) -> ModelSpec:
         return self.version.spec
+
+
+def watermarks_of(
+    opened: Iterable[OpenedTables],
+) -> dict[EmbeddingTable, Mapping[str, Mapping[str, int]]]:
+    """Of each table, what its files contain of the update streams (`Manifest.watermark`)."""
+    return {
+        table: model.version.manifest.watermark
+        for model in opened
+        for table in model.tables.values()
+        if model.version.manifest is not None
+    }
 
 
 def open_model(version: ModelVersion, settings: Settings, resources: ExitStack) -> OpenedModel:

@@ -23,10 +23,11 @@ from hps.metrics import Metrics
 from hps.models.loader import load_tables, version_of_rows
 from hps.models.preload import preload_tables
 from hps.models.tables import TableFiles
-from hps.opening import OpenedModel
+from hps.opening import OpenedTables
 from hps.tier_status import TierStatus
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.tiers.chain import TierChain
+from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.promoting import Promoting
 from hps.tiers.remembered import Remembered
 from hps.tiers.single_flight import SingleFlight
@@ -54,7 +55,7 @@ class Stores:
     def __init__(
         self,
         settings: Settings,
-        opened: Sequence[OpenedModel],
+        opened: Sequence[OpenedTables],
         metrics: Metrics,
         resources: ExitStack,
     ) -> None:
@@ -73,10 +74,11 @@ class Stores:
         self.statuses: list[TierStatus] = []
         self.warnings: list[str] = []
 
-    def open(self, progress: Progress) -> None:
-        """Raises ConfigError, ModelError or TierError; never because Redis is not there."""
+    def open(self, progress: Progress, *, shared_only: bool = False) -> None:
+        """``shared_only``: leave the node's own RocksDB alone, for a process that is no node. Raises
+        ConfigError, ModelError or TierError; never because Redis is not there."""
         tiers = self._settings.tiers
-        if tiers.rocksdb.enabled:
+        if tiers.rocksdb.enabled and not shared_only:
             self.statuses.append(self._open_rocksdb(tiers.rocksdb, progress))
         if tiers.redis is not None:
             self.statuses.insert(0, self._open_redis(tiers.redis, progress))
@@ -107,7 +109,9 @@ class Stores:
         """Those that update streams are written to: the node's own, or the shared ones."""
         if shared:
             redis = self._redis
-            return [Store("redis", redis, redis.layout == "native")] if redis else []
+            if redis is None:
+                return []
+            return [Store("redis", _Fed(redis, self._streamed_share), redis.layout == "native")]
         rocksdb = self._rocksdb
         if rocksdb is None or self._settings.tiers.rocksdb.access != "primary":
             return []
@@ -130,6 +134,23 @@ class Stores:
         if self._rocksdb is None or self._redis is not None:
             return None
         return version_of_rows(self._rocksdb, table, self._files[table])
+
+    @property
+    def _redis_share(self) -> float:
+        """The share of a table's rows that Redis is given from the start: all, where no node has another
+        store. Told by the settings, which are the same in a process without the nodes' RocksDB."""
+        tiers = self._settings.tiers
+        assert tiers.redis is not None
+        return tiers.redis.initial_cache_rate if tiers.rocksdb.enabled else 1.0
+
+    @property
+    def _streamed_share(self) -> float:
+        """The share of streamed rows that Redis is given. Where nodes put rows into it that only RocksDB
+        held, all: one that is passed over could be put there by a node that does not have it yet, as
+        it was before, and stay."""
+        redis = self._settings.tiers.redis
+        assert redis is not None
+        return 1.0 if redis.cache_missed_embeddings else self._redis_share
 
     # -- RocksDB -----------------------------------------------------------------------------------
 
@@ -172,9 +193,7 @@ class Stores:
 
         redis = self._redis = RedisTier(chosen)
         guarded = self._guarded(redis, chosen.guard, self._redis_threads(chosen))
-        self._load_redis(
-            redis, 1.0 if self._rocksdb is None else chosen.initial_cache_rate, progress
-        )
+        self._load_redis(redis, self._redis_share, progress)
         if self._rocksdb is not None and chosen.cache_missed_embeddings:
             self._into_redis = CacheWriter(
                 _Promoted(redis),
@@ -262,6 +281,20 @@ class _Promoted(Wrapper):
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
     ) -> None:
         self._redis.promote(table, keys, vectors, versions)
+
+
+class _Fed:
+    """Redis as update streams write to it: a `PositionedStore` that is given a ``share`` of the rows."""
+
+    def __init__(self, redis: RedisTier, share: float) -> None:
+        self._redis = redis
+        self._share = share
+        self.applied = redis.applied
+
+    def apply(
+        self, table: EmbeddingTable, changes: TableChanges, positions: Sequence[StreamPosition]
+    ) -> None:
+        self._redis.apply(table, changes, positions, share=self._share)
 
 
 def count_promotion(metrics: Metrics, tier: str, result: str, keys: int) -> None:

@@ -2,7 +2,8 @@
 
 There are two kinds of readers. The node's own reads everything and writes what is the node's own, RocksDB and
 the caches; its group has no other member. The shared one writes Redis, once for all nodes, so its group is
-the same everywhere; it runs in `hps ingest`, or in a node where `updates.kafka.write_shared` says so.
+the same everywhere: `updates.kafka.shared_writer` says whether nodes or `hps ingest` are its members, who
+share the partitions.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from hps.updates.stream_places import Store
 from hps.updates.topics import Topics
 from hps.updates.writer import CacheWriter
 
-SHARED_GROUP = "hps.shared"
 # A node without a store of its own: updates that others may not have written yet when its caches were
 # filled.
 _OVERLAP_S = 600.0

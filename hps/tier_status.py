@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hps import metric_names as m
 from hps.errors import TierError
+from hps.metrics import Metrics
 from hps.tiers.base import Tier
 from hps.tiers.cpu_reads import CacheReads
 from hps.types import EmbeddingTable
@@ -61,6 +63,30 @@ def describe_table(table: EmbeddingTable, tiers: Sequence[TierStatus]) -> dict[s
         "capacity_rows": each(lambda entry: entry.capacity(table)),
         "bytes": each(lambda entry: entry.size(table)),
     }
+
+
+def publish_tiers(
+    metrics: Metrics,
+    tiers: Sequence[TierStatus],
+    tables: Callable[[], Iterable[EmbeddingTable]],
+) -> None:
+    """Gauges of what each tier holds of each table and of the numbers it states, read when metrics are asked
+    for."""
+
+    def rows() -> Iterator[tuple[tuple[str, ...], float]]:
+        for entry in tiers:
+            for table in tables():
+                if (known := entry.known_rows(table)) is not None:
+                    yield (entry.tier.info.name, table.model, table.name), known
+
+    def facts() -> Iterator[tuple[tuple[str, ...], float]]:
+        for entry in tiers:
+            for name, value in entry.facts().items():
+                if isinstance(value, int | float):
+                    yield (entry.tier.info.name, name), float(value)
+
+    metrics.gauges(m.TABLE_ROWS, rows)
+    metrics.gauges(m.TIER_FACT, facts)
 
 
 def hot_keys(

@@ -111,9 +111,9 @@ def _show(report: dict[str, Any]) -> None:
             (
                 model["name"],
                 Number(model["version"]),
-                "scores" if model["dense"] else "vectors",
+                _answers(model),
                 count(len(model["tables"])),
-                count(len(model["features"])),
+                count(len(model.get("features", ()))),
             )
             for model in report["models"]
         ],
@@ -137,6 +137,12 @@ def _show(report: dict[str, Any]) -> None:
         )
     for warning in report.get("warnings", []):
         warn(warning)
+
+
+def _answers(model: dict[str, Any]) -> str:
+    if "features" not in model:
+        return "nothing: hps ingest"
+    return "scores" if model["dense"] else "vectors"
 
 
 def _show_tiers(report: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -37,8 +37,10 @@ class KafkaSettings(Strict):
     """Which models are updated: regular expressions, one of which must match a model's whole name."""
     group: str | None = Field(None, pattern=r"^[a-zA-Z0-9_.\-]{1,200}$")
     """Name of this node among the readers, the same after each restart; null: the host's name."""
-    write_shared: bool = False
-    """Write Redis from this process too; off: `hps ingest` does, once for all nodes."""
+    shared_writer: Literal["nodes", "ingest"] = "nodes"
+    """Who writes rows into Redis: the nodes that read it, or `hps ingest` alone; the same for all of them."""
+    shared_group: str = Field("hps.shared", pattern=r"^[a-zA-Z0-9_.\-]{1,200}$")
+    """Consumer group of those who write Redis; fleets with another Redis on the same Kafka need another."""
     dead_letters: str = Field("hps_dead_letters", pattern=r"^[a-zA-Z0-9_.\-]{1,249}$")
     """Topic of messages that cannot be taken, each with the reason."""
     max_message_bytes: int = Field(16 << 20, ge=1024, le=1 << 30)

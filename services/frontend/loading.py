@@ -6,11 +6,17 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from hps.errors import HpsError, Unavailable
-from hps.node import Node
 from hps.types import Progress
+
+
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+Closes = TypeVar("Closes", bound=_Closes)
 
 
 class LoadProgress:
@@ -57,15 +63,15 @@ class LoadProgress:
 
 
 async def open_in_background(
-    open_node: Callable[[], Node], stopping: asyncio.Event, patience_s: float
-) -> Node | None:
+    open_node: Callable[[], Closes], stopping: asyncio.Event, patience_s: float
+) -> Closes | None:
     """The node, opened on a daemon thread: one that cannot be stopped must not keep the process.
 
     None once ``stopping`` is set; a node that opens within ``patience_s`` all the same is closed. Raises
     what ``open_node`` raised.
     """
     loop = asyncio.get_running_loop()
-    opened: asyncio.Future[Node] = loop.create_future()
+    opened: asyncio.Future[Closes] = loop.create_future()
 
     def work() -> None:
         try:

@@ -1,30 +1,17 @@
-"""What the server knows at the moment: how far it is with starting, and which models answer.
-
-Written by the event loop (and once by the loading thread, before it hands over); read by all.
-"""
+"""What the front end knows at the moment: how far it is with starting, and which names answer."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import Any, Literal
 
-from hps.errors import NotFound, Unavailable
-from hps.metrics import Metrics
+from hps.errors import NotFound
 from hps.node import Node, ServedModel
 from services.frontend.endpoints import Endpoint
 from services.frontend.lookup_endpoint import LookupEndpoint
 from services.frontend.metadata import ModelInfo, lookup_info, ranking_info, tables_info
 from services.frontend.ranking_endpoint import RankingEndpoint
 from services.frontend.statistics import Statistics
-
-Phase = Literal["starting", "ready", "empty", "stopping"]
-
-_REASONS: dict[Phase, str] = {
-    "starting": "the server is loading its models; /v1/status on the admin port tells how far it is",
-    "empty": "the server has no model to serve; add one to the model repository and start it again",
-    "stopping": "the server is shutting down; ask another replica",
-}
+from services.server_state import ServerState
 
 
 class Entry:
@@ -40,17 +27,13 @@ class Entry:
         self.statistics = Statistics()
 
 
-class State:
+class State(ServerState[Node]):
     """The server's phase, its node and the names it answers to."""
 
     def __init__(self) -> None:
-        self.phase: Phase = "starting"
-        self.node: Node | None = None
-        self.metrics = Metrics()
+        super().__init__()
         self.entries: dict[str, Entry] = {}
-        self.loading: list[dict[str, Any]] = []
         self._watchers: list[Callable[[], None]] = []
-        self._started = time.monotonic()
 
     def serve(self, node: Node) -> None:
         """Answer for the node's models, as they are now, from now on; never ready without one. To be called
@@ -76,25 +59,6 @@ class State:
     def _kept(self, served: ServedModel) -> list[Entry]:
         return [entry for entry in self.entries.values() if entry.served is served]
 
-    def stop(self) -> None:
-        """Not ready any more; requests that are being answered go on."""
-        self.phase = "stopping"
-
-    @property
-    def ready(self) -> bool:
-        return self.phase == "ready"
-
-    @property
-    def reason(self) -> str:
-        """Why the server is not ready."""
-        return _REASONS.get(self.phase, "")
-
-    def require_node(self) -> Node:
-        """The node; ``Unavailable`` until it is there."""
-        if self.node is None:
-            raise Unavailable(self.reason)
-        return self.node
-
     def entry(self, name: str, version: str | None = None) -> Entry:
         """The entry for a name; ``NotFound`` for a name or version that is not served."""
         self.require_node()
@@ -107,14 +71,6 @@ class State:
                 f"{entry.version} is served"
             )
         return entry
-
-    def status(self) -> dict[str, Any]:
-        """``/v1/status``: the node's status, or how far loading is."""
-        status: dict[str, Any] = {"phase": self.phase, "ready": self.ready}
-        if self.node is not None:
-            return status | self.node.status()
-        uptime = round(time.monotonic() - self._started, 3)
-        return status | {"uptime_s": uptime, "loading": [dict(task) for task in self.loading]}
 
 
 def _entries(served: ServedModel) -> list[Entry]:

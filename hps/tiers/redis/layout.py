@@ -133,6 +133,12 @@ class TableLayout:
         hashed = partition_hash(self.table.narrow(keys))
         return (hashed % np.uint64(self.partitions)).astype(np.uint16)
 
+    def belong(self, keys: KeyArray, share: float) -> NDArray[np.bool_]:
+        """Which of the keys (n,) are among a ``share`` of all: told by their hash, so the same ones
+        every time and everywhere, spread evenly over the partitions."""
+        high = partition_hash(self.table.narrow(keys)) >> np.uint64(32)
+        return high < np.uint64(min(1.0, share) * 2**32)
+
     def shares(self, keys: KeyArray) -> list[Share]:
         """The batch by partition; empty ones left out, order kept."""
         order, ends = self._by_partition(keys)

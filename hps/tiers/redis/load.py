@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.errors import HpsError, Unavailable
-from hps.native import dedup, partition_hash
+from hps.native import dedup
 from hps.tiers.redis.client import RedisClient
 from hps.tiers.redis.tables import OpenTable
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
@@ -190,8 +190,7 @@ def _chosen(
     opened: OpenTable, keys: KeyArray, share: float, partitions: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Positions of the keys that belong to the share and to one of the partitions."""
-    high = partition_hash(opened.layout.table.narrow(keys)) >> np.uint64(32)
-    chosen = high < np.uint64(min(1.0, share) * 2**32)
+    chosen = opened.layout.belong(keys, share)
     if len(partitions) < opened.layout.partitions:
         chosen &= np.isin(opened.layout.partition_of(keys), partitions)
     return np.flatnonzero(chosen)

@@ -172,12 +172,18 @@ class RedisTier:
         self._writes.remove(table, keys)
 
     def apply(
-        self, table: EmbeddingTable, changes: TableChanges, positions: Sequence[StreamPosition]
+        self,
+        table: EmbeddingTable,
+        changes: TableChanges,
+        positions: Sequence[StreamPosition],
+        *,
+        share: float = 1.0,
     ) -> None:
-        """See `hps.tiers.positions.PositionedStore`."""
+        """See `hps.tiers.positions.PositionedStore`. Of keys that do not belong to the ``share``, which
+        are the same ones that `preload` leaves out, only those that are there are changed."""
         check_rows(table, changes.keys, changes.vectors, changes.versions)
         check_keys(table, changes.deleted, changes.deleted_versions)
-        self._writes.apply(table, changes, positions)
+        self._writes.apply(table, changes, positions, share)
 
     def applied(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
         """The lowest over all partitions of the table; None when one of them has none."""

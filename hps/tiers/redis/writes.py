@@ -81,22 +81,34 @@ class Writes:
         self._client.run(commands, read_replies, self._client.deadline())
 
     def apply(
-        self, table: EmbeddingTable, changes: TableChanges, positions: Sequence[StreamPosition]
+        self,
+        table: EmbeddingTable,
+        changes: TableChanges,
+        positions: Sequence[StreamPosition],
+        share: float = 1.0,
     ) -> None:
-        """See `hps.tiers.positions.PositionedStore`. Each partition notes the positions together with
-        the last of its rows, and after all others were acknowledged."""
+        """See `RedisTier.apply`. Each partition notes the positions together with the last of its rows,
+        and after all others were acknowledged."""
         opened = self._tables.writable(table, self._client.deadline())
-        layout = opened.layout
+        layout, rows_given = opened.layout, len(changes.keys)
         keys = np.concatenate([changes.keys, changes.deleted])
         versions = np.concatenate([changes.versions, changes.deleted_versions])
         at = newest_of_each(table.narrow(keys), versions)
         at = np.arange(len(keys)) if at is None else at
-        rows, dead = at[at < len(changes.keys)], at[at >= len(changes.keys)]
-        slices = list(_slices(layout, keys[rows], changes.vectors, versions, rows))
-        if layout.values.versioned:
-            slices += _slices(layout, keys[dead], None, versions, dead)
-        else:
-            self.remove(table, keys[dead])
+
+        def sliced(some: IndexArray) -> Iterator[Slice]:
+            rows, dead = some[some < rows_given], some[some >= rows_given]
+            yield from _slices(layout, keys[rows], changes.vectors, versions, rows)
+            if layout.values.versioned:
+                yield from _slices(layout, keys[dead], None, versions, dead)
+            else:
+                self.remove(table, keys[dead])
+
+        if share < 1:
+            belong = layout.belong(keys[at], share)
+            self._run_in_blocks(opened, list(sliced(at[~belong])), only="resident")
+            at = at[belong]
+        slices = list(sliced(at))
         last: dict[int, Slice] = {
             i: (i, keys[:0], np.empty(0, layout.values.record)) for i in range(layout.partitions)
         }
@@ -105,10 +117,15 @@ class Writes:
             if len(last[each[0]][1]):
                 early.append(last[each[0]])
             last[each[0]] = each
-        for start in range(0, len(early), _BLOCK // WRITE_SLICE):
-            self._run(opened, early[start : start + _BLOCK // WRITE_SLICE])
+        self._run_in_blocks(opened, early)
         self._run(opened, last.values(), positions=positions)
         self._upkeep.nudge()
+
+    def _run_in_blocks(
+        self, opened: OpenTable, slices: Sequence[Slice], only: Only | None = None
+    ) -> None:
+        for start in range(0, len(slices), _BLOCK // WRITE_SLICE):
+            self._run(opened, slices[start : start + _BLOCK // WRITE_SLICE], only=only)
 
     def _run(
         self,

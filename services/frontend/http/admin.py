@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
 from services.frontend.auth import Guard
 from services.frontend.http.api import Json, answers, needs
 from services.frontend.state import State
+from services.server_state import ServerState
 
 _MOST_HOT_KEYS = 1000
 
 
-def metrics_route(state: State) -> APIRouter:
+def metrics_route(state: ServerState[Any]) -> APIRouter:
     """``/metrics``, for scrapers, without a key."""
     router = APIRouter(tags=["admin"])
 
@@ -27,7 +30,7 @@ def metrics_route(state: State) -> APIRouter:
     return router
 
 
-def status_routes(state: State, guard: Guard) -> APIRouter:
+def status_routes(state: ServerState[Any], guard: Guard) -> APIRouter:
     """What the server holds and how it is doing; needs role admin."""
     router = APIRouter(tags=["admin"], dependencies=needs(guard, "admin"))
 
@@ -51,6 +54,13 @@ def status_routes(state: State, guard: Guard) -> APIRouter:
             for table in model["tables"]
         ]
         return Json({"tables": found})
+
+    return router
+
+
+def hot_keys_route(state: State, guard: Guard) -> APIRouter:
+    """What the caches hold; needs role admin."""
+    router = APIRouter(tags=["admin"], dependencies=needs(guard, "admin"))
 
     # Not `async`: a large cache is looked through, which runs on a thread then.
     @router.get("/v1/hotkeys", responses=answers("HotKeys", [400, 404, 503]))

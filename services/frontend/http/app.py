@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from hps import __version__
 from hps.config.server_settings import ServerSettings
 from services.frontend.auth import Guard
-from services.frontend.http.admin import metrics_route, status_routes
+from services.frontend.http.admin import hot_keys_route, metrics_route, status_routes
 from services.frontend.http.api import install_errors
 from services.frontend.http.asgi import App, Receive, Scope, Send
 from services.frontend.http.head import request_id
@@ -22,10 +22,8 @@ from services.frontend.http.rows import row_writes, rows_routes
 from services.frontend.http.updates import updates_routes
 from services.frontend.state import State
 
-_ABOUT = (
-    "Embedding lookup and ranking by the Open Inference Protocol. Every error is "
-    '`{"error": "<cause and mend>"}`.'
-)
+_ABOUT = "Embedding lookup and ranking by the Open Inference Protocol."
+_ERRORS = ' Every error is `{"error": "<cause and mend>"}`.'
 
 
 def data_app(state: State, settings: ServerSettings, guard: Guard) -> InferApp:
@@ -39,6 +37,7 @@ def admin_app(state: State, settings: ServerSettings, guard: Guard) -> InferApp:
     api = _api("hps admin", state, settings, guard)
     api.include_router(metrics_route(state))
     api.include_router(status_routes(state, guard))
+    api.include_router(hot_keys_route(state, guard))
     api.include_router(rows_routes(state, guard, settings.request_timeout_ms / 1e3))
     api.include_router(row_writes(state, guard))
     api.include_router(updates_routes(state, guard))
@@ -46,23 +45,32 @@ def admin_app(state: State, settings: ServerSettings, guard: Guard) -> InferApp:
 
 
 def _api(title: str, state: State, settings: ServerSettings, guard: Guard) -> FastAPI:
+    api = bare_api(title, _ABOUT, settings, guard)
+    api.include_router(health_routes(state))
+    api.include_router(model_routes(state, guard))
+    api.include_router(repository_routes(state, guard))
+    return api
+
+
+def bare_api(
+    title: str, about: str, settings: ServerSettings, guard: Guard, *, infers: bool = True
+) -> FastAPI:
+    """An application without routes, that answers errors in our shape and documents itself; ``infers``: the
+    documentation has the inference routes."""
     api = FastAPI(
         title=title,
         version=__version__,
-        description=_ABOUT,
+        description=about + _ERRORS,
         docs_url="/docs" if settings.docs else None,
         openapi_url="/openapi.json" if settings.docs else None,
         redoc_url=None,
         redirect_slashes=False,
     )
     install_errors(api)
-    api.include_router(health_routes(state))
-    api.include_router(model_routes(state, guard))
-    api.include_router(repository_routes(state, guard))
 
     @cache
     def openapi() -> dict[str, Any]:
-        return document(api, guard)
+        return document(api, guard, infers=infers)
 
     api.openapi = openapi  # type: ignore[method-assign]
     return api

@@ -1,9 +1,13 @@
-"""The shape of an ASGI application, and our one extension of it."""
+"""The shape of an ASGI application, of one that is a port's, and our one extension of it."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from services.frontend.http.head import Head
+    from services.frontend.http.infer import Inference
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -13,3 +17,35 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 # An extension, and the type of its one message: ``reply`` is a whole ``Reply``.
 WHOLE = "hps.response.whole"
 EXTENSIONS: dict[str, Any] = {WHOLE: {}}
+
+
+class Application(Protocol):
+    """What answers on a port. Beside ASGI's call it may `begin` requests that it knows by their heads; see
+    `services.frontend.http.infer.InferApp`, and `Plain`, which knows none."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    def known(self, request: bytes) -> Head | None: ...
+
+    def read(self, scope: Mapping[str, Any], body_size: int, text: bytes) -> Head | None: ...
+
+    def begin(self, head: Head, body: bytes) -> Inference: ...
+
+
+class Plain:
+    """``app`` as an `Application`."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+    def known(self, request: bytes) -> Head | None:
+        return None
+
+    def read(self, scope: Mapping[str, Any], body_size: int, text: bytes) -> Head | None:
+        return None
+
+    def begin(self, head: Head, body: bytes) -> Inference:
+        raise AssertionError("no head is known")

@@ -13,11 +13,10 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from services.frontend.http.asgi import EXTENSIONS
+from services.frontend.http.asgi import EXTENSIONS, Application
 from services.frontend.http.cycle import Cycle, go_on
 from services.frontend.http.errors import error_body, error_headers
 from services.frontend.http.head import Head
-from services.frontend.http.infer import InferApp
 from services.frontend.http.response import Reply
 
 # An idle keep-alive connection is closed after this time, and one whose client reads nothing of its
@@ -39,7 +38,7 @@ class Protocol(HttpToolsProtocol):
     read before, the parser does not see it at all.
     """
 
-    app: InferApp
+    app: Application
     _reads: Literal["nothing", "head", "body"] = "nothing"
     _receiving = False
     _begun: tuple[RequestResponseCycle, Any] | None = None

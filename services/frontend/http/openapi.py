@@ -248,15 +248,16 @@ def _infer(parameters: list[str]) -> dict[str, Any]:
     }
 
 
-def document(api: FastAPI, guard: Guard) -> dict[str, Any]:
-    """The whole document of one port."""
+def document(api: FastAPI, guard: Guard, *, infers: bool = True) -> dict[str, Any]:
+    """The whole document of one port; ``infers``: with the inference routes."""
     found = get_openapi(
         title=api.title, version=api.version, description=api.description, routes=api.routes
     )
     paths = found["paths"]
-    paths["/v2/models/{model}/infer"] = {"post": _infer(["model"])}
-    versioned = "/v2/models/{model}/versions/{version}/infer"
-    paths[versioned] = {"post": _infer(["model", "version"])}
+    if infers:
+        paths["/v2/models/{model}/infer"] = {"post": _infer(["model"])}
+        versioned = "/v2/models/{model}/versions/{version}/infer"
+        paths[versioned] = {"post": _infer(["model", "version"])}
     for path, operations in paths.items():
         for operation in operations.values():
             operation["responses"].pop("422", None)  # answered as 400

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -11,9 +13,10 @@ from services.frontend.auth import Guard
 from services.frontend.http.api import Json, answers, failure, json_body, needs
 from services.frontend.metadata import server_metadata
 from services.frontend.state import Entry, State
+from services.server_state import ServerState
 
 
-def health_routes(state: State) -> APIRouter:
+def health_routes(state: ServerState[Any]) -> APIRouter:
     """Alive, ready: for probes, without a key."""
     router = APIRouter(tags=["health"])
 

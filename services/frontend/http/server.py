@@ -12,8 +12,8 @@ from typing import Any
 import uvicorn
 
 from hps.errors import ConfigError
+from services.frontend.http.asgi import Application
 from services.frontend.http.connection import Protocol
-from services.frontend.http.infer import InferApp
 
 SWEEP_S = 10.0
 _BACKLOG = 2048
@@ -49,7 +49,7 @@ def listen(host: str, port: int, setting: str) -> socket.socket:
 class HttpServer(uvicorn.Server):
     """One port. Stopped by ``stop`` alone."""
 
-    def __init__(self, app: InferApp, sock: socket.socket, drain_s: float) -> None:
+    def __init__(self, app: Application, sock: socket.socket, drain_s: float) -> None:
         super().__init__(
             uvicorn.Config(
                 app,

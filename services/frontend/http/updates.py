@@ -14,15 +14,16 @@ from hps.errors import BadRequest
 from hps.streams import Streams
 from services.frontend.auth import Guard
 from services.frontend.http.api import Json, answers, json_body, needs, takes
-from services.frontend.state import State
+from services.server_state import ServerState
 
 
-def updates_routes(state: State, guard: Guard) -> APIRouter:
+def updates_routes(state: ServerState[Any], guard: Guard) -> APIRouter:
     """``/v1/updates``; needs role admin."""
     router = APIRouter(tags=["admin"], dependencies=needs(guard, "admin"))
 
     def streams() -> Streams:
-        return state.require_node().streams
+        found: Streams = state.require_node().streams
+        return found
 
     def told() -> Response:
         return Json({"updates": streams().status()})

@@ -1,0 +1,100 @@
+"""``hps ingest``: feed the stores that all nodes share, in this process, until it is told to stop."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hps.cli.output import Output, OutputFormat, print_json, say
+from hps.cli.serve import check_early
+from hps.cli.targets import SetOption
+
+app = typer.Typer(add_completion=False)
+
+EXAMPLES = """\b
+Examples:
+  hps ingest --config hps.yaml
+  hps ingest --config hps.yaml --set server.admin.port=8003     beside a node
+  hps updates status --admin http://127.0.0.1:8003
+"""
+
+
+@app.command(epilog=EXAMPLES, context_settings={"allow_extra_args": True})
+def ingest(
+    ctx: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", metavar="FILE", help="The nodes' own: YAML, or a ps.json."),
+    ] = None,
+    overrides: SetOption = None,
+    output: Output = OutputFormat.table,
+) -> None:
+    """Write streamed rows into Redis for all nodes, until SIGTERM or Ctrl-C.
+
+    It takes the configuration of the nodes: tiers.redis, updates.kafka with shared_writer: ingest,
+    and the model repository, for the tables' shapes. With shared_writer: nodes (the default) the
+    nodes write Redis themselves, and this process is not needed.
+
+    It serves no lookups and has no RocksDB or cache. Only the admin port is opened: health, metrics,
+    /v1/status, /v1/updates. Start as many as you like, on any machine: they share the topics'
+    partitions, and when one ends, the others take over its share where Redis was left; no row is
+    lost or undone. Nodes go on refreshing their own RocksDB and caches from the stream.
+
+    On SIGTERM the batch at hand is finished and positions are noted; exit code 0. A broken
+    configuration or model ends it with exit code 2. With --output json one line of JSON is printed
+    when it is ready.
+    """
+    from hps.config import load_config
+    from hps.errors import ConfigError
+    from hps.ingest import check_role
+
+    if ctx.args:
+        raise ConfigError(f"the configuration file is an option: hps ingest --config {ctx.args[0]}")
+    started = time.monotonic()
+    configuration = load_config(config, overrides or ())
+    kafka = check_role(configuration.settings)
+    check_early(configuration)
+
+    # Imported late: the common mistakes are told before a server's worth of packages is loaded.
+    from hps.cli.progress import ConsoleProgress
+    from services.frontend import logs
+    from services.ingest.main import IngestServer
+
+    logs.setup(configuration.settings.server.log_level)
+    server = IngestServer(configuration, ConsoleProgress())
+
+    def ready(admin: str) -> None:
+        status = server.state.status()
+        report = {
+            "version": status["version"],
+            "endpoints": {"admin": admin},
+            "group": kafka.shared_group,
+            "brokers": kafka.brokers,
+            "stores": [tier["name"] for tier in status["tiers"]],
+            "models": [model["name"] for model in status["models"]],
+            "warnings": status["warnings"],
+            "seconds": round(time.monotonic() - started, 3),
+        }
+        # A closed standard output is no reason to stop.
+        with suppress(OSError):
+            print_json(report) if output is OutputFormat.json else show(report)
+
+    server.run(ready)
+
+
+def show(report: dict[str, Any]) -> None:
+    facts = [
+        ("reads", f"Kafka at {report['brokers']}, group {report['group']}"),
+        ("feeds", f"{', '.join(report['stores'])}: {', '.join(report['models'])}"),
+        ("admin", f"{report['endpoints']['admin']}  (/docs, /metrics, /v1/updates)"),
+    ]
+    if report["warnings"]:
+        facts.append(("warnings", f"{len(report['warnings'])}, logged above"))
+    for name, value in facts:
+        say(f"{name:9} {value}")
+    say()
+    say(f"hps {report['version']} is ready after {report['seconds']:.1f} s.", style="bold green")

@@ -1,0 +1,50 @@
+"""The process that feeds the stores which all nodes share: an admin port, and a reader of the streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from hps.config import Configuration
+from hps.config.auth import load_api_keys
+from hps.config.server_settings import AdminSettings, HttpSettings
+from hps.ingest import Ingest, open_ingest
+from hps.types import Progress
+from services.frontend.auth import guard
+from services.frontend.http.asgi import Application
+from services.frontend.logs import fields, log
+from services.ingest.app import ingest_app
+from services.process import Process
+from services.server_state import ServerState
+
+OnAdmin = Callable[[str], None]
+"""Told the admin port's base URL."""
+
+
+class IngestServer(Process[Ingest]):
+    """One such process. ``run`` blocks; ``stop`` ends it from any thread: the batch at hand is finished, and
+    how far the stores are is noted."""
+
+    def __init__(self, configuration: Configuration, progress: Progress | None = None) -> None:
+        self.state: ServerState[Ingest] = ServerState()
+        super().__init__(configuration, self.state, progress)
+        self._guard = guard(load_api_keys(configuration.settings.auth))
+
+    def run(self, on_ready: OnAdmin | None = None) -> None:
+        """Feed the stores until SIGTERM or SIGINT. ``on_ready`` is called on a thread of its own when the
+        reader has been started. Raises ``ConfigError`` or ``ModelError``."""
+        self._run(None if on_ready is None else lambda urls: on_ready(urls["admin"]), None)
+
+    def _ports(self) -> Mapping[str, HttpSettings | AdminSettings]:
+        return {"admin": self._settings.admin}
+
+    def _app(self, port: str) -> Application:
+        return ingest_app(self.state, self._settings, self._guard)
+
+    def _open(self, progress: Progress) -> Ingest:
+        return open_ingest(self._configuration, progress)
+
+    def _opened(self, node: Ingest) -> None:
+        super()._opened(node)
+        for stream in node.streams.status():
+            stores = ",".join(stream["stores"])
+            log.info("feeding %s", fields(stores=stores, group=stream["group"]))

@@ -1,0 +1,154 @@
+"""A server process: its ports on one event loop, what it serves opened on a thread, an orderly end.
+
+The ports open first, so that probes and clients are told "loading" instead of being refused. SIGTERM: not
+ready any more, no new connections, what was accepted is answered, then what was opened is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import socket
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Generic
+
+import uvloop
+
+from hps.config import Configuration
+from hps.config.auth import check_exposure
+from hps.config.server_settings import AdminSettings, HttpSettings
+from hps.errors import ConfigError
+from hps.types import NoProgress, Progress
+from services.frontend.http.asgi import Application
+from services.frontend.http.server import HttpServer, listen
+from services.frontend.loading import LoadProgress, open_in_background
+from services.frontend.logs import fields, log
+from services.server_state import Node, ServerState
+
+Urls = Mapping[str, str]
+"""Where a running server listens: base URLs by the port's name."""
+OnUrls = Callable[[Urls], None]
+
+
+class Process(ABC, Generic[Node]):
+    """One server. ``run`` blocks; ``stop`` ends it from any thread."""
+
+    def __init__(
+        self, configuration: Configuration, state: ServerState[Node], progress: Progress | None
+    ) -> None:
+        settings = configuration.settings
+        check_exposure(settings)
+        self._configuration = configuration
+        self._settings = settings.server
+        self._state = state
+        self._progress = LoadProgress(state.loading, progress or NoProgress())
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = asyncio.Event()
+        self._servers: dict[str, HttpServer] = {}
+        self._owns_process = False
+
+    @abstractmethod
+    def _ports(self) -> Mapping[str, HttpSettings | AdminSettings]:
+        """Where to listen, by the setting's name below ``server``; they close in this order."""
+
+    @abstractmethod
+    def _app(self, port: str) -> Application:
+        """What answers on a port."""
+
+    @abstractmethod
+    def _open(self, progress: Progress) -> Node:
+        """Called on a thread."""
+
+    def _opened(self, node: Node) -> None:
+        """Called on the event loop when ``node`` is there."""
+        self._state.serve(node)
+        for warning in node.warnings:
+            log.warning("configuration %s", fields(warning=warning))
+
+    def _run(self, on_ready: OnUrls | None, on_listening: OnUrls | None) -> None:
+        """Serve until stopped; both are called on a thread of their own, so they may ask the server."""
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._serve(on_ready, on_listening))
+
+    def stop(self) -> None:
+        """Begin the orderly end; thread-safe, returns at once. The second call drops what is open."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        if self._stopping.is_set():
+            for server in self._servers.values():
+                server.stop(at_once=True)
+            return
+        log.info("stopping %s", fields(drain_s=self._settings.drain_s))
+        self._state.stop()
+        self._progress.cancel()
+        self._stopping.set()
+
+    async def _serve(self, on_ready: OnUrls | None, on_listening: OnUrls | None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._owns_process = threading.current_thread() is threading.main_thread()
+        if self._owns_process:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._loop.add_signal_handler(number, self._stop)
+        self._listen()
+        urls = {name: server.url for name, server in self._servers.items()}
+        servers = list(self._servers.values())
+        tasks = [asyncio.create_task(server.serve()) for server in servers]
+        try:
+            for server, task in zip(servers, tasks, strict=True):
+                while not server.started and not task.done():
+                    await asyncio.sleep(0.005)
+                # A server that ends by itself takes the process along instead of half of it.
+                task.add_done_callback(lambda _: self._stopping.set())
+            log.info("listening %s", fields(**urls))
+            await _call(on_listening, urls)
+            await self._load()
+            if not self._stopping.is_set():
+                await _call(on_ready, urls)
+            await self._stopping.wait()
+        finally:
+            await self._end(tasks)
+
+    async def _end(self, tasks: list[asyncio.Task[None]]) -> None:
+        self._state.stop()
+        for server, task in zip(self._servers.values(), tasks, strict=True):
+            server.stop()  # the data port first: probes on the admin port see it end
+            await task
+        if self._state.node is not None:
+            await asyncio.to_thread(self._state.node.close)
+        log.info("stopped")
+
+    def _listen(self) -> None:
+        sockets: dict[str, socket.socket] = {}
+        try:
+            for name, at in self._ports().items():
+                sockets[name] = listen(at.host, at.port, f"server.{name}")
+        except ConfigError:
+            for each in sockets.values():
+                each.close()
+            raise
+        for name, each in sockets.items():
+            self._servers[name] = HttpServer(self._app(name), each, self._settings.drain_s)
+
+    async def _load(self) -> None:
+        node = await open_in_background(
+            lambda: self._open(self._progress), self._stopping, max(1.0, self._settings.drain_s)
+        )
+        if node is None:
+            return
+        self._opened(node)
+        if self._owns_process:
+            # What is loaded lives as long as the process; the collector need not walk it again.
+            gc.collect()
+            gc.freeze()
+        if not self._state.ready:
+            log.error("not ready %s", fields(reason=self._state.reason))
+
+
+async def _call(callback: Callable[[Urls], Any] | None, urls: Urls) -> None:
+    if callback is not None:
+        await asyncio.to_thread(callback, urls)

@@ -1,0 +1,86 @@
+"""What a server process knows at the moment: how far it is with starting, and what it has opened.
+
+Written by the event loop (and once by the loading thread, before it hands over); read by all.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+from hps.errors import Unavailable
+from hps.metrics import Metrics
+from hps.streams import Streams
+
+Phase = Literal["starting", "ready", "empty", "stopping"]
+
+_REASONS: dict[Phase, str] = {
+    "starting": "the server is loading its models; /v1/status on the admin port tells how far it is",
+    "empty": "the server has no model to serve; add one to the model repository and start it again",
+    "stopping": "the server is shutting down; ask another replica",
+}
+
+
+class Opened(Protocol):
+    """What a server runs: `hps.node.Node` or `hps.ingest.Ingest`."""
+
+    @property
+    def metrics(self) -> Metrics: ...
+
+    @property
+    def streams(self) -> Streams: ...
+
+    @property
+    def warnings(self) -> tuple[str, ...]: ...
+
+    def status(self) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
+Node = TypeVar("Node", bound=Opened)
+
+
+class ServerState(Generic[Node]):
+    """The server's phase and its node, or what stands in a node's place."""
+
+    def __init__(self) -> None:
+        self.phase: Phase = "starting"
+        self.node: Node | None = None
+        self.metrics = Metrics()
+        self.loading: list[dict[str, Any]] = []
+        self._started = time.monotonic()
+
+    def serve(self, node: Node) -> None:
+        """Answer for ``node`` from now on."""
+        self.metrics = node.metrics
+        self.node = node
+        if self.phase != "stopping":
+            self.phase = "ready"
+
+    def stop(self) -> None:
+        """Not ready any more; requests that are being answered go on."""
+        self.phase = "stopping"
+
+    @property
+    def ready(self) -> bool:
+        return self.phase == "ready"
+
+    @property
+    def reason(self) -> str:
+        """Why the server is not ready."""
+        return _REASONS.get(self.phase, "")
+
+    def require_node(self) -> Node:
+        """The node; ``Unavailable`` until it is there."""
+        if self.node is None:
+            raise Unavailable(self.reason)
+        return self.node
+
+    def status(self) -> dict[str, Any]:
+        """``/v1/status``: the node's status, or how far loading is."""
+        status: dict[str, Any] = {"phase": self.phase, "ready": self.ready}
+        if self.node is not None:
+            return status | self.node.status()
+        uptime = round(time.monotonic() - self._started, 3)
+        return status | {"uptime_s": uptime, "loading": [dict(task) for task in self.loading]}
