@@ -10,23 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.cuda.prepared import FixedRows
-from hps.dense.lanes import DeviceLanes, Form, Lane, address
-from hps.lookup.at_once import Patience, signature_of
+from hps.dense.lanes import DeviceLanes, Form, Lane
+from hps.lookup.at_once import signature_of
 from hps.lookup.base import Feature
 from hps.lookup.checks import check_keys, check_sizes
+from hps.lookup.completed import Bags, Below, CompletedFetch, prepared_pooling
 from hps.lookup.on_device import DeviceLookup, DeviceResult
+from hps.lookup.patience import Patience
 from hps.meters import LookupMeter, TierMeter
-from hps.tiers.base import FetchContext, Part, Tier
-from hps.types import (
-    EmbeddingTable,
-    JaggedKeys,
-    LookupRequest,
-    LookupResult,
-    PredictRequest,
-    Source,
-    oldest_tombstone,
-)
+from hps.types import JaggedKeys, LookupRequest, LookupResult, PredictRequest, Source
 
 _KEPT = 32
 Arrays = dict[str, NDArray[Any]]
@@ -34,30 +26,17 @@ Arrays = dict[str, NDArray[Any]]
 
 @dataclass(slots=True)
 class _Alike:
-    """What predictions with the same numbers of keys have in common on a lane: the features, the network,
-    where each feature's vectors go and what must then be widened or repeated; `pooled` and `fetched` once
-    they were needed."""
+    """What predictions with the same numbers of keys have in common on a lane: the features' keys and where
+    their vectors go, the network, what must then be widened or repeated; `pooled` and `fetched` once they
+    were needed."""
 
-    features: list[Feature]
-    counts: list[tuple[EmbeddingTable, int, int]]
+    bags: list[Bags]
     form: Form
-    outs: dict[str, Any]
     assigned: list[tuple[Any, Any]]
     observe: Callable[[float], None]
     finished: Callable[[float], None]
-    hotness: list[int]
     pooled: Any = None
-    fetched: _Fetched | None = None
-
-
-@dataclass(slots=True)
-class _Fetched:
-    """A prepared fetch, the pooling of its rows, where its sources come down to, and each table's first."""
-
-    fetch: Any
-    rows: Any
-    codes: NDArray[np.uint8]
-    starts: NDArray[np.int64]
+    fetched: CompletedFetch | None = None
 
 
 class DevicePath:
@@ -67,14 +46,13 @@ class DevicePath:
         self,
         lookup: DeviceLookup,
         cache: Any,
-        below: Tier | None,
+        below: Below,
         lanes: DeviceLanes,
         feeds: Sequence[tuple[Feature, str]],
         observe: TierMeter,
         meter: LookupMeter,
     ) -> None:
-        """``feeds``: each feature and the network's input that takes its vectors; ``below``: what may be
-        asked for rows that ``cache`` lacks, without waiting."""
+        """``feeds``: each feature and the network's input that takes its vectors."""
         self.lookup = lookup
         self._cache = cache
         self._space = cache.space
@@ -130,16 +108,8 @@ class DevicePath:
         started = time.perf_counter()
         pooled = alike.pooled
         if pooled is None:
-            pooled = alike.pooled = self._cache.prepare(
-                [
-                    (f.table, n, hotness, f.pooling == "mean", alike.outs[f.name])
-                    for f, (_, n, _), hotness in zip(
-                        alike.features, alike.counts, alike.hotness, strict=True
-                    )
-                ]
-            )
-        for feature, there in zip(alike.features, pooled.keys, strict=True):
-            there[:] = feature.shift(features[feature.name].keys)
+            pooled = alike.pooled = prepared_pooling(self._cache, alike.bags)
+        _fill(alike.bags, features, pooled.keys)
         pooled.launch(lane.stream)
         self._assign(lane, alike.assigned)
         # Whether a row was missing is known only later. Until then the network is under way.
@@ -158,64 +128,17 @@ class DevicePath:
         self, lane: Lane, alike: _Alike, request: PredictRequest, inputs: Arrays
     ) -> tuple[Arrays, LookupResult] | None:
         """Fetch the rows, those that are missing from ``below``, and pool them; None when that lacks some."""
-        started = time.perf_counter()
         fetched = alike.fetched
         if fetched is None:
-            fetched = alike.fetched = self._prepare_fetch(alike)
-        fetch, now = fetched.fetch, time.time()
-        for feature, there in zip(alike.features, fetch.keys, strict=True):
-            there[:] = feature.shift(request.features[feature.name].keys)
-        fetch.launch(lane.stream, [oldest_tombstone(f.table, now) for f in alike.features])
-        lane.stream.synchronize()
-        misses = fetch.misses()
-        seconds = time.perf_counter() - started
-        if not self._complete(lane, alike, fetch, misses, request.deadline):
+            given = self._cache, self._below, alike.bags, self._observe, self._meter
+            fetched = alike.fetched = CompletedFetch(*given)
+        _fill(alike.bags, request.features, fetched.keys)
+        if not fetched.run(lane.stream, request.deadline):
             return None
-        fetched.rows.launch(lane.stream)
         self._assign(lane, alike.assigned)
         alike.form.start(inputs)
-        codes, block = fetched.codes, fetch.sources_block
-        self._space.copy(address(codes), address(block), len(codes), lane.stream)
         outputs = alike.form.finish()
-        self._observe(
-            [(t, n, n - len(left)) for (t, n, _), left in zip(alike.counts, misses, strict=True)],
-            seconds,
-        )
-        return outputs, self._count(alike, fetched, time.perf_counter() - started)
-
-    def _complete(
-        self,
-        lane: Lane,
-        alike: _Alike,
-        fetch: Any,
-        misses: Sequence[NDArray[np.int64]],
-        deadline: float | None,
-    ) -> bool:
-        parts = [
-            Part(f.table, fetch.keys[i], fetch.rows[i], fetch.versions[i], fetch.sources[i], left)
-            for i, (f, left) in enumerate(zip(alike.features, misses, strict=True))
-            if len(left)
-        ]
-        if not parts:
-            return True
-        if self._below is None:
-            return False
-        self._below.fetch(parts, FetchContext(deadline, lane.stream))
-        return not any(len(part.missing) for part in parts)
-
-    def _count(self, alike: _Alike, fetched: _Fetched, seconds: float) -> LookupResult:
-        """Tell where the rows came from; what was answered with a default was deleted."""
-        answers = []
-        for code in np.flatnonzero(np.bincount(fetched.codes)).tolist():
-            per_table = np.add.reduceat(fetched.codes == code, fetched.starts, dtype=np.int64)
-            answers += [
-                (feature.table, code, n)
-                for feature, n in zip(alike.features, per_table.tolist(), strict=True)
-                if n
-            ]
-        self._meter.counted(answers, seconds)
-        defaulted = len(fetched.codes) - int(np.count_nonzero(fetched.codes))
-        return LookupResult({}, defaulted=defaulted)
+        return outputs, LookupResult({}, defaulted=fetched.finish())
 
     def _assign(self, lane: Lane, assigned: Sequence[tuple[Any, Any]]) -> None:
         for to, source in assigned:
@@ -244,37 +167,19 @@ class DevicePath:
         outs, assigned = self._outs(lane, form, shapes)
         codes = [(table, bytes([Source.GPU]) * n) for table, n, _ in counts]
         alike = _Alike(
-            [feature for feature, _ in self._feeds],
-            counts,
+            [
+                Bags(feature, n, n // shapes[feature.name][0], outs[feature.name])
+                for (feature, _), (_, n, _) in zip(self._feeds, counts, strict=True)
+            ],
             form,
-            outs,
             assigned,
             self._observe.alike(counts),
             self._meter.finished_alike(codes),
-            [n // shapes[f.name][0] for (f, _), (_, n, _) in zip(self._feeds, counts, strict=True)],
         )
         if len(lane.kept) >= _KEPT:
             lane.kept.clear()
         lane.kept[key] = alike
         return alike
-
-    def _prepare_fetch(self, alike: _Alike) -> _Fetched:
-        fetch = self._cache.prepare_fetch([(table, n) for table, n, _ in alike.counts])
-        asks = [
-            FixedRows(
-                fetch.rows[i],
-                fetch.sources[i],
-                self._space.upload(feature.table.default),
-                alike.hotness[i],
-                feature.pooling == "mean",
-                alike.outs[feature.name],
-            )
-            for i, feature in enumerate(alike.features)
-        ]
-        sizes = [n for _, n, _ in alike.counts]
-        starts = np.cumsum([0, *sizes[:-1]])
-        codes = self._space.pinned(sum(sizes))
-        return _Fetched(fetch, self._cache.prepare_rows(asks), codes, starts)
 
     def _outs(
         self, lane: Lane, form: Form, shapes: Mapping[str, tuple[int, ...]]
@@ -291,3 +196,11 @@ class DevicePath:
             own = outs[feature.name] = self._space.empty(shape, dtype, lane.stream)
             assigned.append((feed, own.reshape(-1, *feed.shape[1:])))
         return outs, assigned
+
+
+def _fill(
+    bags: Sequence[Bags], features: Mapping[str, JaggedKeys], there: Sequence[NDArray[np.int64]]
+) -> None:
+    """The tables' keys for ``features`` into pinned memory."""
+    for each, keys in zip(bags, there, strict=True):
+        keys[:] = each.feature.shift(features[each.feature.name].keys)

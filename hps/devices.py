@@ -21,6 +21,7 @@ from hps.dense.lanes import DeviceLanes
 from hps.dense.onnx import OnnxModel
 from hps.device_path import DevicePath
 from hps.errors import ConfigError
+from hps.lookup.completed import Below
 from hps.lookup.engine import Promote
 from hps.lookup.on_device import DeviceLookup
 from hps.meters import LookupMeter, TierMeter
@@ -29,6 +30,7 @@ from hps.opening import OpenedModel
 from hps.tier_status import TierStatus
 from hps.tiers.base import Tier
 from hps.tiers.chain import TierChain
+from hps.tiers.fused import fused
 from hps.tiers.gpu_plan import Plan, Wish, check_fits, device_bytes, host_bytes_of, plan_gpu
 from hps.tiers.gpu_replicas import GpuReplicas
 from hps.tiers.promoting import Promoting
@@ -60,7 +62,7 @@ class Devices:
         self._metrics = metrics
         self._resources = resources
         self._bridged: list[tuple[Tier, Tier]] = []
-        self._below: list[Tier | None] = []
+        self._below: list[Below] = []
         self.replicas: GpuReplicas | None = None
         self.static: list[EmbeddingTable] = []
 
@@ -107,12 +109,15 @@ class Devices:
         for cache, device in zip(self.replicas.caches, self._chosen.devices, strict=True):
             chain: list[Tier] = [Metered(cache, TierMeter(self._metrics, cache.info.name))]
             if caches:
-                inner = Promoting(TierChain(caches), lift, "")
+                below = TierChain(caches)
+                inner = Promoting(below, lift, "")
                 chain.append(bridged(inner, device, self._chosen.workspaces))
-            self._below.append(chain[1] if caches else None)
-            below = Promoting(stores, promote, "")
+                self._below.append(Below(fused(below), chain[1], lift))
+            else:
+                self._below.append(Below())
             threads = self._settings.tiers.lookup_threads
-            self._bridged.append((TierChain(chain), bridged(below, device, threads)))
+            asked = bridged(Promoting(stores, promote, ""), device, threads)
+            self._bridged.append((TierChain(chain), asked))
 
     def lookups(
         self, model: OpenedModel, workers: Lanes, promote: Promote, meter: LookupMeter
@@ -121,8 +126,10 @@ class Devices:
         if self.replicas is None:
             return []
         return [
-            DeviceLookup(cache, model.lookup, caches, stores, workers, promote, meter)
-            for cache, (caches, stores) in zip(self.replicas.caches, self._bridged, strict=True)
+            DeviceLookup(cache, below, model.lookup, caches, stores, workers, promote, meter)
+            for cache, below, (caches, stores) in zip(
+                self.replicas.caches, self._below, self._bridged, strict=True
+            )
         ]
 
     def paths(
@@ -147,8 +154,8 @@ class Devices:
         for i, (lookup, cache, device) in enumerate(
             zip(lookups, self.replicas.caches, devices, strict=True)
         ):
-            below = self._below[i]
             lanes = DeviceLanes(network, cache.space, device, sent, self._settings.dense.lanes)
+            below = self._below[i]
             paths.append(DevicePath(lookup, cache, below, lanes, feeds, observe, meter))
         return paths
 

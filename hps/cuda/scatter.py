@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import numpy as np
@@ -65,16 +67,22 @@ def scatter(
         _scatter_some(args, stream, answers[some], targets[some])
 
 
+def tile_and_unit(tables: Sequence[EmbeddingTable], outs: Sequence[Any]) -> tuple[int, int]:
+    """Threads a row and bytes a move, for rows of ``tables`` in staging buffers, which are aligned, on their
+    way to ``outs``."""
+    sizes = [table.row_bytes for table in tables]
+    unit = unit_of(reduce(or_, (out.data.ptr for out in outs), reduce(or_, sizes)))
+    widest = max(sizes)
+    return 4 if widest <= 4 * unit else 8 if widest <= 16 * unit else 32, unit
+
+
 def _scatter_some(
     args: Struct, stream: Any, answers: Sequence[Answers], targets: Sequence[tuple[Any, Any, Any]]
 ) -> None:
     blocks, at = 0, _PARTS_AT
-    addresses, widest = 0, 0
-    for answer, target in zip(answers, targets, strict=True):
-        addresses |= answer.table.row_bytes | target[0].data.ptr
-        widest = max(widest, answer.table.row_bytes)
-    unit = unit_of(addresses)  # staging buffers are aligned
-    tile = 4 if widest <= 4 * unit else 8 if widest <= 16 * unit else 32
+    tile, unit = tile_and_unit(
+        [answer.table for answer in answers], [target[0] for target in targets]
+    )
     for answer, (out, versions, source) in zip(answers, targets, strict=True):
         n = len(answer.positions)
         addressed = (out.data.ptr, versions.data.ptr, source.data.ptr)

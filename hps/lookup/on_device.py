@@ -21,6 +21,7 @@ from hps.errors import BadRequest, DeadlineExceeded
 from hps.lookup.at_once import AtOnce, signature_of
 from hps.lookup.base import Feature
 from hps.lookup.checks import check_keys, check_sizes
+from hps.lookup.completed import Below
 from hps.lookup.engine import INLINE_KEYS, LookupEngine
 from hps.lookup.job import Job
 from hps.lookup.share import Share
@@ -28,10 +29,9 @@ from hps.meters import Answers
 from hps.tiers.base import Part
 from hps.tiers.chain import TierChain
 from hps.tiers.wrappers import Metered
-from hps.types import IndexArray, JaggedKeys, LookupRequest, LookupResult, Source
+from hps.types import IndexArray, JaggedKeys, LookupRequest, LookupResult
 from hps.workers import then
 
-_GPU = int(Source.GPU)
 _CHECKED_KEPT = 256
 
 
@@ -72,18 +72,19 @@ class _Job(Job):
 
 class DeviceLookup(LookupEngine):
     """Serves one model from ``device``'s cache and the tiers bridged to it. ``device`` is a `GpuCache`, or
-    what behaves like one; ``caches`` and ``stores`` take its arrays and hand on what they find.
+    what behaves like one; ``caches`` and ``stores`` take its arrays and hand on what they find; ``below``
+    is what may be asked without waiting.
 
     `submit` answers with a `DeviceResult`. Any number of threads may call it.
     """
 
-    def __init__(self, device: Any, *args: Any) -> None:
+    def __init__(self, device: Any, below: Below, *args: Any) -> None:
         super().__init__(*args)
         self._device = device
-        self._short_way = AtOnce(device)
         self._checked: dict[Any, list[Feature]] = {}
         top = self._caches.tiers[0] if isinstance(self._caches, TierChain) else self._caches
-        self._observe = top.observe if isinstance(top, Metered) else None
+        observe = top.observe if isinstance(top, Metered) else None
+        self._short_way = AtOnce(device, below, observe, self._meter)
 
     def submit(self, request: LookupRequest) -> Future[LookupResult]:
         if request.out:
@@ -94,9 +95,9 @@ class DeviceLookup(LookupEngine):
 
     def pooled(self, request: LookupRequest) -> LookupResult:
         """The vectors as arrays on the device, new ones, complete."""
-        vectors = self._at_once(request)
-        if vectors is not None:
-            return LookupResult(vectors)
+        at_once = self._at_once(request)
+        if at_once is not None:
+            return at_once
         result = self.submit(request).result()
         assert isinstance(result, DeviceResult)
         stream = self._device.space.take_stream()
@@ -110,8 +111,8 @@ class DeviceLookup(LookupEngine):
         result.vectors = {name: outs[name] for name in request.features}
         return result
 
-    def _at_once(self, request: LookupRequest) -> dict[str, Any] | None:
-        """The vectors, where the device holds every row and nothing else is wanted. Raises BadRequest."""
+    def _at_once(self, request: LookupRequest) -> LookupResult | None:
+        """The vectors, where every row is in memory and nothing else is wanted. Raises BadRequest."""
         signature = None if request.want_source else signature_of(request.features)
         if signature is None or _is_past(request.deadline):
             return None
@@ -125,17 +126,10 @@ class DeviceLookup(LookupEngine):
         if not asked:
             return None
         keys = [request.features[feature.name] for feature in asked]
-        started = time.perf_counter()
-        batches = [each.batch for each in keys]
-        vectors = self._short_way.lookup(key, asked, [each.keys for each in keys], batches)
-        if vectors is not None:
-            seconds = time.perf_counter() - started
-            counts = [(f.table, len(k.keys)) for f, k in zip(asked, keys, strict=True)]
-            self._meter.counted([(table, _GPU, n) for table, n in counts], seconds)
-            if self._observe is not None:
-                self._observe([(table, n, n) for table, n in counts], seconds)
-            return {name: vectors[name] for name in request.features}
-        return None
+        result = self._short_way.lookup(key, asked, keys, request.deadline)
+        if result is not None:
+            result.vectors = {name: result.vectors[name] for name in request.features}
+        return result
 
     def _check(self, request: LookupRequest) -> list[Feature]:
         """The features of a request of a kind that was not seen before; none if the cache lacks a table."""

@@ -15,6 +15,7 @@ from hps.cuda.loader import cupy
 from hps.cuda.pool import RowBags, pool, pool_rows
 from hps.cuda.prepared import FixedBags, FixedRows, Prepared, PreparedFetch, PreparedRows
 from hps.cuda.readers import Readers
+from hps.cuda.refill import PreparedRefill
 from hps.cuda.table import GpuTable
 from hps.cuda.writer import Writer
 from hps.errors import BadRequest, ConfigError, TierTimeout
@@ -176,6 +177,13 @@ class GpuCache:
         """Fetches to be repeated with other keys: per table how many. Of tables as for `prepare`."""
         with self._device:
             return PreparedFetch(self._readers, [(self.held(table), n) for table, n in asks])
+
+    def prepare_refill(
+        self, fetch: PreparedFetch, tables: Sequence[EmbeddingTable], source: Source
+    ) -> PreparedRefill:
+        """Rows from the host for what a prepared fetch of ``tables`` lacked."""
+        with self._device:
+            return PreparedRefill(fetch, tables, int(source))
 
     def prepare_rows(self, asks: Sequence[FixedRows]) -> PreparedRows:
         """Poolings of what a prepared fetch found."""

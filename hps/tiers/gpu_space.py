@@ -71,6 +71,10 @@ class DeviceSpace:
         """Copy between two addresses, on host or device, without waiting."""
         self._cupy.cuda.runtime.memcpyAsync(to, source, nbytes, 4, stream.ptr)
 
+    def bring(self, to: NDArray[Any], array: Any, stream: Any) -> None:
+        """Copy ``array`` into ``to``, as large and in pinned memory, without waiting."""
+        self.copy(to.ctypes.data, array.data.ptr, to.nbytes, stream)
+
     def assign(self, to: Any, source: Any, stream: Any) -> None:
         """``to[...] = source`` on ``stream``: other types and shapes that broadcast."""
         with self.device, stream:

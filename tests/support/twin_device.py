@@ -60,6 +60,9 @@ class Space:
     def copy(self, to: int, source: int, nbytes: int, stream: Any) -> None:
         ctypes.memmove(to, source, nbytes)
 
+    def bring(self, to: Any, array: Any, stream: Any) -> None:
+        to[:] = array
+
     def assign(self, to: Any, source: Any, stream: Any) -> None:
         to[...] = source
 
@@ -150,6 +153,9 @@ class Cache(MemoryTier):
     def prepare_rows(self, asks: Any) -> PreparedRows:
         return PreparedRows(self, asks)
 
+    def prepare_refill(self, fetch: Any, tables: Any, source: Source) -> PreparedRefill:
+        return PreparedRefill(fetch, tables, source)
+
     def close(self) -> None:
         self.closed = True
 
@@ -177,6 +183,24 @@ class PreparedFetch:
 
     def misses(self) -> Any:
         return [part.missing for part in self._asked]
+
+
+class PreparedRefill:
+    def __init__(self, fetch: PreparedFetch, tables: Any, source: Source) -> None:
+        self._fetch, self._tables, self._source = fetch, tables, source
+
+    def room(self, misses: Any) -> Any:
+        self._misses = misses
+        self._rows = [
+            np.empty((len(left), table.dim), table.dtype)
+            for left, table in zip(misses, self._tables, strict=True)
+        ]
+        return self._rows
+
+    def launch(self, stream: Any) -> None:
+        for i, left in enumerate(self._misses):
+            self._fetch.rows[i][left] = self._rows[i]
+            self._fetch.sources[i][left] = self._source
 
 
 class PreparedRows:
