@@ -116,12 +116,13 @@ class Filled:
             self.cache.direct.fetch(held, keys, out, misses)
         cp.cuda.get_current_stream().synchronize()
 
-    def floor_time(self, n: int) -> float:
+    def floor_time(self, n: int, first: int = 0) -> float:
+        """Of a gather of rows whose numbers, from ``first`` on, are known."""
         cp, held = cupy(), self.cache.held(self.table)
         out = cp.empty((n, self.table.dim), np.float32)
         stream = cp.cuda.get_current_stream()
         return self.clock.median(
-            lambda: cp.random.randint(0, held.shape.rows, n, np.uint32),
+            lambda: cp.random.randint(first, held.shape.rows, n, np.uint32),
             lambda numbers: held.gather(stream, numbers, out),
         )
 

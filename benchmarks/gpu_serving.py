@@ -24,7 +24,7 @@ from hps.models.writer import write_version
 TABLES, DIM, ROWS = 26, 32, 30_000
 LAYERS = (TABLES * DIM + 13, 1024, 1024, 512, 1)
 BATCHES = (1, 64, 1024, 16_384)
-ROUNDS, REST_S, WARM_UP_S = 4, 0.2, 0.3
+ROUNDS, REST_S, WARM_UP_S, WARM_UPS = 4, 0.2, 0.3, 10
 NAMES = [f"t{i}" for i in range(TABLES)]
 
 
@@ -144,18 +144,20 @@ def _take_turns(
     sides: dict[str, Callable[..., Any]], make: Callable[[], tuple[Any, ...]], calls: int
 ) -> dict[str, list[float]]:
     """Seconds of each call, every side on requests of its own, ``calls`` in a row by turns. What one side
-    still does when it has answered, rows on their way to the GPU and threads that spin, ends before; and
-    a GPU that had nothing to do takes a while to get up to speed."""
+    still does when it has answered, rows on their way to the GPU and threads that spin, ends before. A
+    GPU that had nothing to do takes a while to get up to speed, so all requests are made beforehand: to
+    make one takes as long as to answer it."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(ROUNDS):
         for name, call in sides.items():
+            warming, asked = [[make() for _ in range(n)] for n in (WARM_UPS, calls)]
             time.sleep(REST_S)
             until = time.perf_counter() + WARM_UP_S
             while time.perf_counter() < until:
-                call(*make())
-            for _ in range(calls):
-                asked = make()
+                for request in warming:
+                    call(*request)
+            for request in asked:
                 start = time.perf_counter()
-                call(*asked)
+                call(*request)
                 times[name].append(time.perf_counter() - start)
     return times
