@@ -81,7 +81,7 @@ def write_models(root: Path) -> None:
 
 
 DOCUMENTED = {501, 503, 504}
-PATIENCE_S = 15.0
+PATIENCE_S = 60.0
 
 
 class Answer(NamedTuple):

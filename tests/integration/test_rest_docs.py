@@ -26,7 +26,7 @@ def test_curl(small_server, words):
     assert name == "curl"
     host, _, path = url.partition("/")
     ports = {"localhost:8000": small_server.address, "localhost:8002": small_server.admin}
-    connection = http.client.HTTPConnection(ports[host], timeout=20)
+    connection = http.client.HTTPConnection(ports[host], timeout=60)
     if rest:
         assert rest[0] == "-d"
         connection.request("POST", f"/{path}", rest[1])

@@ -122,4 +122,4 @@ def test_after_a_restart_it_is_as_warm_as_before(trace, store, tmp_path):
     print(f"\n{len(keys)} keys in {took:.1f} s: {rates}")
     assert rates["cold"] < rates["before"] - 0.05  # or this would tell nothing
     assert abs(rates["after"] - rates["before"]) < 0.02
-    assert took < 10
+    assert took < 60

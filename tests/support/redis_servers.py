@@ -144,12 +144,13 @@ class Cluster:
 
     USER, PASSWORD = "hps", "a-password-of-the-tests"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, node_timeout_ms: int = 5000) -> None:
+        """A primary that does not answer for ``node_timeout_ms`` is replaced, on a busy machine as well."""
         need(PROGRAM)
         made = certificates()
         options: dict[str, Any] = {
             "port": 0, "tls-cluster": "yes", "tls-replication": "yes", "cluster-enabled": "yes",
-            "cluster-node-timeout": 1000, "repl-diskless-sync-delay": 0,
+            "cluster-node-timeout": node_timeout_ms, "repl-diskless-sync-delay": 0,
             "cluster-require-full-coverage": "no",
             "user": f"{self.USER} on >{self.PASSWORD} ~hps* +@all",
         }  # fmt: skip
@@ -265,7 +266,7 @@ class Watched:
                 {
                     "sentinel": [
                         f"monitor {name} {to} 2",
-                        f"down-after-milliseconds {name} 500",
+                        f"down-after-milliseconds {name} 1500",
                         f"failover-timeout {name} 3000",
                     ],
                     "requirepass": self.PASSWORD,
