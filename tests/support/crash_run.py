@@ -200,33 +200,35 @@ class CrashRun:
         store = RocksDbTier(self.folder / "rocksdb")
         try:
             store.open_tables([self.table])
-            self._judge_store("RocksDB", store.scan(self.table), store.tombstones(self.table))
+            judge_store("RocksDB", self.stream, store, self.table)
         finally:
             store.close()
 
     def _judge_redis(self) -> None:
         store = RedisTier(RedisSettings(addresses=[self.redis.address]))
         try:
-            self._judge_store("Redis", store.scan(self.table), store.tombstones(self.table))
+            judge_store("Redis", self.stream, store, self.table)
         finally:
             store.close()
 
-    def _judge_store(self, name: str, rows: Any, tombstones: Any) -> None:
-        """Rows, versions and deletions are those of the last update of each key."""
-        stream = self.stream
-        stored = np.full(self.keys, ABSENT)
-        versions = np.zeros(self.keys, np.uint64)
-        for keys, vectors, stamps in rows:
-            stored[keys] = stream.numbers(keys, vectors)
-            versions[keys] = stamps
-        dead = np.zeros(self.keys, bool)
-        for keys, stamps in tombstones:
-            dead[keys] = True
-            versions[keys] = stamps
-        assert_same(f"{name}: rows", stored, stream.outcome)
-        updated = stream.last > 0
-        assert_same(f"{name}: deletions", dead, updated & (stream.outcome == ABSENT))
-        assert_same(f"{name}: versions", versions[updated], stream.versions(stream.last[updated]))
+
+def judge_store(
+    name: str, stream: UpdateStream, store: RedisTier | RocksDbTier, table: EmbeddingTable
+) -> None:
+    """Rows, versions and deletions are those of the last update of each key."""
+    stored = np.full(stream.keys, ABSENT)
+    versions = np.zeros(stream.keys, np.uint64)
+    for keys, vectors, stamps in store.scan(table):
+        stored[keys] = stream.numbers(keys, vectors)
+        versions[keys] = stamps
+    dead = np.zeros(stream.keys, bool)
+    for keys, stamps in store.tombstones(table):
+        dead[keys] = True
+        versions[keys] = stamps
+    assert_same(f"{name}: rows", stored, stream.outcome)
+    updated = stream.last > 0
+    assert_same(f"{name}: deletions", dead, updated & (stream.outcome == ABSENT))
+    assert_same(f"{name}: versions", versions[updated], stream.versions(stream.last[updated]))
 
 
 def assert_same(what: str, found: KeyArray | VersionArray | VectorArray | Any, wanted: Any) -> None:

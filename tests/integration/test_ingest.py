@@ -1,0 +1,377 @@
+"""``hps ingest`` feeds a real Redis from a real Kafka: for all nodes, exactly, whoever is killed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+
+import confluent_kafka as ck
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import hps
+from benchmarks.peers.redis_server import RedisServer
+from hps.cli.main import app
+from hps.config import configuration_from
+from hps.config.model_schema import ModelSpec, TableSpec
+from hps.config.store_settings import RedisSettings
+from hps.errors import ConfigError
+from hps.ingest import open_ingest
+from hps.metrics import Metrics
+from hps.models.writer import write_version
+from hps.opening import OpenedTables, open_versions
+from hps.storage import Stores
+from hps.tiers.positions import TableChanges
+from hps.tiers.redis import RedisTier
+from hps.types import EmbeddingTable, NoProgress, make_version
+from hps.updates.topics import native_topic
+from tests.integration.test_kafka import native, sending
+from tests.support.crash_run import judge_store
+from tests.support.ingest_process import IngestProcess
+from tests.support.kafka_brokers import SEES_NEW_TOPICS_SOON, make_topic, shared_broker, unique
+from tests.support.redis_servers import need
+from tests.support.update_stream import DEFAULT, DIM, UpdateStream
+from tests.support.waiting import until
+
+PARTITIONS, TABLE = 4, "items"
+KEYS, UPDATES = 3_000, 12_000
+READ, ADMIN = "a-key-of-those-who-read", "a-key-of-those-who-do-all"
+
+
+class Fleet:
+    """A model with a stream of its own, and the Redis that is fed with it."""
+
+    def __init__(self, folder, redis: RedisServer) -> None:
+        self.redis = redis
+        self.model = unique("m")
+        self.topic = native_topic(self.model)
+        self.stream = UpdateStream(7, KEYS, UPDATES, time.time_ns() // 10**6 + 60_000)
+        spec = ModelSpec(name=self.model, tables=[TableSpec(name=TABLE, dim=DIM, default=DEFAULT)])
+        write_version(folder / "models", spec, 1, {TABLE: self.stream.first_rows})
+        self.table = EmbeddingTable.make(TABLE, DIM, model=self.model, version=1)
+        self.settings = {
+            "models": {"repository": str(folder / "models")},
+            "tiers": {
+                "rocksdb": {"enabled": False},
+                "redis": {"addresses": [redis.address], "guard": {"deadline_ms": 5000}},
+            },
+            "updates": {
+                "kafka": {
+                    "brokers": shared_broker().address,
+                    "shared_writer": "ingest",
+                    "shared_group": self.model,
+                    # A dead member's partitions go over to others after this; brokers allow no less.
+                    "options": {**SEES_NEW_TOPICS_SOON, "session.timeout.ms": 6000},
+                }
+            },
+        }
+        self.store = RedisTier(RedisSettings(addresses=[redis.address]))
+        make_topic(shared_broker(), self.topic, PARTITIONS)
+
+    def send(self, seconds: float, until_sent: threading.Event) -> None:
+        """The whole stream over ``seconds``; ``until_sent`` is set when half of it is sent."""
+        options = {"bootstrap.servers": shared_broker().address, "linger.ms": 5}
+        producer = ck.Producer(options, logger=logging.getLogger("test.producer"))
+        messages = list(self.stream.messages(f"{self.model}/{TABLE}", PARTITIONS))
+        for i, (partition, payload) in enumerate(messages):
+            producer.produce(self.topic, payload, partition=partition)
+            producer.poll(0)
+            if i == len(messages) // 2:
+                until_sent.set()
+            time.sleep(seconds / len(messages))
+        assert producer.flush(60) == 0
+
+    def applied(self) -> list[int]:
+        """Up to where Redis has each partition; -1 where none is certain."""
+        found = (self.store.applied(self.table, self.topic, i) for i in range(PARTITIONS))
+        return [-1 if offset is None else offset for offset in found]
+
+    def ends(self) -> list[int]:
+        options = {"bootstrap.servers": shared_broker().address, "group.id": "ends"}
+        consumer = ck.Consumer(options, logger=logging.getLogger("test.consumer"))
+        places = [ck.TopicPartition(self.topic, i) for i in range(PARTITIONS)]
+        found = [consumer.get_watermark_offsets(place, timeout=60)[1] for place in places]
+        consumer.close()
+        return found
+
+    @contextmanager
+    def sending(self, seconds: float):
+        """Sends the stream meanwhile; entered when half of it is sent, left when all of it is."""
+        half, failed = threading.Event(), []
+
+        def work() -> None:
+            try:
+                self.send(seconds, half)
+            except BaseException as error:
+                failed.append(error)
+                half.set()
+
+        sender = threading.Thread(target=work)
+        sender.start()
+        try:
+            assert half.wait(120)
+            yield
+        finally:
+            sender.join()
+        assert not failed, failed
+
+    def judge(self) -> None:
+        """Wait until Redis has everything that was sent; then nothing else."""
+        ends = self.ends()
+        until(lambda: self.applied() == ends, 120)
+        judge_store("Redis", self.stream, self.store, self.table)
+
+
+@pytest.fixture
+def fleet(tmp_path):
+    need("redis-server")
+    shared_broker()
+    redis = RedisServer(tmp_path / "redis").start()
+    fleet = Fleet(tmp_path, redis)
+    yield fleet
+    fleet.store.close()
+    redis.kill()
+
+
+@pytest.fixture
+def processes(fleet, tmp_path):
+    """Starts further ones; all end with the test."""
+    started = []
+
+    def start(**settings) -> IngestProcess:
+        process = IngestProcess(tmp_path / f"ingest{len(started)}", {**fleet.settings, **settings})
+        started.append(process)
+        return process.start()
+
+    yield start
+    for each in started:
+        each.kill()
+
+
+def partitions(process: IngestProcess) -> int:
+    (stream,) = process.updates()
+    return len(stream["partitions"])
+
+
+def test_two_share_the_partitions_and_one_is_killed(fleet, processes):
+    one, two = processes(), processes()
+    until(lambda: partitions(one) == partitions(two) == PARTITIONS // 2)
+    with fleet.sending(8.0):
+        before = fleet.applied()
+        one.kill()
+    assert 0 < sum(before) < sum(fleet.ends()), "in the middle"
+    fleet.judge()
+    assert partitions(two) == PARTITIONS
+
+
+def test_sigterm_ends_in_order_under_load_and_another_goes_on(fleet, processes):
+    first = processes()
+    until(lambda: partitions(first) == PARTITIONS)
+    with fleet.sending(8.0):
+        until(lambda: min(fleet.applied()) > 0)
+        assert first.terminate() == 0
+        there = fleet.applied()
+    assert "stopped" in first.log.read_text()
+    assert "Traceback" not in first.log.read_text()
+    assert min(there) > 0
+    assert sum(there) < sum(fleet.ends()), "in the middle"
+    second = processes()
+    fleet.judge()
+    sent = sum(1 for _ in fleet.stream.messages(f"{fleet.model}/{TABLE}", PARTITIONS))
+    assert sent == sum(fleet.ends())
+    # It went on where Redis was: one observation per message, and table.
+    seen = second.counted("hps_update_visible_seconds_count")
+    assert seen == sent - sum(there), "positions were noted, nothing is read again"
+
+
+def test_a_third_one_takes_its_share_while_rows_come(fleet, processes):
+    one = processes()
+    until(lambda: partitions(one) == PARTITIONS)
+    with fleet.sending(6.0):
+        two = processes()
+        until(lambda: partitions(one) == partitions(two) == PARTITIONS // 2)
+    fleet.judge()
+
+
+def test_redis_may_be_away_at_the_start(fleet, processes):
+    fleet.redis.kill()
+    process = processes()
+    (stream,) = process.updates()
+    assert stream["stores"] == ["redis"]
+    assert process.ask("/v2/health/ready")[0] == 200
+    status = json.loads(process.ask("/v1/status")[1])
+    assert "served without it until it answers" in "".join(status["warnings"])
+    fleet.redis.start()
+    with sending(shared_broker()) as producer:
+        row = native(fleet.model, 1, 5.0, 1, dim=DIM, made_ms=fleet.stream.since_ms)
+        producer.produce(fleet.topic, row, partition=0)
+    until(lambda: fleet.store.get(fleet.table, np.array([1])).out[0, 0] == 5.0)
+
+
+def test_the_admin_port(fleet, processes):
+    keys = [
+        {"name": "reader", "role": "read", "key": READ},
+        {"name": "boss", "role": "admin", "key": ADMIN},
+    ]
+    process = processes(auth={"mode": "api_key", "keys": keys})
+    for path in ("/v2/health/live", "/v2/health/ready", "/metrics"):
+        assert process.ask(path)[0] == 200, path
+    for path in ("/v1/status", "/v1/updates", "/v1/tables", "/v1/models"):
+        assert process.ask(path)[0] == 401, path
+        assert process.ask(path, key=READ)[0] == 403, path
+        assert process.ask(path, key=ADMIN)[0] == 200, path
+    until(lambda: json.loads(process.ask("/v1/updates", key=ADMIN)[1])["updates"][0]["partitions"])
+    (stream,) = json.loads(process.ask("/v1/updates", key=ADMIN)[1])["updates"]
+    assert (stream["group"], stream["stores"], stream["caches"]) == (fleet.model, ["redis"], False)
+    for action, state in (("pause", "paused"), ("resume", "running")):
+        status, text = process.ask(f"/v1/updates/{action}", {}, ADMIN)
+        assert status == 200
+        assert json.loads(text)["updates"][0]["state"] == state
+    status = json.loads(process.ask("/v1/status", key=ADMIN)[1])
+    assert (status["phase"], status["ready"]) == ("ready", True)
+    assert [model["name"] for model in status["models"]] == [fleet.model]
+    assert [tier["name"] for tier in status["tiers"]] == ["redis"]
+    until(lambda: process.counted("hps_table_rows") == KEYS // 2)
+    assert process.ask(f"/v2/models/{fleet.model}/infer", {}, ADMIN)[0] == 404, "serves no lookups"
+    said = [
+        CliRunner().invoke(app, [*command, "--admin", process.admin, "--api-key", ADMIN])
+        for command in (["status"], ["updates", "status"], ["tables"])
+    ]
+    assert [each.exit_code for each in said] == [0, 0, 0], [each.output for each in said]
+    assert "hps ingest" in said[0].output
+    assert fleet.model in said[1].output
+
+
+def test_a_node_beside_it_writes_its_own_alone(fleet, processes, tmp_path):
+    processes()
+    kafka = {**fleet.settings["updates"]["kafka"], "group": fleet.model}
+    tiers = {
+        "redis": fleet.settings["tiers"]["redis"],
+        "rocksdb": {"path": str(tmp_path / "db")},
+        "cpu_cache": {"enabled": False},
+    }
+    with hps.open({**fleet.settings, "tiers": tiers, "updates": {"kafka": kafka}}) as node:
+        (stream,) = node.status()["updates"]
+        assert (stream["group"], stream["stores"]) == (f"hps.node.{fleet.model}", ["rocksdb"])
+        with sending(shared_broker()) as producer:
+            row = native(fleet.model, 1, 5.0, 1, dim=DIM, made_ms=fleet.stream.since_ms)
+            producer.produce(fleet.topic, row, partition=0)
+        until(lambda: fleet.store.get(fleet.table, np.array([1])).out[0, 0] == 5.0)
+
+
+# -- which rows go to Redis ------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["native", "hps"])
+def layout(request):
+    return request.param
+
+
+def stores(fleet, resources, layout, **redis) -> tuple[Stores, EmbeddingTable]:
+    """What a node with RocksDB, or `hps ingest` beside such nodes, has of Redis."""
+    given = {**fleet.settings["tiers"]["redis"], "layout": layout, **redis}
+    tiers = {"redis": given, "rocksdb": {"layout": layout}}
+    configuration = configuration_from({**fleet.settings, "tiers": tiers})
+    (version,) = open_versions(configuration)
+    opened = OpenedTables(version, version.embedding_tables())
+    found = Stores(configuration.settings, [opened], Metrics(), resources)
+    found.open(NoProgress(), shared_only=True)
+    return found, opened.tables[TABLE]
+
+
+def in_redis(store, table, keys) -> np.ndarray:
+    part = store.get(table, keys)
+    return np.where(part.source != 0, part.out[:, 0], np.nan)
+
+
+def test_streamed_rows_keep_to_the_share_that_is_loaded(fleet, layout):
+    """Half of the rows are loaded. Of streamed ones the same keys go there, and whatever is there."""
+    with ExitStack() as resources:
+        opened, table = stores(
+            fleet, resources, layout, initial_cache_rate=0.5, cache_missed_embeddings=False
+        )
+        (fed,) = opened.fed(shared=True)
+        redis = opened._redis
+        keys = np.arange(2 * KEYS)  # more than the files hold
+        loaded = ~np.isnan(in_redis(redis, table, keys))
+        assert 0.4 < loaded[: KEYS // 2].mean() < 0.6
+        assert not loaded[KEYS // 2 :].any()
+        by_hand = 10 + int(np.flatnonzero(~loaded[10:])[0])
+        version = make_version(fleet.stream.since_ms)
+        row = np.ones((1, DIM), np.float32)
+        redis.insert(table, np.array([by_hand]), row, np.array([version], np.uint64))
+
+        def change(value: float, sequence: int, gone: np.ndarray) -> None:
+            some = np.setdiff1d(keys, gone)
+            versions = np.full(len(some), version + sequence, np.uint64)
+            rows = np.full((len(some), DIM), value, np.float32)
+            changes = TableChanges(some, rows, versions, gone, versions[: len(gone)])
+            fed.store.apply(table, changes, [])
+
+        change(5.0, 1, np.array([1, 2, 3]))
+        found = in_redis(redis, table, keys)
+        there = ~np.isnan(found)
+        assert (found[there] == 5.0).all()
+        assert found[by_hand] == 5.0, "what is there is never left behind"
+        expected = loaded.copy()
+        expected[[1, 2, 3]] = False
+        expected[by_hand] = True
+        assert (there[: KEYS // 2] == expected[: KEYS // 2]).all()
+        assert 0.4 < there[KEYS // 2 :].mean() < 0.6
+        # A key that only the stream knows is one of the share exactly if loading would have put it there.
+        fresh = EmbeddingTable.make("fresh", DIM, model=fleet.model, version=1)
+        redis.preload(fresh, [(keys, np.zeros((len(keys), DIM), np.float32))], 1, share=0.5)
+        share = ~np.isnan(in_redis(redis, fresh, keys))
+        others = (keys >= KEYS // 2) & (keys != by_hand)
+        assert (there[others] == share[others]).all()
+        change(6.0, 2, keys[:0])
+        found = in_redis(redis, table, keys)
+        assert (found[~np.isnan(found)] == 6.0).all()
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"cache_missed_embeddings": True, "initial_cache_rate": 0.5}]
+)
+def test_where_nodes_fill_gaps_every_streamed_row_goes_there(fleet, given):
+    """A node that does not have an update yet could otherwise put the older row there, to stay."""
+    with ExitStack() as resources:
+        opened, table = stores(fleet, resources, "native", **given)
+        (fed,) = opened.fed(shared=True)
+        keys = np.arange(500)
+        versions = np.full(500, make_version(fleet.stream.since_ms), np.uint64)
+        rows = np.full((500, DIM), 5.0, np.float32)
+        none = keys[:0], versions[:0]
+        fed.store.apply(table, TableChanges(keys, rows, versions, *none), [])
+        assert (in_redis(opened._redis, table, keys) == 5.0).all()
+
+
+# -- what is no configuration for it ---------------------------------------------------------------
+
+
+def test_what_is_missing_is_named(fleet):
+    def refused(**settings) -> str:
+        with pytest.raises(ConfigError) as error:
+            open_ingest(configuration_from({**fleet.settings, **settings}))
+        return str(error.value)
+
+    kafka = fleet.settings["updates"]["kafka"]
+    assert "tiers.redis: no Redis is configured" in refused(tiers={})
+    assert "updates.kafka: no Kafka is configured" in refused(updates={})
+    said = refused(updates={"kafka": {**kafka, "shared_writer": "nodes"}})
+    assert said.startswith("updates.kafka.shared_writer: is nodes")
+    said = refused(updates={"kafka": {**kafka, "models": ["another"]}})
+    assert f"matches none of the models ({fleet.model})" in said
+
+
+def test_the_command_line_says_it_and_ends_with_2(tmp_path):
+    config = tmp_path / "hps.yaml"
+    config.write_text(json.dumps({"models": {"repository": str(tmp_path)}}))
+    said = CliRunner().invoke(app, ["ingest", "--config", str(config)])
+    assert said.exit_code == 2
+    assert "no Redis is configured" in said.output
+    helped = CliRunner().invoke(app, ["ingest", "--help"])
+    assert "shared_writer: ingest" in helped.output
