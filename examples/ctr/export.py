@@ -34,9 +34,11 @@ def publish(
     version: int = 1,
     metadata: Mapping[str, Any] | None = None,
     *,
+    watermark: Mapping[str, Mapping[str, int]] | None = None,
     replace: bool = False,
 ) -> Path:
-    """Write one version; returns its folder. Raises ModelError, for one when it exists already."""
+    """Write one version; returns its folder. ``watermark``: see `hps.updates.Producer.watermark`.
+    Raises ModelError, for one when it exists already."""
     return write_version(
         repository,
         specification(trained),
@@ -44,6 +46,7 @@ def publish(
         tables(trained),
         dense=network(trained).SerializeToString(),
         metadata=metadata,
+        watermark=watermark,
         replace=replace,
         replace_spec=replace,
     )

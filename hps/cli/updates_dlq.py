@@ -45,6 +45,7 @@ class Cause(StrEnum):
     oversize = "oversize"
     malformed = "malformed"
     unknown_table = "unknown_table"
+    ahead = "ahead"
 
 
 def dlq(
@@ -71,8 +72,8 @@ def dlq(
     """Show dead letters: what could not be taken, and why.
 
     The mend comes first: a table that nobody knew is served now, a producer is corrected. Then --requeue
-    sends them again; they are not listed any more, unless they come back. Rows in HPS's format have no
-    version and count as new then.
+    sends them again; they are not listed any more, unless they come back. They keep their timestamps, and
+    so their versions.
     """
     from hps.updates.dead_letters import DeadLetterBox
 

@@ -39,6 +39,7 @@ Examples:
   hps updates publish ctr --base 3 --new 4 --brokers kafka:9092       what 4 changes
   hps updates publish ctr user --new 4 --config hps.yaml --rate 50000
   hps updates publish ctr user --file changes.parquet --brokers kafka:9092
+  hps updates publish ctr user --file a.npz -b kafka:9092 --format hps --key-bits 32
   hps updates publish ctr --base 3 --new 4 --dry-run                  count only
 """
 _PAUSES_PER_S = 10
@@ -47,6 +48,11 @@ _PAUSES_PER_S = 10
 class Wire(StrEnum):
     native = "native"
     hps = "hps"
+
+
+class KeyBits(StrEnum):
+    narrow = "32"
+    wide = "64"
 
 
 def publish(
@@ -75,6 +81,12 @@ def publish(
         int,
         typer.Option("--partitions", min=1, help="Key groups; as many as HPS's producers have."),
     ] = 8,
+    key_bits: Annotated[
+        KeyBits | None,
+        typer.Option(
+            "--key-bits", help="Of keys in HPS's format; default: the table's, 64 for --file."
+        ),
+    ] = None,
     at: Annotated[
         str | None,
         typer.Option("--at", metavar="VERSION", help="The rows' version: a number, a time or now."),
@@ -97,6 +109,8 @@ def publish(
     """
     if format is Wire.hps and (at is not None or ttl):
         raise ConfigError("--at and --ttl: HPS's format has no room for them; take --format native")
+    if format is Wire.native and key_bits is not None:
+        raise ConfigError("--key-bits: native messages have room for every key; leave it out")
     configuration = configuration_of(config, overrides)
     if repository is None:
         repository = (
@@ -111,6 +125,9 @@ def publish(
         raise ConfigError("nothing to send: give --new VERSION, --base and --new, or --file")
     else:
         parts = list(from_versions(repository, model, table, base, new, version))
+    if key_bits is not None:
+        for part in parts:
+            part.key_bits = 32 if key_bits is KeyBits.narrow else 64
     kafka = None if dry_run else kafka_settings(brokers, configuration)
     began = time.monotonic()
     for part in parts:

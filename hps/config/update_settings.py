@@ -27,14 +27,25 @@ def _pattern(text: str) -> str:
     return text
 
 
-class KafkaSettings(Strict):
+class _SourceSettings(Strict):
+    """What all sources of rows have."""
+
+    models: list[Annotated[str, AfterValidator(_pattern)]] = [".+"]
+    """Which models are updated: regular expressions, one of which must match a model's whole name."""
+    max_ahead_s: float = Field(3600.0, ge=0, le=1e9)
+    """Rows whose version is further ahead of this machine's clock are not taken: they would win until then."""
+
+    def takes(self, model: str) -> bool:
+        """Whether ``model`` is one of those that are updated."""
+        return any(re.fullmatch(pattern, model) for pattern in self.models)
+
+
+class KafkaSettings(_SourceSettings):
     """Rows streamed in by Kafka: topics `hps_updates.<model>` in the native format, and HPS's
     `hps_et.<model>.<table>`."""
 
     brokers: str = Field(min_length=1)
     """`host:port`, several separated by commas."""
-    models: list[Annotated[str, AfterValidator(_pattern)]] = [".+"]
-    """Which models are updated: regular expressions, one of which must match a model's whole name."""
     group: str | None = Field(None, pattern=r"^[a-zA-Z0-9_.\-]{1,200}$")
     """Name of this node among the readers, the same after each restart; null: the host's name."""
     shared_writer: Literal["nodes", "ingest"] = "nodes"
@@ -57,24 +68,14 @@ class KafkaSettings(Strict):
                 raise ValueError(f"options: {name!r} is set by hps itself; take it out")
         return self
 
-    def takes(self, model: str) -> bool:
-        """Whether ``model`` is one of those that are updated."""
-        return any(re.fullmatch(pattern, model) for pattern in self.models)
 
-
-class DirectorySettings(Strict):
+class DirectorySettings(_SourceSettings):
     """Rows from files that appear in a folder: native messages, Parquet and npz."""
 
     path: Path
     """The folder; files are applied in the order of their names."""
-    models: list[Annotated[str, AfterValidator(_pattern)]] = [".+"]
-    """Which models are updated: regular expressions, one of which must match a model's whole name."""
     keep_applied: bool = True
     """Move files that were applied to `applied/` below the folder; off: remove them."""
-
-    def takes(self, model: str) -> bool:
-        """Whether ``model`` is one of those that are updated."""
-        return any(re.fullmatch(pattern, model) for pattern in self.models)
 
 
 class UpdatesSettings(Strict):

@@ -31,7 +31,9 @@ class Reason(IntEnum):
     ROW_SIZE = 20  # rows of another size than the table's
     OVERSIZE = 21
     MALFORMED = 22  # undamaged, but contradicts itself
-    UNKNOWN_TABLE = 23  # found out by who knows the tables, not by a decoder
+    # Found out by readers, who know the tables and the time, not by a decoder:
+    UNKNOWN_TABLE = 23
+    AHEAD = 24  # of a version too far in the future
 
     @property
     def fault(self) -> bool:

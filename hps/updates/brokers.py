@@ -10,7 +10,7 @@ import confluent_kafka as ck
 from confluent_kafka import admin
 
 from hps.errors import ConfigError, Unavailable
-from hps.updates.kafka_client import client_log
+from hps.updates.kafka_client import client_log, client_options
 
 _POLL_S = 0.1
 
@@ -31,10 +31,7 @@ class Brokers:
         self.answer_s = answer_s
         self._heard = ""
         self.options: dict[str, Any] = {
-            "bootstrap.servers": addresses,
-            "client.id": "hps",
-            "socket.keepalive.enable": True,
-            "reconnect.backoff.max.ms": 2_000,
+            **client_options(addresses),
             "error_cb": self._error,
             **(options or {}),
         }
@@ -66,7 +63,7 @@ class Brokers:
         """Make a topic, or find that another client just did; its number of partitions. Raises
         Unavailable."""
         new = admin.NewTopic(topic, num_partitions=partitions, replication_factor=-1)  # type: ignore[attr-defined]
-        maker = admin.AdminClient({**self.options, "log_level": 4}, logger=client_log)
+        maker = self._admin()  # kept until it has answered
         try:
             maker.create_topics([new], request_timeout=self.answer_s)[topic].result(self.answer_s)
         except ck.KafkaException as error:
@@ -76,6 +73,37 @@ class Brokers:
                     f"{text_of(error)}; create it with {partitions} partitions"
                 ) from None
         return self._appeared(client, topic)
+
+    def ends(self, topics: Mapping[str, int]) -> dict[str, dict[int, int]]:
+        """The offset behind the last message, by partition, of each of ``topics``; these with their numbers
+        of partitions. Raises Unavailable."""
+        wanted = {
+            ck.TopicPartition(topic, number): admin.OffsetSpec.latest()  # type: ignore[attr-defined, no-untyped-call]
+            for topic, partitions in topics.items()
+            for number in range(partitions)
+        }
+        client, deadline = self._admin(), time.monotonic() + self.answer_s
+        while wanted:
+            found: dict[str, dict[int, int]] = {}
+            try:
+                asked = client.list_offsets(wanted, request_timeout=self.answer_s)
+                for place, answer in asked.items():
+                    found.setdefault(place.topic, {})[place.partition] = answer.result().offset
+            except (
+                ck.KafkaException
+            ) as error:  # as a partition that was just made has no leader yet
+                if time.monotonic() > deadline:
+                    raise Unavailable(
+                        f"Kafka at {self.addresses} does not tell where its topics end: {text_of(error)}; "
+                        "look after the broker and try again"
+                    ) from None
+                time.sleep(_POLL_S)
+            else:
+                return found
+        return {}
+
+    def _admin(self) -> admin.AdminClient:
+        return admin.AdminClient({**self.options, "log_level": 4}, logger=client_log)
 
     def _appeared(self, client: Any, topic: str) -> int:
         """All brokers hear of a new topic a little later."""

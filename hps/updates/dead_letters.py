@@ -27,8 +27,9 @@ _CHUNK = 500
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """Where it lies and since when (Unix ms); why, and the byte that told; where it came from; its
-    ``size`` in bytes, and the table it speaks of, `model/table`, where that can be told."""
+    """Where it lies and since when (Unix ms); why, and the byte that told; where it came from, with its
+    timestamp there (Unix ms, -1: unknown); its ``size`` in bytes, and the table it speaks of, `model/table`,
+    where that can be told."""
 
     partition: int
     offset: int
@@ -38,6 +39,7 @@ class Letter:
     topic: str
     from_partition: int
     from_offset: int
+    timestamp_ms: int
     size: int
     table: str | None
 
@@ -79,8 +81,8 @@ class DeadLetterBox:
 
     def requeue(self, letters: Sequence[Letter]) -> list[tuple[Letter, str]]:
         """Send them to the topics and partitions they came from, oldest first in each; returns those that
-        Kafka did not take, and why. Readers see them as new messages: native ones bring their versions along,
-        rows in HPS's format become the newest of their keys."""
+        Kafka did not take, and why. They keep their timestamps, so rows in HPS's format get the versions they
+        would have had, but for the offset; native ones bring theirs along."""
         chosen = {each.place: each for each in letters}
         bounds = {
             partition: (min(offsets), max(offsets) + 1)
@@ -121,6 +123,7 @@ class DeadLetterBox:
                 message.value(),
                 message.key(),
                 partition=letter.from_partition,
+                timestamp=max(0, letter.timestamp_ms),  # 0: the moment
                 on_delivery=delivered,
             )
         except (ck.KafkaException, BufferError) as error:
@@ -207,6 +210,7 @@ def _letter(message: Any, headers: dict[str, bytes]) -> Letter:
         topic,
         number("hps-partition"),
         number("hps-offset"),
+        number("hps-timestamp"),
         len(payload),
         _table(topic, payload),
     )

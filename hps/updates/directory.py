@@ -48,6 +48,7 @@ class DirectorySource:
         self.problem: str | None = None
         self._folder = settings.path
         self._keep_applied = settings.keep_applied
+        self._ahead_s = settings.max_ahead_s
         self._tables = tables
         self._block = block
         self._names: deque[str] = deque()
@@ -74,7 +75,7 @@ class DirectorySource:
                 return None
             time.sleep(min(left, _LOOK_EVERY_S))
         if path is not None:
-            self._reading = UpdateFile(path, self._tables, self._block)
+            self._reading = UpdateFile(path, self._tables, self._block, self._ahead_s)
             self._batches = self._reading.batches()
         batch = next(self._batches, None)
         if batch is not None:

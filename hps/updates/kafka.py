@@ -18,6 +18,7 @@ import numpy as np
 from hps.config.update_settings import KafkaSettings
 from hps.errors import ConfigError, Unavailable
 from hps.tiers.positions import StreamPosition
+from hps.updates.ahead import without_ahead
 from hps.updates.codec import Decoded, decode_hps, decode_native, hps_table
 from hps.updates.kafka_client import ANSWER_S, client_log, client_options
 from hps.updates.source import DeadLetter, Reason, TableUpdate, UpdateBatch
@@ -59,10 +60,11 @@ class KafkaSource:
         self._looked_at = 0.0
         self._unplaced: list[ck.TopicPartition] = []
         self._longest = settings.max_message_bytes
+        self._ahead_s = settings.max_ahead_s
         try:
             self._consumer = ck.Consumer(
                 {
-                    **client_options(settings),
+                    **client_options(settings.brokers),
                     "error_cb": self._report,
                     "group.id": group,
                     "enable.auto.commit": False,
@@ -257,10 +259,13 @@ class KafkaSource:
             dead += [_letter(some[i], reason, at) for i, reason, at in decoded.faults()]
             for update in decoded.updates:
                 fault = self._fault(update)
-                if fault is None:
-                    updates.append(update)
-                else:
+                if fault is not None:
                     dead += [_letter(some[i], fault, 0) for i in update.numbers.tolist()]
+                    continue
+                kept, ahead = without_ahead(update, self._ahead_s)
+                dead += [_letter(some[i], Reason.AHEAD, 0) for i in ahead]
+                if kept is not None:
+                    updates.append(kept)
         places = {(m.topic(), m.partition()): m.offset() + 1 for m in messages}
         positions = [StreamPosition(*p, o, before.get(p, 0)) for p, o in places.items()]
         return UpdateBatch(updates, positions, dead)
@@ -298,9 +303,8 @@ def _place(message: Any) -> tuple[str, int, int]:
 
 
 def _letter(message: Any, reason: Reason, at: int) -> DeadLetter:
-    return DeadLetter(
-        reason, at, StreamPosition(*_place(message)), message.value() or b"", message.key()
-    )
+    position, payload = StreamPosition(*_place(message)), message.value() or b""
+    return DeadLetter(reason, at, position, payload, message.key(), message.timestamp()[1])
 
 
 def _text(error: Exception) -> str:

@@ -20,10 +20,10 @@ ANSWER_S = 10.0
 _SAY_AGAIN_S, _MOST_SAID = 60.0, 1000
 
 
-def client_options(settings: KafkaSettings) -> dict[str, Any]:
-    """What producer and consumer share."""
+def client_options(addresses: str) -> dict[str, Any]:
+    """What all clients of the brokers at ``addresses`` (`host:port`, with commas) share."""
     return {
-        "bootstrap.servers": settings.brokers,
+        "bootstrap.servers": addresses,
         "client.id": "hps",
         "socket.keepalive.enable": True,
         "reconnect.backoff.max.ms": 2_000,
@@ -37,7 +37,7 @@ class DeadLetterTopic:
     def __init__(self, settings: KafkaSettings) -> None:
         self._topic = settings.dead_letters
         self._producer = ck.Producer(
-            {**client_options(settings), "enable.idempotence": True, **settings.options},
+            {**client_options(settings.brokers), "enable.idempotence": True, **settings.options},
             logger=client_log,
         )
 
@@ -57,6 +57,7 @@ class DeadLetterTopic:
                 ("hps-topic", at.topic.encode()),
                 ("hps-partition", str(at.partition).encode()),
                 ("hps-offset", str(at.offset).encode()),
+                ("hps-timestamp", str(letter.timestamp_ms).encode()),
             ]
             self._producer.produce(
                 self._topic, letter.payload, letter.key, headers=headers, on_delivery=delivered

@@ -22,7 +22,7 @@ import confluent_kafka as ck
 
 from hps.errors import BadRequest, ConfigError, HpsError, Unavailable
 from hps.updates.brokers import Brokers
-from hps.updates.codec import FULL, hps_topic
+from hps.updates.codec import FULL, hps_table, hps_topic
 from hps.updates.outgoing import (
     Format,
     Said,
@@ -172,6 +172,23 @@ class Producer:
                 f"Kafka at {self._brokers.addresses} has not acknowledged {waiting} messages within "
                 f"{timeout_s:g} s{self._brokers.why()}; flush again, or look after the broker"
             )
+
+    def watermark(self) -> dict[str, dict[str, int]]:
+        """How far the model's topics reach now: `{topic: {partition: offset}}`, for the manifest of a version
+        whose tables contain what was sent so far. Nodes that load the version read on from there. Makes the
+        topic of native messages where it is not there. Raises Unavailable."""
+        if self._format == "native":
+            self._count(native_topic(self._model))
+        topics = {
+            topic: partitions
+            for topic, partitions in self._brokers.topics(self._producer).items()
+            if topic == native_topic(self._model)
+            or ((named := hps_table(topic)) is not None and named[0] == self._model)
+        }
+        return {
+            topic: {str(partition): offset for partition, offset in ends.items()}
+            for topic, ends in self._brokers.ends(topics).items()
+        }
 
     def close(self, timeout_s: float = 30.0) -> None:
         """`flush`, then give up what is still waiting. Idempotent; `send` is over."""

@@ -37,13 +37,15 @@ class TableUpdate:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A message that could not be taken: why, the byte of ``payload`` that tells, and where it stood."""
+    """A message that could not be taken: why, the byte of ``payload`` that tells, where it stood, and its
+    Kafka timestamp (Unix ms), -1 where it has none."""
 
     reason: Reason
     at: int
     position: StreamPosition
     payload: bytes
     key: bytes | None = None
+    timestamp_ms: int = -1
 
 
 @dataclass(frozen=True, eq=False, slots=True)

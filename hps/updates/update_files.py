@@ -12,6 +12,7 @@ from hps.errors import BadRequest
 from hps.native.twin_codec import HEADER, MAGIC
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.types import EmbeddingTable, make_version
+from hps.updates.ahead import without_ahead
 from hps.updates.codec import LONGEST, decode_native
 from hps.updates.row_files import FORMATS, open_rows
 from hps.updates.source import MESSAGE, DeadLetter, Reason, TableUpdate, UpdateBatch
@@ -27,15 +28,19 @@ _SIZE, _UP, _DOWN = 5, 6, 7  # of HEADER's fields
 
 
 class UpdateFile:
-    """One file, of ``tables`` by `model/table`; ``block``: rows a batch has at most, or one message."""
+    """One file, of ``tables`` by `model/table`; ``block``: rows a batch has at most, or one message;
+    ``ahead_s``: see `hps.updates.ahead`."""
 
-    def __init__(self, path: Path, tables: Mapping[str, EmbeddingTable], block: int) -> None:
+    def __init__(
+        self, path: Path, tables: Mapping[str, EmbeddingTable], block: int, ahead_s: float
+    ) -> None:
         self.path = path
         self.faults: list[str] = []
         """What is wrong with it so far, the first thousand."""
         self._dead = 0
         self._tables = tables
         self._block = block
+        self._ahead_s = ahead_s
 
     def report(self) -> str:
         """All that is wrong with it, a line each."""
@@ -85,10 +90,13 @@ class UpdateFile:
         updates = []
         for update in decoded.updates:
             fault = self._fault(update.table, update.changes)
-            if fault is None:
-                updates.append(update)
-            else:
+            if fault is not None:
                 faults += [(i, fault, 0) for i in update.numbers.tolist()]
+                continue
+            kept, ahead = without_ahead(update, self._ahead_s)
+            faults += [(i, Reason.AHEAD, 0) for i in ahead]
+            if kept is not None:
+                updates.append(kept)
         dead = [
             self._note(why, f"byte {places[i] + at}: {_word(why)}", places[i], at, payloads[i])
             for i, why, at in sorted(faults)
@@ -110,7 +118,9 @@ class UpdateFile:
                 why = f"{_word(fault)}: {name}, dim {changes.vectors.shape[1]}"
                 yield UpdateBatch((), dead=[self._note(fault, why)])
                 return
-            yield UpdateBatch([_update(name, changes, event_ms)])
+            kept, ahead = without_ahead(_update(name, changes, event_ms), self._ahead_s)
+            late = [self._note(Reason.AHEAD, f"{_word(Reason.AHEAD)}: {name}") for _ in ahead]
+            yield UpdateBatch([] if kept is None else [kept], dead=late)
 
     def _fault(self, name: str, changes: TableChanges) -> Reason | None:
         table = self._tables.get(name)

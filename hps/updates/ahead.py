@@ -1,0 +1,38 @@
+"""Versions of the future: what a producer with a wrong clock sends must not block its keys until then."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from hps.tiers.positions import TableChanges
+from hps.types import make_version
+from hps.updates.source import TableUpdate
+
+
+def without_ahead(update: TableUpdate, ahead_s: float) -> tuple[TableUpdate | None, list[int]]:
+    """``update`` without messages that hold a version more than ``ahead_s`` ahead of this machine's clock,
+    None when nothing is left; and the numbers of those messages."""
+    changes, messages = update.changes, update.messages
+    latest = make_version(int((time.time() + ahead_s) * 1000))
+    rows, gone = changes.versions > latest, changes.deleted_versions > latest
+    if not rows.any() and not gone.any():
+        return update, []
+    each = np.arange(len(messages))
+    of_row, of_gone = np.repeat(each, messages["upserts"]), np.repeat(each, messages["deletes"])
+    ahead = np.zeros(len(messages), bool)
+    ahead[of_row[rows]] = True
+    ahead[of_gone[gone]] = True
+    numbers = update.numbers[ahead].tolist()
+    if ahead.all():
+        return None, numbers
+    row, down = ~ahead[of_row], ~ahead[of_gone]
+    kept = TableChanges(
+        changes.keys[row],
+        changes.vectors[row],
+        changes.versions[row],
+        changes.deleted[down],
+        changes.deleted_versions[down],
+    )
+    return TableUpdate(update.table, kept, messages[~ahead], update.numbers[~ahead]), numbers
