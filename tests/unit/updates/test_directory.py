@@ -31,14 +31,14 @@ TABLES = {"m/items": ITEMS, "m/users": USERS}
 NOW_MS = int(time.time() * 1000)
 
 
-def message(rows=(), deleted=(), table: str = "m/items", dim: int = 2) -> bytes:
+def message(rows=(), deleted=(), table: str = "m/items", dim: int = 2, made_ms=NOW_MS) -> bytes:
     """``rows``: (key, value, sequence); ``deleted``: (key, sequence)."""
     changes = TableChanges(
         np.array([r[0] for r in rows], np.int64),
         np.repeat(np.array([[r[1]] for r in rows], np.float32).reshape(-1, 1), dim, axis=1),
-        np.array([make_version(NOW_MS, r[2]) for r in rows], np.uint64),
+        np.array([make_version(made_ms, r[2]) for r in rows], np.uint64),
         np.array([d[0] for d in deleted], np.int64),
-        np.array([make_version(NOW_MS, d[1]) for d in deleted], np.uint64),
+        np.array([make_version(made_ms, d[1]) for d in deleted], np.uint64),
     )
     (one,) = encode_native(table, changes, event_ms=NOW_MS)
     return one
@@ -204,6 +204,7 @@ def test_a_name_that_comes_again_does_not_replace_the_old_file(house):
 
 GOOD = message([(1, 1.0, 1)])
 DAMAGED = message([(2, 1.0, 1)])[:-1] + b"\xff"
+AHEAD = message([(2, 1.0, 1)], made_ms=NOW_MS + 7_200_000)
 
 
 @pytest.mark.parametrize(
@@ -217,6 +218,7 @@ DAMAGED = message([(2, 1.0, 1)])[:-1] + b"\xff"
         ("a.hpsu", GOOD[:12] + bytes(4) + GOOD[16:], Reason.TRUNCATED, "byte 0: truncated", []),
         ("a.hpsu", message([(1, 1.0, 1)], table="m/nobody"), Reason.UNKNOWN_TABLE, "unknown_table", []),
         ("a.hpsu", message([(1, 1.0, 1)], dim=3), Reason.ROW_SIZE, "row_size", []),
+        ("a.hpsu", GOOD + AHEAD + message([(3, 1.0, 1)]), Reason.AHEAD, "byte 96: ahead", [1, 3]),
         ("m.items.npz", b"PK" + bytes(99), Reason.MALFORMED, "no npz file", []),
         ("m.items.a.parquet", b"PAR1" + bytes(99), Reason.MALFORMED, "no Parquet file", []),
     ],
@@ -248,6 +250,19 @@ def test_files_of_rows_that_fit_no_table(house, name, dim, says):
     os.rename(house.folder / ".a.npz", house.folder / name)
     house.run()
     assert says in (house.folder / "rejected" / f"{name}.reason").read_text()
+
+
+def test_a_file_of_rows_of_the_future(house):
+    versions = np.array([make_version(NOW_MS + 7_200_000)], np.uint64)
+    row = np.ones((1, 2), np.float32)
+    np.savez(house.folder / ".a", key=[1], vector=row, version=versions)
+    np.savez(house.folder / ".b", key=[2], vector=row, version=versions - np.uint64(2**52))
+    for name in "ab":
+        os.rename(house.folder / f".{name}.npz", house.folder / f"m.items.{name}.npz")
+    house.run()
+    assert house.rows([1, 2]) == [None, 1.0]
+    assert "ahead: m/items" in (house.folder / "rejected/m.items.a.npz.reason").read_text()
+    assert house.names("applied") == ["m.items.b.npz"]
 
 
 def test_a_reader_that_fails_in_a_new_way_rejects_the_file(house, monkeypatch):

@@ -11,6 +11,7 @@ from hps.types import EmbeddingTable, NoProgress
 from hps.updates.snapshot import Snapshots, hot_keys_at_start, read_hot_keys, write_hot_keys
 from hps.updates.warm import Warming
 from hps.updates.writer import CacheWriter
+from tests.support.waiting import until
 
 TABLE = EmbeddingTable.make("items", 2)
 HOT = {
@@ -79,9 +80,7 @@ def test_it_is_written_now_and_then_and_at_the_end(tmp_path):
     time.sleep(0.1)
     assert not path.exists()  # an empty cache does not replace what an earlier node knew
     insert(cache, [1, 2, 3])
-    until = time.monotonic() + 5
-    while not path.exists() and time.monotonic() < until:
-        time.sleep(0.01)
+    until(path.exists)
     assert len(read_hot_keys(path)[TABLE.id][0]) == 2
     snapshots.close()
     path.unlink()

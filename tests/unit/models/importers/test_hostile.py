@@ -193,7 +193,7 @@ def test_a_parquet_file_of_one_row_group_is_read_piece_by_piece(tmp_path):
     assert peak < 48 << 20
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["w.npz", "w.pt", "w.parquet", "ps.json"])
 def test_a_pipe_is_not_waited_for(tmp_path, name):
     os.mkfifo(tmp_path / name)

@@ -113,7 +113,7 @@ class Http:
     @staticmethod
     def run(scenario):
         async def bounded():
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 await scenario()
 
         asyncio.run(bounded())

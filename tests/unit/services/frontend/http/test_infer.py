@@ -209,7 +209,7 @@ def test_an_answer_that_takes_too_long(small, ask, timeout_us):
     small.store.gate.clear()
     start = time.monotonic()
     reply = ask(small.app(request_timeout_ms=50), "POST", PATH, slow(timeout_us))
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     assert reply.status == 504
     assert "no answer within the request's time" in reply.error
 
@@ -232,7 +232,7 @@ def test_a_body_that_stops_coming(small, ask):
             return None
 
         scope = {"type": "http", "method": "POST", "path": PATH, "headers": []}
-        await asyncio.wait_for(app(scope, receive, send), 10)
+        await asyncio.wait_for(app(scope, receive, send), 60)
         return sent
 
     sent = asyncio.run(stalled())
