@@ -46,7 +46,7 @@ from benchmarks.cpu_pooling import (
     compare_threads,
     peers,
 )
-from benchmarks.cpu_scene import Scene, aligned, cpu_ns
+from benchmarks.cpu_scene import Scene, aligned, cpu_ns, rounds
 from benchmarks.measure import Spread, alternate, ratio, versions, zipf_keys
 from hps.native import COMPILED, _core
 from hps.tiers.base import FetchContext, Part
@@ -120,7 +120,7 @@ def compare(
         for n in (SMALL, LARGE):
             batches = (2_000_000 if quick else 5_000_000) // n
             numbers = zipf_keys(random, count, (batches, n), s)
-            took = alternate(sides(scene, numbers, bags), 3 if quick else 5)
+            took = alternate(sides(scene, numbers, bags), rounds(s, quick=quick))
             over = {name: ratio(times, took["floor"]) for name, times in took.items()}
             rows.append(
                 {"keys": f"{n:,}", "Zipf s": s or "uniform"}

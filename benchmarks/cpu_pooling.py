@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common import Bar, Report
-from benchmarks.cpu_scene import Scene, aligned, cpu_ns
+from benchmarks.cpu_scene import Scene, aligned, cpu_ns, rounds
 from benchmarks.measure import Spread, alternate, ratio, zipf_keys
 from benchmarks.peers.embedding_bags import EmbeddingBags, running
 from benchmarks.peers.environments import PeerMissing, require
@@ -99,7 +99,7 @@ def compare_pooling(
         for hotness in (1, 20):
             n = BAGS * 16 if hotness == 1 else BAGS * hotness
             numbers = zipf_keys(random, count, ((2_000_000 if quick else 4_000_000) // n, n), s)
-            took = alternate(_sides(scene, numbers, hotness, bags), 3 if quick else 5)
+            took = alternate(_sides(scene, numbers, hotness, bags), rounds(s, quick=quick))
             row = {"bags": f"{n // hotness:,} of {hotness}", "Zipf s": s or "uniform"}
             row |= {name: f"{Spread.of(times):.1f}" for name, times in took.items()}
             if bags is not None:
