@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,12 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common import Bar, Report
-from benchmarks.cpu_scene import Scene, aligned, cpu_ns
+from benchmarks.cpu_scene import Scene, aligned, cpu_ns, rounds
 from benchmarks.measure import Spread, alternate, ratio, zipf_keys
 from benchmarks.peers.embedding_bags import EmbeddingBags, running
 from benchmarks.peers.environments import PeerMissing, require
 from hps.tiers.fused import Bags
 
+HUGE = ", huge pages"
+SIDES = ("embedding_bag", "fbgemm")
 BAGS = 26 * 64  # of 20 keys; of one key there are 16 times as many
 
 POOLING_BARS = tuple(
@@ -33,24 +35,59 @@ POOLING_BARS = tuple(
 )
 
 
+class Peers:
+    """FBGEMM's and PyTorch's bags as they are installed, and with huge pages: a process each."""
+
+    def __init__(self, installed: EmbeddingBags, huge: EmbeddingBags) -> None:
+        self._processes = {"": installed, HUGE: huge}
+
+    def table(self, rows: int, dim: int) -> None:
+        for each in self._processes.values():
+            each.table(rows, dim)
+
+    def sides(
+        self,
+        names: Sequence[str],
+        numbers: NDArray[np.int64],
+        hotness: int,
+        total: float,
+        threads: int = 1,
+    ) -> dict[str, Callable[[], float]]:
+        """Measurements over ``numbers (batches, n)`` of rows. Raises RuntimeError unless everyone's answer
+        to the first batch adds up to ``total``."""
+        sides: dict[str, Callable[[], float]] = {}
+        for pages, each in self._processes.items():
+            sums = each.keys(numbers, hotness)
+            for name in names:
+                if sums[name] != total:
+                    raise RuntimeError(f"{name}{pages} has other rows")
+                sides[name + pages] = partial(each.time, name, threads)
+        return sides
+
+
 @contextmanager
-def peers(report: Report) -> Iterator[EmbeddingBags | None]:
-    """FBGEMM and PyTorch in a process of their own; None, and a note, where they were not set up."""
+def peers(report: Report) -> Iterator[Peers | None]:
+    """None, and a note, where they were not set up."""
     try:
         python = require("fbgemm").python
     except PeerMissing as missing:
         report.notes.append(str(missing))
         yield None
         return
-    with tempfile.TemporaryDirectory() as folder, running(python, Path(folder)) as bags:
-        yield bags
+    with (
+        tempfile.TemporaryDirectory() as one,
+        tempfile.TemporaryDirectory() as other,
+        running(python, Path(one), huge_pages=False) as installed,
+        running(python, Path(other), huge_pages=True) as huge,
+    ):
+        yield Peers(installed, huge)
 
 
 def compare_pooling(
     scene: Scene,
     report: Report,
     random: np.random.Generator,
-    bags: EmbeddingBags | None,
+    bags: Peers | None,
     *,
     quick: bool,
 ) -> None:
@@ -62,12 +99,13 @@ def compare_pooling(
         for hotness in (1, 20):
             n = BAGS * 16 if hotness == 1 else BAGS * hotness
             numbers = zipf_keys(random, count, ((2_000_000 if quick else 4_000_000) // n, n), s)
-            took = alternate(_sides(scene, numbers, hotness, bags), 3 if quick else 5)
+            took = alternate(_sides(scene, numbers, hotness, bags), rounds(s, quick=quick))
             row = {"bags": f"{n // hotness:,} of {hotness}", "Zipf s": s or "uniform"}
             row |= {name: f"{Spread.of(times):.1f}" for name, times in took.items()}
             if bags is not None:
                 over = ratio(took["embedding_bag"], took["hps"])
                 row["bag / hps"] = f"{over:.2f}"
+                row["bag / hps" + HUGE] = f"{ratio(took['embedding_bag' + HUGE], took['hps']):.2f}"
                 if s == 0.85:
                     report.values[f"bag_{hotness}_{dim}"] = over.median
             rows.append(row)
@@ -76,7 +114,7 @@ def compare_pooling(
 
 
 def _sides(
-    scene: Scene, numbers: NDArray[np.int64], hotness: int, bags: EmbeddingBags | None
+    scene: Scene, numbers: NDArray[np.int64], hotness: int, bags: Peers | None
 ) -> dict[str, Callable[[], float]]:
     batches, n = numbers.shape
     asked = scene.keys[numbers]
@@ -90,10 +128,7 @@ def _sides(
     hps(0)
     sides = {"hps": partial(cpu_ns, hps, batches, n)}
     if bags is not None:
-        total = out.astype(np.float64).sum()
-        if any(other != total for other in bags.keys(numbers, hotness).values()):
-            raise RuntimeError("the sums differ")
-        sides |= {name: partial(bags.time, name) for name in ("embedding_bag", "fbgemm")}
+        sides |= bags.sides(SIDES, numbers, hotness, out.astype(np.float64).sum())
     return sides
 
 
@@ -115,7 +150,7 @@ def _threads(
     scene: Scene,
     report: Report,
     random: np.random.Generator,
-    bags: EmbeddingBags | None,
+    bags: Peers | None,
     hotness: int,
     *,
     quick: bool,
@@ -124,19 +159,22 @@ def _threads(
     numbers = zipf_keys(random, len(scene.keys), ((2_000_000 if quick else 4_000_000) // n, n))
     asked, out = scene.keys[numbers], aligned(n // hotness, 32)
 
+    def ask(keys: NDArray[np.int64]) -> None:
+        if hotness == 1:
+            scene.cache.gather([(scene.table, keys, out)])
+        else:
+            scene.cache.gather([], [Bags(scene.table, keys, out)])
+
     def hps() -> float:
         start = time.perf_counter_ns()
         for keys in asked:
-            if hotness == 1:
-                scene.cache.gather([(scene.table, keys, out)])
-            else:
-                scene.cache.gather([], [Bags(scene.table, keys, out)])
+            ask(keys)
         return (time.perf_counter_ns() - start) / asked.size
 
     sides: dict[str, Callable[[], float]] = {"hps": hps}
     if bags is not None:
-        bags.keys(numbers, hotness)
-        sides |= {name: partial(bags.time, name, 2) for name in ("embedding_bag", "fbgemm")}
+        ask(asked[0])
+        sides |= bags.sides(SIDES, numbers, hotness, out.astype(np.float64).sum(), threads=2)
     took = alternate(sides, 3 if quick else 5)
     report.figures[f"two threads, hotness {hotness}"] = took
     return {"": "rows" if hotness == 1 else "sums of 20"} | {

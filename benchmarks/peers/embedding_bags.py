@@ -1,8 +1,8 @@
 """FBGEMM's and PyTorch's embedding bags on dense row numbers: no key is looked for.
 
 Run by the interpreter of ``.peers/fbgemm`` and spoken to in lines of JSON over its standard input and
-output (`EmbeddingBags` is the other end); row numbers come in files. Both sides read the same memory,
-in huge pages.
+output (`EmbeddingBags` is the other end); row numbers come in files. Both sides read the same memory:
+in pages as PyTorch asks for them, or in huge ones, which it asks for when THP_MEM_ALLOC_ENABLE says so.
 """
 
 from __future__ import annotations
@@ -56,15 +56,16 @@ class EmbeddingBags:
 
 
 @contextmanager
-def running(python: Path, folder: Path) -> Iterator[EmbeddingBags]:
-    """The program until the block ends; ``folder`` is for files."""
+def running(python: Path, folder: Path, *, huge_pages: bool) -> Iterator[EmbeddingBags]:
+    """The program until the block ends; ``folder`` is for files. Without ``huge_pages``: as installed."""
+    pages = {"THP_MEM_ALLOC_ENABLE": "1" if huge_pages else "0"}
     process = subprocess.Popen(
         [str(python), "-m", "benchmarks.peers.embedding_bags"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "THP_MEM_ALLOC_ENABLE": "1", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **pages, "OMP_NUM_THREADS": "1"},
     )
     assert process.stdin is not None
     try:

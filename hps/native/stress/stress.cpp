@@ -1,6 +1,7 @@
 // Readers beside a writer: stress SECONDS [READERS [EVICTION]]. Every row tells its key and
-// version, so a torn or a wrong one shows itself. Meant to be run under sanitizers: make
-// check-native.
+// version, and so does a sum of rows, so a torn or a wrong one shows itself. Meant to be run under
+// sanitizers: make check-native.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -16,43 +17,54 @@ namespace {
 
 constexpr std::size_t kKeys = 600, kBatch = 200;
 
-std::uint64_t word(std::int64_t key, std::uint64_t version, std::size_t i) {
-  std::uint64_t x = static_cast<std::uint64_t>(key) * 0x9E3779B97F4A7C15ULL + version + (i << 40);
-  return (x ^ (x >> 31)) * 0xD6E8FEB86659FD93ULL;
+void fail(const char* what) {
+  std::printf("%s\n", what);
+  std::exit(1);
 }
 
-// A row: its version, then words made of key, version and position.
+// A row, of floats that are whole numbers: three parts of its version, 12 bits each, then what
+// follows from the first two, the key and the position. That is linear, so that it holds for sums
+// too, and stays below 2^24, so that sums are exact.
+constexpr std::size_t kBag = 5;
+
 void make_row(std::int64_t key, std::uint64_t version, std::uint8_t* row, std::size_t bytes) {
-  std::memcpy(row, &version, 8);
-  for (std::size_t i = 1; i < bytes / 8; ++i) {
-    const std::uint64_t value = word(key, version, i);
-    std::memcpy(row + 8 * i, &value, 8);
+  const auto part = [&](unsigned i) { return static_cast<float>(version >> 12 * i & 0xFFF); };
+  for (std::size_t i = 0; i < bytes / sizeof(float); ++i) {
+    const auto at = static_cast<float>(i);
+    const float value =
+        i < 3 ? part(static_cast<unsigned>(i)) : part(0) * at + part(1) + static_cast<float>(key);
+    std::memcpy(row + i * sizeof value, &value, sizeof value);
+  }
+}
+
+float number(const std::uint8_t* row, std::size_t i) {
+  float value;
+  std::memcpy(&value, row + i * sizeof value, sizeof value);
+  return value;
+}
+
+// A row, or the sum of several: of keys that add up to `key`.
+void check_sum(std::int64_t key, const std::uint8_t* row, std::size_t bytes) {
+  for (std::size_t i = 3; i < bytes / sizeof(float); ++i) {
+    const float at = static_cast<float>(i), sum = static_cast<float>(key);
+    if (number(row, i) == number(row, 0) * at + number(row, 1) + sum) continue;
+    std::printf("keys %lld: torn row, float %zu\n", static_cast<long long>(key), i);
+    std::exit(1);
   }
 }
 
 std::uint64_t check_row(std::int64_t key, const std::uint8_t* row, std::size_t bytes) {
-  std::uint64_t version;
-  std::memcpy(&version, row, 8);
-  for (std::size_t i = 1; i < bytes / 8; ++i) {
-    std::uint64_t value;
-    std::memcpy(&value, row + 8 * i, 8);
-    if (value == word(key, version, i)) continue;
-    std::printf("key %lld: torn row, word %zu\n", static_cast<long long>(key), i);
-    std::exit(1);
-  }
+  check_sum(key, row, bytes);
+  std::uint64_t version = 0;
+  for (unsigned i = 0; i < 3; ++i) version |= static_cast<std::uint64_t>(number(row, i)) << 12 * i;
   return version;
-}
-
-void fail(const char* what) {
-  std::printf("%s\n", what);
-  std::exit(1);
 }
 
 struct Soak {
   hps::CacheTable table;
   std::size_t row_bytes;
   std::atomic<bool> stop{false};
-  std::atomic<std::uint64_t> reads{0}, writes{0};
+  std::atomic<std::uint64_t> reads{0}, writes{0}, pooled{0};
 
   Soak(std::size_t capacity, std::size_t bytes, hps::Eviction eviction,
        const hps::ReadKernels& kernels)
@@ -82,6 +94,36 @@ struct Soak {
     }
   }
 
+  // Sums bags of kBag keys, or their means of twice the rows; bags that lack rows are given them.
+  void pool(const std::int64_t* keys, std::size_t bags, bool mean) {
+    const std::vector<float> twos(bags * kBag, 2);
+    std::vector<std::uint8_t> sums(bags * row_bytes), given(kBag * row_bytes);
+    std::vector<std::int64_t> left(bags * kBag), again(kBag);
+    hps::PoolAsk ask{};
+    ask.keys = keys;
+    ask.hotness = kBag;
+    ask.last = bags;
+    ask.out = sums.data();
+    if (mean) ask.weights = ask.divisors = twos.data();
+    const std::size_t n = table.pool(ask, left.data());
+    for (std::size_t bag = 0, at = 0; bag < bags; ++bag) {
+      const std::size_t from = at;
+      for (; at < n && left[at] < static_cast<std::int64_t>((bag + 1) * kBag); ++at)
+        make_row(keys[left[at]], at, &given[(at - from) * row_bytes], row_bytes);
+      hps::PoolAsk rest = ask;
+      rest.first = bag;
+      rest.last = bag + 1;
+      rest.given = left.data() + from;
+      rest.n_given = at - from;
+      rest.rows = given.data();
+      if (at != from && table.pool(rest, again.data()) != 0) continue;  // evicted meanwhile
+      std::int64_t sum = 0;
+      for (std::size_t i = bag * kBag; i < (bag + 1) * kBag; ++i) sum += keys[i];
+      check_sum(sum, &sums[bag * row_bytes], row_bytes);
+      ++pooled;
+    }
+  }
+
   void read(unsigned seed) {
     std::mt19937_64 random(seed);
     std::vector<std::int64_t> keys(kBatch), missing(kBatch), left(kBatch);
@@ -100,7 +142,10 @@ struct Soak {
         if (version < last) fail("an older version after a newer one");
         last = version;
       };
-      if (random() % 2 == 0) {
+      const unsigned verb = random() % 3;
+      if (verb == 0) {
+        pool(keys.data(), n / kBag, random() % 2 == 0);
+      } else if (verb == 1) {
         const std::size_t few = 1 + n % 4;
         if (table.gather(keys.data(), few, rows.data()))
           for (std::size_t i = 0; i < few; ++i)
@@ -143,10 +188,13 @@ void soak(double seconds, unsigned readers, hps::Eviction eviction, std::size_t 
   const hps::CacheCounts counts = soak.table.counts();
   if (counts.rows + counts.tombstones > 400) fail("more rows than the capacity");
   if (soak.table.top_k(10000).size() != counts.rows) fail("the count of rows is wrong");
-  if (soak.reads == 0 || soak.writes == 0 || counts.evictions == 0) fail("nothing happened");
-  std::printf("%s, rows of %zu bytes: %.1f M keys read, %.1f M written, %.1f M evicted\n",
-              kernels.name, row_bytes, static_cast<double>(soak.reads) / 1e6,
-              static_cast<double>(soak.writes) / 1e6, static_cast<double>(counts.evictions) / 1e6);
+  if (std::min({soak.reads.load(), soak.writes.load(), soak.pooled.load(), counts.evictions}) == 0)
+    fail("nothing happened");
+  const auto millions = [](std::uint64_t n) { return static_cast<double>(n) / 1e6; };
+  std::printf(
+      "%s, rows of %zu bytes, in millions: %.1f keys read, %.1f bags, %.1f written, %.1f evicted\n",
+      kernels.name, row_bytes, millions(soak.reads), millions(soak.pooled), millions(soak.writes),
+      millions(counts.evictions));
 }
 
 }  // namespace
