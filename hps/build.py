@@ -37,6 +37,8 @@ from hps.tiers.cpu_cache import CacheMemory, CpuCache
 from hps.tiers.cpu_segments import Segments
 from hps.tiers.wrappers import Metered
 from hps.types import EmbeddingTable, KeyArray, NoProgress, Progress, Source
+from hps.updates.arrivals import LOOK_EVERY_S
+from hps.updates.freshness import Freshness
 from hps.updates.lifting import Lifting
 from hps.updates.snapshot import HotKeys, Snapshots, hot_keys_at_start
 from hps.updates.warm import Warming, promote_keys
@@ -107,6 +109,11 @@ class _Builder:
         self._devices = Devices(settings, opened, self._metrics, resources)
         self._hot: dict[str, HotKeys] = {}
         self._tables = [table for model in opened for table in model.tables.values()]
+        updates = settings.updates
+        self._freshness = {
+            name: Freshness(name, updates.max_staleness_s, updates.on_stale, self._metrics)
+            for name in {table.model for table in self._tables}
+        }
 
     def node(self, warnings: tuple[str, ...]) -> Node:
         tiers, dense = self._settings.tiers, self._settings.dense
@@ -167,6 +174,9 @@ class _Builder:
             shared = self._stores.fed(shared=True)
             if kafka.shared_writer == "nodes" and shared:
                 streams.read_kafka(kafka, kafka.shared_group, shared, None)
+        limit_s = self._settings.updates.max_staleness_s
+        limited = self._freshness if limit_s is not None else {}
+        streams.watch(limited, min(LOOK_EVERY_S, (limit_s or math.inf) / 4))
 
     def _lanes(self) -> Lanes:
         tiers = self._settings.tiers
@@ -290,7 +300,16 @@ class _Builder:
                 name, model.spec.dense, engine, model.dense, serving.runs, meter, paths
             )
         version = model.version.version
-        return ServedModel(name, version, model.spec, model.tables, engine, pipeline, tuple(there))
+        return ServedModel(
+            name,
+            version,
+            model.spec,
+            model.tables,
+            engine,
+            pipeline,
+            tuple(there),
+            self._freshness[name],
+        )
 
     def _meter(self, tier: Tier) -> TierMeter:
         return TierMeter(self._metrics, tier.info.name)

@@ -35,6 +35,7 @@ REQUESTS_REFUSED = "hps_requests_refused_total"
 LOOKUP_KEYS = "hps_lookup_keys_total"
 LOOKUP_SECONDS = "hps_lookup_duration_seconds"
 LOOKUP_DEGRADED = "hps_lookup_degraded_total"
+STALE_ANSWERS = "hps_stale_answers_total"
 LOOKUP_WAITING = "hps_lookup_waiting"
 LOOKUP_SHARED = "hps_lookup_shared_keys_total"
 TIER_KEYS = "hps_tier_keys_total"
@@ -79,6 +80,13 @@ METRICS: tuple[MetricSpec, ...] = (
         "counter",
         ("model", "tier"),
         "Lookups that were answered without this tier because it was broken, late or full.",
+    ),
+    MetricSpec(
+        STALE_ANSWERS,
+        "counter",
+        ("model", "result"),
+        "Requests while updates had been waiting for longer than updates.max_staleness_s; result=flagged or "
+        "refused.",
     ),
     MetricSpec(
         LOOKUP_SHARED,
@@ -158,8 +166,8 @@ METRICS: tuple[MetricSpec, ...] = (
         UPDATE_AGE,
         "gauge",
         ("model", "table"),
-        "How old the newest rows of a table may be: 0 when all updates are applied, else the time since the "
-        "last applied ones were made.",
+        "How old rows of a table may be: 0 when all updates are applied, else the time since the first came "
+        "that is not; of those that waited at the start, since the newest applied one was made.",
     ),
     MetricSpec(
         UPDATE_LAG,

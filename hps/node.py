@@ -34,6 +34,7 @@ from hps.types import (
     PredictResult,
     as_keys,
 )
+from hps.updates.freshness import FRESH, Freshness
 from hps.updates.writer import CacheWriter
 from hps.workers import Lanes
 
@@ -50,6 +51,7 @@ class ServedModel:
     pipeline: InferencePipeline | None = None
     on_devices: tuple[DeviceLookup, ...] = ()
     """Lookups whose vectors stay on a GPU, one per GPU."""
+    freshness: Freshness = FRESH
 
 
 @dataclass(slots=True, repr=False)
@@ -105,7 +107,9 @@ class Node:
         """
         into = None if out is None else targets(out)
         request = LookupRequest(jagged(features), _deadline(timeout_s), want_source, into, by_table)
-        return self.model(model).engine.lookup(request)
+        served = self.model(model)
+        served.freshness.require()
+        return served.freshness.mark(served.engine.lookup(request))
 
     def lookup_on_device(
         self,
@@ -118,7 +122,9 @@ class Node:
     ) -> LookupResult:
         """As `lookup`, with vectors that stay on a GPU: complete CuPy arrays, which Torch takes by DLPack. Of
         several GPUs each in turn. Raises ``BadRequest`` for a node without a GPU cache."""
-        lookups = self.model(model).on_devices
+        served = self.model(model)
+        served.freshness.require()
+        lookups = served.on_devices
         if not lookups:
             raise BadRequest(
                 "this node has no GPU cache (tiers.gpu.use); lookup answers on the host"
@@ -126,7 +132,7 @@ class Node:
         request = LookupRequest(
             jagged(features), _deadline(timeout_s), want_source, by_table=by_table
         )
-        return lookups[next(self._turn) % len(lookups)].pooled(request)
+        return served.freshness.mark(lookups[next(self._turn) % len(lookups)].pooled(request))
 
     def table(self, model: str, table: str) -> EmbeddingTable:
         """A table of a served model. Raises ``NotFound``."""
@@ -164,15 +170,16 @@ class Node:
         timeout_s: float | None = None,
     ) -> PredictResult:
         """The model's named outputs for a batch; see ``PredictRequest``."""
-        pipeline = self.model(model).pipeline
+        served = self.model(model)
+        pipeline = served.pipeline
         if pipeline is None:
             raise BadRequest(f"model '{model}' has no dense part; use lookup")
+        served.freshness.require()
         tensors = {name: tensor(name, array) for name, array in (dense or {}).items()}
-        return pipeline.predict(
-            PredictRequest(
-                jagged(features), tensors, top_k, _deadline(timeout_s), want_source, outputs
-            )
+        request = PredictRequest(
+            jagged(features), tensors, top_k, _deadline(timeout_s), want_source, outputs
         )
+        return served.freshness.mark(pipeline.predict(request))
 
     def hot_keys(
         self, model: str | None = None, table: str | None = None, limit: int = 20

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,16 +23,20 @@ from hps.errors import BadRequest, NotFound, Unavailable
 from hps.meters import UpdateMeter
 from hps.metrics import Metrics
 from hps.types import EmbeddingTable, KeyArray, VectorArray
+from hps.updates.arrivals import LOOK_EVERY_S, Waiting, WaitingFiles
 from hps.updates.direct import DirectWriter
 from hps.updates.directory import DirectorySource
+from hps.updates.freshness import Freshness
 from hps.updates.ingest_thread import IngestThread
 from hps.updates.ingestor import Ingestor
 from hps.updates.kafka import KafkaSource
 from hps.updates.kafka_client import DeadLetterTopic
+from hps.updates.kafka_ends import WaitingMessages
 from hps.updates.source import UpdateSource
-from hps.updates.stream_places import Store
+from hps.updates.stream_places import Readers, Store
 from hps.updates.topics import Topics
 from hps.updates.writer import CacheWriter
+from hps.workers import Repeated
 
 # A node without a store of its own: updates that others may not have written yet when its caches were
 # filled.
@@ -41,13 +45,16 @@ _OVERLAP_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One reader: its ``group``, its source and ingestor, and the thread they run on."""
+    """One reader: its ``group``, its source and ingestor, the thread they run on, what ``waits`` for them,
+    and which tables a topic may change."""
 
     group: str
     kind: str
     source: UpdateSource
     ingestor: Ingestor
     thread: IngestThread
+    waits: Waiting
+    readers: Readers
 
     def status(self) -> dict[str, Any]:
         """Ready for JSON."""
@@ -86,6 +93,7 @@ class Streams:
         self._meter = UpdateMeter(metrics)
         self._streams: list[Stream] = []
         self._direct: DirectWriter | None = None
+        self._opened_s = time.time()
         metrics.gauges(m.UPDATE_LAG, self._lags)
         metrics.gauges(m.UPDATE_AGE, self._ages)
 
@@ -110,7 +118,8 @@ class Streams:
             self._meter,
             self._contained,
         )
-        self._start(group, "kafka", source, ingestor)
+        waits = WaitingMessages(settings, source.applied)
+        self._start(group, "kafka", source, ingestor, waits, topics.readers)
 
     def read_folder(
         self, settings: DirectorySettings, stores: Sequence[Store], caches: CacheWriter
@@ -121,13 +130,42 @@ class Streams:
         ingestor = Ingestor(
             source, topics.tables, topics.readers, stores, caches, source, self._meter
         )
-        self._start("directory", "directory", source, ingestor)
+        tables = list(topics.tables.values())
+        waits = WaitingFiles(settings.path)
+        self._start("directory", "directory", source, ingestor, waits, lambda _folder: tables)
 
-    def _start(self, group: str, kind: str, source: UpdateSource, ingestor: Ingestor) -> None:
+    def _start(
+        self,
+        group: str,
+        kind: str,
+        source: UpdateSource,
+        ingestor: Ingestor,
+        waits: Waiting,
+        readers: Readers,
+    ) -> None:
         thread = IngestThread(ingestor, source, f"hps-ingest-{len(self._streams)}")
-        self._streams.append(Stream(group, kind, source, ingestor, thread))
+        self._streams.append(Stream(group, kind, source, ingestor, thread, waits, readers))
         self._resources.callback(thread.close)
         thread.start()
+
+    def watch(self, limits: Mapping[str, Freshness], every_s: float = LOOK_EVERY_S) -> None:
+        """Have the models of ``limits``, by name, know how fresh they are. Called once, after the readers
+        were started; without any it does nothing."""
+        if not self._streams:
+            return
+        tables: dict[str, list[EmbeddingTable]] = {}
+        for table in self._tables:
+            tables.setdefault(table.model, []).append(table)
+
+        def look() -> None:
+            for stream in self._streams:
+                with suppress(OSError):  # a folder that cannot be read: its source says so
+                    stream.waits.look()
+            for model, freshness in limits.items():
+                freshness.judge({table: self.age_s(table) for table in tables[model]})
+
+        watch = Repeated(look, every_s, "hps-update-age")
+        self._resources.callback(watch.close)
 
     def write_directly(
         self,
@@ -183,15 +221,18 @@ class Streams:
             raise NotFound(f"no partition {partition} of topic {topic!r} is read here")
 
     def age_s(self, table: EmbeddingTable) -> float:
-        """How old the newest rows of ``table`` may be; 0 when everything there is was applied."""
-        behind = any(
-            messages
+        """How old rows of ``table`` may be: how long ago the first update came that is not applied, as far
+        as was looked; 0 when everything there is was applied. Never waits."""
+        ages = [
+            age_s
             for stream in self._streams
-            for (topic, _partition), messages in stream.source.lag().items()
-            if table in stream.ingestor.readers(topic)
-        )
-        newest = self._meter.newest_s.get(table)
-        return max(0.0, time.time() - newest) if behind and newest is not None else 0.0
+            for (topic, _partition), age_s in stream.waits.ages_s().items()
+            if table in stream.readers(topic)
+        ]
+        if None in ages:  # some have waited from before the start, and are applied in their order
+            newest = self._meter.newest_s.get(table, self._opened_s)
+            ages.append(max(0.0, time.time() - newest))
+        return max((age_s for age_s in ages if age_s is not None), default=0.0)
 
     def _wait(self, what: str, stream: Stream, done: Future[None], wait_s: float) -> None:
         try:

@@ -172,7 +172,8 @@ class LookupResult:
 
     ``sources[f] (n,) uint8`` and ``versions[f] (n,) uint64`` are filled when asked for.
     ``defaulted`` counts keys (not unique keys) that were answered with the table's default;
-    ``degraded`` names the tiers that were skipped.
+    ``degraded`` names the tiers that were skipped. ``stale_s``: how old rows may be, in seconds, when that
+    is more than `updates.max_staleness_s`; else 0.
     """
 
     vectors: dict[str, VectorArray]
@@ -180,6 +181,7 @@ class LookupResult:
     versions: dict[str, VersionArray] = field(default_factory=dict)
     defaulted: int = 0
     degraded: tuple[str, ...] = ()
+    stale_s: int = 0
 
 
 @dataclass(slots=True)
@@ -201,12 +203,14 @@ class PredictRequest:
 
 @dataclass(slots=True)
 class PredictResult:
-    """Named outputs, in the model's order; with ``top_k`` also ``top_k_index (k,) int64``."""
+    """Named outputs, in the model's order; with ``top_k`` also ``top_k_index (k,) int64``. ``defaulted``,
+    ``degraded``, ``stale_s``: as of the lookup."""
 
     outputs: dict[str, NDArray[Any]]
     sources: dict[str, SourceArray] = field(default_factory=dict)
     defaulted: int = 0
     degraded: tuple[str, ...] = ()
+    stale_s: int = 0
 
 
 class Progress(Protocol):

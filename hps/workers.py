@@ -228,6 +228,35 @@ class Again:
         self._thread.join(1.0)
 
 
+class Repeated:
+    """Does ``work`` every ``every_s`` seconds on a thread of its own, the first time at once. What it raises
+    is logged, once for each kind of error, and does not end it."""
+
+    def __init__(self, work: Callable[[], None], every_s: float, name: str) -> None:
+        self._work = work
+        self._every_s = every_s
+        self._closed = threading.Event()
+        self._said: set[type[Exception]] = set()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._work()
+            except Exception as error:
+                level = logging.DEBUG if type(error) in self._said else logging.ERROR
+                log.log(level, "%s failed; trying again", self._thread.name, exc_info=True)
+                self._said.add(type(error))
+            if self._closed.wait(self._every_s):
+                return
+
+    def close(self) -> None:
+        """Do it no more. What is under way is left to end by itself."""
+        self._closed.set()
+        self._thread.join(1.0)
+
+
 class _Job(Generic[T]):
     __slots__ = ("_deadline", "_future", "_queued_at", "_work")
 

@@ -122,7 +122,12 @@ def _ask(client: Client, model: str, request: PredictRequest) -> PredictResult:
     tensors = tensors_of(request.features) | dict(request.dense)
     parameters = {"top_k": request.top_k} if request.top_k else None
     answer = client.infer(model, tensors, parameters=parameters)
-    return PredictResult(answer.outputs, defaulted=answer.defaulted, degraded=answer.degraded)
+    return PredictResult(
+        answer.outputs,
+        defaulted=answer.defaulted,
+        degraded=answer.degraded,
+        stale_s=answer.stale_s,
+    )
 
 
 class NodeTarget:

@@ -77,7 +77,12 @@ class Client:
         for name, value in (dense or {}).items():
             inputs[name] = np.ascontiguousarray(value, datatypes.get(name))
         answer = self.infer(model, inputs, parameters={"top_k": top_k} if top_k else None)
-        return PredictResult(answer.outputs, defaulted=answer.defaulted, degraded=answer.degraded)
+        return PredictResult(
+            answer.outputs,
+            defaulted=answer.defaulted,
+            degraded=answer.degraded,
+            stale_s=answer.stale_s,
+        )
 
     def lookup(
         self, model: str, features: Mapping[str, Keys], *, want_source: bool = False
@@ -91,6 +96,7 @@ class Client:
             {name: answer.outputs[f"{name}.source"] for name in names if want_source},
             defaulted=answer.defaulted,
             degraded=answer.degraded,
+            stale_s=answer.stale_s,
         )
 
     def infer(

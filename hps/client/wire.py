@@ -36,6 +36,11 @@ class Answer:
         named = str(self.parameters.get("hps_degraded") or "")
         return tuple(part.strip() for part in named.split(",") if part.strip())
 
+    @property
+    def stale_s(self) -> int:
+        """How old rows may be, in seconds, when that is more than the server was told to allow; else 0."""
+        return int(self.parameters.get("hps_stale_s", 0))
+
 
 class Sample(NamedTuple):
     """One number of the server's metrics."""

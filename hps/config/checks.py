@@ -168,6 +168,20 @@ def auth(mode: str | None, given: Sequence[str]) -> list[Finding]:
     return []
 
 
+def staleness(limit_s: float | None, on_stale: str, *, streams: bool) -> list[Finding]:
+    if limit_s is not None and not streams:
+        message = (
+            "acts only with updates.kafka or updates.directory; without them nothing is waited for"
+        )
+        return [Finding(("max_staleness_s",), message, (("kafka",), ("directory",)))]
+    if limit_s is None and on_stale != "flag":
+        message = (
+            f"is {on_stale}, which acts only with max_staleness_s: from when on rows are stale"
+        )
+        return [Finding(("on_stale",), message, (("max_staleness_s",),))]
+    return []
+
+
 def pair(name: str, value: object, other: str, other_value: object) -> list[Finding]:
     """Two settings of which one is of no use alone."""
     for given, found, lacking, absent in (

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from hps.config import checks
 from hps.config.model_schema import Strict
 
 _OURS = (
@@ -33,7 +34,7 @@ class _SourceSettings(Strict):
     models: list[Annotated[str, AfterValidator(_pattern)]] = [".+"]
     """Which models are updated: regular expressions, one of which must match a model's whole name."""
     max_ahead_s: float = Field(3600.0, ge=0, le=1e9)
-    """Rows whose version is further ahead of this machine's clock are not taken: they would win until then."""
+    """Messages with a version further ahead of this machine's clock are refused: it would win until then."""
 
     def takes(self, model: str) -> bool:
         """Whether ``model`` is one of those that are updated."""
@@ -81,9 +82,20 @@ class DirectorySettings(_SourceSettings):
 class UpdatesSettings(Strict):
     """How rows change while they are served."""
 
+    max_staleness_s: float | None = Field(None, gt=0)
+    """How long updates may wait until what is served counts as stale; null: for ever."""
+    on_stale: Literal["flag", "refuse"] = "flag"
+    """What becomes of requests then: answered, with `hps_stale_s` in the answer, or refused (503)."""
     promote_queue_keys: int = Field(1 << 20, ge=1)
     """Keys waiting to be promoted into the caches; more are dropped and counted."""
     kafka: KafkaSettings | None = None
     """Rows streamed in by Kafka; null: none are."""
     directory: DirectorySettings | None = None
     """Rows from files in a folder; null: none are."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        streams = self.kafka is not None or self.directory is not None
+        return self.consistent(
+            checks.staleness(self.max_staleness_s, self.on_stale, streams=streams)
+        )

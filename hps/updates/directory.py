@@ -133,7 +133,7 @@ class DirectorySource:
             taken = {ended.path.name for _, ended in self._polled if ended is not None}
             try:
                 with os.scandir(self._folder) as entries:
-                    found = [each.name for each in entries if _wanted(each)]
+                    found = [each.name for each in entries if is_update_file(each)]
             except OSError as error:
                 self.problem = f"{self._folder} cannot be read: {error.strerror or error}"
                 self._warn(self.problem)
@@ -171,7 +171,8 @@ class DirectorySource:
             log.warning("updates from files wait: %s", text)
 
 
-def _wanted(entry: os.DirEntry[str]) -> bool:
+def is_update_file(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry of the folder is a complete file of rows."""
     name = entry.name
     return not name.startswith(".") and name.endswith(ENDINGS) and entry.is_file()
 

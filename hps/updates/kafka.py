@@ -132,22 +132,23 @@ class KafkaSource:
 
     def rewind(self) -> None:
         """Poll again what was not committed."""
-        for topic, partition in self._next:
-            offset = self._committed.get((topic, partition))
-            if offset is None:
-                offset = self._begin(topic, partition)
-            if offset is None:
-                offset = self._first(ck.TopicPartition(topic, partition))
-            self._seek(topic, partition, offset)
+        for place, offset in self._committed.items():
+            self._seek(*place, offset)
 
     def seek(self, topic: str, partition: int, offset: int) -> None:
         """Go on at ``offset``, forwards or backwards. What the stores have of it they keep."""
         self._seek(topic, partition, offset)
         self._jumped.add((topic, partition))
+        self._committed[topic, partition] = offset
 
     def lag(self) -> dict[tuple[str, int], int]:
         """Messages per partition that are there and not polled yet, a moment ago. Any thread may ask."""
         return self._lag
+
+    def applied(self) -> dict[tuple[str, int], int]:
+        """The offset up to which each partition is in the stores, of those that are read here. Any thread may
+        ask."""
+        return dict(self._committed)
 
     def _look(self) -> None:
         """Note the lag. The consumer lets one thread in at a time, so only this one may ask it."""
@@ -201,7 +202,9 @@ class KafkaSource:
             offset = self._begin(each.topic, each.partition)
             if offset is not None:
                 self._warn_of_gap(each, offset)
-            self._seek(each.topic, each.partition, self._first(each) if offset is None else offset)
+            place = each.topic, each.partition
+            self._seek(*place, self._first(each) if offset is None else offset)
+            self._committed[place] = self._next[place]
             self._consumer.resume([each])
             self._unplaced.pop()
 

@@ -30,6 +30,7 @@ class LookupEndpoint:
         self.name = name
         self.version = str(served.version)
         self._engine = served.engine
+        self._freshness = served.freshness
         self._inputs = FeatureInputs(served.engine.features)
         self._tables = list(served.engine.tables)
         self.rules = dict(self._inputs.rules)
@@ -47,6 +48,8 @@ class LookupEndpoint:
         """Start the lookup; see ``Endpoint.submit``. What calls of one form have in common is looked at
         once."""
         form = call.form
+        if self._freshness.refusal is not None:
+            self._freshness.require()
         if form.prepared is not None:
             submit, call.batch = form.prepared
             return submit([*call.inputs.values()], deadline)

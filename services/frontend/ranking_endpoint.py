@@ -25,6 +25,7 @@ class RankingEndpoint:
         self.name = served.name
         self.version = str(served.version)
         self._pipeline = served.pipeline
+        self._freshness = served.freshness
         self._inputs = FeatureInputs(served.engine.features)
         self._dense = {tensor.name: tensor.shape for tensor in dense.inputs}
         self.rules = dict(self._inputs.rules)
@@ -38,6 +39,8 @@ class RankingEndpoint:
 
     def submit(self, call: Call, deadline: float) -> Future[PredictResult]:
         """Start the prediction; see ``Endpoint.submit``."""
+        if self._freshness.refusal is not None:
+            self._freshness.require()
         inputs, shapes = call.inputs, call.form.shapes
         for name in self._required:
             if name not in inputs:

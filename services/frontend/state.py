@@ -22,6 +22,7 @@ class Entry:
         self.served = served
         self.endpoint = endpoint
         self.info = info
+        self.freshness = served.freshness
         self.name = endpoint.name
         self.version = endpoint.version
         self.statistics = Statistics()

@@ -188,7 +188,9 @@ class Inference:
         route = head.route
         assert route is not None
         outputs = route.entry.endpoint.outputs(call, result)
-        reply = route.encoder.encode(call.form, result.defaulted, result.degraded, outputs)
+        freshness = route.entry.freshness
+        stale_s = freshness.flag() if freshness.stale_s else 0
+        reply = route.encoder.encode(call.form, result.defaulted, result.degraded, stale_s, outputs)
         if not head.request_id:
             return reply
         known_as = b"x-request-id", head.request_id.encode()

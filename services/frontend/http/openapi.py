@@ -199,6 +199,11 @@ SCHEMAS: dict[str, Any] = {
             "properties": {
                 "hps_defaulted": {**_COUNT, "description": "Keys answered with the default."},
                 "hps_degraded": {**_TEXT, "description": "Tiers that were skipped."},
+                "hps_stale_s": {
+                    **_COUNT,
+                    "description": "How old rows may be, in seconds, when that is more than "
+                    "updates.max_staleness_s.",
+                },
                 "hps_not_finite": {**_COUNT, "description": "Values sent as null in JSON."},
             },
         },

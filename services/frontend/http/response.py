@@ -53,16 +53,17 @@ class Encoder:
         form: JsonForm,
         defaulted: int,
         degraded: tuple[str, ...],
+        stale_s: int,
         outputs: Sequence[Output],
     ) -> Reply:
         """The answer with ``outputs`` to a request of ``form``, whose outputs differ in shape alone: what was
         written before them for the same shapes is used again, while all of them are binary."""
-        key = (defaulted, degraded, *[array.shape for _, array in outputs])
+        key = (defaulted, degraded, stale_s, *[array.shape for _, array in outputs])
         kept = form.heads.get(key)
         if kept is not None:
             headers, lines, text, size = kept
             return Reply(headers, lines, [text, *_filled(outputs)], size)
-        text = self._describe(form, defaulted, degraded, outputs)
+        text = self._describe(form, defaulted, degraded, stale_s, outputs)
         binary = [output for output in outputs if form.is_binary(output[0])]
         arrays = _filled(binary)
         headers, size = [_TEXT], len(text) + sum(array.nbytes for array in arrays)
@@ -81,6 +82,7 @@ class Encoder:
         form: JsonForm,
         defaulted: int,
         degraded: tuple[str, ...],
+        stale_s: int,
         outputs: Sequence[Output],
     ) -> bytes:
         """The JSON header.
@@ -92,6 +94,8 @@ class Encoder:
             "hps_defaulted": defaulted,
             "hps_degraded": ",".join(degraded),
         }
+        if stale_s:
+            parameters["hps_stale_s"] = stale_s
         described = []
         for name, array in outputs:
             datatype = DATATYPE_OF[array.dtype.num]

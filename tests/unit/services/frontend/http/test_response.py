@@ -19,7 +19,7 @@ shapes = hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=5)
 arrays = st.sampled_from(sorted(DTYPES)).flatmap(lambda n: hnp.arrays(DTYPES[n], shapes))
 
 
-def encode(request_id, outputs, defaulted=0, degraded=(), heads=None):
+def encode(request_id, outputs, defaulted=0, degraded=(), heads=None, stale_s=0):
     """The body and the length of its JSON header; written twice, because heads are kept."""
     form = JsonForm(id=request_id, binary={name: binary for name, binary, _ in outputs})
     if heads is not None:
@@ -28,7 +28,7 @@ def encode(request_id, outputs, defaulted=0, degraded=(), heads=None):
     encoder = Encoder("m", "3")
     body, headers = None, None
     for _ in range(2):
-        reply = encoder.encode(form, defaulted, degraded, named)
+        reply = encoder.encode(form, defaulted, degraded, stale_s, named)
         assert body in (None, reply.body)
         assert headers in (None, reply.headers)
         body, headers = reply.body, reply.headers
@@ -124,3 +124,14 @@ def test_a_bounded_number_of_heads_is_kept():
     for n in range(500):
         encode("", [("a", True, np.zeros(n, np.uint8))], heads=heads)
     assert len(heads) <= 64
+
+
+def test_a_stale_answer_says_so_and_a_fresh_one_does_not():
+    sent = [("o", True, np.ones(3, np.float32))]
+    heads = {}  # kept heads do not mix the two up
+    for stale_s in (0, 12, 0, 13):
+        parameters = read(*encode("", sent, heads=heads, stale_s=stale_s)).get_response()[
+            "parameters"
+        ]
+        assert parameters.get("hps_stale_s", 0) == stale_s
+        assert ("hps_stale_s" in parameters) == bool(stale_s)

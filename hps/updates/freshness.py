@@ -1,0 +1,74 @@
+"""Whether what a model serves is as fresh as wanted: looked at by a thread, read by requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, TypeVar
+
+from hps import metric_names as m
+from hps.errors import Unavailable
+from hps.metrics import Metrics
+from hps.types import EmbeddingTable, LookupResult, PredictResult
+
+OnStale = Literal["flag", "refuse"]
+Result = TypeVar("Result", bound=LookupResult | PredictResult)
+
+
+class Freshness:
+    """Of one model. `judge` is called by one thread; requests read the two attributes, without a lock, and
+    call a method only when there is something to say. Without ``limit_s`` there never is."""
+
+    __slots__ = ("_flagged", "_limit_s", "_on_stale", "_refused", "refusal", "stale_s")
+
+    def __init__(
+        self,
+        model: str = "",
+        limit_s: float | None = None,
+        on_stale: OnStale = "flag",
+        metrics: Metrics | None = None,
+    ) -> None:
+        counted = metrics or Metrics()
+        self._limit_s = limit_s
+        self._on_stale = on_stale
+        self._flagged = counted.counter(m.STALE_ANSWERS, model, "flagged")
+        self._refused = counted.counter(m.STALE_ANSWERS, model, "refused")
+        self.stale_s = 0
+        """How old rows of the model may be, in whole seconds, when that is more than the limit; else 0."""
+        self.refusal: str | None = None
+        """Why requests are refused, while they are."""
+
+    def judge(self, ages_s: Mapping[EmbeddingTable, float]) -> None:
+        """The model's tables are so old."""
+        table, age_s = max(ages_s.items(), key=lambda each: each[1])
+        if self._limit_s is None or age_s <= self._limit_s:
+            self.stale_s, self.refusal = 0, None
+            return
+        self.stale_s = max(1, int(age_s))
+        if self._on_stale == "refuse":
+            self.refusal = (
+                f"updates of table '{table.name}' have been waiting for {self.stale_s} s, more than "
+                f"updates.max_staleness_s allows ({self._limit_s:g} s); ask another replica, or see "
+                "`hps updates status`"
+            )
+
+    def require(self) -> None:
+        """Raises Unavailable while requests are refused, and counts that."""
+        if self.refusal is not None:
+            self._refused.add()
+            raise Unavailable(self.refusal)
+
+    def flag(self) -> int:
+        """``stale_s``; an answer that says so is counted."""
+        if self.stale_s:
+            self._flagged.add()
+        return self.stale_s
+
+    def mark(self, result: Result) -> Result:
+        """``result``, which says so where it may be stale."""
+        if self.stale_s:
+            result.stale_s = self.flag()
+        return result
+
+
+FRESH = Freshness()
+"""Of models without a limit."""
