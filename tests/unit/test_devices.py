@@ -13,6 +13,7 @@ import hps
 from hps.config.model_schema import DenseSpec, FeatureSpec, ModelSpec, TableSpec, TensorSpec
 from hps.devices import device_count
 from hps.errors import BadRequest, ConfigError, DeadlineExceeded
+from hps.metric_names import LOOKUP_KEYS
 from hps.models.writer import write_version
 from hps.types import JaggedKeys, Source, version_now
 from tests.support import twin_device
@@ -33,6 +34,7 @@ DENSE = DenseSpec(
     outputs=[TensorSpec(name="ctr", shape=[-1, 1]), TensorSpec(name="all", shape=[-1, 17])],
 )
 HELD = 1000
+TIERS = ("gpu", "cpu", "default")
 
 
 def network():
@@ -165,6 +167,32 @@ def test_rows_that_the_gpu_lacks_come_from_the_host(pair, first):
     same(node.predict("m", *asked), plain.predict("m", *asked))
     assert cache.fetched
     assert cache.space.lent == 2  # the lanes' own
+
+
+@pytest.mark.parametrize("ask", ["predict", "look up"])
+def test_rows_are_counted_where_they_came_from(pair, ask):
+    """However they came: from the GPU alone, completed by one gather, or, as one was deleted, key by key."""
+    node, _, _ = pair
+    users = table_of(node, "users")
+    node.writer.delete(users, np.array([990]), np.full(1, version_now(), np.uint64)).result()
+    node.writer.close()  # nothing is lifted any more
+
+    def counted():
+        counters = {c: node.metrics.counter(LOOKUP_KEYS, "m", "users", c) for c in TIERS}
+        return {name: counter.value for name, counter in counters.items()}
+
+    for keys in ([1, 2, 2], [3, 800, 801], [4, 5, 990], [802, 803, 803]):
+        features, dense = request_of(np.arange(200), 3)
+        features |= {"user": np.array(keys), "last": np.tile(np.array(keys) - 5, (2, 1)).T.copy()}
+        before = counted()
+        if ask == "predict":
+            defaulted = node.predict("m", features, dense).defaulted
+        else:
+            defaulted = node.lookup_on_device("m", features).defaulted
+        changed = {name: n - before[name] for name, n in counted().items() if n != before[name]}
+        tiers = ["default" if k == 990 else "cpu" if k > 700 else "gpu" for k in 3 * keys]
+        assert changed == {name: tiers.count(name) for name in set(tiers)}
+        assert defaulted == tiers.count("default")
 
 
 def test_bags_of_different_lengths_and_weights(both):
