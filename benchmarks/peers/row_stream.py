@@ -21,7 +21,13 @@ from numpy.typing import NDArray
 from hps.updates.producer import Producer
 
 PROBES = 64
+PARTITIONS = 2
 TICK_S = 0.01
+
+
+def stream_producer(brokers: str, model: str) -> Producer:
+    """One for the topic of a `RowStream`, which it makes where it is not there."""
+    return Producer(brokers, model=model, partitions=PARTITIONS)
 
 
 class RowStream:
@@ -54,7 +60,7 @@ def _send(given: dict[str, Any], ended: threading.Event) -> list[float]:
     vectors = random.random((rows, given["dim"]), np.float32)
     times = []
     begun = time.monotonic()
-    with Producer(given["brokers"], model=given["model"]) as producer:
+    with stream_producer(given["brokers"], given["model"]) as producer:
         while not ended.is_set():
             tick = len(times)
             start = tick * rows % (len(drawn) - rows)

@@ -1,8 +1,8 @@
 """The RocksDB tier; ``tier.py`` says what it keeps.
 
 In reading order: ``layout`` (column families, keys, values), ``open`` and ``database`` (the folder),
-``rows`` (reads and writes), ``load`` (bulk), ``positions`` (streams), ``tombstones``, ``space``, ``follow``,
-``checkpoint``.
+``rows`` (reads and writes), ``high_water`` (which writes need no read), ``load`` (bulk), ``positions``
+(streams), ``tombstones``, ``space``, ``follow``, ``checkpoint``.
 """
 
 from hps.tiers.rocksdb.checkpoint import restore

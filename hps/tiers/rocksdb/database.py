@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from threading import RLock
 from typing import Any, NoReturn
 
@@ -19,6 +20,7 @@ from rocksdict import ColumnFamily, Options, Rdict
 
 from hps.errors import TierError
 from hps.tiers.rocksdb.errors import NAME, translate
+from hps.tiers.rocksdb.high_water import HighWater
 from hps.tiers.rocksdb.layout import RowCodec, family_name
 from hps.tiers.rocksdb.load import LoadRecord, Records, clean_leftovers
 from hps.tiers.rocksdb.open import Opened, OpenSettings, note_manifest
@@ -45,6 +47,7 @@ class Family:
     data: Rdict
     handle: ColumnFamily
     tombstones: Tombstones
+    marks: HighWater
     streamed: bool
     dirty: bool = False
 
@@ -149,13 +152,15 @@ class Database:
     def _bind(self, tables: Mapping[EmbeddingTable, str]) -> None:
         streamed = self.records.streamed(list(tables.values()))
         for table, name in tables.items():
+            data = self.db.get_column_family(name)
             self._families[table] = Family(
                 table,
                 name,
                 RowCodec(table, self.layout),
-                self.db.get_column_family(name),
+                data,
                 self.db.get_column_family_handle(name),
                 Tombstones(lambda: self.db, name),
+                HighWater(lambda: self.db, self.records, name, partial(estimated_rows, data)),
                 streamed=name in streamed,
             )
 
@@ -214,6 +219,7 @@ class Database:
         if not self.is_empty(family):
             family.data.delete_range(b"", b"\xff" * 9)
             family.tombstones.clear()
+            family.marks.clear()
             family.data.flush()
             family.data.compact_range(None, None)
 
@@ -297,3 +303,8 @@ class Database:
             # Its own last flush comes after the end of background work.
             if "Shutdown in progress" not in str(error):
                 raise
+
+
+def estimated_rows(data: Rdict) -> int:
+    """RocksDB's estimate, tombstones and overwritten rows included."""
+    return int(data.property_int_value("rocksdb.estimate-num-keys") or 0)

@@ -22,7 +22,7 @@ from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray, oldes
 
 # rocksdict holds the interpreter lock while it writes (1.4 µs a row): more rows per batch would
 # keep request threads waiting.
-_WRITE_SLICE = 256
+_WRITE_SLICE = 64
 _SCAN_ROWS = 4096
 
 
@@ -103,6 +103,8 @@ class VersionedRows:
         """Upsert, or delete where ``vectors`` is None, what is not older than what is stored. Removes
         tombstones whose time is over as well, at most as many as there are keys: so they never pile up,
         and no write takes long."""
+        if not len(keys):
+            return
         with self._database.lock, self._database.errors():
             family = self._database.family(table)
             self._database.writable(len(keys) * family.codec.value_bytes)
@@ -118,6 +120,8 @@ class VersionedRows:
             if family.codec.versioned or resident_only:
                 mask = self._applicable(family, code, versions[at], resident_only=resident_only)
                 code, at = code[mask], at[mask]
+            if family.codec.versioned:
+                family.marks.rise(code, versions[at], self._database.room.write)
             if vectors is None:
                 self._put_tombstones(family, code, versions[at])
             else:
@@ -131,18 +135,23 @@ class VersionedRows:
     ) -> NDArray[np.bool_]:
         """Which writes are not older than what is stored. A tombstone that is still remembered is
         resident: an update revives its key."""
-        stored = self.read(family, code)
-        live = self.remembered(family.table, stored.dead_versions)
-        dead_at = stored.dead_at[live]
-        known = np.zeros(len(code), np.uint64)
-        known[stored.at] = stored.versions
-        known[dead_at] = stored.dead_versions[live]
-        mask: NDArray[np.bool_] = versions >= known
-        if resident_only:
-            resident = np.zeros(len(code), bool)
-            resident[stored.at] = True
-            resident[dead_at] = True
-            mask &= resident
+        mask = np.zeros(len(code), bool)
+        if not resident_only:
+            mask = family.marks.surpassed(code, versions)
+        asked = np.flatnonzero(~mask)
+        if len(asked):
+            stored = self.read(family, code[asked])
+            live = self.remembered(family.table, stored.dead_versions)
+            dead_at = stored.dead_at[live]
+            known = np.zeros(len(asked), np.uint64)
+            known[stored.at] = stored.versions
+            known[dead_at] = stored.dead_versions[live]
+            mask[asked] = versions[asked] >= known
+            if resident_only:
+                resident = np.zeros(len(asked), bool)
+                resident[stored.at] = True
+                resident[dead_at] = True
+                mask[asked] &= resident
         return mask
 
     def remove(self, table: EmbeddingTable, keys: KeyArray) -> None:

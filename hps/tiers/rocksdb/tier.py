@@ -21,7 +21,7 @@ from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.checks import check_keys, check_part, check_rows
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.rocksdb.checkpoint import checkpoint
-from hps.tiers.rocksdb.database import Database, Family
+from hps.tiers.rocksdb.database import Database, Family, estimated_rows
 from hps.tiers.rocksdb.errors import NAME
 from hps.tiers.rocksdb.follow import Follower
 from hps.tiers.rocksdb.layout import CodeArray
@@ -116,10 +116,7 @@ class RocksDbTier:
     def rows(self, table: EmbeddingTable) -> int:
         """RocksDB's estimate of the number of rows, tombstones and overwritten rows included."""
         with self._database.errors():
-            count = self._database.family(table).data.property_int_value(
-                "rocksdb.estimate-num-keys"
-            )
-        return int(count or 0)
+            return estimated_rows(self._database.family(table).data)
 
     def drop(self, *tables: EmbeddingTable) -> None:
         """Forget tables: their rows, tombstones and load records. No other call on them may run."""
@@ -166,6 +163,7 @@ class RocksDbTier:
                 job.clean()
             done = record.finished(rows)
             database.records.put(family.name, done)
+            family.marks.renew()
             return done
 
     def flush(self) -> None:

@@ -1,0 +1,98 @@
+"""High-water marks: what is newer than all that was written before needs no look at what is stored.
+
+Streams bring rows nearly in the order of their versions, and reading a stored version costs more than
+everything else about an update together. So the highest version ever written is kept for each bucket of a
+table's keys: a write that is not older is applicable, whatever is stored. One that is older than its bucket's
+mark may be newer than its own key's row; it costs a read.
+
+Marks lie in memory. An upper bound of them lies in the column family ``default`` under ``highest:<column
+family>``, u64 little-endian; it is written before the rows it speaks of and is where the marks begin at the
+next start. Of a table that was written to without one nothing is certain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from rocksdict import Rdict, WriteBatch
+
+from hps.tiers.rocksdb.layout import CodeArray
+from hps.tiers.rocksdb.load import Records
+from hps.types import IndexArray, VersionArray
+
+Write = Callable[[Callable[[WriteBatch], None]], None]
+"""``write(fill)``: a batch, through the log."""
+
+_MOST_BUCKETS, _LEAST_BUCKETS = 1 << 16, 1 << 6
+_ROWS_A_BUCKET = 8
+# Versions by which the bound in the database is ahead of the marks: of ten seconds (`make_version`). So often
+# it is written, and so long a stream costs reads after a start.
+_AHEAD = 10_000 << 20
+_HIGHEST = 2**64 - 1
+_SPREAD = np.uint64(0x9E37_79B9_7F4A_7C15)  # 2^64 / the golden ratio: neighbours lie far apart
+
+
+class HighWater:
+    """Of one column family, ``rows`` of which are guessed to be there. Callers see to it that one thread at a
+    time is in here."""
+
+    def __init__(
+        self, db: Callable[[], Rdict], records: Records, family: str, rows: Callable[[], int]
+    ) -> None:
+        self._db = db
+        self._records = records
+        self._family = family
+        self._rows = rows
+        self._name = f"highest:{family}".encode()
+        self._marks: VersionArray | None = None
+        self._bound = 0
+
+    def surpassed(self, code: CodeArray, versions: VersionArray) -> NDArray[np.bool_]:
+        """Which of the writes of ``versions (n,)`` to ``code (n,)`` no write to their bucket was newer than."""
+        marks = self._known()
+        newer: NDArray[np.bool_] = versions >= marks[_buckets(code, len(marks))]
+        return newer
+
+    def rise(self, code: CodeArray, versions: VersionArray, write: Write) -> None:
+        """To be called before ``versions (n,)`` are written to ``code``."""
+        if not len(code):
+            return
+        marks = self._known()
+        highest = int(versions.max())
+        if highest > self._bound:
+            bound = min(highest + _AHEAD, _HIGHEST)
+            write(lambda batch: batch.put(self._name, bound.to_bytes(8, "little")))
+            self._bound = bound
+        np.maximum.at(marks, _buckets(code, len(marks)), versions)
+
+    def renew(self) -> None:
+        """The table was loaded anew: its rows are of another version."""
+        self._marks = None
+
+    def clear(self) -> None:
+        """The table is empty."""
+        self._db().delete(self._name)
+        self._marks = None
+
+    def _known(self) -> VersionArray:
+        if self._marks is None:
+            number = 1 << (self._rows() // _ROWS_A_BUCKET).bit_length()
+            number = min(_MOST_BUCKETS, max(_LEAST_BUCKETS, number))
+            self._bound = self._begin()
+            self._marks = np.full(number, self._bound, np.uint64)
+        return self._marks
+
+    def _begin(self) -> int:
+        noted, loaded = self._db().get(self._name), self._records.get(self._family)
+        if noted is None and self._records.streamed([self._family]):
+            return _HIGHEST
+        bound = 0 if noted is None else int.from_bytes(noted, "little")
+        return max(bound, 0 if loaded is None else loaded.version)
+
+
+def _buckets(code: CodeArray, number: int) -> IndexArray:
+    """(n,) codes -> (n,) numbers below ``number``, a power of two."""
+    spread = code * _SPREAD >> np.uint64(65 - number.bit_length())
+    return spread.view(np.int64)
