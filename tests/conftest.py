@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from hps.cuda.loader import lacking
 from tests.support.tiers import TIERS, TierUnderTest, open_case
 
 # A machine that does something else at the moment is no failure.
-settings.register_profile("hps", deadline=None)
+settings.register_profile("hps", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("hps")
 
 

@@ -65,7 +65,9 @@ def requests(draw):
 
 
 @settings(
-    deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=300,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(st.lists(requests(), min_size=1, max_size=3))
 def test_both_ways_agree(sides, several):
@@ -89,7 +91,9 @@ def good_requests(draw):
 
 
 @settings(
-    deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=200,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(good_requests())
 def test_rows_in_memory_take_the_short_way_and_agree(sides, request):
@@ -100,7 +104,9 @@ def test_rows_in_memory_take_the_short_way_and_agree(sides, request):
 
 
 @settings(
-    deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=200,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(good_requests(), st.data())
 def test_a_prepared_lookup_answers_other_keys_of_the_same_form(sides, request, data):

@@ -268,7 +268,10 @@ def seeds(tmp_path_factory):
     return _files(save_torch, tensor, tmp_path_factory.mktemp("seeds"))
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(which=st.integers(0, 4), seed=st.integers(0, 1 << 32))
 def test_a_damaged_file_is_read_or_refused(seeds, tmp_path, which, seed):
     suffix, data = seeds[which]
