@@ -154,6 +154,24 @@ def test_versions_are_of_the_event_time(broker, model):
     assert update.changes.versions.tolist() == [make_version(1_700_000_000_500)]
 
 
+def test_the_watermark_is_what_was_sent_so_far(broker, model):
+    other = unique("m")
+    with Producer(broker.address, model=model, format="hps") as producer:
+        assert producer.watermark() == {}
+        producer.send("items", [1], rows([1]))
+    with Producer(broker.address, model=other, partitions=2) as producer:
+        assert producer.watermark() == {native_topic(other): {"0": 0, "1": 0}}
+    with Producer(broker.address, model=model, partitions=1) as producer:
+        producer.send("items", [1], rows([1]))
+        producer.flush()
+        producer.send("items", [1], rows([2]))
+        producer.flush()
+        found = producer.watermark()
+    assert found[native_topic(model)] == {"0": 2}
+    assert sum(found[hps_topic(model, "items")].values()) == 1
+    assert len(found) == 2
+
+
 def test_what_was_sent_is_polled_at_once(broker, model):
     """A poll ends with the first message, not when as many came as it could take."""
     make_topic(broker, native_topic(model))

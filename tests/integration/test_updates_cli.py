@@ -26,6 +26,7 @@ from hps.models.writer import write_version
 from hps.rows.compare import compare
 from hps.rows.files import FileRows
 from hps.rows.tiers import RocksDbRows
+from hps.tiers.base import FetchContext, Part
 from hps.tiers.positions import TableChanges
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable, NoProgress, make_version
@@ -195,6 +196,22 @@ def test_files(broker, model, tmp_path):
     assert update.changes.deleted_versions.tolist() == [8]
 
 
+def test_a_file_for_readers_of_keys_of_32_bits(broker, model, tmp_path):
+    path, to = tmp_path / "rows.npz", ("--brokers", broker.address, "--format", "hps")
+    rows = np.ones((2, 2), np.float32)
+    np.savez(path, key=[7, 2**32 - 1], vector=rows)
+    arguments = ("publish", model, "items", "--file", path, *to, "--partitions", 1)
+    assert run(*arguments, "--key-bits", 32).exit_code == 0
+    assert run(*arguments).exit_code == 0
+    found = [each.value() for each in everything(broker, hps_topic(model, "items"))]
+    keys = np.array([7, 2**32 - 1])
+    assert found == [*encode_hps(keys, rows, key_bits=32), *encode_hps(keys, rows)]
+    np.savez(path, key=[-1, 7], vector=rows)
+    refused = run(*arguments, "--key-bits", 32)
+    assert refused.exit_code == 1
+    assert "keys of 32 bits must lie between 0 and" in refused.stderr
+
+
 def test_the_rate_is_kept(broker, model, tmp_path):
     np.savez(tmp_path / "a.npz", key=np.arange(300), vector=np.ones((300, 2), "f4"))
     began = time.monotonic()
@@ -228,6 +245,7 @@ def test_no_broker_is_told_in_seconds(command, models):
         (("nobody", "--new", 1, "-b", "x:1"), "has no table 'nobody'; it has items, users"),
         (("items", "--file", "none.npz", "-b", "x:1"), "No such file"),
         (("--new", 1, "-b", "x:1", "--format", "hps", "--ttl", 5), "no room for them"),
+        (("--new", 1, "-b", "x:1", "--key-bits", 32), "native messages have room for every key"),
         (("--new", 1, "--set", "a=b"), "--set changes a setting of --config"),
     ],
 )
@@ -287,4 +305,35 @@ def test_dead_letters_are_shown_and_sent_again(broker, model, tmp_path):
     assert store.rows(late) >= 101 - 1
     assert [e["reason"] for e in printed(run("dlq", *at, "-o", "json"))] == ["truncated"]
     assert len(printed(run("dlq", *at, "--all", "-o", "json"))) == len(letters)
+    store.close()
+
+
+def test_letters_sent_again_keep_their_timestamps(broker, model, tmp_path):
+    """So a row in HPS's format does not replace one that was sent after it."""
+    topic, dead = hps_topic(model, "late"), f"{model}_dead"
+    make_topic(broker, topic)
+    make_topic(broker, dead)
+    late = EmbeddingTable.make("late", 1, model=model)
+    then_ms = time.time_ns() // 1_000_000 - 60_000
+    raw = ck.Producer({"bootstrap.servers": broker.address})
+    (old,) = encode_hps(np.array([1, 2]), np.array([[1.0], [1.0]], np.float32))
+    raw.produce(topic, old, timestamp=then_ms)
+    assert raw.flush(60) == 0
+    store = RocksDbTier(tmp_path / "db")
+    store.open_tables([late, EmbeddingTable.make("items", 1, model=model)])
+    feed(broker, store, [EmbeddingTable.make("items", 1, model=model)])
+    at = ("--brokers", broker.address, "--topic", dead, "-o", "json")
+    (letter,) = printed(run("dlq", *at))
+    assert (letter["reason"], letter["timestamp_ms"]) == ("unknown_table", then_ms)
+    (new,) = encode_hps(np.array([2]), np.array([[2.0]], np.float32))
+    raw.produce(topic, new, timestamp=then_ms + 1)
+    assert raw.flush(60) == 0
+    assert printed(run("dlq", *at, "--requeue"))["requeued"] == 1
+    assert [each.timestamp()[1] for each in everything(broker, topic)] == [
+        then_ms, then_ms + 1, then_ms,
+    ]  # fmt: skip
+    feed(broker, store, [late])
+    part = Part.make(late, np.array([1, 2]))
+    store.fetch([part], FetchContext())
+    assert part.out[:, 0].tolist() == [1.0, 2.0]
     store.close()
