@@ -30,6 +30,10 @@ Begin = Callable[[str, int], int | None]
 """``begin(topic, partition)``: the first offset that may not be applied yet; None: of none is it certain."""
 
 _MOST_MESSAGES = 256
+# A broker's answers bring several partitions one after the other; a batch costs more than a wait.
+_GATHER_S = 0.002
+# A broker answers when there is so much, or after so long: each answer costs it, and us, half a millisecond.
+_FETCH_BYTES, _FETCH_MS = 64 << 10, 20
 _NEW_TOPICS_MS = 10_000
 _LOOK_EVERY_S = 0.2
 
@@ -56,6 +60,8 @@ class KafkaSource:
         self._next: dict[tuple[str, int], int] = {}  # what is polled next
         self._jumped: set[tuple[str, int]] = set()  # by an operator's seek
         self._committed: dict[tuple[str, int], int] = {}
+        self._untold: dict[tuple[str, int], int] = {}  # of these, what the group does not know yet
+        self._resting = False
         self._lag: dict[tuple[str, int], int] = {}
         self._looked_at = 0.0
         self._unplaced: list[ck.TopicPartition] = []
@@ -75,7 +81,8 @@ class KafkaSource:
                     "topic.metadata.refresh.interval.ms": _NEW_TOPICS_MS,
                     "fetch.message.max.bytes": max(1 << 20, settings.max_message_bytes),
                     "queued.max.messages.kbytes": settings.prefetch_kb,
-                    "fetch.wait.max.ms": 10,
+                    "fetch.min.bytes": _FETCH_BYTES,
+                    "fetch.wait.max.ms": _FETCH_MS,
                     "partition.assignment.strategy": "range,roundrobin",
                     **settings.options,
                 },
@@ -90,13 +97,14 @@ class KafkaSource:
     def poll(self, timeout_s: float) -> UpdateBatch | None:
         """See `UpdateSource`. Raises Unavailable while it cannot be told where to begin."""
         self._place()
+        self._rise()
         self._look()
         first = self._consumer.poll(timeout_s)
         if first is None:
             return None
         messages = []
         # To consume several waits until there are as many, or for all of the timeout.
-        for message in (first, *self._consumer.consume(_MOST_MESSAGES - 1, 0.0)):
+        for message in (first, *self._consumer.consume(_MOST_MESSAGES - 1, _GATHER_S)):
             if (error := message.error()) is not None:
                 self._report(error)
             else:
@@ -107,21 +115,25 @@ class KafkaSource:
         return self._batch(messages)
 
     def commit(self, batch: UpdateBatch) -> None:
-        offsets = [ck.TopicPartition(p.topic, p.partition, p.offset) for p in batch.positions]
-        for each in batch.positions:
-            self._committed[each.topic, each.partition] = each.offset
-        # Not waited for: the stores keep their own positions, and a lost commit repeats work at most.
-        with suppress(ck.KafkaException):
-            self._consumer.commit(offsets=offsets, asynchronous=True)
+        reached = {(p.topic, p.partition): p.offset for p in batch.positions}
+        self._committed |= reached
+        self._untold |= reached
 
     def keep_alive(self) -> None:
         """Nothing is taken, but the group is told that this member lives."""
-        assigned = self._consumer.assignment()
-        self._consumer.pause(assigned)
+        self._tell_group()
+        if not self._resting:
+            self._consumer.pause(self._consumer.assignment())
+            self._resting = True
         for message in self._consumer.consume(1, 0.0):
             if message.error() is None:  # it was in the queue already
                 self._seek(*_place(message))
-        self._consumer.resume(assigned)
+
+    def _rise(self) -> None:
+        """Take messages again."""
+        if self._resting:
+            self._consumer.resume(self._consumer.assignment())
+            self._resting = False
 
     def begin_again(self) -> None:
         """See `UpdateSource`."""
@@ -129,6 +141,7 @@ class KafkaSource:
         self._consumer.pause(self._unplaced)
         self._next.clear()
         self._committed.clear()
+        self._untold.clear()
 
     def rewind(self) -> None:
         """Poll again what was not committed."""
@@ -150,12 +163,22 @@ class KafkaSource:
         ask."""
         return dict(self._committed)
 
+    def _tell_group(self) -> None:
+        """Not with each batch, and not waited for: the stores keep their own positions, and a lost commit
+        repeats work at most."""
+        if self._untold:
+            offsets = [ck.TopicPartition(*place, offset) for place, offset in self._untold.items()]
+            self._untold = {}
+            with suppress(ck.KafkaException):
+                self._consumer.commit(offsets=offsets, asynchronous=True)
+
     def _look(self) -> None:
         """Note the lag. The consumer lets one thread in at a time, so only this one may ask it."""
         now = time.monotonic()
         if now - self._looked_at < _LOOK_EVERY_S:
             return
         self._looked_at = now
+        self._tell_group()
         behind = {}
         for place, offset in self._next.items():
             with suppress(ck.KafkaException):
@@ -177,6 +200,7 @@ class KafkaSource:
 
     def close(self) -> None:
         with suppress(ck.KafkaException, RuntimeError):
+            self._tell_group()
             self._consumer.close()
 
     # -- where partitions begin ------------------------------------------------------------------
@@ -189,10 +213,12 @@ class KafkaSource:
         self._committed.clear()
 
     def _revoked(self, consumer: Any, partitions: list[ck.TopicPartition]) -> None:
+        self._tell_group()
         self._unplaced = []
 
     def _lost(self, consumer: Any, partitions: list[ck.TopicPartition]) -> None:
         self._unplaced = []
+        self._untold.clear()
         log.warning("the group gave %d partitions to others", len(partitions))
 
     def _place(self) -> None:

@@ -50,7 +50,7 @@ class HighWater:
         self._bound = 0
 
     def surpassed(self, code: CodeArray, versions: VersionArray) -> NDArray[np.bool_]:
-        """Which of the writes of ``versions (n,)`` to ``code (n,)`` no write to their bucket was newer than."""
+        """Which of the writes of ``versions (n,)`` to ``code (n,)`` are not older than their buckets."""
         marks = self._known()
         newer: NDArray[np.bool_] = versions >= marks[_buckets(code, len(marks))]
         return newer
