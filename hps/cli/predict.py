@@ -204,6 +204,7 @@ def _one(
         "outputs": result.outputs,
         "defaulted": result.defaulted,
         "degraded": list(result.degraded),
+        "stale_s": result.stale_s,
         "milliseconds": round(milliseconds, 3),
     }
     if explain:
@@ -252,6 +253,8 @@ def _show(report: dict[str, Any]) -> None:
         f"{report['milliseconds']:.2f} ms, {plural(report['defaulted'], 'unknown key')} answered with the "
         "table's default"
     )
+    if report["stale_s"]:
+        warn(f"updates have been waiting for {report['stale_s']} s: rows may be that old")
     if report["degraded"]:
         warn(f"answered without {', '.join(report['degraded'])}, which did not work")
 

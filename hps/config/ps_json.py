@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,20 @@ from hps.config.cache_settings import GpuCacheSettings
 from hps.config.checks import Path as KeyPath
 from hps.config.legacy import PsJson
 from hps.config.model_schema import REMOTE_PATH
-from hps.config.ps_keys import HASH_MAPS, MAX_U64, NO_TLS, REDIS, VDB_TYPES, M, P, U, V
+from hps.config.ps_kafka import kafka_settings
+from hps.config.ps_keys import (
+    HASH_MAPS,
+    KAFKA,
+    MAX_U64,
+    NO_TLS,
+    REDIS,
+    SOURCE_TYPES,
+    VDB_TYPES,
+    M,
+    P,
+    U,
+    V,
+)
 from hps.config.ps_model import PsModel
 from hps.config.ps_redis import TLS, redis_settings
 from hps.config.ps_values import Reader, Section, parse_json
@@ -29,9 +42,10 @@ def read_ps_json(path: Path) -> PsJson:
     reader = Reader(path)
     top = reader.section("", data, ())
     memory_type = _memory_type(top)
-    memory = reader.section(V, top[V] or {}, (V,), memory_type)
-    disk = reader.section(P, top[P] or {}, (P,))
-    reader.section(U, top[U] or {}, (U,))
+    source_type = _type(top, U, SOURCE_TYPES, "null")
+    memory = reader.section(V, top[V] or {}, (V,), memory_type, source_type)
+    disk = reader.section(P, top[P] or {}, (P,), source_type)
+    source = reader.section(U, top[U] or {}, (U,), source_type)
     _inert_databases(reader, memory, disk, memory_type)
     raw_models = top["models"] if isinstance(top["models"], list) else []
     if "models" in top and not raw_models:
@@ -49,16 +63,22 @@ def read_ps_json(path: Path) -> PsJson:
     settings.cache(models, memory, memory_type)
     settings.gpu(models)
     settings.threads(models)
+    if source_type == KAFKA:
+        for below, value, key in kafka_settings(reader, source, memory, disk):
+            settings.set(("updates", "kafka", *below), value, key)
     reader.done()
     found = tuple(model for model in legacy if model is not None)
     return PsJson(settings.data, settings.origins, found, reader.warnings())
 
 
 def _memory_type(top: Section) -> str:
-    if V not in top:
-        return "parallel_hash_map"
-    given = (top[V] or {}).get("type", "disabled")
-    return VDB_TYPES.get(given, "disabled") if isinstance(given, str) else "disabled"
+    return "parallel_hash_map" if V not in top else _type(top, V, VDB_TYPES, "disabled")
+
+
+def _type(top: Section, section: str, names: Mapping[str, str], default: str) -> str:
+    """The section's type by its canonical name; the default where it is wrong, which is noted elsewhere."""
+    given = (top[section] or {}).get("type", default)
+    return names.get(given, default) if isinstance(given, str) else default
 
 
 def _inert_databases(reader: Reader, memory: Section, disk: Section, memory_type: str) -> None:
@@ -108,7 +128,8 @@ class _Settings:
         self.data: dict[str, Any] = {"models": {"serve": {}}, "tiers": {}}
         self.origins: dict[KeyPath, str] = {("models", "serve"): f"{file}: models"}
 
-    def _set(self, path: KeyPath, value: Any, key: str) -> None:
+    def set(self, path: KeyPath, value: Any, key: str) -> None:
+        """Note a setting, and the ``key`` of the file that it comes from."""
         at = self.data
         for part in path[:-1]:
             at = at.setdefault(str(part), {})
@@ -126,29 +147,29 @@ class _Settings:
             self._reader.wrong((P, "num_threads"), "expected a whole number from 1, found 0")
         load = bool(values["initialize_after_startup"]) and not values["read_only"]
         at = ("tiers", "rocksdb")
-        self._set((*at, "layout"), "hps", f"{P}.type")
-        self._set((*at, "path"), str(self._reader.folder / path), f"{P}.path")
-        self._set((*at, "threads"), int(values["num_threads"]), f"{P}.num_threads")
+        self.set((*at, "layout"), "hps", f"{P}.type")
+        self.set((*at, "path"), str(self._reader.folder / path), f"{P}.path")
+        self.set((*at, "threads"), int(values["num_threads"]), f"{P}.num_threads")
         access = "read_only" if values["read_only"] else "primary"
-        self._set((*at, "access"), access, f"{P}.read_only")
+        self.set((*at, "access"), access, f"{P}.read_only")
         key = "read_only" if values["read_only"] else "initialize_after_startup"
-        self._set((*at, "load"), load, f"{P}.{key}")
+        self.set((*at, "load"), load, f"{P}.{key}")
 
     def redis(self, memory: Section, disk: Section) -> None:
         """Redis, in HPS's layout. The RocksDB beside it, when it is one of ours, takes the same."""
         if disk["type"] != "rocks_db":
-            self._set(("tiers", "rocksdb", "layout"), "hps", f"{V}.type")
+            self.set(("tiers", "rocksdb", "layout"), "hps", f"{V}.type")
         for path, value, key in redis_settings(self._reader, memory):
-            self._set(("tiers", "redis", *path), value, f"{V}.{key}")
+            self.set(("tiers", "redis", *path), value, f"{V}.{key}")
 
     def cache(self, models: Sequence[PsModel], memory: Section, memory_type: str) -> None:
         """The CPU cache: one share for all tables, and exceptions where models differ."""
         at: KeyPath = ("tiers", "cpu_cache")
         share, key = max((model.cache_share for model in models), default=(0.0, "gpucacheper"))
         if share > 0:
-            self._set((*at, "share"), share, f"models[].{key}")
+            self.set((*at, "share"), share, f"models[].{key}")
         else:
-            self._set((*at, "enabled"), False, f"models[].{key}")
+            self.set((*at, "enabled"), False, f"models[].{key}")
         limit = _limit(memory) if memory_type in HASH_MAPS else None
         for model in models:
             self._exceptions(model, share, limit)
@@ -159,21 +180,21 @@ class _Settings:
         at: KeyPath = ("tiers", "gpu")
         using = [model for model in models if model.gpu_share]
         if not using:
-            self._set((*at, "use"), "off", "models[].gpucache")
+            self.set((*at, "use"), "off", "models[].gpucache")
             return
         share = max(model.gpu_share for model in using)
-        self._set((*at, "share"), share, "models[].gpucacheper")
+        self.set((*at, "share"), share, "models[].gpucacheper")
         devices = sorted({device for m in using for device in m.values["deployed_device_list"]})
         if devices:
-            self._set((*at, "devices"), devices, "models[].deployed_device_list")
+            self.set((*at, "devices"), devices, "models[].deployed_device_list")
         buffers = max(int(m.values["num_of_worker_buffer_in_pool"]) for m in using)
         usual = GpuCacheSettings().workspaces
-        self._set((*at, "workspaces"), max(buffers, usual), "models[].num_of_worker_buffer_in_pool")
+        self.set((*at, "workspaces"), max(buffers, usual), "models[].num_of_worker_buffer_in_pool")
         host_bytes = 0
         for model in models:
             host_bytes += self._gpu_exceptions(model, share)
         if host_bytes:
-            self._set((*at, "host_bytes"), host_bytes, "models[].embedding_cache_type")
+            self.set((*at, "host_bytes"), host_bytes, "models[].embedding_cache_type")
 
     def _gpu_exceptions(self, model: PsModel, common: float) -> int:
         """What a model has of its own; returns the bytes of its rows that lie in pinned host memory."""
@@ -182,11 +203,11 @@ class _Settings:
         for (table, folder), dim in zip(model.folders.items(), dims, strict=False):
             at: KeyPath = ("models", "serve", model.name, "tables", table)
             if not model.gpu_share:
-                self._set((*at, "gpu_rows"), 0, "models[].gpucache")
+                self.set((*at, "gpu_rows"), 0, "models[].gpucache")
             elif model.static:
-                self._set((*at, "gpu_static"), True, f"models[].{model.cache_share[1]}")
+                self.set((*at, "gpu_static"), True, f"models[].{model.cache_share[1]}")
             elif model.gpu_share != common:
-                self._set((*at, "gpu_share"), model.gpu_share, "models[].gpucacheper")
+                self.set((*at, "gpu_share"), model.gpu_share, "models[].gpucacheper")
             if model.uvm:
                 host_bytes += int(_rows(folder) * (1 - model.cache_share[0])) * _padded(
                     int(dim) * 4
@@ -197,9 +218,9 @@ class _Settings:
         cold = [model for model in models if not model.values["init_ec"]]
         at: KeyPath = ("tiers", "cpu_cache", "warm")
         if not memory["initialize_after_startup"]:
-            self._set(at, False, f"{V}.initialize_after_startup")
+            self.set(at, False, f"{V}.initialize_after_startup")
         elif len(cold) == len(models):
-            self._set(at, False, "models[].init_ec")
+            self.set(at, False, "models[].init_ec")
         else:
             for model in cold:
                 reason = "the CPU cache is warmed for all models or none, and others want it"
@@ -210,16 +231,16 @@ class _Settings:
         for table, folder in model.folders.items():
             at: KeyPath = ("models", "serve", model.name, "tables", table)
             if share <= 0 < common:
-                self._set((*at, "cache_rows"), 0, f"models[].{key}")
+                self.set((*at, "cache_rows"), 0, f"models[].{key}")
             elif share != common:
-                self._set((*at, "cache_share"), share, f"models[].{key}")
+                self.set((*at, "cache_share"), share, f"models[].{key}")
             if limit is not None and math.ceil(_rows(folder) * share) > limit.rows:
-                self._set((*at, "cache_rows"), limit.rows, limit.key)
+                self.set((*at, "cache_rows"), limit.rows, limit.key)
 
     def threads(self, models: Sequence[PsModel]) -> None:
         wanted = max((int(model.values["thread_pool_size"]) for model in models), default=1)
         count = max(wanted, os.cpu_count() or 1)
-        self._set(("tiers", "lookup_threads"), count, "models[].thread_pool_size")
+        self.set(("tiers", "lookup_threads"), count, "models[].thread_pool_size")
 
 
 def _limit(memory: Section) -> _Limit | None:

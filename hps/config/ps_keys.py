@@ -22,7 +22,8 @@ class PsKey:
 
     ``ignored_values`` does so for single values of an enum, by canonical name. ``aliases`` maps every
     spelling that HPS takes to the canonical one; ``items`` is the kind of a list's items. ``acts_with`` is
-    the ``type`` of the section with which the key acts although it is ignored with others.
+    the ``type`` of the section, or of the update source, with which the key acts although it is ignored with
+    others.
     """
 
     section: str
@@ -49,7 +50,9 @@ def _aliases(**spellings: str) -> dict[str, str]:
 REDIS = "redis_cluster"
 NO_REDIS = f"volatile_db.type is not {REDIS}"
 NO_TLS = f"{NO_REDIS}, or enable_tls is false"
-KAFKA = "not read from a ps.json yet; set updates.kafka by an override or in our YAML"
+KAFKA = "kafka_message_queue"
+NO_KAFKA = f"update_source.type is not {KAFKA}"
+AT_ONCE = "what has come is applied at once, as one batch"
 STREAM = "every request on a GPU runs on a stream of the node's own, and waits for no other's"
 ONE_CACHE = "there is one GPU cache, and 64-bit keys and updates work in it"
 PINNED = (
@@ -81,6 +84,10 @@ HASH_MAPS = ("hash_map", "parallel_hash_map", "multi_process_hash_map")
 V, P, U, M = "volatile_db", "persistent_db", "update_source", "models[]"
 MAX_U64 = 2**64 - 1
 FILTERS = ["^hps_.+$"]
+ABOUT_FILTERS = (
+    "Models that are updated, as regular expressions (`updates.kafka.models`); one list for all stores, so "
+    "of both sections together. HPS's default matches no model; here it means all, as an absent list does."
+)
 
 # fmt: off
 KEYS: tuple[PsKey, ...] = (
@@ -114,7 +121,7 @@ KEYS: tuple[PsKey, ...] = (
     PsKey(V, "overflow_resolution_target", "float", 0.8, "Share that stays after an eviction (`tiers.redis.overflow_resolution_target`).", "the CPU cache makes room row by row", acts_with=REDIS),
     PsKey(V, "initial_cache_rate", "float", 1.0, "Share of the rows that is put into Redis at start (`tiers.redis.initial_cache_rate`); HPS ignores it and always puts all.", "the CPU cache is filled up to its capacity at start", acts_with=REDIS),
     PsKey(V, "cache_missed_embeddings", "bool", False, "Put rows found in RocksDB into Redis (`tiers.redis.cache_missed_embeddings`); default vectors never, other than in HPS.", "rows found in RocksDB are always copied into the CPU cache, default vectors never", acts_with=REDIS),
-    PsKey(V, "update_filters", "list", FILTERS, "Models that Kafka updates.", KAFKA, items="text"),
+    PsKey(V, "update_filters", "list", FILTERS, ABOUT_FILTERS, NO_KAFKA, items="text", acts_with=KAFKA),
     PsKey(V, "initialize_after_startup", "bool", True, "false: the CPU cache starts empty (`tiers.cpu_cache.warm`), and nothing is put into Redis at start. HPS does not read it from JSON."),
 
     PsKey(P, "type", "enum", "disabled", "`rocks_db`: the RocksDB at `path`, in HPS's own layout (no versions: the last write wins).", aliases=PDB_TYPES,
@@ -123,18 +130,18 @@ KEYS: tuple[PsKey, ...] = (
     PsKey(P, "num_threads", "int", 16, "Background threads of RocksDB (`tiers.rocksdb.threads`)."),
     PsKey(P, "read_only", "bool", False, "Open without the right to write (`tiers.rocksdb.access`); nothing is loaded at start."),
     PsKey(P, "max_batch_size", "int", 65_536, "Keys per read.", BATCHED),
-    PsKey(P, "update_filters", "list", FILTERS, "Models that Kafka updates.", KAFKA, items="text"),
+    PsKey(P, "update_filters", "list", FILTERS, ABOUT_FILTERS, NO_KAFKA, items="text", acts_with=KAFKA),
     PsKey(P, "initialize_after_startup", "bool", True, "false: the sparse files are not loaded, the database is served as it is (`tiers.rocksdb.load`). HPS does not read it from JSON."),
     PsKey(P, "backend", "text", "", "Kind of database.", PRIVATE.format("type")),
 
-    PsKey(U, "type", "enum", "null", "`null`: no update source.", aliases=SOURCE_TYPES, ignored_values={"kafka_message_queue": KAFKA}),
-    PsKey(U, "brokers", "text", "127.0.0.1:9092", "Kafka brokers.", KAFKA),
-    PsKey(U, "metadata_refresh_interval_ms", "int", 30_000, "How often topics are looked for.", KAFKA),
-    PsKey(U, "receive_buffer_size", "int", 262_144, "Largest message.", KAFKA),
-    PsKey(U, "poll_timeout_ms", "int", 500, "Idle time that flushes buffered keys.", KAFKA),
-    PsKey(U, "max_batch_size", "int", 8192, "Keys per insert.", KAFKA),
-    PsKey(U, "failure_backoff_ms", "int", 50, "Sleep before a repeated delivery.", KAFKA),
-    PsKey(U, "max_commit_interval", "int", 32, "Messages between commits.", KAFKA),
+    PsKey(U, "type", "enum", "null", f"`null`: no update source. `{KAFKA}`: `updates.kafka`; the nodes together write a Redis, as in HPS (`shared_writer: nodes`).", aliases=SOURCE_TYPES),
+    PsKey(U, "brokers", "text", "127.0.0.1:9092", "Kafka brokers (`updates.kafka.brokers`).", NO_KAFKA, acts_with=KAFKA),
+    PsKey(U, "metadata_refresh_interval_ms", "int", 30_000, "How often new topics are looked for (`topic.metadata.refresh.interval.ms` of `updates.kafka.options`); absent: every 10 s.", NO_KAFKA, acts_with=KAFKA),
+    PsKey(U, "receive_buffer_size", "int", 262_144, "Largest message (`updates.kafka.max_message_bytes`); absent: 16 MiB.", NO_KAFKA, acts_with=KAFKA),
+    PsKey(U, "poll_timeout_ms", "int", 500, "Idle time that flushes buffered keys.", AT_ONCE),
+    PsKey(U, "max_batch_size", "int", 8192, "Keys per insert.", AT_ONCE),
+    PsKey(U, "failure_backoff_ms", "int", 50, "Sleep before a repeated delivery.", "a store that refuses rows is tried again after 0.1 s, then after up to 5 s"),
+    PsKey(U, "max_commit_interval", "int", 32, "Messages between commits.", "the stores keep with the rows how far they are"),
 
     PsKey(M, "model", "text", REQUIRED, "The model's name."),
     PsKey(M, "sparse_files", "list", REQUIRED, "One folder (`key`, `emb_vector`) per table. Local folders only.", items="path"),

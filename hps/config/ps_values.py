@@ -38,10 +38,9 @@ class Reader:
         # What is said of ignored and unknown keys -> where they stand.
         self._notes: dict[str, list[KeyPath]] = {}
 
-    def section(
-        self, section: str, data: Mapping[str, Any], path: KeyPath, kind: str = ""
-    ) -> Section:
-        """The values of ``section``, whose ``type`` is ``kind``; what is wrong or ignored is noted."""
+    def section(self, section: str, data: Mapping[str, Any], path: KeyPath, *kinds: str) -> Section:
+        """The values of ``section``; what is wrong or ignored is noted. ``kinds``: the types that its
+        keys may act with (`PsKey.acts_with`)."""
         known = keys_of(section)
         values: dict[str, Any] = {}
         for name, raw in data.items():
@@ -54,7 +53,7 @@ class Reader:
             if value is None:
                 continue
             values[name] = value
-            if key.acts_with and key.acts_with == kind:
+            if key.acts_with and key.acts_with in kinds:
                 continue
             if key.ignored:
                 self.ignored((*path, name), key.ignored)
@@ -71,6 +70,9 @@ class Reader:
 
     def ignored(self, path: KeyPath, reason: str) -> None:
         self._note(path, f"has no effect: {reason}")
+
+    def differs(self, path: KeyPath, reason: str) -> None:
+        self._note(path, f"not as in HPS: {reason}")
 
     def inert(self, path: KeyPath, section: Section, names: Sequence[str], reason: str) -> None:
         """Those of ``names`` that are given do nothing, because of another key."""

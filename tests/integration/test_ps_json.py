@@ -15,6 +15,8 @@ from hps.config import Configuration, load_config
 from hps.errors import BadRequest
 from hps.node import Node
 from hps.types import JaggedKeys, Source
+from hps.updates import Producer
+from tests.support.kafka_brokers import shared_broker, unique
 from tests.support.waiting import until
 
 ROWS = 500
@@ -154,6 +156,28 @@ def test_a_database_of_its_own(configure: Any, document: dict[str, Any], tmp_pat
 
 
 def test_what_is_ignored_is_said_at_start(configure: Any, document: dict[str, Any]) -> None:
-    document["update_source"] = {"type": "kafka"}
+    document["models"][0]["refresh_interval"] = 5
     with hps.open(configure(document)) as node:
-        assert "update_source.type=kafka" in "\n".join(node.warnings)
+        assert "models[0].refresh_interval" in "\n".join(node.warnings)
+
+
+def test_its_update_source_is_read(configure: Any, document: dict[str, Any]) -> None:
+    """As HPS's trainers send rows, with the filter that works there."""
+    broker, model = shared_broker(), unique("wdl")
+    document["models"][0]["model"] = model
+    document["persistent_db"]["update_filters"] = [model]
+    document["update_source"] = {
+        "type": "kafka_message_queue",
+        "brokers": broker.address,
+        "metadata_refresh_interval_ms": 300,
+    }
+    keys = keys_of(0)[:20]
+    with hps.open(configure(document)) as node:
+        assert "update" not in "\n".join(node.warnings)
+        with Producer(broker.address, model=model, format="hps") as producer:
+            producer.send("user", keys, np.full((20, 4), 9.0, np.float32))
+
+        def served() -> Any:
+            return node.lookup(model, {"user": keys}, by_table=True).vectors["user"]
+
+        until(lambda: (served() == 9.0).all())

@@ -71,6 +71,9 @@ def test_the_example(ps: Ps) -> None:
     assert (redis.partitions, redis.connections, redis.overflow_margin) == (8, 5, 10_000_000)
     assert (redis.overflow_policy, redis.initial_cache_rate) == ("oldest", 1.0)
     assert not redis.cache_missed_embeddings
+    kafka = settings.updates.kafka
+    assert kafka is not None
+    assert (kafka.brokers, kafka.models, kafka.shared_writer) == ("127.0.0.1:9092", [".+"], "nodes")
     (model,) = configuration.legacy
     assert model.directories == {"t0": Path("/m/wdl/1/t0"), "t1": Path("/m/wdl/1/t1")}
     spec = model.spec
@@ -88,17 +91,10 @@ def test_the_example(ps: Ps) -> None:
 
 def test_the_example_s_warnings(ps: Ps) -> None:
     text = "\n".join(ps.load(EXAMPLE).warnings)
-    for key in (
-        "volatile_db.update_filters",
-        "persistent_db.update_filters",
-        "update_source.type=kafka_message_queue",
-        "update_source.brokers",
-        "models[0].cache_refresh_percentage_per_iteration",
-    ):
-        assert key in text
+    assert "models[0].cache_refresh_percentage_per_iteration" in text
     redis = ("redis_cluster", "address", "partitions", "connections", "overflow")
     others = ("gpucache", "worker_buffer", "device_list", "hit_rate", "vecsize", "supportlong")
-    others += ("maxnum", "persistent_db.path")
+    others += ("maxnum", "persistent_db.path", "update_filters", "update_source")
     for acts in (*redis, *others):
         assert acts not in text
 
@@ -145,13 +141,13 @@ VARIED: dict[str, tuple[Any, Any]] = {
     "persistent_db.num_threads": (1, 2),
     "persistent_db.read_only": (False, True),
     "persistent_db.initialize_after_startup": (False, True),
+    "update_source": ({"type": "kafka_message_queue"}, {}),
+    "update_source.type": ("kafka_message_queue", "null"),
     "volatile_db.initialize_after_startup": (False, True),
 }
 # These act only together with another key and have tests of their own below.
 TOGETHER = {
     "models",
-    "update_source",
-    "update_source.type",
     "volatile_db.type",
     "volatile_db.num_partitions",
     "volatile_db.overflow_margin",
