@@ -217,7 +217,8 @@ def test_a_primary_is_killed_and_its_replica_takes_over(tmp_path, open_tier, tab
         cluster.start()
         tier = open_tier(cluster.settings(timeout_ms=20_000))
         keys = fill(tier, table)
-        until(lambda: all(in_step(each) for each in cluster.servers[:3]))
+        for each in cluster.servers[:3]:
+            replicated(each)
         guarded = Guarded(tier, deadline_s=0.2, failures_to_open=3, retry_after_s=0.1)
         victim = cluster.holder(b"hps:{ctr/1/user/p0}v")
         degraded, found, slowest = answer_while(guarded, table, keys, victim.kill)
@@ -229,10 +230,10 @@ def test_a_primary_is_killed_and_its_replica_takes_over(tmp_path, open_tier, tab
         cluster.kill()
 
 
-def in_step(primary):
-    """Whether its replica has all that was written to it."""
-    _, offset, replicas = primary.ask("ROLE")
-    return [int(each[2]) for each in replicas] == [offset]
+def replicated(primary):
+    """Wait until its replica has all that has been written to it."""
+    written = primary.ask("ROLE")[1]
+    until(lambda: [int(replica[2]) >= written for replica in primary.ask("ROLE")[2]] == [True])
 
 
 def answer_while(guarded, table, keys, disturb, timeout_s=90.0):
@@ -272,7 +273,7 @@ def test_sentinels_name_the_primary_and_the_next_one(watched, open_tier, table):
     tier = open_tier(watched.settings(timeout_ms=20_000))
     keys = fill(tier, table)
     assert right(tier, table, keys) == N
-    until(lambda: in_step(watched.primary))
+    replicated(watched.primary)
     guarded = Guarded(tier, deadline_s=0.2, failures_to_open=3, retry_after_s=0.1)
 
     def disturb():

@@ -96,7 +96,8 @@ def test_over_http(folder):
 
 
 def test_redis_gets_them_too(folder):
-    redis = {"addresses": [shared_server().address], "timeout_ms": 5000, "initial_cache_rate": 0}
+    guard = {"deadline_ms": 10_000}
+    redis = {"addresses": [shared_server().address], "guard": guard, "initial_cache_rate": 0}
     with opened(folder, redis=redis, cpu_cache={"enabled": False}) as node:
         node.write("m", "items", [1], [[1.5, 1]], deleted=[2])
         assert values(node, 1, 2) == [(1.5, "redis"), (-1.0, "default")]

@@ -53,7 +53,11 @@ def config(tmp_path: Path, small_repository: Path, server: RedisServer) -> Path:
     settings = {
         "models": {"repository": str(small_repository)},
         "tiers": {
-            "redis": {"addresses": [server.address], "partitions": 3},
+            "redis": {
+                "addresses": [server.address],
+                "partitions": 3,
+                "guard": {"deadline_ms": 10_000},
+            },
             "rocksdb": {"path": str(tmp_path / "db")},
         },
     }
@@ -354,7 +358,7 @@ def test_beside_a_running_node(loaded: Any) -> None:
     def elsewhere(*words: object) -> tuple[int, str]:
         """In a process of its own: within one, a database is opened once."""
         command = [sys.executable, "-m", "hps.cli.main", "store", *map(str, words)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         return done.returncode, done.stderr
 
     with hps.open(loaded[1]):

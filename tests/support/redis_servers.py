@@ -152,6 +152,7 @@ class Cluster:
             "port": 0, "tls-cluster": "yes", "tls-replication": "yes", "cluster-enabled": "yes",
             "cluster-node-timeout": node_timeout_ms, "repl-diskless-sync-delay": 0,
             "cluster-require-full-coverage": "no",
+            "repl-ping-replica-period": 1,  # a replica is named once its primary has said something
             "user": f"{self.USER} on >{self.PASSWORD} ~hps* +@all",
         }  # fmt: skip
         self._client = made.redis_py()
