@@ -33,7 +33,7 @@ _MOST_MESSAGES = 256
 # A broker's answers bring several partitions one after the other; a batch costs more than a wait.
 _GATHER_S = 0.002
 # A broker answers when there is so much, or after so long: each answer costs it, and us, half a millisecond.
-_FETCH_BYTES, _FETCH_MS = 64 << 10, 20
+_FETCH_BYTES, _FETCH_MS = 256 << 10, 25
 _NEW_TOPICS_MS = 10_000
 _LOOK_EVERY_S = 0.2
 
