@@ -1,5 +1,5 @@
-"""HPS's messages through a real broker: what its producers send is read, what its consumers cannot read is not
-sent, and a message nobody could take stops nothing."""
+"""HPS's messages through a real broker: what its producers send is read, what its consumers cannot read is
+not sent, and a message nobody could take stops nothing."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ from tests.support.update_stream import ABSENT, UpdateStream, rows_of
 from tests.support.waiting import until
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_whoever_is_killed_every_store_ends_as_the_stream_says(tmp_path, seed):
+@pytest.mark.parametrize(("seed", "ingest"), [(1, False), (2, True)])
+def test_whoever_is_killed_every_store_ends_as_the_stream_says(tmp_path, seed, ingest):
     need_kafka()
     need("redis-server")
-    run = CrashRun(tmp_path, seed, seconds=5)
+    run = CrashRun(tmp_path, seed, seconds=5, ingest=ingest)
     run.run()
     assert set(run.killed) == set(run.victims)
 

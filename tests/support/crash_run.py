@@ -23,6 +23,7 @@ from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 from hps.updates.topics import native_topic
 from tests.support.fed_node import MODEL, TABLE, FedNode
+from tests.support.ingest_process import IngestProcess
 from tests.support.kafka_brokers import fresh_broker, make_topic
 from tests.support.update_stream import ABSENT, DEFAULT, DIM, UpdateStream
 
@@ -35,7 +36,8 @@ _QUIET.disabled = True
 @dataclass
 class CrashRun:
     """One seed's run in an empty ``folder``. Two nodes: ``own`` has RocksDB and a CPU cache; ``shared`` has
-    a CPU cache as well and writes Redis, its only store. ``seconds``: over which the updates are sent.
+    a CPU cache as well and writes Redis, its only store; with ``ingest`` a process of its own writes that,
+    and the node's cache may be ahead of it. ``seconds``: over which the updates are sent.
 
     `run` raises AssertionError for whatever is wrong in the end. ``killed``: who was, in order.
     """
@@ -45,7 +47,7 @@ class CrashRun:
     keys: int = 4_000
     updates: int = 10_000
     seconds: float = 10.0
-    victims: tuple[str, ...] = ("own node", "shared node", "broker", "redis")
+    ingest: bool = False
     killed: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -59,6 +61,15 @@ class CrashRun:
         self.broker: KafkaBroker = fresh_broker(self.folder / "kafka")
         self.redis = RedisServer(self.folder / "redis")
         self.own, self.shared = self._node("own", self._own()), self._node("shared", self._shared())
+        self.victims: dict[str, Any] = {
+            "own node": self.own,
+            "shared node": self.shared,
+            "broker": self.broker,
+            "redis": self.redis,
+        }
+        if self.ingest:
+            settings = self._settings("ingest", self._shared())
+            self.victims["ingest"] = IngestProcess(self.folder / "ingest", settings)
         self._random = np.random.default_rng(self.seed)
 
     def run(self) -> None:
@@ -66,8 +77,9 @@ class CrashRun:
             self.broker.start()
             self.redis.start()
             make_topic(self.broker, self.topic, PARTITIONS)
-            self.own.start()
-            self.shared.start()
+            for name, each in self.victims.items():
+                if name not in ("broker", "redis"):
+                    each.start()
             self._disturbed()
             self._settle()
             for node in (self.own, self.shared):
@@ -77,20 +89,26 @@ class CrashRun:
             self._judge_rocksdb()
             self._judge_redis()
         finally:
-            for each in (self.own, self.shared, self.redis, self.broker):
+            for each in self.victims.values():
                 each.kill()
 
     # -- settings ----------------------------------------------------------------------------------
 
     def _node(self, name: str, tiers: dict[str, Any]) -> FedNode:
-        kafka = {"brokers": self.broker.address, "group": name}
+        return FedNode(self.folder / name, self._settings(name, tiers), self.stream)
+
+    def _settings(self, name: str, tiers: dict[str, Any]) -> dict[str, Any]:
+        kafka = {
+            "brokers": self.broker.address,
+            "group": name,
+            "shared_writer": "ingest" if self.ingest else "nodes",
+        }
         cache = {"enabled": True, "capacity_bytes": 1 << 17}
-        settings = {
+        return {
             "models": {"repository": str(self.folder / "models")},
             "tiers": {**tiers, "cpu_cache": cache},
             "updates": {"kafka": kafka},
         }
-        return FedNode(self.folder / name, settings, self.stream)
 
     def _own(self) -> dict[str, Any]:
         return {"rocksdb": {"path": str(self.folder / "rocksdb"), "min_free_bytes": 0}}
@@ -116,23 +134,16 @@ class CrashRun:
 
         sender = threading.Thread(target=send)
         sender.start()
-        victims: dict[str, Callable[[], None]] = {
-            "own node": lambda: self._again(self.own),
-            "shared node": lambda: self._again(self.shared),
-            "redis": lambda: self._again(self.redis),
-            "broker": lambda: self._again(self.broker),
-        }
         # Each once, in any order, and then whoever comes: the broker takes longest to return.
-        names = [*self._random.permutation(self.victims).tolist()]
-        weights = np.array([1 if name == "broker" else 3 for name in self.victims])
+        every = list(self.victims)
+        names = [*self._random.permutation(every).tolist()]
+        weights = np.array([1 if name == "broker" else 3 for name in every])
         while names or not sent.is_set():
             name = (
-                names.pop()
-                if names
-                else str(self._random.choice(self.victims, p=weights / weights.sum()))
+                names.pop() if names else str(self._random.choice(every, p=weights / weights.sum()))
             )
             time.sleep(float(self._random.uniform(0.05, 2.5)))
-            victims[name]()
+            self._again(self.victims[name])
             self.killed.append(name)
         sender.join()
         assert not failed, failed
@@ -170,11 +181,19 @@ class CrashRun:
         consumer.close()
         self.ends = ends
         until = time.monotonic() + CAUGHT_UP_S
-        for node, group in ((self.own, "hps.node.own"), (self.shared, "hps.shared")):
-            while (found := node.ask(f"applied {self.topic} {PARTITIONS}")[group]) != ends:
-                said = node.ask("status")
-                assert time.monotonic() < until, f"{group}: {found} of {ends} applied; {said}"
-                time.sleep(0.2)
+        store = RedisTier(RedisSettings(addresses=[self.redis.address]))
+        readers: dict[str, Callable[[], list[int | None]]] = {
+            "RocksDB": lambda: self.own.ask(f"applied {self.topic} {PARTITIONS}")["hps.node.own"],
+            "Redis": lambda: [store.applied(self.table, self.topic, i) for i in range(PARTITIONS)],
+        }
+        try:
+            for name, applied in readers.items():
+                while (found := applied()) != ends:
+                    said = [node.ask("status") for node in (self.own, self.shared)]
+                    assert time.monotonic() < until, f"{name}: {found} of {ends} applied; {said}"
+                    time.sleep(0.2)
+        finally:
+            store.close()
 
     # -- judgement ---------------------------------------------------------------------------------
 
