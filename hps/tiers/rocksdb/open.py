@@ -61,7 +61,7 @@ _BACKGROUND_JOBS = 8
 _MANIFEST_NOTE = "hps-manifest.json"
 _BINDING_FILE = "rocksdict-config.json"
 # A writer removes files while a reader opens them; the next attempt finds the newer ones.
-_ATTEMPTS = 5
+_ATTEMPTS = 20
 
 
 @dataclass(frozen=True, slots=True)
