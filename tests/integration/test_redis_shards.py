@@ -38,14 +38,7 @@ def fill(tier, table, keys):
 @pytest.fixture
 def cluster():
     """No replica takes over. Every test mends what it broke: others use these servers, too."""
-    made = shared_cluster()
-    try:
-        for server in made.servers[3:]:
-            server.ask("CONFIG", "SET", "cluster-replica-no-failover", "yes")
-        yield made
-    finally:
-        for server in made.servers[3:]:
-            server.ask("CONFIG", "SET", "cluster-replica-no-failover", "no")
+    return shared_cluster()
 
 
 class Shards:

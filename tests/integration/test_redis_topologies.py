@@ -212,7 +212,7 @@ def test_a_script_whose_hashes_are_at_two_places_waits(cluster, open_tier, table
 def test_a_primary_is_killed_and_its_replica_takes_over(tmp_path, open_tier, table):
     """Requests are answered in time all along, rows are right or missing, and all come back."""
     need("openssl")
-    cluster = Cluster(tmp_path, node_timeout_ms=1000)
+    cluster = Cluster(tmp_path, failover=True)
     try:
         cluster.start()
         tier = open_tier(cluster.settings(timeout_ms=20_000))

@@ -144,13 +144,15 @@ class Cluster:
 
     USER, PASSWORD = "hps", "a-password-of-the-tests"
 
-    def __init__(self, folder: Path, node_timeout_ms: int = 5000) -> None:
-        """A primary that does not answer for ``node_timeout_ms`` is replaced, on a busy machine as well."""
+    def __init__(self, folder: Path, *, failover: bool = False) -> None:
+        """With ``failover`` a primary that does not answer for a second is replaced, on a busy machine as
+        well; without, never."""
         need(PROGRAM)
         made = certificates()
         options: dict[str, Any] = {
             "port": 0, "tls-cluster": "yes", "tls-replication": "yes", "cluster-enabled": "yes",
-            "cluster-node-timeout": node_timeout_ms, "repl-diskless-sync-delay": 0,
+            "cluster-node-timeout": 1000 if failover else 5000,
+            "cluster-replica-no-failover": "no" if failover else "yes", "repl-diskless-sync-delay": 0,
             "cluster-require-full-coverage": "no",
             "repl-ping-replica-period": 1,  # a replica is named once its primary has said something
             "user": f"{self.USER} on >{self.PASSWORD} ~hps* +@all",
