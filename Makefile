@@ -40,7 +40,8 @@ test-gpu:
 	@$(GPU_PYTHON) -c 'from hps.cuda.loader import cupy; cupy()'
 	@$(GPU_PYTHON) -m pytest -m gpu tests/unit/tiers tests/unit/test_devices.py tests/contract tests/model
 
-# The CPU cache's readers beside its writer, and messages that may be anything, under sanitizers:
+# The CPU cache's readers beside its writer, fetches in single flight's table, and messages that may be
+# anything, under sanitizers:
 # make check-native SECONDS=600
 SECONDS ?= 20
 check-native: setup
@@ -50,7 +51,8 @@ check-native: setup
 	    -DHPS_PYTHON=OFF -DHPS_STRESS=ON \
 	    -DCMAKE_CXX_FLAGS="-g -fsanitize=$$sanitizer -fno-sanitize-recover=all" > /dev/null && \
 	  $(BIN)/cmake --build build/$$sanitizer > /dev/null && \
-	  build/$$sanitizer/stress $(SECONDS) && build/$$sanitizer/fuzz_codec 10 || exit 1; \
+	  build/$$sanitizer/stress $(SECONDS) && build/$$sanitizer/stress_in_flight 10 && \
+	  build/$$sanitizer/fuzz_codec 10 || exit 1; \
 	done
 
 # The CPU cache shared by processes, read beside its writer while readers are killed: make soak MINUTES=10
@@ -67,6 +69,7 @@ check-aarch64: setup
 	  -DCMAKE_EXE_LINKER_FLAGS=-static -DHPS_PYTHON=OFF -DHPS_STRESS=ON > /dev/null
 	@$(BIN)/cmake --build build/aarch64 > /dev/null
 	@qemu-aarch64 build/aarch64/stress $(SECONDS)
+	@qemu-aarch64 build/aarch64/stress_in_flight 10
 	@qemu-aarch64 build/aarch64/fuzz_codec 10
 
 # What the tests use beside the product. What can't be had here is named and its tests skip; in

@@ -37,7 +37,20 @@ HELPERS = (
     "benchmarks/load.py",
     "benchmarks/peers",
 )
-SOURCES = {".py", ".pyi", ".cpp", ".hpp", ".h", ".cu", ".cuh", ".txt", ".pbtxt", ".toml", ".yaml"}
+SOURCES = {
+    ".py",
+    ".pyi",
+    ".cpp",
+    ".hpp",
+    ".h",
+    ".lua",
+    ".cu",
+    ".cuh",
+    ".txt",
+    ".pbtxt",
+    ".toml",
+    ".yaml",
+}
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,8 @@ from benchmarks.measure import Spread, ratio
 from hps.config.model_schema import FeatureSpec, ModelSpec, TableSpec
 from hps.models.writer import write_version
 from hps.tiers.base import FetchContext, Part, TierInfo
-from hps.tiers.flight import Flight
 from hps.tiers.memory import MemoryTier
-from hps.tiers.single_flight import SingleFlight
+from hps.tiers.single_flight import SingleFlight, _Flight
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, Source
 
 ROWS, DIM, KEYS, LOOKUPS = 300_000, 32, 1_000, 32
@@ -165,7 +164,7 @@ class _Nothing(MemoryTier):
 
 
 def wrapper(random: np.random.Generator) -> list[Mapping[str, Any]]:
-    tier = SingleFlight(_Nothing(TierInfo("nothing", Source.ROCKSDB)))
+    nothing = _Nothing(TierInfo("nothing", Source.ROCKSDB))
     table, ctx = EmbeddingTable.make("t", DIM), FetchContext()
     rows: list[Mapping[str, Any]] = []
 
@@ -173,12 +172,13 @@ def wrapper(random: np.random.Generator) -> list[Mapping[str, Any]]:
         return Part.make(table, random.integers(-(2**62), 2**62, n))
 
     for n in (1, 100, 1_000, 10_000):
-        mine = [part(n)]
-        bare = best(lambda mine=mine: tier.inner.fetch(mine, ctx))  # type: ignore[misc] # bound now
-        tier._flying = []
-        alone = best(lambda mine=mine: tier.fetch(mine, ctx))  # type: ignore[misc] # bound now
-        tier._flying = [Flight([part(n)]) for _ in range(3)]
-        beside = best(lambda mine=mine: tier.fetch(mine, ctx))  # type: ignore[misc] # bound now
+        tier, mine = SingleFlight(nothing), [part(n)]
+        bare = best(lambda mine=mine: nothing.fetch(mine, ctx))  # type: ignore[misc] # bound now
+        fetch = partial(tier.fetch, mine, ctx)
+        alone = best(fetch)
+        for _ in range(3):
+            tier._claim(_Flight(next(tier._numbers)), [part(n)])
+        beside = best(fetch)
         rows.append(
             {
                 "keys": f"{n:,}",

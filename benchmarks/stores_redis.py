@@ -61,7 +61,8 @@ _SLICE = 1000
 
 
 MEASURED = (
-    *sorted(f"hps/tiers/{path.name}" for path in (ROOT / "hps/tiers").glob("redis*")),
+    "hps/tiers/redis",
+    "hps/tiers/redis_scripts",
     "hps/tiers/row_values.py",
     "hps/native/src/resp.cpp",
     "benchmarks/stores_redis.py",

@@ -8,7 +8,7 @@ beside this file is refused (ConfigError): it would have to be built again.
 from __future__ import annotations
 
 from hps.config.environment import native_mode
-from hps.native import source, twin, twin_cache, twin_codec, twin_pool, twin_resp
+from hps.native import source, twin, twin_cache, twin_codec, twin_in_flight, twin_pool, twin_resp
 
 _mode = native_mode()
 COMPILED = False
@@ -18,6 +18,7 @@ cache_bytes = twin_cache.cache_bytes
 CacheTable = twin_cache.CacheTable
 gather_all = twin_pool.gather_all
 pool_bags = twin_pool.pool_bags
+InFlight = twin_in_flight.InFlight
 RowReplies = twin_resp.RowReplies
 ProtocolError = twin_resp.ProtocolError
 decode_hps = twin_codec.decode_hps
@@ -39,6 +40,7 @@ if _mode != "off":
         CacheTable = _core.CacheTable  # type: ignore[misc,assignment] # its twin has the same methods
         gather_all = _core.gather_all  # type: ignore[assignment]
         pool_bags = _core.pool_bags  # type: ignore[assignment]
+        InFlight = _core.InFlight  # type: ignore[misc,assignment]
         RowReplies = _core.RowReplies  # type: ignore[misc,assignment]
         ProtocolError = _core.ProtocolError  # type: ignore[misc,assignment]
         decode_hps = _core.decode_hps
@@ -49,6 +51,7 @@ if _mode != "off":
 __all__ = [
     "COMPILED",
     "CacheTable",
+    "InFlight",
     "ProtocolError",
     "RowReplies",
     "cache_bytes",

@@ -5,6 +5,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.native.twin_codec import Group
+from hps.native.twin_in_flight import Share
 
 SOURCES: str
 """The digest of the sources it was built from, see source.py."""
@@ -110,6 +111,21 @@ def pool_bags(
     rows: NDArray[Any] | None = None,
 ) -> NDArray[np.int64] | None:
     """See twin_pool.pool_bags."""
+
+class InFlight:
+    """See twin_in_flight.InFlight. Raises TypeError or ValueError for arguments that do not fit."""
+
+    def claim(
+        self,
+        number: int,
+        tables: Sequence[int],
+        keys: Sequence[NDArray[np.int64]],
+        missing: Sequence[NDArray[np.int64]],
+        now: float,
+    ) -> tuple[list[NDArray[np.int64]], list[Share]]: ...
+    def land(self, number: int, until: float) -> list[NDArray[np.int64]]: ...
+    def leave(self, number: int) -> bool: ...
+    def __len__(self) -> int: ...
 
 class ProtocolError(ValueError):
     """See twin_resp.ProtocolError."""

@@ -43,5 +43,6 @@ NB_MODULE(_core, m) {
   bind_cache(m);
   bind_codec(m);
   bind_gather(m);
+  bind_in_flight(m);
   bind_resp(m);
 }

@@ -38,3 +38,5 @@ void bind_gather(nb::module_& m);
 void bind_cache(nb::module_& m);
 // Adds the decoders and encoders of update messages.
 void bind_codec(nb::module_& m);
+// Adds InFlight.
+void bind_in_flight(nb::module_& m);

@@ -5,24 +5,44 @@ For lookups only: the cache writer must read rows as they are now, and asks the 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
-from threading import Event, Lock
+from dataclasses import dataclass, field
+from threading import Event
 
-import numpy as np
-
+from hps.native import InFlight
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.tiers.checks import check_part
-from hps.tiers.flight import Flight, Followed
-from hps.tiers.parts import hand_over, share
+from hps.tiers.parts import copied, hand_over, joined, share
 from hps.tiers.wrappers import Wrapper
+from hps.types import IndexArray
 
-# To leave keys to another fetch costs as much as to read some thirty of them from RocksDB. Fewer, unless they
-# are an eighth of what it lacks, a fetch leaves to one other at most.
-_FEW, _SHARE = 32, 8
-# Nobody waits for a read of more keys than this and so many times its own: a lookup of few keys would
-# wait for the whole of a large one.
-_ENOUGH, _LARGER = 1_000, 8
+# A fetch that ended degraded this close to its own deadline was cut short by it: the tier may be well.
+_SHORT_S = 0.005
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A fetch under way. Once it has ``landed``, ``answer`` holds what others want of each of its parts; None
+    when they must ask themselves."""
+
+    number: int
+    begun: float = field(default_factory=time.monotonic)
+    landed: Event = field(default_factory=Event)
+    answer: list[Part] | None = None
+    degraded: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Followed:
+    """What is left to ``flight``: the key ``part.missing[i]`` will stand at ``places[i]`` of part ``of`` of
+    its answer."""
+
+    flight: _Flight
+    part: Part
+    of: int
+    places: IndexArray
 
 
 class SingleFlight(Wrapper):
@@ -32,8 +52,8 @@ class SingleFlight(Wrapper):
     A fetch reads what nobody else does, hands that on, and only then waits for others. So what it
     waits for is a read that began before its own, never somebody else's waiting; and nobody waits in a
     circle. What both lack is read twice only where that is cheaper: of several fetches that it has
-    few keys in common with, it follows the oldest (``_FEW``); and it does not wait for a read much larger
-    than its own (``_ENOUGH``, ``_LARGER``).
+    few keys in common with, it follows the oldest; and it does not wait for a read much larger
+    than its own (`hps.native.InFlight` says how few, how much larger).
 
     It waits no longer than its own deadline allows, and then skips the tier: the keys stay missing,
     ``ctx.degraded`` names it. What the other fetch met holds for its followers too: rows, tombstones,
@@ -50,115 +70,91 @@ class SingleFlight(Wrapper):
     def __init__(self, inner: Tier, count: Callable[[int], None] = lambda _keys: None) -> None:
         super().__init__(inner)
         self._count = count
-        self._lock = Lock()
-        # Oldest first, at most one per thread that fetches; then those whose answer is still being copied.
-        self._flying: list[Flight] = []
-        self._landed: list[Flight] = []
+        self._in_flight = InFlight()
+        self._numbers = itertools.count()
+        self._flights: dict[int, _Flight] = {}  # those that can be followed are among them
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
         for part in parts:
             check_part(part)
-        flight, followed = Flight(parts), list[Followed]()
-        with self._lock:
-            earlier = [each for each in self._landed if flight.begun < each.until]
-            earlier += self._flying
-            self._flying.append(flight)
+        flight = _Flight(next(self._numbers))
+        reads, followed = self._claim(flight, parts)
         try:
-            if earlier:
-                followed = self._follow(earlier, flight)
-            if reads := [part for part in flight.reads if len(part.missing)]:
-                self.inner.fetch(reads, ctx)
-            self._land(flight, ctx)
+            if asked := [part for part in reads if len(part.missing)]:
+                self.inner.fetch(asked, ctx)
+            self._land(flight, reads, ctx)
             if followed:
                 lacking = [self._copy(each, ctx) for each in followed]
                 if again := [part for part in lacking if len(part.missing)]:
                     self.inner.fetch(again, ctx)
-                _note_missing(parts, [*flight.reads, *(each.part for each in followed), *lacking])
+                _note_missing(parts, [*reads, *(each.part for each in followed), *lacking])
         finally:
-            if not flight.ended:
-                self._land(flight, None)
-            if followed:
-                self._leave(followed)
+            if not flight.landed.is_set():
+                self._land(flight, reads, None)
+            self._leave(followed)
 
-    def _follow(self, earlier: Sequence[Flight], flight: Flight) -> list[Followed]:
-        """Leave to ``earlier`` fetches what they are reading."""
-        followed: list[Followed] = []
-        rest = np.arange(flight.size)
-        few, least = min(_FEW, flight.size // _SHARE), 1
-        most = max(_ENOUGH, _LARGER * flight.size)
-        for other in earlier:
-            if not len(rest) or not 0 < other.reading <= most:
-                continue
-            shares = flight.in_common(other, rest, least)
-            if shares and self._join(other, shares):
-                followed += shares
-                taken = np.zeros(flight.size, bool)
-                for each in shares:
-                    taken[each.numbers] = True
-                left = rest[~taken[rest]]
-                if len(rest) - len(left) < few:
-                    least = few
-                rest = left
-        if followed:
-            flight.keep(rest)
-            self._count(flight.size - len(rest))
-        return followed
-
-    def _join(self, flight: Flight, shares: list[Followed]) -> bool:
-        """Have ``flight`` keep its answer for ``shares``; False when it has ended without."""
-        with self._lock:
-            if flight.ended and flight not in self._landed:
-                return False
-            flight.landed = flight.landed or Event()
-            flight.followers += 1
-            flight.wanted += [(each.of, each.at) for each in shares]
-            return True
-
-    def _land(self, flight: Flight, ctx: FetchContext | None) -> None:
-        """End ``flight``; ``ctx`` is what it met, None when it raised."""
-        with self._lock:
-            self._flying.remove(flight)
-            flight.ended = True
-        if flight.landed is None:
-            return
+    def _claim(
+        self, flight: _Flight, parts: Sequence[Part]
+    ) -> tuple[Sequence[Part], list[_Followed]]:
+        """What is left to read, and what is left to fetches that are reading it."""
+        self._flights[flight.number] = flight
         try:
-            if ctx is not None:
-                flight.keep_answer(ctx)
-                with self._lock:
-                    if flight.followers:
-                        self._landed.append(flight)
+            own, shares = self._in_flight.claim(
+                flight.number,
+                [id(part.table) for part in parts],  # it lives as long as it is in flight
+                [part.keys for part in parts],
+                [part.missing for part in parts],
+                flight.begun,
+            )
+        except BaseException:
+            del self._flights[flight.number]
+            raise
+        if not shares:
+            return parts, []
+        self._count(sum(len(positions) for _, _, _, positions, _ in shares))
+        return [share(part, left) for part, left in zip(parts, own, strict=True)], [
+            _Followed(self._flights[number], share(parts[mine], positions), of, places)
+            for number, mine, of, positions, places in shares
+        ]
+
+    def _land(self, flight: _Flight, reads: Sequence[Part], ctx: FetchContext | None) -> None:
+        """End ``flight``, which has read ``reads``; ``ctx`` is what it met, None when it raised."""
+        now = time.monotonic()
+        late = ctx is not None and ctx.deadline is not None and now > ctx.deadline - _SHORT_S
+        good = ctx is not None and not (ctx.degraded and late)
+        until = now + (now - flight.begun) if good else now
+        try:
+            if not (wanted := self._in_flight.land(flight.number, until)):
+                del self._flights[flight.number]
+            elif ctx is not None and good:
+                flight.degraded = tuple(ctx.degraded)
+                flight.answer = [copied(*each) for each in zip(reads, wanted, strict=True)]
         finally:
             flight.landed.set()
 
-    def _leave(self, followed: list[Followed]) -> None:
+    def _leave(self, followed: Sequence[_Followed]) -> None:
         """Forget answers that nobody copies any more."""
-        with self._lock:
-            for flight in {each.flight for each in followed}:
-                flight.followers -= 1
-                if not flight.followers and flight in self._landed:
-                    self._landed.remove(flight)
+        for number in {each.flight.number for each in followed}:
+            if self._in_flight.leave(number):
+                del self._flights[number]
 
-    def _copy(self, followed: Followed, ctx: FetchContext) -> Part:
+    def _copy(self, followed: _Followed, ctx: FetchContext) -> Part:
         """Wait for the fetch that was followed and copy its answer; what is to be asked for again."""
         flight, part = followed.flight, followed.part
-        assert flight.landed is not None
         wait = None if ctx.deadline is None else max(0.0, ctx.deadline - time.monotonic())
         if not flight.landed.wait(wait):
             if self.info.name not in ctx.degraded:
                 ctx.degraded.append(self.info.name)
             return share(part, part.missing[:0])
-        answer = flight.answers.get(followed.of)
-        at = np.full(len(followed.at), -1) if answer is None else answer.places[followed.at]
-        known = at >= 0
-        again, part.missing = part.missing[~known], part.missing[known]
-        if answer is not None:
-            hand_over(answer.part, part, at[known])
-            ctx.degraded.extend(name for name in flight.degraded if name not in ctx.degraded)
-        return share(part, again)
+        if flight.answer is None:
+            again, part.missing = part.missing, part.missing[:0]
+            return share(part, again)
+        hand_over(flight.answer[followed.of], part, followed.places)
+        ctx.degraded.extend(name for name in flight.degraded if name not in ctx.degraded)
+        return share(part, part.missing[:0])
 
 
 def _note_missing(parts: Sequence[Part], shares: Sequence[Part]) -> None:
     """Of each of ``parts`` what any of its ``shares`` still lacks."""
     for part in parts:
-        lacking = [each.missing for each in shares if each.out is part.out]
-        part.missing = np.sort(np.concatenate(lacking))
+        part.missing = joined([each for each in shares if each.out is part.out])

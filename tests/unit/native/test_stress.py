@@ -37,6 +37,12 @@ def test_what_it_needs_is_said(stress):
     assert (done.returncode, "usage" in done.stdout) == (2, True)
 
 
+def test_fetches_in_single_flights_table(stress):
+    driver = stress.parent / "stress_in_flight"
+    done = subprocess.run([driver, "1"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "left to others" in done.stdout) == (0, True), done.stdout
+
+
 def test_messages_that_may_be_anything(stress):
     fuzz = stress.parent / "fuzz_codec"
     done = subprocess.run([fuzz, "1"], capture_output=True, text=True, timeout=240)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hps.errors import BadRequest, TierError
+from hps.native import InFlight
 from hps.tiers.base import FetchContext, Part, TierInfo
-from hps.tiers.flight import Flight
 from hps.tiers.memory import MemoryTier
 from hps.tiers.single_flight import SingleFlight
 from hps.types import EmbeddingTable, Source, version_now
@@ -63,28 +63,24 @@ def pool():
 def flights(store, pool):
     """``start(keys, ...)`` begins a fetch on a thread and returns once it is in the store, or waits for
     another; its future is ``(parts, degraded)``."""
-    return Flights(SingleFlight(store), store, pool)
+    return Flights(store, pool)
 
 
 class Flights:
-    def __init__(self, tier, store, pool):
-        self.tier, self.store, self.pool = tier, store, pool
+    def __init__(self, store, pool):
+        self.left = []  # per fetch that follows others: how many keys it leaves to them
+        self.tier, self.store, self.pool = SingleFlight(store, self.left.append), store, pool
 
     def start(self, *keys, table=TABLE, more=(), timeout=None, asks=True):
         deadline = None if timeout is None else time.monotonic() + timeout
         parts = [Part.make(table, np.array(keys, np.int64)), *more]
-        waiting = self.waiting
+        waiting = len(self.left)
         future = self.pool.submit(self.run, parts, FetchContext(deadline))
         if asks:
             assert self.store.inside.acquire(timeout=30)
         else:
-            until(lambda: self.waiting > waiting)
+            until(lambda: len(self.left) > waiting)
         return future
-
-    @property
-    def waiting(self):
-        """How many parts of other fetches wait for what is being read."""
-        return sum(len(flight.wanted) for flight in self.tier._flying)
 
     def run(self, parts, ctx):
         self.tier.fetch(parts, ctx)
@@ -103,6 +99,10 @@ def rows(future):
     return found, degraded
 
 
+def assert_all_forgotten(tier):
+    assert (tier._flights, len(tier._in_flight)) == ({}, 0)
+
+
 def test_many_fetches_of_the_same_keys_ask_once(flights):
     first = flights.start(3, 1, 2)
     others = [flights.start(2, 3, 1, asks=False) for _ in range(20)]
@@ -110,25 +110,7 @@ def test_many_fetches_of_the_same_keys_ask_once(flights):
     assert rows(first) == ([3, 1, 2], [])
     assert all(rows(other) == ([2, 3, 1], []) for other in others)
     assert flights.store.asked == [{"items": [3, 1, 2]}]
-    assert flights.tier._flying == flights.tier._landed == []
-
-
-def test_a_fetch_that_has_ended_is_not_followed(flights, monkeypatch):
-    """It ends just after the second one has seen what it asks for."""
-    in_common = Flight.in_common
-
-    def end_first(flight, other, rest, least):
-        flights.land()
-        first.result(30)
-        return in_common(flight, other, rest, least)
-
-    first = flights.start(1, 2)
-    monkeypatch.setattr(Flight, "in_common", end_first)
-    second = flights.pool.submit(
-        flights.run, [Part.make(TABLE, np.array([2, 1]))], FetchContext(time.monotonic() + 20)
-    )
-    assert rows(second) == ([2, 1], [])
-    assert len(flights.store.asked) == 2
+    assert_all_forgotten(flights.tier)
 
 
 def test_a_key_that_all_have_in_common_is_asked_for_once(flights):
@@ -159,45 +141,6 @@ def test_what_was_read_is_handed_on_before_waiting_for_others(flights):
     assert rows(first) == ([1], [])
 
 
-def test_what_another_fetch_does_not_read_itself_is_not_waited_for_there(flights):
-    """The second leaves 1 to the first, which has ended when the third asks for it."""
-    first = flights.start(1)
-    second = flights.start(1, 2)
-    (leader, follower) = flights.tier._flying
-    flights.tier._land(leader, None)
-    third = flights.start(1, 3)
-    assert flights.store.asked[2] == {"items": [1, 3]}
-    flights.tier._flying.insert(0, leader)  # it lands by itself
-    assert follower.wanted == []
-    flights.land()
-    assert [rows(each)[0] for each in (first, second, third)] == [[1], [1, 2], [1, 3]]
-
-
-def test_followers_ask_for_what_the_other_one_had_left_to_a_third(flights, monkeypatch):
-    """They looked at it before it had found out itself."""
-    seen, go_on = threading.Event(), threading.Event()
-    keep = Flight.keep
-
-    def slow(flight, rest):
-        if not seen.is_set():
-            seen.set()
-            assert go_on.wait(30)
-        keep(flight, rest)
-
-    monkeypatch.setattr(Flight, "keep", slow)
-    first = flights.start(1)
-    second = flights.start(1, 2, 4, asks=False)
-    assert seen.wait(30)
-    (leader, _) = flights.tier._flying
-    flights.tier._flying.remove(leader)
-    third = flights.start(2, 1, 3)
-    flights.tier._flying.insert(0, leader)
-    go_on.set()
-    flights.land()
-    assert [rows(each)[0] for each in (first, second, third)] == [[1], [1, 2, 4], [2, 1, 3]]
-    assert {"items": [1]} in flights.store.asked[1:]
-
-
 def test_of_fetches_with_few_keys_in_common_the_oldest_is_followed(flights):
     """And all of those with many."""
     first = flights.start(*range(100, 200))
@@ -217,14 +160,18 @@ def test_an_answer_is_there_while_it_is_copied(flights, monkeypatch, in_time):
     """For a while: not for ever, where there is always one who copies it."""
     copy, copying, go_on = SingleFlight._copy, threading.Event(), threading.Event()
 
+    class Landing(InFlight):
+        def land(self, number, until):
+            return super().land(number, np.inf if in_time else 0.0)
+
     def slow(tier, followed, ctx):
         followed.flight.landed.wait(30)
-        followed.flight.until = np.inf if in_time else followed.flight.begun
         copying.set()
         assert go_on.wait(30)
         return copy(tier, followed, ctx)
 
     monkeypatch.setattr(SingleFlight, "_copy", slow)
+    flights.tier._in_flight = Landing()
     first = flights.start(1, 2)
     second = flights.start(2, asks=False)
     flights.land()
@@ -237,7 +184,7 @@ def test_an_answer_is_there_while_it_is_copied(flights, monkeypatch, in_time):
     go_on.set()
     assert rows(second) == ([2], [])
     assert rows(third) == ([1, 2], [])
-    assert flights.tier._landed == []
+    assert_all_forgotten(flights.tier)
 
 
 def test_few_keys_do_not_wait_for_a_read_of_very_many(flights):
@@ -277,7 +224,7 @@ def test_only_missing_keys_are_shared_and_other_rows_stay(flights):
     part = Part.make(TABLE, np.array([1, 2, 3]), np.full((3, 2), -7, np.float32))
     part.missing = np.array([0, 2])
     second = flights.pool.submit(flights.run, [part], FetchContext())
-    until(lambda: flights.waiting)
+    until(lambda: flights.left)
     flights.land()
     second.result(30)
     first.result(30)
@@ -385,7 +332,7 @@ def test_followers_of_a_fetch_that_raised_ask_themselves(flights, error):
     with pytest.raises(type(error)):
         first.result(30)
     assert rows(second) == ([2, 1], [])
-    assert flights.tier._flying == flights.tier._landed == []
+    assert_all_forgotten(flights.tier)
 
 
 def test_an_error_of_its_own_is_raised_and_ends_the_fetch(flights):
@@ -400,7 +347,7 @@ def test_an_error_of_its_own_is_raised_and_ends_the_fetch(flights):
     with pytest.raises(TierError, match="on fire"):
         second.result(30)
     assert rows(first) == ([1], [])
-    assert flights.tier._flying == flights.tier._landed == []
+    assert_all_forgotten(flights.tier)
 
 
 def test_a_fetch_after_the_end_asks_again(flights):
@@ -412,15 +359,14 @@ def test_a_fetch_after_the_end_asks_again(flights):
 
 
 def test_writes_pass_and_keys_left_to_others_are_counted(store, pool):
-    counted = []
-    flights = Flights(SingleFlight(store, counted.append), store, pool)
+    flights = Flights(store, pool)
     put(flights.tier, TABLE, np.array([500]))
     first = flights.start(500, 1)
     second = flights.start(1, 500, 3)
     flights.land()
     assert rows(second) == ([1, 500, 3], [])
     first.result(30)
-    assert counted == [2]
+    assert flights.left == [2]
 
 
 def test_many_threads_with_overlapping_keys_get_their_rows(store, pool):
@@ -447,5 +393,5 @@ def test_many_threads_with_overlapping_keys_get_their_rows(store, pool):
 
     for done in [pool.submit(work, seed) for seed in range(8)]:
         done.result(60)
-    assert tier._flying == tier._landed == []
+    assert_all_forgotten(tier)
     assert sum(len(keys) for asked in store.asked for keys in asked.values()) < 8 * 30 * 60

@@ -1,0 +1,171 @@
+"""The twin of single flight's table (include/hps/in_flight.hpp): which keys are being read at the moment, and
+by which fetch. Dictionaries, key by key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+
+import numpy as np
+
+from hps.types import IndexArray, KeyArray
+
+FEW, FEW_OF_SIZE, ENOUGH, LARGER = 32, 8, 1000, 8
+Share = tuple[int, int, int, IndexArray, IndexArray]
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    number: int
+    wanted: list[list[int]]
+    own: list[tuple[int, int]] = field(default_factory=list)
+    reading: int = 0
+    followers: int = 0
+    landed: bool = False
+    until: float = 0.0
+
+
+@dataclass(slots=True)
+class _Read:
+    """Who reads a key, at which position of its ask, to be kept at which place (-1: nobody wants it)."""
+
+    flight: _Flight
+    ask: int
+    position: int
+    place: int = -1
+
+
+class InFlight:
+    """Keys that fetches under way are reading, so that others leave them to those.
+
+    Of several fetches with few keys in common, fewer than 32 and than an eighth of what it lacks, a
+    fetch follows the oldest alone; and none that reads more than 1,000 keys and eight times what it
+    lacks itself. Safe from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._flights: dict[int, _Flight] = {}  # the oldest first
+        self._reads: dict[tuple[int, int], _Read] = {}
+
+    def claim(
+        self,
+        number: int,
+        tables: Sequence[int],
+        keys: Sequence[KeyArray],
+        missing: Sequence[IndexArray],
+        now: float,
+    ) -> tuple[list[IndexArray], list[Share]]:
+        """Begin fetch ``number``, which lacks ``keys[i][missing[i]]`` of ``tables[i]``, an unsigned 64-bit
+        number. Returns what is left for it to read, an array of positions for each ask; and what it
+        leaves to earlier fetches, which are reading it or hold it at the time ``now``.
+
+        That is a list of ``(number, ask, of, positions (m,), places (m,))``: the rows of these positions in
+        its own ask will be the ``places`` of what that fetch keeps of its ask ``of``. Each of these fetches
+        must be left in the end. Raises ValueError when the number is taken.
+        """
+        with self._lock:
+            return self._claim(number, tables, keys, missing, now)
+
+    def land(self, number: int, until: float) -> list[IndexArray]:
+        """The fetch has ended. For each ask the positions that others wait for, in the order of their places;
+        until the time ``until`` further ones may join them, as long as anybody copies. An empty list when
+        nobody waits: then it is forgotten. Raises ValueError when there is no such fetch."""
+        with self._lock:
+            if number not in self._flights:
+                raise ValueError("no such fetch is under way")
+            flight = self._flights[number]
+            if not flight.followers:
+                self._forget(flight)
+                return []
+            flight.landed, flight.until = True, until
+            self._remove(flight, unwanted_only=True)
+            return [np.array(each, np.int64) for each in flight.wanted]
+
+    def leave(self, number: int) -> bool:
+        """One who left keys to the fetch does not need its answer any more. True for the last one after its
+        end: then it is forgotten. Raises ValueError when nobody follows such a fetch."""
+        with self._lock:
+            flight = self._flights.get(number)
+            if flight is None or not flight.followers:
+                raise ValueError("nobody follows such a fetch")
+            flight.followers -= 1
+            last = not flight.followers and flight.landed
+            if last:
+                self._forget(flight)
+            return last
+
+    def __len__(self) -> int:
+        """How many keys can be found at the moment."""
+        return len(self._reads)
+
+    def _claim(
+        self,
+        number: int,
+        tables: Sequence[int],
+        keys: Sequence[KeyArray],
+        missing: Sequence[IndexArray],
+        now: float,
+    ) -> tuple[list[IndexArray], list[Share]]:
+        if number in self._flights:
+            raise ValueError("the number of this fetch is taken")
+        names = [
+            list(zip([table] * len(at), some[at].tolist(), at.tolist(), strict=True))
+            for table, some, at in zip(tables, keys, missing, strict=True)
+        ]
+        size = sum(map(len, names))
+
+        def may_follow(read: _Read) -> bool:
+            other = read.flight
+            return (
+                now < other.until if other.landed else other.reading <= max(ENOUGH, LARGER * size)
+            )
+
+        common = dict.fromkeys(self._flights, 0)
+        for table, key, _ in (each for some in names for each in some):
+            if (read := self._reads.get((table, key))) is not None and may_follow(read):
+                common[read.flight.number] += 1
+        few, follows_one_of_few, followed = min(FEW, size // FEW_OF_SIZE), False, set()
+        for other, count in common.items():
+            if count and (count >= few or not follows_one_of_few):
+                followed.add(other)
+                self._flights[other].followers += 1
+            follows_one_of_few |= 0 < count < few
+        flight = self._flights[number] = _Flight(number, [[] for _ in names])
+        own: list[IndexArray] = []
+        shares: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+        for ask, some in enumerate(names):
+            reads = []
+            for table, key, position in some:
+                read = self._reads.get((table, key))
+                if read is not None and read.flight.number in followed and may_follow(read):
+                    wanted = read.flight.wanted[read.ask]
+                    if read.place < 0:
+                        read.place = len(wanted)
+                        wanted.append(read.position)
+                    name = (read.flight.number, ask, read.ask)
+                    shares.setdefault(name, []).append((position, read.place))
+                    continue
+                reads.append(position)
+                if read is None or (read.flight is not flight and not may_follow(read)):
+                    self._reads[table, key] = _Read(flight, ask, position)
+                    flight.own.append((table, key))
+            own.append(np.array(reads, np.int64))
+        flight.reading = sum(map(len, own))
+        left = [(*name, *np.array(pairs, np.int64).T.copy()) for name, pairs in shares.items()]
+        return own, left
+
+    def _remove(self, flight: _Flight, *, unwanted_only: bool) -> None:
+        for name in flight.own:
+            read = self._reads.get(name)
+            if (
+                read is not None
+                and read.flight is flight
+                and not (unwanted_only and read.place >= 0)
+            ):
+                del self._reads[name]
+
+    def _forget(self, flight: _Flight) -> None:
+        self._remove(flight, unwanted_only=False)
+        del self._flights[flight.number]
