@@ -142,8 +142,8 @@ int main(int argc, char** argv) {
   for (std::thread& each : threads) each.join();
   if (stress.table.size() != 0 || !stress.answers.empty()) fail("something was never forgotten");
   if (stress.own == 0 || stress.left == 0) fail("nothing happened");
-  std::printf("%.1f M keys read, %.1f M left to others, by %.1f M fetches\n",
+  std::printf("%.1f M keys read, %.1f M left to others, by %.0f thousand fetches\n",
               static_cast<double>(stress.own) / 1e6, static_cast<double>(stress.left) / 1e6,
-              static_cast<double>(stress.numbers) / 1e6);
+              static_cast<double>(stress.numbers) / 1e3);
   return 0;
 }
