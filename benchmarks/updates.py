@@ -6,8 +6,9 @@ ingestor of a node does, 8,000 rows a poll; Kafka itself is left out.
 
 * the peer: a C++ program that sorts the same rows, reads what is stored by `MultiGet`, compares versions,
   and writes by a `WriteBatch` through the log, over a copy of the same database with the same options. It
-  decodes nothing and has no cache; it takes turns with ours. It is built against Debian's librocksdb;
-  without it the bar counts as unmeasured.
+  decodes nothing and has no cache; it takes turns with ours. It reads the version of every row, ours only
+  where a row is older than its bucket's mark (`hps/tiers/rocksdb/high_water.py`). It is built against
+  Debian's librocksdb; without it the bar counts as unmeasured.
 
 The figure is CPU time a row over all threads of the process, flushes and compactions included, on both
 sides; wall time stands beside it. Where ours goes is told by part: each part alone, over the same rows.
