@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 import hps
 from benchmarks.peers.redis_server import RedisServer
 from hps.cli.main import app
+from hps.config import load_config
 from tests.support.redis_servers import shared_server
 
 PAGE = Path(__file__).parents[2] / "docs" / "moving-from-hps.md"
@@ -116,11 +117,15 @@ def folder(tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch)
     write_files(tmp_path)
     write_rocksdb(tmp_path / "rocksdb")
     write_redis(server)
-    configurations = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), re.M | re.S)
-    for name, text in zip(("hps.yaml", "native.yaml"), configurations, strict=True):
+    for name, text in zip(("hps.yaml", "native.yaml"), configurations("models"), strict=True):
         text = text.replace("127.0.0.1:7000", server.address).replace("cluster", "single")
         (tmp_path / name).write_text(text)
     return tmp_path
+
+
+def configurations(first: str) -> list[str]:
+    """The page's configurations that begin with this key."""
+    return re.findall(rf"^```yaml\n({first}:.*?)^```", PAGE.read_text(), re.M | re.S)
 
 
 def commands() -> list[list[str]]:
@@ -178,6 +183,15 @@ def test_the_page_is_followed(folder: Path, server: RedisServer) -> None:
     }
     assert contents(server, "hps_et{*}v") == {}
     assert in_rocksdb(folder / "rocksdb") == on_disk
+
+
+def test_the_updates_of_the_page_are_a_configuration(folder: Path) -> None:
+    (updates,) = configurations("updates")
+    page = folder / "updates.yaml"
+    page.write_text((folder / "hps.yaml").read_text() + updates)
+    kafka = load_config(page, environ={}).settings.updates.kafka
+    assert kafka is not None
+    assert kafka.brokers == "kafka:9092"
 
 
 def test_what_is_converted_is_what_hps_held(folder: Path, server: RedisServer) -> None:
