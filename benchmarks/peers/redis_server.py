@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import time
@@ -16,7 +17,8 @@ from redis.retry import Retry
 
 from benchmarks.peers.process import free_ports
 
-PROGRAM = "redis-server"
+PROGRAM = os.environ.get("REDIS_SERVER", "redis-server")
+"""Another Redis, or one that speaks its protocol: ``REDIS_SERVER=valkey-server``."""
 
 
 class RedisServer:
