@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,13 @@ from hps.tiers.chain import TierChain
 from hps.tiers.checks import check_part
 from hps.tiers.cpu_cache import CpuCache
 from hps.tiers.memory import MemoryTier
+from hps.tiers.node import Connections, NodeServer, NodeTier
 from hps.tiers.promoting import Promoting
 from hps.tiers.rocksdb import Access, RocksDbTier, Tuning
 from hps.tiers.single_flight import SingleFlight
 from hps.tiers.wrappers import Guarded, Metered
 from hps.types import EmbeddingTable, Source
+from hps.workers import Workers
 
 ROWS = 4096
 """What the tables of a tier under test may hold without a cache dropping any."""
@@ -127,6 +130,30 @@ def redis_cluster(_path: Path, _tables: TableSet) -> Any:
     return RedisTier(shared_cluster().settings())
 
 
+class BesideNode:
+    """Writes go to a node's store and fetches over the node's socket."""
+
+    def __init__(self, store: Tier, tables: TableSet) -> None:
+        self._store = store
+        self._lane = Workers(4, 1024, name="lookup")
+        # Pytest's folders have names too long for a socket.
+        self._folder = tempfile.TemporaryDirectory(prefix="hps-")
+        path = Path(self._folder.name)
+        self._server = NodeServer(
+            path, tables, TierChain([]), store, self._lane, lambda *_: None, {}
+        )
+        self._tier = NodeTier(Connections(self._server.path, tables))
+        self.info, self.fetch = self._tier.info, self._tier.fetch
+        for verb in ("insert", "update", "delete", "evict"):
+            setattr(self, verb, getattr(store, verb))
+
+    def close(self) -> None:
+        self._tier.close()
+        self._server.close()
+        self._lane.close()
+        self._folder.cleanup()
+
+
 class OnHost:
     """A tier on the device that answers parts on the host. The keys of every other part go up with it."""
 
@@ -174,6 +201,10 @@ def gpu_bridge(_path: Path, tables: TableSet) -> Any:
     return OnHost(HostBridge(cpu_cache(_path, tables)))
 
 
+def node(_path: Path, tables: TableSet) -> Any:
+    return BesideNode(memory(Source.ROCKSDB, blocking=True), tables)
+
+
 CPU, ROCKS = frozenset({Source.CPU}), frozenset({Source.ROCKSDB})
 REDIS = frozenset({Source.REDIS})
 TIERS = {
@@ -191,6 +222,8 @@ TIERS = {
     "gpu_cache_float16": TierCase(gpu_cache, frozenset({Source.GPU}), np.float16),
     "gpu_bridge": TierCase(gpu_bridge, CPU),
     "gpu_chain": TierCase(gpu_chain, frozenset({Source.GPU, Source.ROCKSDB})),
+    "node": TierCase(node, ROCKS),
+    "node_float16": TierCase(node, ROCKS, np.float16),
     "rocksdb": TierCase(rocksdb, ROCKS),
     "rocksdb_float16": TierCase(rocksdb, ROCKS, np.float16),
     "rocksdb_secondary": TierCase(lambda p, t: beside_primary(p, t, "secondary"), ROCKS),

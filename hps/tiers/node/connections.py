@@ -1,0 +1,160 @@
+"""Connections to a node's socket: a few, each used by one request at a time."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hps.errors import TierError, TierMisfit, TierTimeout, Unavailable
+from hps.tiers.node import frames
+from hps.tiers.node.frames import Kind, Pieces
+from hps.types import EmbeddingTable
+
+NAME = "node"
+"""Of the tier that asks, in errors, metrics and answers."""
+_CONNECT_S = 5.0
+
+
+class Connections:
+    """To the node whose socket is ``path``. One is made when a request finds none free; ``tables`` are those
+    that may be asked for, by their position.
+
+    A node that ended and came back is found again: the request that notices is sent once more, since
+    every request may be sent twice. ``timeout_s`` bounds requests without a deadline of their own. Any number
+    of threads may call. Raises TierError: nobody answers, or not in time (TierTimeout), or something else
+    than is served here (TierMisfit); Unavailable: the node is overloaded or shutting down.
+    """
+
+    def __init__(
+        self, path: Path, tables: Sequence[EmbeddingTable] = (), *, timeout_s: float = 30.0
+    ) -> None:
+        self.path = path
+        self.tables = tuple(tables)
+        self._hello = {
+            "protocol": frames.PROTOCOL,
+            "tables": [[table.id, table.dim, table.dtype.str] for table in self.tables],
+        }
+        self._timeout_s = timeout_s
+        self._free: deque[_Connection] = deque()
+        self._closed = False
+
+    def request(self, kind: Kind, pieces: Pieces, deadline: float | None = None) -> bytearray:
+        """The answer's payload. ``deadline`` is a ``time.monotonic()`` instant."""
+        until = time.monotonic() + self._timeout_s if deadline is None else deadline
+        while True:
+            connection, used = self._take(until)
+            try:
+                answer = connection.request(kind, pieces, until)
+            except (OSError, frames.BadFrame) as error:
+                connection.close()
+                if used and isinstance(error, ConnectionError):
+                    continue  # it was closed while nobody used it; another one, in the end a new one
+                raise self._failed(error) from None
+            except BaseException:
+                connection.close()
+                raise
+            self._give_back(connection)
+            return connection.read(answer)
+
+    def ask(self, what: str, deadline: float | None = None, **given: Any) -> Any:
+        """What the node's process answers to the question ``what``, as JSON has it."""
+        question = frames.as_json({"what": what, **given})
+        return frames.read_json(self.request(Kind.ASK, question, deadline))
+
+    def close(self) -> None:
+        """Idempotent. Requests under way end by themselves."""
+        self._closed = True
+        while self._free:
+            with suppress(IndexError):
+                self._free.popleft().close()
+
+    def _take(self, until: float) -> tuple[_Connection, bool]:
+        """A connection, and whether it was used before."""
+        if self._closed:
+            raise TierError(NAME, "closed")
+        try:
+            return self._free.pop(), True
+        except IndexError:
+            pass
+        try:
+            return _Connection(self.path, self._hello, until), False
+        except (OSError, frames.BadFrame) as error:
+            raise self._failed(error) from None
+
+    def _give_back(self, connection: _Connection) -> None:
+        self._free.append(connection)
+        if self._closed:
+            self.close()
+
+    def _failed(self, error: Exception) -> TierError:
+        if isinstance(error, TimeoutError):
+            return TierTimeout(NAME, f"no answer from {self.path} in time")
+        if isinstance(error, FileNotFoundError | ConnectionRefusedError):
+            return TierError(NAME, f"no node listens at {self.path}; is it running?")
+        return TierError(NAME, f"{self.path}: {error or type(error).__name__}")
+
+
+class _Connection:
+    """One that has been greeted; not thread-safe."""
+
+    def __init__(self, path: Path, hello: dict[str, Any], until: float) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.settimeout(min(_CONNECT_S, _left(until)))
+            self._socket.connect(str(path))
+            answer = self.request(Kind.HELLO, frames.as_json(hello), until)
+            self._check(hello, frames.read_json(self.read(answer)))
+        except BaseException:
+            self._socket.close()
+            raise
+
+    @staticmethod
+    def _check(hello: dict[str, Any], told: dict[str, Any]) -> None:
+        if told["protocol"] != hello["protocol"]:
+            raise TierMisfit(
+                NAME,
+                f"the node speaks version {told['protocol']} of its protocol, this process version "
+                f"{hello['protocol']}; run both from one installation",
+            )
+        if told["lacking"]:
+            names = ", ".join(hello["tables"][i][0] for i in told["lacking"][:3])
+            raise TierMisfit(
+                NAME, f"the node no longer serves {names} as this process does; start it again"
+            )
+
+    def request(self, kind: Kind, pieces: Pieces, until: float) -> tuple[int, bytearray]:
+        """The kind and the payload of the answer. Raises OSError or BadFrame: it can't be used any more."""
+        self._socket.settimeout(_left(until))
+        frames.send(self._socket, kind, pieces)
+        self._socket.settimeout(_left(until))
+        told, size = frames.receive_head(self._socket)
+        return told, frames.receive_payload(self._socket, size)
+
+    @staticmethod
+    def read(answer: tuple[int, bytearray]) -> bytearray:
+        """The payload; raises the error that it tells of."""
+        kind, payload = answer
+        if kind == Kind.OK:
+            return payload
+        failure = frames.read_json(payload)
+        if failure["kind"] == "unavailable":
+            raise Unavailable(failure["message"])
+        if failure["kind"] == "late":
+            raise TierTimeout(NAME, failure["message"])
+        raise TierError(NAME, failure["message"])
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _left(until: float) -> float:
+    """Seconds. Raises TimeoutError when there are none."""
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left

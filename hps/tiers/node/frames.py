@@ -1,0 +1,267 @@
+"""The frames on a node's socket: a head of 8 bytes, then the payload.
+
+The head is the payload's size (u32), the kind of frame (u8) and three zeros; all numbers are little-endian.
+One side asks, the other answers, in turns. Both are of one machine and of one version of hps
+(`PROTOCOL` is compared at the start), so arrays travel as they lie in memory.
+
+========  ==============================================  ==============================================
+request   payload                                         payload of its ``OK``
+========  ==============================================  ==============================================
+HELLO     JSON: protocol, tables [[id, dim, dtype]…]      JSON: protocol, lacking [number of a table…]
+FETCH     f64 seconds left (NaN: any), u32 parts, u32 0;  u32 rows by part (and a 0, to a multiple of 8
+          (u32 table, u32 keys) by part; i64 keys         bytes); u64 version by key; the rows; u8 source by
+                                                          key; u8 by key, 1: answered; names of the tiers
+                                                          that were skipped, by commas
+PROMOTE   u32 table, u32 0; i64 keys                      nothing
+ASK       JSON: a name, and what goes with it             JSON
+========  ==============================================  ==============================================
+
+Tables are told by their number in HELLO. Rows come only for keys that have one: whose source is not 0. A key
+that is answered and has none was deleted. ``FAILED`` answers with JSON: the error's kind and its message.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import orjson
+
+from hps.tiers.base import Part
+from hps.types import EmbeddingTable, KeyArray
+
+PROTOCOL = 1
+SOCKET = "node.sock"
+MAX_PAYLOAD = 64 << 20
+"""Bytes of one frame."""
+_HEAD = struct.Struct("<IB3x")
+_FETCH = struct.Struct("<dII")
+_PROMOTE = struct.Struct("<II")
+# Beside its row, in an answer.
+KEY_BYTES = 10
+_SPARE = 4096
+
+Buffer = bytes | bytearray | memoryview
+Pieces = list[Any]
+"""What a payload is made of: bytes and C-contiguous arrays."""
+
+
+class Kind(IntEnum):
+    HELLO = 0
+    FETCH = 1
+    PROMOTE = 2
+    ASK = 3
+    OK = 64
+    FAILED = 65
+
+
+class Closed(ConnectionError):
+    """The other side has ended the connection between two frames."""
+
+
+class BadFrame(Exception):
+    """What came is no frame of this protocol."""
+
+
+def send(to: socket.socket, kind: Kind, pieces: Pieces) -> None:
+    """Send one frame. Raises OSError; ValueError for one that is too large."""
+    flat = [view for piece in pieces if (view := _flat(piece)).nbytes]
+    size = sum(view.nbytes for view in flat)
+    if size > MAX_PAYLOAD:
+        raise ValueError(f"a frame of {size:,} bytes; {MAX_PAYLOAD:,} are allowed")
+    # Small ones in one go: a segment, and a waking of the other side, instead of several.
+    if size <= 1 << 16:
+        to.sendall(b"".join([_HEAD.pack(size, kind), *flat]))
+        return
+    to.sendall(_HEAD.pack(size, kind))
+    for view in flat:
+        to.sendall(view)
+
+
+def receive_head(of: socket.socket) -> tuple[int, int]:
+    """The kind and the size of the next frame. Raises Closed, OSError or BadFrame."""
+    head = bytearray(_HEAD.size)
+    got = of.recv_into(head)
+    if not got:
+        raise Closed("the other side has closed the connection")
+    _fill(of, memoryview(head)[got:])
+    size, kind = _HEAD.unpack(head)
+    if size > MAX_PAYLOAD:
+        raise BadFrame(f"a frame of {size:,} bytes; {MAX_PAYLOAD:,} are allowed")
+    return kind, size
+
+
+def receive_payload(of: socket.socket, size: int) -> bytearray:
+    """The payload that follows a head. Raises OSError."""
+    payload = bytearray(size)
+    _fill(of, memoryview(payload))
+    return payload
+
+
+def _fill(of: socket.socket, view: memoryview) -> None:
+    while len(view):
+        got = of.recv_into(view)
+        if not got:
+            raise ConnectionError("the connection ended within a frame")
+        view = view[got:]
+
+
+def _flat(piece: Any) -> memoryview:
+    if isinstance(piece, np.ndarray):
+        piece = piece.reshape(-1).view(np.uint8)
+    return memoryview(piece)
+
+
+def most_keys(row_bytes: int) -> int:
+    """How many keys of a table one fetch may ask for."""
+    return (MAX_PAYLOAD - _SPARE) // (row_bytes + KEY_BYTES)
+
+
+# -- fetch -----------------------------------------------------------------------------------------
+
+
+def fetch_request(asked: Sequence[tuple[int, KeyArray]], left_s: float | None) -> Pieces:
+    """``asked``: the number of each part's table, and its keys ``(n,)``."""
+    head = _FETCH.pack(math.nan if left_s is None else left_s, len(asked), 0)
+    sizes = np.array([(table, len(keys)) for table, keys in asked], np.uint32)
+    return [head, sizes, *(np.ascontiguousarray(keys) for _, keys in asked)]
+
+
+def read_fetch(
+    payload: bytearray, tables: Sequence[EmbeddingTable | None]
+) -> tuple[list[Part], float | None]:
+    """Fresh parts, and the seconds that are left. Raises BadFrame."""
+    try:
+        left_s, count, _ = _FETCH.unpack_from(payload)
+        sizes = np.frombuffer(payload, np.uint32, 2 * count, _FETCH.size).reshape(count, 2)
+        at = _FETCH.size + sizes.nbytes
+        parts, answer = [], _SPARE
+        for number, n in sizes.tolist():
+            table = tables[number]
+            if table is None:
+                raise BadFrame(f"table {number} is not served")
+            parts.append(Part.make(table, np.frombuffer(payload, np.int64, n, at)))
+            at += 8 * n
+            answer += n * (table.row_bytes + KEY_BYTES)
+            if answer > MAX_PAYLOAD:
+                raise BadFrame(f"{n:,} keys of table {table.id} are too many for one frame")
+    except (struct.error, ValueError, IndexError) as error:
+        raise BadFrame(f"a damaged fetch: {error}") from None
+    if at != len(payload):
+        raise BadFrame("a fetch of another size than it says")
+    return parts, None if math.isnan(left_s) else left_s
+
+
+def fetch_answer(parts: Sequence[Part], degraded: Sequence[str]) -> Pieces:
+    found = [np.flatnonzero(part.source) for part in parts]
+    counts = np.zeros(len(parts) + len(parts) % 2, np.uint32)
+    counts[: len(parts)] = [len(positions) for positions in found]
+    answered = []
+    for part in parts:
+        done = np.ones(len(part.keys), np.uint8)
+        done[part.missing] = 0
+        answered.append(done)
+    return [
+        counts,
+        *(part.versions for part in parts),
+        *(
+            part.out if len(positions) == len(part.keys) else part.out[positions]
+            for part, positions in zip(parts, found, strict=True)
+        ),
+        *(part.source for part in parts),
+        *answered,
+        ",".join(degraded).encode(),
+    ]
+
+
+def take_answer(
+    payload: bytearray, asked: Sequence[tuple[Part, Any]], degraded: list[str]
+) -> list[Any]:
+    """Give each part of ``asked`` what the answer holds for the positions (k,) that were asked for; which of
+    those are still missing, part by part. Raises BadFrame."""
+    reader = _Reader(payload)
+    sizes = [len(positions) for _, positions in asked]
+    counts = reader.array(np.uint32, len(asked) + len(asked) % 2)[: len(asked)].tolist()
+    versions = [reader.array(np.uint64, n) for n in sizes]
+    rows = [
+        reader.array(part.table.dtype, count * part.table.dim).reshape(count, part.table.dim)
+        for (part, _), count in zip(asked, counts, strict=True)
+    ]
+    sources = [reader.array(np.uint8, n) for n in sizes]
+    answered = [reader.array(np.bool_, n) for n in sizes]
+    missing = []
+    for i, (part, positions) in enumerate(asked):
+        found = np.flatnonzero(sources[i])
+        if len(found) != counts[i]:
+            raise BadFrame("an answer with other rows than it says")
+        if len(found) == len(positions):
+            part.out[positions] = rows[i]
+            part.versions[positions] = versions[i]
+            part.source[positions] = sources[i]
+        else:
+            part.out[positions[found]] = rows[i]
+            known = positions[answered[i]]
+            part.versions[known] = versions[i][answered[i]]
+            part.source[known] = sources[i][answered[i]]
+        missing.append(positions[~answered[i]])
+    names = reader.rest().decode()
+    degraded.extend(name for name in names.split(",") if name and name not in degraded)
+    return missing
+
+
+class _Reader:
+    """Arrays out of a payload, one after the other. Raises BadFrame where it ends too early."""
+
+    def __init__(self, payload: bytearray) -> None:
+        self._payload = payload
+        self._at = 0
+
+    def array(self, dtype: Any, count: int) -> Any:
+        try:
+            found = np.frombuffer(self._payload, dtype, count, self._at)
+        except ValueError as error:
+            raise BadFrame(f"a damaged answer: {error}") from None
+        self._at += found.nbytes
+        return found
+
+    def rest(self) -> bytes:
+        return bytes(self._payload[self._at :])
+
+
+# -- the others ------------------------------------------------------------------------------------
+
+
+def promote_request(table: int, keys: KeyArray) -> Pieces:
+    return [_PROMOTE.pack(table, 0), np.ascontiguousarray(keys)]
+
+
+def read_promote(
+    payload: bytearray, tables: Sequence[EmbeddingTable | None]
+) -> tuple[EmbeddingTable, KeyArray]:
+    """Raises BadFrame."""
+    try:
+        number, _ = _PROMOTE.unpack_from(payload)
+        table = tables[number]
+        keys = np.frombuffer(payload, np.int64, -1, _PROMOTE.size)
+    except (struct.error, ValueError, IndexError) as error:
+        raise BadFrame(f"a damaged promotion: {error}") from None
+    if table is None:
+        raise BadFrame(f"table {number} is not served")
+    return table, keys
+
+
+def as_json(value: Any) -> Pieces:
+    return [orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)]
+
+
+def read_json(payload: Buffer) -> Any:
+    """Raises BadFrame."""
+    try:
+        return orjson.loads(payload)
+    except orjson.JSONDecodeError as error:
+        raise BadFrame(f"no JSON: {error}") from None

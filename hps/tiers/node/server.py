@@ -1,0 +1,224 @@
+"""NodeServer: the node's side of its socket."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hps.errors import ConfigError, DeadlineExceeded, HpsError, TierTimeout, Unavailable
+from hps.tiers.base import FetchContext, Part, Tier
+from hps.tiers.node import frames
+from hps.tiers.node.frames import Kind, Pieces
+from hps.types import EmbeddingTable, KeyArray
+from hps.workers import Workers
+
+log = logging.getLogger(__name__)
+MAX_CONNECTIONS = 1_024
+# A frame that was begun must go on; whoever is stopped in the middle of one is given up.
+_STALLED_S = 30.0
+# A fetch that waited so long for a thread may find its rows in memory: others asked for the same.
+_ASK_AGAIN_S = 0.002
+# Of a Unix socket's path.
+_MOST_PATH = 107
+
+Answer = Callable[[Mapping[str, Any]], Any]
+"""Answers a question, given the asker's JSON object; what it returns must be ready for JSON."""
+
+
+class NodeServer:
+    """Listens at ``folder``/node.sock, a private folder, until it is closed; one thread per connection.
+
+    ``tables`` are served from ``stores`` on the threads of ``lane``, as the node's own lookups are;
+    ``promote`` must not block. ``answers``: what else may be asked, by name; it may be added to. Raises
+    ConfigError when another node listens there, or the folder is not private.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tables: Iterable[EmbeddingTable],
+        caches: Tier,
+        stores: Tier,
+        lane: Workers,
+        promote: Callable[[EmbeddingTable, KeyArray], None],
+        answers: Mapping[str, Answer],
+    ) -> None:
+        self.path = folder / frames.SOCKET
+        self._tables = {(t.id, t.dim, t.dtype.str): t for t in tables}
+        self._caches, self._stores, self._lane, self._promote = caches, stores, lane, promote
+        self._answers = answers
+        self._connections: set[socket.socket] = set()
+        self._closed = False
+        self._lock = _claim(folder)
+        try:
+            self._listener = _listen(self.path)
+        except BaseException:
+            os.close(self._lock)
+            raise
+        threading.Thread(target=self._accept, name="hps-node-socket", daemon=True).start()
+
+    @property
+    def connections(self) -> int:
+        """How many there are."""
+        return len(self._connections)
+
+    def close(self) -> None:
+        """End every connection. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.path.unlink(missing_ok=True)
+        for each in (self._listener, *self._connections):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits on it
+        self._listener.close()
+        os.close(self._lock)
+
+    # -- connections -------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(0.1)  # no file descriptor is left, perhaps
+                continue
+            if len(self._connections) >= MAX_CONNECTIONS:
+                log.warning("%d processes' connections are open; refused another", MAX_CONNECTIONS)
+                connection.close()
+                continue
+            self._connections.add(connection)
+            work = partial(self._serve, connection)
+            threading.Thread(target=work, name="hps-node-connection", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        known: list[EmbeddingTable | None] = []
+        try:
+            while not self._closed:
+                connection.settimeout(None)
+                kind, size = frames.receive_head(connection)
+                connection.settimeout(_STALLED_S)
+                payload = frames.receive_payload(connection, size)
+                try:
+                    answer = self._answer(kind, payload, known)
+                except HpsError as error:
+                    frames.send(connection, Kind.FAILED, _failure(error))
+                else:
+                    frames.send(connection, Kind.OK, answer)
+                del payload  # an idle connection holds nothing
+        except frames.Closed:
+            pass
+        except (OSError, frames.BadFrame) as error:
+            if not self._closed:
+                log.warning("a connection to %s ended: %s", self.path, error)
+        except Exception:
+            log.exception("a connection to %s was given up", self.path)
+        finally:
+            self._connections.discard(connection)
+            connection.close()
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def _answer(self, kind: int, payload: bytearray, known: list[EmbeddingTable | None]) -> Pieces:
+        """``known``: the tables by the asker's numbers, from its HELLO on."""
+        if kind == Kind.FETCH:
+            parts, left_s = frames.read_fetch(payload, known)
+            return self._fetch(parts, left_s)
+        if kind == Kind.PROMOTE:
+            self._promote(*frames.read_promote(payload, known))
+            return []
+        if kind == Kind.ASK:
+            question = frames.read_json(payload)
+            answer = self._answers.get(question["what"])
+            if answer is None:
+                raise Unavailable(f"nobody answers {question['what']!r} here now")
+            return frames.as_json(answer(question))
+        if kind == Kind.HELLO:
+            asked = frames.read_json(payload)
+            known[:] = [self._tables.get(tuple(each)) for each in asked["tables"]]
+            lacking = [i for i, table in enumerate(known) if table is None]
+            return frames.as_json({"protocol": frames.PROTOCOL, "lacking": lacking})
+        raise frames.BadFrame(f"a frame of kind {kind}")
+
+    def _fetch(self, parts: list[Part], left_s: float | None) -> Pieces:
+        came = time.monotonic()
+        ctx = FetchContext(None if left_s is None else came + left_s)
+        self._lane.submit(partial(self._ask, parts, ctx, came), ctx.deadline).result()
+        for part in parts:
+            # Where defaults may be served instead, the asker says which rows were wanted.
+            if part.table.miss.kind == "wait" and len(found := part.source.nonzero()[0]):
+                self._promote(part.table, part.keys[found])
+        return frames.fetch_answer(parts, ctx.degraded)
+
+    def _ask(self, parts: list[Part], ctx: FetchContext, came: float) -> None:
+        if time.monotonic() - came > _ASK_AGAIN_S:
+            self._caches.fetch(parts, ctx)
+        if waiting := [part for part in parts if len(part.missing)]:
+            self._stores.fetch(waiting, ctx)
+
+
+def _failure(error: HpsError) -> Pieces:
+    kind = "failed"
+    if isinstance(error, DeadlineExceeded | TierTimeout):
+        kind = "late"
+    elif isinstance(error, Unavailable):
+        kind = "unavailable"
+    return frames.as_json({"kind": kind, "message": str(error)})
+
+
+# -- the folder ------------------------------------------------------------------------------------
+
+
+def private_folder(folder: Path) -> None:
+    """Make ``folder``, for this user alone. Raises ConfigError when it is there and others may enter it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise ConfigError(f"server.runtime {folder} can't be made: {error.strerror}") from None
+    if found.st_uid != os.getuid():
+        raise ConfigError(f"server.runtime {folder} belongs to another user; choose another folder")
+    if found.st_mode & 0o077:
+        raise ConfigError(f"server.runtime {folder} is open to other users; chmod 700 {folder}")
+
+
+def _claim(folder: Path) -> int:
+    """An open file that no other node can lock while this process has it, however it ends."""
+    private_folder(folder)
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise ConfigError(
+            f"another node that runs has its socket in {folder}; give this one another server.runtime"
+        ) from None
+    return lock
+
+
+def _listen(path: Path) -> socket.socket:
+    if len(os.fsencode(path)) > _MOST_PATH:
+        raise ConfigError(
+            f"{path} is too long for a socket ({_MOST_PATH} bytes); set server.runtime to a shorter one"
+        )
+    path.unlink(missing_ok=True)  # of a node that was killed: the lock says that none runs
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(MAX_CONNECTIONS)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"no socket can be made at {path}: {error.strerror}") from None
+    return listener

@@ -1,0 +1,137 @@
+"""NodeTier: the stores of the node, asked by another process of the same machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+
+from hps.errors import HpsError, TierError, TierTimeout, Unavailable
+from hps.tiers.base import FetchContext, Part, TierInfo
+from hps.tiers.checks import check_part
+from hps.tiers.node import frames
+from hps.tiers.node.connections import NAME, Connections
+from hps.tiers.node.frames import Kind
+from hps.types import EmbeddingTable, IndexArray, KeyArray, Source, VectorArray, VersionArray
+from hps.workers import Workers
+
+_INFO = TierInfo(NAME, Source.REMOTE, blocking=True)
+# Bytes of rows that are asked for at a time: as many as are copied without anybody noticing.
+_ANSWER_BYTES = 8 << 20
+_PROMOTIONS_WAITING = 1_024
+
+
+class NodeTier:
+    """What `NodeServer` answers: rows with the sources they have there, deletions, and which of the node's
+    tiers were skipped.
+
+    Only the node changes rows: `insert`, `update`, `delete` and `evict` raise TierError. Any number of
+    threads may call.
+    """
+
+    def __init__(
+        self, connections: Connections, dropped: Callable[[int], None] = lambda _keys: None
+    ) -> None:
+        """``dropped(keys)`` is told of promotions that the node could not be asked for."""
+        self._connections = connections
+        self._numbers = {table: i for i, table in enumerate(connections.tables)}
+        self._dropped = dropped
+        self._promotions = Workers(1, _PROMOTIONS_WAITING, name="promote")
+
+    @property
+    def info(self) -> TierInfo:
+        return _INFO
+
+    def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
+        for part in parts:
+            check_part(part)
+        left: dict[int, list[IndexArray]] = {}
+        known = [part for part in parts if len(part.missing) and part.table in self._numbers]
+        for asked in _portions(known):
+            for (part, _), missing in zip(asked, self._fetch(asked, ctx), strict=True):
+                left.setdefault(id(part), []).append(missing)
+        for part in known:
+            pieces = left[id(part)]
+            part.missing = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _fetch(
+        self, asked: Sequence[tuple[Part, IndexArray]], ctx: FetchContext
+    ) -> list[IndexArray]:
+        left_s = None
+        if ctx.deadline is not None:
+            left_s = ctx.deadline - time.monotonic()
+            if left_s <= 0:
+                raise TierTimeout(NAME, "the request's time is up")
+        keys = [(self._numbers[part.table], part.keys[positions]) for part, positions in asked]
+        request = frames.fetch_request(keys, left_s)
+        answer = self._connections.request(Kind.FETCH, request, ctx.deadline)
+        try:
+            return frames.take_answer(answer, asked, ctx.degraded)
+        except frames.BadFrame as error:
+            raise TierError(NAME, str(error)) from None
+
+    def promote(self, table: EmbeddingTable, keys: KeyArray) -> None:
+        """Have the node put the rows of ``keys`` into the cache, some time soon; never waits. What was fetched
+        from it the node promotes by itself: of a table whose lookups always wait there is nothing to do."""
+        if table.miss.kind == "wait" or table not in self._numbers:
+            return
+        try:
+            self._promotions.submit(partial(self._promote, table, keys))
+        except Unavailable:
+            self._dropped(len(keys))
+
+    def _promote(self, table: EmbeddingTable, keys: KeyArray) -> None:
+        most = frames.MAX_PAYLOAD // 16
+        for start in range(0, len(keys), most):
+            some = keys[start : start + most]
+            try:
+                request = frames.promote_request(self._numbers[table], some)
+                self._connections.request(Kind.PROMOTE, request)
+            except HpsError:
+                self._dropped(len(some))
+
+    def insert(
+        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
+    ) -> None:
+        raise _refused(table)
+
+    def update(
+        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
+    ) -> None:
+        raise _refused(table)
+
+    def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> None:
+        raise _refused(table)
+
+    def evict(self, table: EmbeddingTable, keys: KeyArray) -> None:
+        raise _refused(table)
+
+    def close(self) -> None:
+        self._promotions.close(1.0, self._connections.close)
+
+
+def _refused(table: EmbeddingTable) -> TierError:
+    return TierError(NAME, f"rows of {table.id} are changed by the node alone")
+
+
+def _portions(parts: Sequence[Part]) -> Iterator[list[tuple[Part, IndexArray]]]:
+    """Which positions of which parts to ask for at a time."""
+    portion: list[tuple[Part, IndexArray]] = []
+    room = _ANSWER_BYTES
+    for part in parts:
+        size, positions = part.table.row_bytes + frames.KEY_BYTES, part.missing
+        while len(positions):
+            most = min(
+                max(room // size, 0 if portion else 1), frames.most_keys(part.table.row_bytes)
+            )
+            if some := len(positions[:most]):
+                portion.append((part, positions[:most]))
+                positions = positions[most:]
+                room -= some * size
+            if len(positions):
+                yield portion
+                portion, room = [], _ANSWER_BYTES
+    if portion:
+        yield portion

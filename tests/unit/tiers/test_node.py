@@ -1,0 +1,260 @@
+"""The node's socket, beyond what every tier keeps: who finds whom, what is promoted, what goes wrong."""
+
+import socket
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hps.errors import ConfigError, TierError, TierMisfit, TierTimeout, Unavailable
+from hps.tiers.base import FetchContext, Part, TierInfo
+from hps.tiers.chain import TierChain
+from hps.tiers.memory import MemoryTier
+from hps.tiers.node import Connections, NodeServer, NodeTier, frames, tier
+from hps.tiers.wrappers import Guarded
+from hps.types import EmbeddingTable, MissPolicy, Source
+from hps.workers import Workers
+from tests.support.waiting import until
+
+ITEMS = EmbeddingTable.make("items", 4)
+QUICK = EmbeddingTable.make("quick", 3, miss=MissPolicy("default_then_promote"))
+TABLES = [ITEMS, QUICK]
+
+
+@pytest.fixture
+def folder():
+    with tempfile.TemporaryDirectory(prefix="hps-") as path:  # pytest's names are too long
+        yield Path(path)
+
+
+@pytest.fixture
+def store():
+    held = MemoryTier(TierInfo("memory", Source.ROCKSDB, blocking=True))
+    for table in TABLES:
+        keys = np.arange(100)
+        rows = np.repeat(keys[:, None], table.dim, axis=1).astype(np.float32)
+        held.insert(table, keys, rows, np.full(100, 7, np.uint64))
+    return held
+
+
+class Ends:
+    """A node's server and one who asks it."""
+
+    def __init__(self, folder, store, tables=TABLES, caches=None, threads=2, queued=8):
+        self.lane = Workers(threads, queued, name="lookup")
+        self.promoted = []
+        self.answers = {"sum": lambda given: sum(given["of"])}
+        self.folder, self.store, self.caches = folder, store, caches or TierChain([])
+        self.serve(tables)
+        self.dropped = []
+        self.connections = Connections(self.server.path, TABLES)
+        self.tier = NodeTier(self.connections, self.dropped.append)
+
+    def serve(self, tables):
+        def promote(table, keys):
+            self.promoted.append((table.name, keys.tolist()))
+
+        self.server = NodeServer(
+            self.folder, tables, self.caches, self.store, self.lane, promote, self.answers
+        )
+
+    def fetch(self, table, keys, ctx=None):
+        part = Part.make(table, np.array(keys))
+        self.tier.fetch([part], ctx or FetchContext())
+        return part
+
+    def close(self):
+        self.tier.close()
+        self.server.close()
+        self.lane.close()
+
+
+@pytest.fixture
+def ends(folder, store):
+    opened = Ends(folder, store)
+    yield opened
+    opened.close()
+
+
+def test_the_socket_is_for_this_user_alone(ends, folder):
+    assert ends.server.path.stat().st_mode & 0o777 == 0o600
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_second_node_is_refused_and_one_that_was_killed_leaves_room(ends, folder, store):
+    with pytest.raises(ConfigError, match="another node that runs"):
+        Ends(folder, store)
+    ends.server.close()
+    (folder / "node.sock").touch()  # as a killed one leaves it
+    other = Ends(folder, store)
+    assert other.fetch(ITEMS, [1]).source.tolist() == [Source.ROCKSDB]
+    other.close()
+
+
+def test_a_folder_that_others_may_enter_is_refused(folder, store):
+    folder.chmod(0o750)
+    with pytest.raises(ConfigError, match="chmod 700"):
+        Ends(folder, store)
+
+
+def test_a_path_too_long_for_a_socket_says_so(folder, store):
+    with pytest.raises(ConfigError, match=r"too long for a socket.*server\.runtime"):
+        Ends(folder / ("x" * 100), store)
+
+
+def test_what_waited_for_is_promoted_by_the_node(ends):
+    ends.fetch(ITEMS, [3, 1000, 5])
+    assert ends.promoted == [("items", [3, 5])]
+
+
+def test_what_did_not_wait_is_promoted_when_the_asker_says_so(ends):
+    ends.fetch(QUICK, [3])
+    assert ends.promoted == []
+    ends.tier.promote(ITEMS, np.array([1]))
+    ends.tier.promote(QUICK, np.array([4, 9]))
+    until(lambda: ends.promoted == [("quick", [4, 9])])
+
+
+def test_a_promotion_that_nobody_takes_is_counted(ends):
+    ends.server.close()
+    ends.tier.promote(QUICK, np.array([4, 9]))
+    until(lambda: ends.dropped == [2])
+
+
+def test_large_fetches_go_in_portions(ends, monkeypatch):
+    monkeypatch.setattr(tier, "_ANSWER_BYTES", 100)
+    wanted = np.arange(50, 150)
+    parts = [Part.make(table, wanted) for table in TABLES]
+    ends.tier.fetch(parts, FetchContext())
+    for part in parts:
+        assert part.missing.tolist() == list(range(50, 100))
+        assert (part.out[:50, 0] == np.arange(50, 100)).all()
+    assert len(ends.promoted) > 10
+
+
+def test_more_than_a_frame_may_hold_is_refused_before_it_is_read():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        with pytest.raises(ValueError, match="a frame of"):
+            frames.send(ours, frames.Kind.ASK, [bytes(frames.MAX_PAYLOAD + 1)])
+        ours.sendall(b"\xff\xff\xff\xff\x03\0\0\0")
+        with pytest.raises(frames.BadFrame, match="are allowed"):
+            frames.receive_head(theirs)
+
+
+def test_a_node_that_came_back_is_found_again(ends):
+    assert ends.fetch(ITEMS, [1]).source.tolist() == [Source.ROCKSDB]
+    ends.server.close()
+    with pytest.raises(TierError, match="is it running"):
+        ends.fetch(ITEMS, [1])
+    ends.serve(TABLES)
+    assert ends.fetch(ITEMS, [1]).source.tolist() == [Source.ROCKSDB]
+
+
+def test_a_request_on_a_connection_that_went_stale_is_sent_again(ends):
+    ends.fetch(ITEMS, [1])
+    ends.server.close()
+    ends.serve(TABLES)
+    assert ends.fetch(ITEMS, [2]).source.tolist() == [Source.ROCKSDB]
+
+
+def test_a_node_that_serves_other_tables_now_says_so(ends):
+    ends.server.close()
+    ends.serve([ITEMS])
+    with pytest.raises(TierMisfit, match=r"no longer serves model/1/quick"):
+        ends.fetch(ITEMS, [1])
+
+
+def test_behind_a_guard_a_node_that_is_gone_degrades(ends):
+    guarded = Guarded(ends.tier, 5.0, 1, 60.0)
+    ends.server.close()
+    part, ctx = Part.make(ITEMS, np.array([1])), FetchContext()
+    guarded.fetch([part], ctx)
+    assert ctx.degraded == ["node"]
+    assert part.missing.tolist() == [0]
+    guarded.close()
+
+
+class Slow(MemoryTier):
+    """Answers when it is told to, and passes over a tier of its own."""
+
+    def __init__(self):
+        super().__init__(TierInfo("memory", Source.ROCKSDB, blocking=True))
+        self.begun, self.go = threading.Semaphore(0), threading.Event()
+
+    def fetch(self, parts, ctx):
+        self.begun.release()
+        assert self.go.wait(60)
+        ctx.degraded.append("redis")
+        super().fetch(parts, ctx)
+
+
+def test_what_the_node_skipped_is_told(folder):
+    slow = Slow()
+    slow.go.set()
+    ends, ctx = Ends(folder, slow), FetchContext()
+    ends.fetch(ITEMS, [1], ctx)
+    assert ctx.degraded == ["redis"]
+    ends.close()
+
+
+def test_the_deadline_holds_on_both_sides(folder):
+    slow = Slow()
+    ends = Ends(folder, slow, threads=1)
+    waiting = threading.Thread(target=ends.fetch, args=(ITEMS, [1]))
+    waiting.start()
+    assert slow.begun.acquire(timeout=60)
+    for left in (0.05, -1.0):
+        with pytest.raises(TierTimeout):
+            ends.fetch(ITEMS, [2], FetchContext(time.monotonic() + left))
+    slow.go.set()
+    waiting.join(60)
+    # The one that nobody waited for any more was not asked of the store.
+    ends.fetch(ITEMS, [3])
+    assert slow.begun.acquire(timeout=60)
+    assert not slow.begun.acquire(blocking=False)
+    ends.close()
+
+
+def test_an_overloaded_node_refuses(folder):
+    slow = Slow()
+    ends = Ends(folder, slow, threads=1, queued=0)
+    waiting = threading.Thread(target=ends.fetch, args=(ITEMS, [1]))
+    waiting.start()
+    assert slow.begun.acquire(timeout=60)
+    with pytest.raises(Unavailable, match="overloaded"):
+        ends.fetch(ITEMS, [2])
+    slow.go.set()
+    waiting.join(60)
+    ends.close()
+
+
+def test_questions_are_answered_by_name(ends):
+    assert ends.connections.ask("sum", of=[1, 2]) == 3
+    with pytest.raises(Unavailable, match="nobody answers 'age'"):
+        ends.connections.ask("age")
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"\x01\0\0\0\x63\0\0\0x",  # of no kind
+        b"\x03\0\0\0\x01\0\0\0abc",  # a fetch cut short
+        b"\x18\0\0\0\x01\0\0\0"
+        + b"\0" * 8
+        + b"\1\0\0\0\0\0\0\0"
+        + b"\5\0\0\0\1\0\0\0",  # no such table
+        b"\x03\0\0\0\x03\0\0\0{,}",  # no JSON
+    ],
+)
+def test_a_damaged_frame_ends_its_connection_alone(ends, frame):
+    ends.fetch(ITEMS, [1])
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as damaged:
+        damaged.settimeout(60)
+        damaged.connect(str(ends.server.path))
+        damaged.sendall(frame)
+        assert damaged.recv(1) == b""
+    assert ends.fetch(ITEMS, [1]).source.tolist() == [Source.ROCKSDB]
