@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,14 +17,14 @@ from hps.config import Configuration, Settings, configuration_from, load_config
 from hps.config.cache_settings import CpuCacheSettings
 from hps.config.schema import ModelOverride, TableOverride
 from hps.devices import Devices
-from hps.lookup.engine import LookupEngine, Promote
-from hps.meters import DenseMeter, LookupMeter, TierMeter
+from hps.lookup.engine import Promote
+from hps.meters import TierMeter
 from hps.metrics import Metrics
 from hps.models.tables import TableFiles
 from hps.native import COMPILED, dedup
 from hps.node import Node, ServedModel
 from hps.opening import OpenedModel, open_model, open_versions, watermarks_of
-from hps.pipeline import InferencePipeline
+from hps.serving import Serving, dense_runs, lookup_lanes
 from hps.storage import Stores, count_promotion
 from hps.streams import Streams, node_group
 from hps.tier_status import TierStatus, publish_tiers
@@ -43,7 +41,6 @@ from hps.updates.lifting import Lifting
 from hps.updates.snapshot import HotKeys, Snapshots, hot_keys_at_start
 from hps.updates.warm import Warming, promote_keys
 from hps.updates.writer import CacheWriter
-from hps.workers import Lanes, Workers
 
 __all__ = ["Node", "ServedModel", "open", "open_node"]
 
@@ -78,18 +75,6 @@ def open_node(configuration: Configuration, progress: Progress | None = None) ->
     raise AssertionError  # an ExitStack swallows nothing; for the type checker
 
 
-@dataclass(frozen=True, slots=True)
-class _Serving:
-    """What all models of a node share: the two stages of tiers and how rows get from the second to the
-    first, the threads of ``lookups`` that ask a store, and those of the ``runs`` of networks."""
-
-    caches: Tier
-    stores: Tier
-    promote: Promote
-    lookups: Lanes
-    runs: Workers
-
-
 class _Builder:
     """Puts the parts of one node together, in order; ``resources`` closes them in reverse."""
 
@@ -116,7 +101,7 @@ class _Builder:
         }
 
     def node(self, warnings: tuple[str, ...]) -> Node:
-        tiers, dense = self._settings.tiers, self._settings.dense
+        tiers = self._settings.tiers
         # Both fastest first; every tier that is asked, promoted into or reported on stands in them.
         stores = self._stores
         on_gpu = self._devices.open()  # cheap to check, so before rows are loaded
@@ -134,29 +119,33 @@ class _Builder:
         self._resources.callback(writer.close)
         lifting = self._lifting(in_memory, on_gpu, writer)
         self._fill(caches, writer, lifting)
-        # Two pools: a slow store never holds up a network whose rows are there. What a lookup hands on
-        # to a network must find its pool open at the end, so that one closes last.
-        runs = self._workers("dense", dense.runs, "dense.queue", dense.queue)
-        serving = _Serving(
+        # Two pools: a slow store never holds up a network whose rows are there.
+        runs = dense_runs(self._settings, self._resources)
+        serving = Serving(
             TierChain([Metered(c.tier, self._meter(c.tier)) for c in caches]),
             stores.asked(),
             _promote_to(caches, writer),
-            self._lanes(),
+            lookup_lanes(self._settings, self._resources),
             runs,
         )
         metered = [Metered(c.tier, self._meter(c.tier)) for c in in_memory]
         lift = lifting.lift if lifting else serving.promote
         self._devices.bridge(metered, serving.stores, lift, serving.promote)
-        models = {model.version.name: self._serve(model, serving) for model in self._opened}
+        served = [
+            serving.serve(model, self._metrics, self._devices, self._freshness)
+            for model in self._opened
+        ]
         node = Node(
-            models,
-            self._metrics,
-            [*caches, *stores.statuses],
-            writer,
-            Streams(self._tables, self._metrics, self._resources, watermarks_of(self._opened)),
-            serving.lookups,
-            (*warnings, *stores.warnings),
-            lambda: stores.promotions_waiting,
+            models={model.name: model for model in served},
+            metrics=self._metrics,
+            tiers=[*caches, *stores.statuses],
+            workers=serving.lookups,
+            warnings=(*warnings, *stores.warnings),
+            writer=writer,
+            streams=Streams(
+                self._tables, self._metrics, self._resources, watermarks_of(self._opened)
+            ),
+            promotions_into_stores=lambda: stores.promotions_waiting,
         )
         self._publish(node, serving)
         self._read_updates(node.streams, writer)
@@ -177,19 +166,6 @@ class _Builder:
         limit_s = self._settings.updates.max_staleness_s
         limited = self._freshness if limit_s is not None else {}
         streams.watch(limited, min(LOOK_EVERY_S, (limit_s or math.inf) / 4))
-
-    def _lanes(self) -> Lanes:
-        tiers = self._settings.tiers
-        setting, queued = "tiers.lookup_queue", tiers.lookup_queue
-        stores = self._workers("lookup", tiers.lookup_threads, setting, queued)
-        # What memory answers keeps a core busy. Its lane hands on to the other one, so closes before.
-        threads = min(tiers.lookup_threads, os.cpu_count() or 1)
-        return Lanes(self._workers("gather", threads, setting, queued), stores)
-
-    def _workers(self, name: str, threads: int, setting: str, queued: int) -> Workers:
-        workers = Workers(threads, queued, name=name, setting=setting)
-        self._resources.callback(workers.close)
-        return workers
 
     def _make_cpu_cache(self) -> TierStatus:
         """The CPU cache, its memory shared out over the tables; overrides by table come first."""
@@ -280,41 +256,10 @@ class _Builder:
         if dropped := self._devices.replicas.seal(table):
             log.warning("%d rows of table %s found no place on the GPU", dropped, table.id)
 
-    def _serve(self, model: OpenedModel, serving: _Serving) -> ServedModel:
-        name = model.version.name
-        lookups = LookupMeter(self._metrics, name)
-        engine = LookupEngine(
-            model.lookup,
-            serving.caches,
-            serving.stores,
-            serving.lookups,
-            serving.promote,
-            lookups,
-        )
-        there = self._devices.lookups(model, serving.lookups, serving.promote, lookups)
-        pipeline = None
-        if model.dense is not None and model.spec.dense is not None:
-            meter = DenseMeter(self._metrics, name)
-            paths = self._devices.paths(model, there, lookups)
-            pipeline = InferencePipeline(
-                name, model.spec.dense, engine, model.dense, serving.runs, meter, paths
-            )
-        version = model.version.version
-        return ServedModel(
-            name,
-            version,
-            model.spec,
-            model.tables,
-            engine,
-            pipeline,
-            tuple(there),
-            self._freshness[name],
-        )
-
     def _meter(self, tier: Tier) -> TierMeter:
         return TierMeter(self._metrics, tier.info.name)
 
-    def _publish(self, node: Node, serving: _Serving) -> None:
+    def _publish(self, node: Node, serving: Serving) -> None:
         """Gauges that are read when metrics are asked for."""
         from hps import __version__
 
@@ -325,8 +270,7 @@ class _Builder:
             m.PROMOTE_QUEUE,
             lambda: [((tier,), keys) for tier, keys in node.promotions_waiting().items()],
         )
-        metrics.gauge(m.LOOKUP_WAITING, lambda: serving.lookups.waiting)
-        metrics.gauge(m.DENSE_WAITING, lambda: serving.runs.waiting)
+        serving.publish(metrics)
         metrics.gauges(
             m.MODEL_VERSION,
             lambda: [((model.name,), model.version) for model in node.models.values()],

@@ -73,7 +73,7 @@ class NodeTier:
             raise TierError(NAME, str(error)) from None
 
     def promote(self, table: EmbeddingTable, keys: KeyArray) -> None:
-        """Have the node put the rows of ``keys`` into the cache, some time soon; never waits. What was fetched
+        """Have the node put the rows of ``keys`` into the cache, soon; never waits. What was fetched
         from it the node promotes by itself: of a table whose lookups always wait there is nothing to do."""
         if table.miss.kind == "wait" or table not in self._numbers:
             return

@@ -160,7 +160,14 @@ def make_small() -> Small:
     tiers = [TierStatus(memory, lambda _table: 10), TierStatus(store, lambda _table: 10)]
     metrics = Metrics()
     streams = Streams([], metrics, ExitStack())
-    node = Node(models, metrics, tiers, writer, streams, workers)
+    node = Node(
+        models=models,
+        metrics=metrics,
+        tiers=tiers,
+        workers=workers,
+        writer=writer,
+        streams=streams,
+    )
     node._resources.callback(workers.close)
     node._resources.callback(writer.close)
     state = State()

@@ -1,0 +1,93 @@
+"""Tiers and threads in, models that answer out: what a node and a process attached to one do alike."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from hps import metric_names as m
+from hps.config import Settings
+from hps.devices import Devices
+from hps.lookup.engine import LookupEngine, Promote
+from hps.meters import DenseMeter, LookupMeter
+from hps.metrics import Metrics
+from hps.open_models import ServedModel
+from hps.opening import OpenedModel
+from hps.pipeline import InferencePipeline
+from hps.tiers.base import Tier
+from hps.updates.freshness import Freshness
+from hps.workers import Lanes, Workers
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What all models of a process share: the two stages of tiers and how rows get from the second to the
+    first, the threads of ``lookups`` that ask a store, and those of the ``runs`` of networks."""
+
+    caches: Tier
+    stores: Tier
+    promote: Promote
+    lookups: Lanes
+    runs: Workers
+
+    def serve(
+        self,
+        model: OpenedModel,
+        metrics: Metrics,
+        devices: Devices,
+        freshness: Mapping[str, Freshness],
+    ) -> ServedModel:
+        """``model``, ready to be asked. ``freshness`` by the model's name."""
+        name = model.version.name
+        lookups = LookupMeter(metrics, name)
+        engine = LookupEngine(
+            model.lookup, self.caches, self.stores, self.lookups, self.promote, lookups
+        )
+        there = devices.lookups(model, self.lookups, self.promote, lookups)
+        pipeline = None
+        if model.dense is not None and model.spec.dense is not None:
+            meter = DenseMeter(metrics, name)
+            paths = devices.paths(model, there, lookups)
+            pipeline = InferencePipeline(
+                name, model.spec.dense, engine, model.dense, self.runs, meter, paths
+            )
+        return ServedModel(
+            name,
+            model.version.version,
+            model.spec,
+            model.tables,
+            engine,
+            pipeline,
+            tuple(there),
+            freshness[name],
+        )
+
+    def publish(self, metrics: Metrics) -> None:
+        """Gauges that are read when metrics are asked for."""
+        metrics.gauge(m.LOOKUP_WAITING, lambda: self.lookups.waiting)
+        metrics.gauge(m.DENSE_WAITING, lambda: self.runs.waiting)
+
+
+def lookup_lanes(settings: Settings, resources: ExitStack) -> Lanes:
+    """The threads of lookups, which ``resources`` closes."""
+    tiers = settings.tiers
+    setting, queued = "tiers.lookup_queue", tiers.lookup_queue
+    stores = _workers(resources, "lookup", tiers.lookup_threads, setting, queued)
+    # What memory answers keeps a core busy. Its lane hands on to the other one, so closes before.
+    threads = min(tiers.lookup_threads, os.cpu_count() or 1)
+    return Lanes(_workers(resources, "gather", threads, setting, queued), stores)
+
+
+def dense_runs(settings: Settings, resources: ExitStack) -> Workers:
+    """The threads of networks. What a lookup hands on to a network must find them at the end: to be made
+    before the lookups', so that they close last."""
+    dense = settings.dense
+    return _workers(resources, "dense", dense.runs, "dense.queue", dense.queue)
+
+
+def _workers(resources: ExitStack, name: str, threads: int, setting: str, queued: int) -> Workers:
+    workers = Workers(threads, queued, name=name, setting=setting)
+    resources.callback(workers.close)
+    return workers
