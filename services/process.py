@@ -13,7 +13,7 @@ import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Generic
+from typing import Any, Generic, Protocol
 
 import uvloop
 
@@ -33,6 +33,21 @@ Urls = Mapping[str, str]
 OnUrls = Callable[[Urls], None]
 
 
+class Server(Protocol):
+    """One listening port. Used on the event loop."""
+
+    url: str
+    started: bool
+
+    async def serve(self) -> None:
+        """Serve until ``stop``; then what was accepted is answered."""
+        ...
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """Begin the end; ``at_once`` drops what is still being answered."""
+        ...
+
+
 class Process(ABC, Generic[Node]):
     """One server. ``run`` blocks; ``stop`` ends it from any thread."""
 
@@ -47,16 +62,20 @@ class Process(ABC, Generic[Node]):
         self._progress = LoadProgress(state.loading, progress or NoProgress())
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = asyncio.Event()
-        self._servers: dict[str, HttpServer] = {}
+        self._servers: dict[str, Server] = {}
         self._owns_process = False
 
     @abstractmethod
     def _ports(self) -> Mapping[str, HttpSettings | AdminSettings]:
-        """Where to listen, by the setting's name below ``server``; they close in this order."""
+        """Where to listen for HTTP, by the setting's name below ``server``; the last closes last."""
 
     @abstractmethod
     def _app(self, port: str) -> Application:
         """What answers on a port."""
+
+    def _others(self) -> Mapping[str, Server]:
+        """Servers of other protocols, listening already. ``ConfigError`` when they cannot."""
+        return {}
 
     @abstractmethod
     def _open(self, progress: Progress) -> Node:
@@ -115,9 +134,15 @@ class Process(ABC, Generic[Node]):
 
     async def _end(self, tasks: list[asyncio.Task[None]]) -> None:
         self._state.stop()
-        for server, task in zip(self._servers.values(), tasks, strict=True):
-            server.stop()  # the data port first: probes on the admin port see it end
+        # The data ports first: probes on the admin port see them end.
+        *data, last = zip(self._servers.values(), tasks, strict=True)
+        for server, _ in data:
+            server.stop()
+        for _, task in data:
             await task
+        server, task = last
+        server.stop()
+        await task
         if self._state.node is not None:
             await asyncio.to_thread(self._state.node.close)
         log.info("stopped")
@@ -127,6 +152,7 @@ class Process(ABC, Generic[Node]):
         try:
             for name, at in self._ports().items():
                 sockets[name] = listen(at.host, at.port, f"server.{name}")
+            self._servers.update(self._others())
         except ConfigError:
             for each in sockets.values():
                 each.close()

@@ -6,6 +6,7 @@ Written by the event loop (and once by the loading thread, before it hands over)
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from hps.errors import Unavailable
@@ -45,11 +46,28 @@ class ServerState(Generic[Node]):
     """The server's phase and its node, or what stands in a node's place."""
 
     def __init__(self) -> None:
-        self.phase: Phase = "starting"
+        self._phase: Phase = "starting"
+        self._phase_watchers: list[Callable[[], None]] = []
         self.node: Node | None = None
         self.metrics = Metrics()
         self.loading: list[dict[str, Any]] = []
         self._started = time.monotonic()
+
+    @property
+    def phase(self) -> Phase:
+        """How far the server is."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        self._phase = phase
+        for changed in self._phase_watchers:
+            changed()
+
+    def watch_phase(self, changed: Callable[[], None]) -> None:
+        """Have ``changed`` called now and whenever the phase is another."""
+        self._phase_watchers.append(changed)
+        changed()
 
     def serve(self, node: Node) -> None:
         """Answer for ``node`` from now on."""

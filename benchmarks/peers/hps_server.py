@@ -32,9 +32,10 @@ def write_lookup_model(root: Path, name: str, feature: str, rows: NDArray[np.flo
 
 @dataclass(frozen=True)
 class Hps(Server):
-    """Our running server; ``address`` is the data port's, ``admin`` the admin port's."""
+    """Our running server; ``address`` is the data port's, ``admin`` the admin port's, ``grpc`` gRPC's."""
 
     admin: str
+    grpc: str
 
 
 @contextmanager
@@ -50,11 +51,16 @@ def start_hps(
     ``limits`` are further settings of the `server` section. Raises RuntimeError with the log when it
     does not become ready.
     """
-    http, admin = free_ports(2)
+    http, grpc, admin = free_ports(3)
     configuration = {
         "models": {"repository": str(folder / "models")},
         "tiers": {"rocksdb": {"path": str(folder / "rocksdb")}},
-        "server": {"http": {"port": http}, "admin": {"port": admin}, **(limits or {})},
+        "server": {
+            "http": {"port": http},
+            "grpc": {"port": grpc},
+            "admin": {"port": admin},
+            **(limits or {}),
+        },
     }
     # JSON is YAML.
     (folder / "config.yaml").write_text(json.dumps(configuration))
@@ -69,4 +75,10 @@ def start_hps(
     with serving(
         command, http, ready_path="/v2/health/ready", core=core, timeout_s=timeout_s
     ) as server:
-        yield Hps(server.address, server.process, server.log, admin=f"127.0.0.1:{admin}")
+        yield Hps(
+            server.address,
+            server.process,
+            server.log,
+            admin=f"127.0.0.1:{admin}",
+            grpc=f"127.0.0.1:{grpc}",
+        )

@@ -130,9 +130,10 @@ def configured(configuration: Configuration, api_key: str | None = None) -> Iter
     """What the settings lead to: ports, models, disk."""
     settings = configuration.settings
     yield attempt("access", lambda: exposure(settings))
-    for name in ("http", "admin"):
+    for name in ("http", "grpc", "admin"):
         listener = getattr(settings.server, name)
-        yield port(f"{name} port", listener.host, listener.port, api_key)
+        if listener is not None:
+            yield port(f"{name} port", listener.host, listener.port, api_key)
     versions = []
     for check, version in models(configuration):
         versions += [version] if version else []
@@ -180,7 +181,7 @@ def port(name: str, host: str, number: int, api_key: str | None = None) -> Check
         except OSError as error:
             reason = error.strerror or str(error)
     try:
-        if is_ours(host, number, api_key):
+        if is_ours(host, number, api_key, grpc=name.startswith("grpc")):
             return Check(name, "OK", f"{host}:{number} is served by hps")
     except Unauthenticated:
         found = f"{host}:{number} is taken by a server that wants an API key"
@@ -192,12 +193,16 @@ def port(name: str, host: str, number: int, api_key: str | None = None) -> Check
     return Check(name, "FAIL", f"{host}:{number} cannot be had: {reason}", mend)
 
 
-def is_ours(host: str, number: int, api_key: str | None) -> bool:
+def is_ours(host: str, number: int, api_key: str | None, *, grpc: bool = False) -> bool:
     """Whether an hps server answers there. Raises what ``Client`` raises."""
     from hps.client import Client
+    from hps.client.grpc import is_hps
 
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    url = f"http://[{shown}]:{number}" if ":" in shown else f"http://{shown}:{number}"
+    at = f"[{shown}]:{number}" if ":" in shown else f"{shown}:{number}"
+    if grpc:
+        return is_hps(at, api_key)
+    url = f"http://{at}"
     with Client(url, api_key=api_key, timeout_s=2) as client:
         return client.is_hps()
 

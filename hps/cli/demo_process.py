@@ -14,7 +14,7 @@ from typing import Any
 from hps.cli.output import say
 from hps.errors import ConfigError, Unavailable
 
-PORTS = {"http": 8000, "admin": 8002}
+PORTS = {"http": 8000, "grpc": 8001, "admin": 8002}
 START_S = 60.0
 
 
@@ -64,7 +64,7 @@ def start(stack: ExitStack, repository: Path, scratch: Path, port: int | None) -
 
 def _ports(port: int | None) -> dict[str, int]:
     """By listener, 0 for any free one: the usual ports where they are free, else the one given."""
-    wanted = PORTS if port is None else {"http": port, "admin": 0}
+    wanted = PORTS if port is None else {"http": port, "grpc": 0, "admin": 0}
     ports = {}
     for name, number in wanted.items():
         free = _is_free(number)

@@ -63,6 +63,8 @@ def serve(
 
     def ready(addresses: Addresses) -> None:
         endpoints = {"http": addresses.http, "admin": addresses.admin}
+        if addresses.grpc is not None:
+            endpoints["grpc"] = addresses.grpc
         report = summary(configuration, frontend.state.status(), endpoints)
         report["seconds"] = round(time.monotonic() - started, 3)
         # A closed standard output is no reason to stop serving.
@@ -109,6 +111,7 @@ def show(report: dict[str, Any]) -> None:
     locked = "API keys" if report["auth"] == "api_key" else "none asked for"
     facts = [
         ("requests", f"{http}  (Open Inference Protocol)"),
+        ("gRPC", report["endpoints"].get("grpc", "off")),
         ("admin", f"{admin}  (/docs, /metrics, /v1/status)"),
         ("tiers", f"{' > '.join(report['tiers'])}, database {report['database']}"),
         ("access", locked),

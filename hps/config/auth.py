@@ -197,9 +197,9 @@ def check_exposure(settings: Settings) -> None:
         return
     server = settings.server
     exposed = [
-        Problem("", ("server", name, "host"), _exposed(host))
-        for name, host in (("http", server.http.host), ("admin", server.admin.host))
-        if not is_loopback(host)
+        Problem("", ("server", name, "host"), _exposed(at.host))
+        for name, at in (("http", server.http), ("grpc", server.grpc), ("admin", server.admin))
+        if at is not None and not is_loopback(at.host)
     ]
     if exposed:
         raise InvalidConfiguration(exposed)

@@ -22,6 +22,32 @@ class HttpSettings(Strict):
     """0 picks a free port, printed at start."""
 
 
+class TlsSettings(Strict):
+    """Certificates of a port: PEM files, read again when they change."""
+
+    certificate_file: Path
+    """The server's certificate, and after it those that lead to a root."""
+    key_file: Path
+    """Its private key; keep it readable by the server only."""
+    client_ca_file: Path | None = None
+    """Roots that clients' certificates must lead to; null asks for none."""
+
+
+class GrpcSettings(Strict):
+    """The port of the Open Inference Protocol over gRPC."""
+
+    host: str = Field("127.0.0.1", min_length=1)
+    """Address to listen on; beyond loopback `auth.mode` must be stated."""
+    port: int = Field(8001, ge=0, le=65_535)
+    """0 picks a free port, printed at start."""
+    threads: int = Field(16, ge=1, le=1024)
+    """Inference requests answered at a time; more wait."""
+    reflection: bool = True
+    """Tell tools like grpcurl what can be called."""
+    tls: TlsSettings | None = None
+    """Certificates; null speaks plain text."""
+
+
 class AdminSettings(Strict):
     """The port of status, metrics and administration."""
 
@@ -36,12 +62,18 @@ class ServerSettings(Strict):
 
     http: HttpSettings = HttpSettings()
     """The port of the Open Inference Protocol."""
+    grpc: GrpcSettings | None = GrpcSettings()
+    """The port of the same protocol over gRPC; null offers none."""
     admin: AdminSettings = AdminSettings()
     """The port of status, metrics and administration."""
+    workers: int = Field(0, ge=0, le=256)
+    """Processes that answer requests beside the node's, from its cache; 0: the node's answers them itself."""
+    runtime: Path | None = None
+    """Private folder of the socket by which other processes attach to the node; null: workers alone may."""
     max_body_bytes: int = Field(64 << 20, ge=1024)
-    """Largest request body, after decompression; larger ones get 413."""
+    """Largest request body, after decompression; larger ones get 413, over gRPC RESOURCE_EXHAUSTED."""
     max_keys: int = Field(4_000_000, ge=1)
-    """Most keys in one request; more get 413."""
+    """Most keys in one request; more get 413, over gRPC INVALID_ARGUMENT."""
     request_timeout_ms: float = Field(10_000.0, gt=0)
     """Deadline of a request that brings none."""
     drain_s: float = Field(10.0, ge=0)
@@ -54,8 +86,9 @@ class ServerSettings(Strict):
     @model_validator(mode="after")
     def _check(self) -> Self:
         listeners = {
-            "http": (self.http.host, self.http.port),
-            "admin": (self.admin.host, self.admin.port),
+            name: (at.host, at.port)
+            for name, at in (("http", self.http), ("grpc", self.grpc), ("admin", self.admin))
+            if at is not None
         }
         return self.consistent(checks.ports(listeners))
 

@@ -12,15 +12,14 @@ from hps.lookup.base import Submit
 
 @dataclass(slots=True)
 class Form:
-    """All of a request but its tensors' elements. ``shapes`` has every input's; ``outputs`` are the names
-    that were asked for, None for all there are; ``timeout_us`` 0 is the server's default.
+    """All of a request but its id and its tensors' elements. ``shapes`` has every input's; ``outputs`` are
+    the names that were asked for, None for all there are; ``timeout_us`` 0 is the server's default.
 
     A form that is ``kept`` stands for requests that differ in their elements alone: ``prepared`` is then
     how the endpoint begins them, and their batch.
     """
 
     shapes: dict[str, list[int]] = field(default_factory=dict)
-    id: str = ""
     outputs: tuple[str, ...] | None = None
     timeout_us: int = 0
     top_k: int | None = None
@@ -31,8 +30,10 @@ class Form:
 @dataclass(slots=True)
 class Call:
     """A request. ``inputs`` are the elements of each, ``(n,)``, flat and aligned, and may be read-only; the
-    form has their shapes. ``batch`` is filled in by the endpoint: samples, for statistics."""
+    form has their shapes. ``id`` is the client's name for the request, or empty. ``batch`` is filled in by
+    the endpoint: samples, for statistics."""
 
     form: Form
     inputs: dict[str, NDArray[Any]]
+    id: str = ""
     batch: int = 1

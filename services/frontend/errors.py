@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -43,31 +43,47 @@ class UnknownEncoding(BadRequest):
     """A ``Content-Encoding`` that is not spoken here."""
 
 
+class Status(NamedTuple):
+    """How a protocol calls a kind of error: HTTP by number, gRPC by the name of a code."""
+
+    http: int
+    grpc: str
+
+
 # Sub-classes inherit.
-STATUS: dict[type[HpsError], int] = {
-    BadRequest: 400,
-    Unauthenticated: 401,
-    Forbidden: 403,
-    NotFound: 404,
-    TooSlow: 408,
-    TooLarge: 413,
-    UnknownEncoding: 415,
-    Unsupported: 501,
-    Unavailable: 503,
-    TierError: 503,
-    DeadlineExceeded: 504,
-    TierTimeout: 504,
-    DenseModelError: 500,
-    HpsError: 500,
+STATUS: dict[type[HpsError], Status] = {
+    BadRequest: Status(400, "INVALID_ARGUMENT"),
+    Unauthenticated: Status(401, "UNAUTHENTICATED"),
+    Forbidden: Status(403, "PERMISSION_DENIED"),
+    NotFound: Status(404, "NOT_FOUND"),
+    TooSlow: Status(408, "INVALID_ARGUMENT"),
+    TooLarge: Status(413, "INVALID_ARGUMENT"),
+    UnknownEncoding: Status(415, "INVALID_ARGUMENT"),
+    Unsupported: Status(501, "UNIMPLEMENTED"),
+    Unavailable: Status(503, "UNAVAILABLE"),
+    TierError: Status(503, "UNAVAILABLE"),
+    DeadlineExceeded: Status(504, "DEADLINE_EXCEEDED"),
+    TierTimeout: Status(504, "DEADLINE_EXCEEDED"),
+    DenseModelError: Status(500, "INTERNAL"),
+    HpsError: Status(500, "INTERNAL"),
 }
 
 
-def http_status(error: HpsError) -> int:
-    """HTTP's status for the nearest class in ``STATUS``."""
+def status_of(error: HpsError) -> Status:
+    """The status of the nearest class in ``STATUS``."""
     for kind in type(error).__mro__:
         if kind in STATUS:
             return STATUS[kind]
-    return 500
+    return STATUS[HpsError]
+
+
+def http_status(error: HpsError) -> int:
+    """HTTP's status for ``error``."""
+    return status_of(error).http
+
+
+# Requests that were refused before they were looked at, for the metric, by HTTP's status.
+REFUSED = {401: "unauthenticated", 403: "forbidden", 413: "too_large", 503: "unavailable"}
 
 
 def told(error: BaseException, request_id: str) -> HpsError:

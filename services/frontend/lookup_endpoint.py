@@ -77,7 +77,7 @@ class LookupEndpoint:
             features = self._inputs.gather(call)
             if not features:
                 raise self._nothing_asked()
-        return LookupRequest(features, deadline, want_source, None, by_table, form.id)
+        return LookupRequest(features, deadline, want_source, None, by_table, call.id)
 
     def _nothing_asked(self) -> BadRequest:
         names = ", ".join(f"'{n}'" for n in list(self._inputs.rules)[::3][:8])

@@ -13,21 +13,24 @@ from hps.node import Node
 from hps.types import Progress
 from services.frontend import logs
 from services.frontend.auth import guard
+from services.frontend.grpc.server import GrpcServer
 from services.frontend.http.app import admin_app, data_app
 from services.frontend.http.asgi import Application
 from services.frontend.logs import fields, log
 from services.frontend.state import State
-from services.process import OnUrls, Process
+from services.process import OnUrls, Process, Server
 
 OpenNode = Callable[[Configuration, Progress], Node]
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where a running server listens: base URLs of the data port and the admin port."""
+    """Where a running server listens: base URLs of the data port and the admin port, and ``host:port`` of
+    gRPC, None where it is off."""
 
     http: str
     admin: str
+    grpc: str | None = None
 
 
 OnAddresses = Callable[[Addresses], None]
@@ -71,6 +74,12 @@ class Frontend(Process[Node]):
 
     def _ports(self) -> Mapping[str, HttpSettings | AdminSettings]:
         return {"http": self._settings.http, "admin": self._settings.admin}
+
+    def _others(self) -> Mapping[str, Server]:
+        at = self._settings.grpc
+        if at is None:
+            return {}
+        return {"grpc": GrpcServer(at, self.state, self._settings, self._guard)}
 
     def _app(self, port: str) -> Application:
         make = data_app if port == "http" else admin_app

@@ -61,7 +61,7 @@ class RankingEndpoint:
             want_source = self._check_outputs(names, call.form.top_k)
         return self._pipeline.submit(
             PredictRequest(
-                features, dense, call.form.top_k, deadline, want_source, outputs, call.form.id
+                features, dense, call.form.top_k, deadline, want_source, outputs, call.id
             )
         )
 

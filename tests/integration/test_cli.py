@@ -59,7 +59,7 @@ def write_config(folder: Path, repository: Path, **more: Any) -> Path:
     settings = {
         "models": {"repository": str(repository)},
         "tiers": {"rocksdb": {"path": str(folder / "rocksdb")}, "cpu_cache": {"share": 0.2}},
-        "server": {"http": {"port": 0}, "admin": {"port": 0}},
+        "server": {"http": {"port": 0}, "grpc": {"port": 0}, "admin": {"port": 0}},
     }
     path = folder / "config.yaml"
     path.write_text(json.dumps(settings | more))
@@ -402,7 +402,11 @@ def test_doctor_names_each_fault_and_its_mend(
             small_repository,
             models={"repository": str(small_repository), "serve": {"words": {"version": 7}}},
             tiers={"rocksdb": {"path": str(blocked / "data")}},
-            server={"http": {"port": port}, "admin": {"port": other.getsockname()[1]}},
+            server={
+                "http": {"port": port},
+                "grpc": None,
+                "admin": {"port": other.getsockname()[1]},
+            },
         )
         done = hps_command("doctor", "--config", config, "-o", "json")
     assert done.code == 1
@@ -586,6 +590,7 @@ def test_hps_own_configuration_file_is_served(small_repository: Path, tmp_path: 
     settings = [
         f"--set=tiers.rocksdb.path={tmp_path / 'rocksdb'}",
         "--set=server.http.port=0",
+        "--set=server.grpc.port=0",
         "--set=server.admin.port=0",
     ]
     with serving(path, *settings) as (_process, ready):

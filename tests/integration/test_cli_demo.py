@@ -194,7 +194,9 @@ def test_a_port_taken_at_the_last_moment_is_no_hindrance(
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        monkeypatch.setattr(module, "PORTS", {"http": taken.getsockname()[1], "admin": 0})
+        monkeypatch.setattr(
+            module, "PORTS", {"http": taken.getsockname()[1], "grpc": 0, "admin": 0}
+        )
         monkeypatch.setattr(module, "_is_free", lambda _port: True)
         result = CliRunner().invoke(app, ["--once", "--model", str(small_demo)])
     assert result.exit_code == 0, result.output

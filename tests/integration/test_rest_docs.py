@@ -1,4 +1,4 @@
-"""Every example of docs/rest.md works against a real server."""
+"""Every example of docs/rest.md and docs/grpc.md works against a real server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-TEXT = (Path(__file__).parents[2] / "docs/rest.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (DOCS / "rest.md").read_text() + (DOCS / "grpc.md").read_text()
 BLOCKS = re.findall(r"^```(sh|python)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 CURLS = [
     words
@@ -42,7 +43,8 @@ def test_curl(small_server, words):
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 def test_python(small_server, code):
     names = {}
-    exec(code.replace("localhost:8000", small_server.address), names)
+    code = code.replace("localhost:8000", small_server.address)
+    exec(code.replace("localhost:8001", small_server.grpc), names)
     for each in ("client", "server"):
         if each in names:
             names[each].close()
@@ -50,4 +52,4 @@ def test_python(small_server, code):
 
 def test_there_are_examples_of_both_kinds():
     assert len(CURLS) > 10
-    assert sum(kind == "python" for kind, _ in BLOCKS) == 2
+    assert sum(kind == "python" for kind, _ in BLOCKS) == 3

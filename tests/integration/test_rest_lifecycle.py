@@ -35,7 +35,7 @@ def configuration(repository, folder, **server):
         {
             "models": {"repository": str(repository)},
             "tiers": {"rocksdb": {"path": str(folder / "db")}},
-            "server": {"http": {"port": 0}, "admin": {"port": 0}, **server},
+            "server": {**{name: {"port": 0} for name in ("http", "grpc", "admin")}, **server},
         }
     )
 
@@ -265,7 +265,7 @@ def serve(folder, **settings):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_process_with_exit_code_0(small_repository, tmp_path, number):
     http_port, admin_port = free_ports(2)
-    server = {"http": {"port": http_port}, "admin": {"port": admin_port}}
+    server = {"http": {"port": http_port}, "grpc": None, "admin": {"port": admin_port}}
     models = {"repository": str(small_repository)}
     with serve(tmp_path, models=models, server=server) as process:
         assert json.loads(process.stdout.readline())["endpoints"]["http"].endswith(str(http_port))
@@ -278,7 +278,7 @@ def test_a_signal_ends_the_process_with_exit_code_0(small_repository, tmp_path, 
 
 def test_sigterm_under_load_resets_no_connection(small_repository, tmp_path):
     http_port, admin_port = free_ports(2)
-    server = {"http": {"port": http_port}, "admin": {"port": admin_port}}
+    server = {"http": {"port": http_port}, "grpc": None, "admin": {"port": admin_port}}
     body = json.dumps(
         {"inputs": [{"name": "word", "shape": [1, 1], "datatype": "INT64", "data": [1]}]}
     )
@@ -318,7 +318,7 @@ def test_sigterm_under_load_resets_no_connection(small_repository, tmp_path):
 def test_a_port_that_is_taken_ends_the_process_with_exit_code_2(small_repository, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        server = {"http": {"port": port}, "admin": {"port": 0}}
+        server = {"http": {"port": port}, "grpc": None, "admin": {"port": 0}}
         with serve(
             tmp_path, models={"repository": str(small_repository)}, server=server
         ) as process:

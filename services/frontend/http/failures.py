@@ -6,16 +6,13 @@ import logging
 from time import perf_counter_ns
 
 from hps import metric_names as m
-from services.frontend.errors import http_status, told
+from services.frontend.errors import REFUSED, http_status, told
 from services.frontend.http.asgi import Receive, Send
 from services.frontend.http.body import ClientGone, discard
 from services.frontend.http.errors import error_body, error_headers
 from services.frontend.http.head import Head, request_id
 from services.frontend.logs import fields, log
 from services.frontend.state import State
-
-# Requests that were refused before they were looked at, by status.
-_REFUSED = {401: "unauthenticated", 403: "forbidden", 413: "too_large", 503: "unavailable"}
 
 
 async def fail(
@@ -40,7 +37,7 @@ async def fail(
     metrics.histogram(m.REQUEST_SECONDS, "http", "infer", name, str(status)).observe(
         (done - started) * 1e-9
     )
-    reason = _REFUSED.get(status)
+    reason = REFUSED.get(status)
     if reason is not None:
         metrics.counter(m.REQUESTS_REFUSED, reason).add()
     reply = error_headers(status, body)

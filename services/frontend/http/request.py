@@ -20,9 +20,9 @@ import orjson
 from numpy.typing import NDArray
 
 from hps.errors import BadRequest
+from services.frontend import faults
 from services.frontend.call import Call, Form
 from services.frontend.datatypes import InputRule, numbers
-from services.frontend.errors import TooLarge
 from services.frontend.http.request_faults import explain
 
 _EMPTY: dict[str, Any] = {}
@@ -51,6 +51,7 @@ class JsonForm(Form):
     ``heads`` are the heads of answers that ``response.Encoder`` has written for a form that is kept.
     """
 
+    id: str = ""
     given: dict[str, NDArray[Any]] = field(default_factory=dict)
     raw: list[_Raw] = field(default_factory=list)
     raw_size: int = 0
@@ -105,7 +106,7 @@ class Parser:
         keys = sum(data.size for n, data in form.given.items() if self._rules[n].is_keys)
         keys += sum(raw.elements for raw in form.raw if self._rules[raw.name].is_keys)
         if keys > self._max_keys:
-            raise _too_many(keys, self._max_keys)
+            raise faults.too_many_keys(keys, self._max_keys)
         return form
 
     def raw(self, body: bytes, name: str | None) -> JsonCall:
@@ -128,7 +129,7 @@ class Parser:
             )
         count = len(body) // dtype.itemsize
         if rule.is_keys and count > self._max_keys:
-            raise _too_many(count, self._max_keys)
+            raise faults.too_many_keys(count, self._max_keys)
         form = JsonForm(shapes={name: [1, count]}, others_binary=True)
         return JsonCall(form, {name: np.frombuffer(body, dtype)})
 
@@ -171,7 +172,7 @@ def _call(form: JsonForm, raw: bytes) -> JsonCall:
     for name, dtype, count, offset, aligned in form.raw:
         flat = np.frombuffer(raw, dtype, count, offset)
         inputs[name] = flat if aligned else flat.copy()
-    return JsonCall(form, inputs)
+    return JsonCall(form, inputs, form.id)
 
 
 def _with_options(form: JsonForm, header: dict[str, Any]) -> JsonForm:
@@ -208,10 +209,3 @@ def _with_options(form: JsonForm, header: dict[str, Any]) -> JsonForm:
             raise ValueError("duplicate output")
         form.outputs = tuple(form.binary)
     return form
-
-
-def _too_many(keys: int, max_keys: int) -> TooLarge:
-    return TooLarge(
-        f"the request carries {keys} keys, at most {max_keys} are taken; send smaller batches or raise "
-        "server.max_keys"
-    )

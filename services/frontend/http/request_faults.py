@@ -13,8 +13,8 @@ import numpy as np
 import orjson
 
 from hps.errors import BadRequest
-from hps.names import hint_for
-from services.frontend.datatypes import BINARY_ONLY, INTEGERS, InputRule, flat, numbers
+from services.frontend import faults
+from services.frontend.datatypes import BINARY_ONLY, InputRule, flat, numbers
 from services.frontend.errors import shown
 
 
@@ -82,11 +82,9 @@ def _input(
         raise BadRequest(f"inputs[{position}] has no 'name', or one that is no string")
     rule = rules.get(name)
     if rule is None:
-        raise BadRequest(
-            f"unexpected inference input {shown(name)} for model '{model}'{hint_for(name, rules)}"
-        )
+        raise faults.unknown_input(name, model, rules)
     if name in seen:
-        raise BadRequest(f"input '{name}' stands twice in the request")
+        raise faults.twice(name)
     seen.add(name)
     dtype = _dtype(item, name, model, rule)
     count = _count(item, name, model)
@@ -95,7 +93,7 @@ def _input(
         raise BadRequest(f"the parameters of input '{name}' must be an object")
     parameters = {} if parameters is None else parameters
     if "shared_memory_region" in parameters:
-        raise BadRequest(f"input '{name}': shared memory is not offered; send the data itself")
+        raise faults.shared_memory(name)
     if "binary_data_size" not in parameters or parameters["binary_data_size"] is None:
         _data(item, name, item["datatype"], dtype, count)
         return offset
@@ -120,15 +118,7 @@ def _dtype(item: dict[str, Any], name: str, model: str, rule: InputRule) -> np.d
     datatype = item.get("datatype")
     dtype = rule.dtypes.get(datatype) if isinstance(datatype, str) else None
     if dtype is None:
-        expected = "' or '".join(rule.dtypes)
-        if rule.dtypes is INTEGERS:
-            expected = "INT64' (or another integer type, which is widened)"
-        else:
-            expected += "'"
-        raise BadRequest(
-            f"inference input '{name}' data-type is {shown(datatype)}, but model '{model}' expects "
-            f"'{expected}"
-        )
+        raise faults.wrong_type(name, datatype, model, rule)
     return dtype
 
 
@@ -136,10 +126,7 @@ def _count(item: dict[str, Any], name: str, model: str) -> int:
     """Elements that the shape stands for."""
     shape = item.get("shape")
     if not isinstance(shape, list) or not all(type(d) is int and d >= 0 for d in shape):
-        raise BadRequest(
-            f"input '{name}' of model '{model}' needs a 'shape' of non-negative integers, got "
-            f"{shown(shape)}"
-        )
+        raise faults.wrong_shape(name, shape, model)
     count = 1
     for dim in shape:
         count *= dim
@@ -196,12 +183,8 @@ def _options(header: dict[str, Any]) -> None:
             )
     if type(parameters.get("binary_data_output", False)) is not bool:
         raise BadRequest("parameter 'binary_data_output' must be true or false")
-    timeout = parameters.get("timeout", 0)
-    if type(timeout) is not int or not 0 <= timeout < 2**63:
-        raise BadRequest(f"parameter 'timeout' must be whole microseconds, got {shown(timeout)}")
-    top_k = parameters.get("top_k", 1)
-    if type(top_k) is not int or top_k < 1:
-        raise BadRequest(f"parameter 'top_k' must be a positive integer, got {shown(top_k)}")
+    faults.checked_timeout(parameters.get("timeout", 0))
+    faults.checked_top_k(parameters.get("top_k", 1))
     _outputs(header.get("outputs"))
 
 
@@ -216,7 +199,7 @@ def _outputs(wanted: Any) -> None:
             raise BadRequest(f"outputs[{position}] must be an object with a 'name'")
         name = item["name"]
         if name in seen:
-            raise BadRequest(f"output '{name}' is requested twice")
+            raise faults.output_twice(name)
         seen.add(name)
         parameters = item.get("parameters")
         parameters = {} if parameters is None else parameters
@@ -225,4 +208,4 @@ def _outputs(wanted: Any) -> None:
         if type(parameters.get("binary_data", False)) is not bool:
             raise BadRequest(f"parameter 'binary_data' of output '{name}' must be true or false")
         if "classification" in parameters:
-            raise BadRequest(f"output '{name}': the classification extension is not offered")
+            raise faults.classification(name)

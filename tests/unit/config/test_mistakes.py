@@ -35,11 +35,11 @@ def mistakes(
 LINE = [
     # text, the one line after "FILE"
     ("sever: {}", ":1: sever: unknown key; did you mean 'server'?"),
-    ("server: {prt: 1}", ":1: server.prt: unknown key; the keys are http, admin, "),
+    ("server: {prt: 1}", ":1: server.prt: unknown key; the keys are http, grpc, admin, "),
     ("tiers:\n  rocksdb:\n    pth: x", ":3: tiers.rocksdb.pth: unknown key; did you mean 'path'?"),
     ("zzz: 1", ":1: zzz: unknown key; the keys are models, tiers, updates, dense, server, auth"),
-    ("server: 5", ":1: server: expected a mapping with http, admin,"),
-    ("server: []", ":1: server: expected a mapping with http, admin,"),
+    ("server: 5", ":1: server: expected a mapping with http, grpc, admin,"),
+    ("server: []", ":1: server: expected a mapping with http, grpc, admin,"),
     (
         "server: {http: {port: 70000}}",
         ":1: server.http.port: expected a whole number from 0 to 65535, found 70000",
@@ -183,7 +183,7 @@ def test_a_wrong_value_causes_no_second_mistake(write: Write) -> None:
         ("Server.http.port=1", "--set: Server: no such setting; did you mean 'server'?"),
         ("server.http.port", "--set: expected a.b=value, found 'server.http.port'"),
         ("=5", "--set: expected a.b=value, found ''"),
-        ("server..port=5", "--set: server.: no such setting; the settings are http, admin,"),
+        ("server..port=5", "--set: server.: no such setting; the settings are http, grpc, admin,"),
         ("auth.keys.0=x", "--set: auth.keys.0: has nothing below it; a list is set as a whole"),
         ("server.http.port.x=1", "--set: server.http.port.x: has nothing below it"),
         ("server.http.port=[1", "--set: server.http.port: not valid YAML: did not find expected"),

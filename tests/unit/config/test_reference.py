@@ -131,6 +131,7 @@ def test_the_example_shows_every_setting_with_its_default() -> None:
         "models": True,
         "tiers": {"rocksdb": {"path"}, "redis": True},
         "updates": {"kafka", "directory"},
+        "server": {"grpc": {"tls"}},
     }
     assert settings.model_dump(exclude=apart) == Settings().model_dump(exclude=apart)
     assert settings.tiers.redis == RedisSettings(tls=RedisTlsSettings())

@@ -30,7 +30,7 @@ def test_every_error_has_a_status():
     assert http_status(NotFound("")) == 404
     assert http_status(TierTimeout("redis", "")) == 504
     assert http_status(TooLarge("")) == 413
-    assert http_status(ConfigError("")) == STATUS[HpsError] == 500
+    assert http_status(ConfigError("")) == STATUS[HpsError].http == 500
 
     class Later(Unavailable):
         pass

@@ -72,7 +72,7 @@ def test_what_tritonclient_sends_is_what_arrives(tensors, data, request_id):
         inputs.append(sent.set_data_from_numpy(array, binary_data=binary))
     body, size = InferenceServerClient.generate_request_body(inputs, request_id=request_id)
     call = parsed(body, size)
-    assert call.form.id == request_id
+    assert call.id == request_id
     assert call.form.outputs is None
     assert call.form.is_binary("any")
     for name, array in tensors:
@@ -114,8 +114,8 @@ def test_json_data_is_flat_or_nested(data):
 
 
 def test_an_empty_id_is_none_and_a_missing_one_too():
-    assert parsed(dumps(tensor(), id="")).form.id == ""
-    assert parsed(dumps(tensor())).form.id == ""
+    assert parsed(dumps(tensor(), id="")).id == ""
+    assert parsed(dumps(tensor())).id == ""
 
 
 def test_64_bit_keys_survive_json():

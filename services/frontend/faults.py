@@ -1,0 +1,73 @@
+"""What is wrong with an inference request, whatever protocol it came by. Texts that people search for follow
+Triton's wording."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hps.errors import BadRequest
+from hps.names import hint_for
+from services.frontend.datatypes import INTEGERS, InputRule
+from services.frontend.errors import TooLarge, shown
+
+
+def unknown_input(name: str, model: str, rules: Mapping[str, InputRule]) -> BadRequest:
+    return BadRequest(
+        f"unexpected inference input {shown(name)} for model '{model}'{hint_for(name, rules)}"
+    )
+
+
+def twice(name: str) -> BadRequest:
+    return BadRequest(f"input '{name}' stands twice in the request")
+
+
+def wrong_type(name: str, datatype: Any, model: str, rule: InputRule) -> BadRequest:
+    expected = "' or '".join(rule.dtypes)
+    if rule.dtypes is INTEGERS:
+        expected = "INT64' (or another integer type, which is widened)"
+    else:
+        expected += "'"
+    return BadRequest(
+        f"inference input '{name}' data-type is {shown(datatype)}, but model '{model}' expects "
+        f"'{expected}"
+    )
+
+
+def wrong_shape(name: str, shape: Any, model: str) -> BadRequest:
+    return BadRequest(
+        f"input '{name}' of model '{model}' needs a 'shape' of non-negative integers, got {shown(shape)}"
+    )
+
+
+def too_many_keys(keys: int, max_keys: int) -> TooLarge:
+    return TooLarge(
+        f"the request carries {keys} keys, at most {max_keys} are taken; send smaller batches or raise "
+        "server.max_keys"
+    )
+
+
+def shared_memory(name: str) -> BadRequest:
+    return BadRequest(f"'{name}': shared memory is not offered; send the data itself")
+
+
+def output_twice(name: str) -> BadRequest:
+    return BadRequest(f"output '{name}' is requested twice")
+
+
+def classification(name: str) -> BadRequest:
+    return BadRequest(f"output '{name}': the classification extension is not offered")
+
+
+def checked_timeout(value: Any) -> int:
+    """The request parameter ``timeout``; ``BadRequest`` unless it is microseconds."""
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise BadRequest(f"parameter 'timeout' must be whole microseconds, got {shown(value)}")
+    return value
+
+
+def checked_top_k(value: Any) -> int:
+    """The request parameter ``top_k``; ``BadRequest`` unless it is positive."""
+    if type(value) is not int or value < 1:
+        raise BadRequest(f"parameter 'top_k' must be a positive integer, got {shown(value)}")
+    return value

@@ -1,0 +1,170 @@
+"""``ModelInfer`` and ``ModelStreamInfer``: from bytes to bytes, on a thread of the server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
+from time import perf_counter_ns
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2 as pb
+
+from hps import metric_names as m
+from hps.config.server_settings import ServerSettings
+from hps.errors import DeadlineExceeded, HpsError, Unavailable
+from hps.metrics import Metrics
+from services.frontend.auth import Guard
+from services.frontend.errors import REFUSED, Status, status_of, told
+from services.frontend.grpc.callers import check
+from services.frontend.grpc.request import Address, GrpcCall, Parser, address
+from services.frontend.grpc.response import Encoder
+from services.frontend.grpc.wire import field
+from services.frontend.state import Entry, State
+
+# Set by clients that want the first error of a stream as the stream's own (Triton's extension).
+_STRICT_STREAM = ("triton_grpc_error", "true")
+_INFER_RESPONSE = 0x12  # field of ModelStreamInferResponse by its tag
+
+
+class Route:
+    """What reads the requests to one name, writes their answers and counts them. Used by any thread."""
+
+    def __init__(self, entry: Entry, metrics: Metrics, max_keys: int) -> None:
+        self.entry = entry
+        self.parser = Parser(entry.name, entry.endpoint.rules, max_keys)
+        self.encoder = Encoder(entry.name, entry.version)
+        self.observe_ok = metrics.histogram(
+            m.REQUEST_SECONDS, "grpc", "infer", entry.name, "OK"
+        ).observe
+
+    def encode(self, call: GrpcCall, result: Any) -> bytes:
+        """The answer that carries ``result``."""
+        outputs = self.entry.endpoint.outputs(call, result)
+        freshness = self.entry.freshness
+        stale_s = freshness.flag() if freshness.stale_s else 0
+        return self.encoder.encode(call, result.defaulted, result.degraded, stale_s, outputs)
+
+
+class Inference:
+    """Answers inference requests. May be called from any thread, and keeps it until the answer is there."""
+
+    def __init__(self, state: State, settings: ServerSettings, guard: Guard) -> None:
+        self._state = state
+        self._guard = guard
+        self._timeout_s = settings.request_timeout_ms / 1e3
+        self._max_keys = settings.max_keys
+        self._routes: dict[str, Route] = {}
+        state.watch(self._find_routes)
+
+    def _find_routes(self) -> None:
+        """Take over the names that are served now; one that is served as before keeps its route."""
+        known = {route.entry: route for route in self._routes.values()}
+        metrics = self._state.metrics
+        self._routes = {
+            name: known.get(entry) or Route(entry, metrics, self._max_keys)
+            for name, entry in self._state.entries.items()
+        }
+
+    def one(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        """``ModelInfer``."""
+        try:
+            check(self._guard, context, "read")
+            return self._answer(message, context)
+        except HpsError as error:
+            context.abort(grpc.StatusCode[status_of(error).grpc], str(error))
+            raise AssertionError("abort raises") from None
+
+    def stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """``ModelStreamInfer``: one answer or error message for each request, in their order."""
+        try:
+            check(self._guard, context, "read")
+        except HpsError as error:
+            context.abort(grpc.StatusCode[status_of(error).grpc], str(error))
+        strict = _STRICT_STREAM in context.invocation_metadata()
+        for message in messages:
+            try:
+                yield field(_INFER_RESPONSE, self._answer(message, context))
+            except HpsError as error:
+                if strict:
+                    context.abort(grpc.StatusCode[status_of(error).grpc], str(error))
+                yield _stream_error(message, error)
+
+    def _answer(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        """The answer to a request that may be made. Raises what its client is to be told."""
+        started = perf_counter_ns()
+        route: Route | None = None
+        known_as = ""
+        try:
+            to = address(message)
+            known_as = to.id
+            route = self._route(to)
+            call = route.parser.parse(message, to)
+            parsed = perf_counter_ns()
+            deadline = self._deadline(call, context)
+            future = route.entry.endpoint.submit(call, deadline)
+            result = future.result() if future.done() else _outcome(future, deadline, context)
+            inferred = perf_counter_ns()
+            answer = route.encode(call, result)
+            done = perf_counter_ns()
+            route.entry.statistics.succeeded(call.batch, started, parsed, inferred, done)
+            route.observe_ok((done - started) * 1e-9)
+            return answer
+        except Exception as error:
+            answered = told(error, known_as)
+            self._count_failure(route, status_of(answered), started)
+            raise answered from None
+
+    def _route(self, to: Address) -> Route:
+        route = self._routes.get(to.model)
+        if route is None or to.version not in ("", route.entry.version):
+            self._state.entry(to.model, to.version or None)
+            raise Unavailable("the model has just become ready; ask again")
+        return route
+
+    def _deadline(self, call: GrpcCall, context: grpc.ServicerContext) -> float:
+        """An instant of ``time.monotonic``: the client's, and no later than the request's parameter or the
+        server's default allow."""
+        allowed_s = call.form.timeout_us * 1e-6 or self._timeout_s
+        remaining_s = context.time_remaining()
+        if remaining_s is not None and remaining_s < allowed_s:
+            allowed_s = remaining_s
+        return time.monotonic() + allowed_s
+
+    def _count_failure(self, route: Route | None, status: Status, started: int) -> None:
+        done = perf_counter_ns()
+        name = ""
+        if route is not None:
+            name = route.entry.name
+            route.entry.statistics.failed(started, done)
+        metrics = self._state.metrics
+        seconds = metrics.histogram(m.REQUEST_SECONDS, "grpc", "infer", name, status.grpc)
+        seconds.observe((done - started) * 1e-9)
+        if (reason := REFUSED.get(status.http)) is not None:
+            metrics.counter(m.REQUESTS_REFUSED, reason).add()
+
+
+def _outcome(future: Future[Any], deadline: float, context: grpc.ServicerContext) -> Any:
+    """The result of work that is done elsewhere; it is cancelled when its time is up or its client gone."""
+    if not context.add_callback(future.cancel):
+        future.cancel()
+    try:
+        return future.result(max(0.0, deadline - time.monotonic()))
+    except TimeoutError:
+        future.cancel()
+        raise DeadlineExceeded(
+            "no answer within the request's time; a later deadline, parameter 'timeout' (microseconds) or "
+            "server.request_timeout_ms allow more"
+        ) from None
+    except CancelledError:
+        raise Unavailable("the request was cancelled") from None
+
+
+def _stream_error(message: bytes, error: HpsError) -> bytes:
+    response = pb.ModelStreamInferResponse(error_message=str(error))
+    with suppress(HpsError):  # which is the error
+        response.infer_response.id = address(message).id
+    told_so: bytes = response.SerializeToString()
+    return told_so

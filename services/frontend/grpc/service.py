@@ -1,0 +1,116 @@
+"""``inference.GRPCInferenceService``: the Open Inference Protocol with Triton's extensions, over gRPC.
+
+What is told of models is what HTTP tells of them: protobuf's JSON form of the same dictionaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import grpc
+from google.protobuf.json_format import ParseDict
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceServicer
+
+from hps import __version__
+from hps.config.auth import Role
+from hps.errors import Unsupported
+from services.frontend.auth import Guard
+from services.frontend.errors import status_of, told
+from services.frontend.grpc.callers import check
+from services.frontend.metadata import server_metadata
+from services.frontend.state import State
+
+SERVICE = "inference.GRPCInferenceService"
+
+Behavior = Callable[[Any, grpc.ServicerContext], Any]
+
+
+def answering(guard: Guard, role: Role | None, behavior: Behavior) -> Behavior:
+    """``behavior`` for callers of ``role`` (None: all), with what it raises as the call's status."""
+
+    @wraps(behavior)
+    def answer(request: Any, context: grpc.ServicerContext) -> Any:
+        try:
+            if role is not None:
+                check(guard, context, role)
+            return behavior(request, context)
+        except Exception as error:
+            answered = told(error, "")
+            context.abort(grpc.StatusCode[status_of(answered).grpc], str(answered))
+
+    return answer
+
+
+class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # generated without types
+    """Everything but inference itself. What is not offered answers UNIMPLEMENTED and says so."""
+
+    def __init__(self, state: State, guard: Guard) -> None:
+        self._state = state
+        for name in ("ServerLive", "ServerReady", "ModelReady"):
+            setattr(self, name, answering(guard, None, getattr(self, name)))
+        for name in (
+            "ServerMetadata",
+            "ModelMetadata",
+            "ModelConfig",
+            "ModelStatistics",
+            "RepositoryIndex",
+        ):
+            setattr(self, name, answering(guard, "read", getattr(self, name)))
+        for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
+            if method.name not in type(self).__dict__:
+                setattr(self, method.name, answering(guard, "read", _not_offered(method.name)))
+
+    def ServerLive(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return pb.ServerLiveResponse(live=True)
+
+    def ServerReady(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return pb.ServerReadyResponse(ready=self._state.ready)
+
+    def ModelReady(self, request: Any, context: grpc.ServicerContext) -> Any:
+        entry = self._state.entries.get(request.name)
+        known = entry is not None and request.version in ("", entry.version)
+        return pb.ModelReadyResponse(ready=known and self._state.ready)
+
+    def ServerMetadata(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return ParseDict(server_metadata(__version__), pb.ServerMetadataResponse())
+
+    def ModelMetadata(self, request: Any, context: grpc.ServicerContext) -> Any:
+        info = self._state.entry(request.name, request.version or None).info
+        return ParseDict(info.metadata(), pb.ModelMetadataResponse(), ignore_unknown_fields=True)
+
+    def ModelConfig(self, request: Any, context: grpc.ServicerContext) -> Any:
+        info = self._state.entry(request.name, request.version or None).info
+        return ParseDict({"config": info.config()}, pb.ModelConfigResponse())
+
+    def ModelStatistics(self, request: Any, context: grpc.ServicerContext) -> Any:
+        if request.name:
+            entries = [self._state.entry(request.name, request.version or None)]
+        else:
+            self._state.require_node()
+            entries = list(self._state.entries.values())
+        told_of = [entry.statistics.as_json(entry.name, entry.version) for entry in entries]
+        return ParseDict({"model_stats": told_of}, pb.ModelStatisticsResponse())
+
+    def RepositoryIndex(self, request: Any, context: grpc.ServicerContext) -> Any:
+        if request.repository_name:
+            raise Unsupported("there is one repository; leave 'repository_name' out")
+        response = pb.RepositoryIndexResponse()
+        if request.ready and not self._state.ready:
+            return response
+        status = "READY" if self._state.ready else "UNAVAILABLE"
+        for entry in self._state.entries.values():
+            response.models.add(name=entry.name, version=entry.version, state=status)
+        return response
+
+
+def _not_offered(name: str) -> Behavior:
+    def refuse(request: Any, context: grpc.ServicerContext) -> Any:
+        hint = ""
+        if name.startswith("RepositoryModel"):
+            hint = "; models are served as the repository holds them when the server starts"
+        raise Unsupported(f"{name} is not offered{hint}")
+
+    return refuse

@@ -1,0 +1,245 @@
+"""Messages as tritonclient builds them and as nobody should."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from tritonclient.grpc import service_pb2 as pb
+
+from hps.dense.base import DATATYPES as DTYPES
+from hps.errors import BadRequest
+from services.frontend.datatypes import INTEGERS, InputRule
+from services.frontend.errors import TooLarge
+from services.frontend.grpc import request as module
+from services.frontend.grpc.request import Parser, address
+from services.frontend.grpc.wire import field, varint
+
+RULES = {name: InputRule({name: dtype}) for name, dtype in DTYPES.items()}
+RULES["f"] = InputRule(INTEGERS, is_keys=True)
+RULES["g"] = InputRule(INTEGERS, is_keys=True)
+
+
+def asked(*tensors, **rest):
+    """A request for ``(name, datatype, shape, raw or None)``."""
+    request = pb.ModelInferRequest(model_name="m", **rest)
+    for name, datatype, shape, raw in tensors:
+        request.inputs.add(name=name, datatype=datatype, shape=shape)
+        if raw is not None:
+            request.raw_input_contents.append(raw)
+    return request
+
+
+KEYS = ("f", "INT64", (1, 2), np.array([1, 2]).tobytes())
+
+
+def parsed(message, parser=None, max_keys=1000):
+    """The call; ``message`` is a request or its bytes."""
+    if not isinstance(message, bytes):
+        message = message.SerializeToString()
+    parser = parser or Parser("m", RULES, max_keys)
+    return parser.parse(message, address(message))
+
+
+shapes = hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=5)
+arrays = st.sampled_from(sorted(DTYPES)).flatmap(
+    lambda name: st.tuples(st.just(name), hnp.arrays(DTYPES[name], shapes))
+)
+
+
+@given(
+    st.lists(arrays, max_size=5, unique_by=lambda pair: pair[0]),
+    st.text(st.characters(codec="utf-8"), max_size=200),
+    st.booleans(),
+)
+def test_raw_tensors_arrive(tensors, request_id, versioned):
+    request = asked(
+        *((name, name, array.shape, array.tobytes()) for name, array in tensors),
+        id=request_id,
+        model_version="1" if versioned else "",
+    )
+    parser = Parser("m", RULES, 1000)
+    first, second = parsed(request, parser), parsed(request, parser)
+    for call in (first, second):
+        assert call.id == request_id
+        assert call.form.outputs is None
+        assert call.inputs.keys() == call.form.shapes.keys() == dict(tensors).keys()
+        for name, array in tensors:
+            found = call.inputs[name]
+            assert found.dtype == array.dtype
+            assert found.tobytes() == array.tobytes()
+            assert found.flags.aligned
+            assert call.form.shapes[name] == list(array.shape)
+    assert (first.form is second.form) == bool(tensors)
+
+
+@given(st.lists(arrays.filter(lambda a: a[0] != "FP16"), min_size=1, unique_by=lambda a: a[0]))
+def test_tensors_in_protobufs_own_types_arrive(tensors):
+    request = pb.ModelInferRequest(model_name="m")
+    for name, array in tensors:
+        tensor = request.inputs.add(name=name, datatype=name, shape=array.shape)
+        getattr(tensor.contents, module._CONTENTS[name]).extend(array.reshape(-1).tolist())
+    call = parsed(request)
+    for name, array in tensors:
+        assert call.inputs[name].dtype == array.dtype
+        np.testing.assert_array_equal(call.inputs[name], array.reshape(-1))
+
+
+def test_a_description_seen_before_is_not_read_again(monkeypatch):
+    parser = Parser("m", RULES, 1000)
+    parsed(asked(KEYS), parser)
+    monkeypatch.setattr(module, "_parsed", None)
+    other = ("f", "INT64", (1, 2), np.array([7, -8]).tobytes())
+    call = parsed(asked(other, id="another"), parser)
+    assert call.inputs["f"].tolist() == [7, -8]
+    assert call.id == "another"
+    with pytest.raises(TypeError):  # another description
+        parsed(asked(("f", "INT64", (2, 1), KEYS[3])), parser)
+
+
+def test_forms_are_kept_by_number_and_size(monkeypatch):
+    monkeypatch.setattr(module, "_FORMS_KEPT", 2)
+    parser = Parser("m", RULES, 1000)
+    for count in range(1, 6):
+        call = parsed(asked(("f", "INT64", (1, count), bytes(8 * count))), parser)
+        assert call.form.kept
+        assert len(parser._forms) <= 2
+    long = asked(KEYS)
+    long.parameters["anything"].string_param = "x" * 10_000
+    assert not parsed(long, parser).form.kept
+
+
+def test_fields_in_any_order_are_a_request():
+    known = asked(KEYS, id="a", model_version="3")
+    parts = [
+        field(0x3A, KEYS[3]),
+        field(0x2A, known.inputs[0].SerializeToString()),
+        field(0x1A, b"a"),
+        field(0x12, b"3"),
+        field(0x0A, b"m"),
+    ]
+    message = b"".join(parts)
+    assert address(message)[:3] == ("m", "3", "a")
+    parser = Parser("m", RULES, 1000)
+    for _ in range(2):
+        call = parsed(message, parser)
+        assert (call.id, call.inputs["f"].tolist()) == ("a", [1, 2])
+    assert parsed(known, parser).inputs["f"].tolist() == [1, 2]
+
+
+def test_a_known_description_before_other_bytes_is_read_with_care():
+    parser = Parser("m", RULES, 1000)
+    message = asked(KEYS).SerializeToString()
+    parsed(message, parser)
+    at = message.rindex(b"\x3a\x10")
+    # Of the same size and still protobuf, but no raw tensor: a field that nobody knows.
+    unknown = message[:at] + b"\x7a" + message[at + 1 :]
+    with pytest.raises(BadRequest, match="unexpected number of elements 0 in int64_contents"):
+        parsed(unknown, parser)
+
+
+def test_parameters_and_outputs():
+    request = asked(KEYS)
+    request.parameters["timeout"].int64_param = 5
+    request.parameters["top_k"].uint64_param = 3
+    request.parameters["else"].double_param = 0.5
+    request.outputs.add(name="a")
+    request.outputs.add(name="b")
+    form = parsed(request).form
+    assert (form.timeout_us, form.top_k, form.outputs) == (5, 3, ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        (asked(("x", "INT64", (1,), b"")), "unexpected inference input \"x\" for model 'm'"),
+        (asked(("f", "FP32", (1,), bytes(4))), "data-type is \"FP32\", but model 'm' expects"),
+        (asked(("f", "INT64", (-1,), b"")), "needs a 'shape' of non-negative integers"),
+        (asked(KEYS, KEYS), "input 'f' stands twice"),
+        (asked(("f", "INT64", (3,), bytes(16))), r"16 raw bytes, shape \[3\] of INT64 takes 24"),
+        (asked(KEYS, ("g", "INT64", (1,), None)), "expected 2 raw input contents"),
+        (asked(("f", "INT64", (1,), None)), "unexpected number of elements 0 in int64_contents"),
+        (asked(("FP16", "FP16", (1,), None)), "FP16 can only be sent in raw_input_contents"),
+    ],
+)
+def test_wrong_requests_are_told_what_is_wrong(message, error):
+    with pytest.raises(BadRequest, match=error):
+        parsed(message)
+
+
+def test_contents_in_the_wrong_place():
+    request = asked(("f", "INT32", (1,), None))
+    request.inputs[0].contents.int64_contents.append(1)
+    with pytest.raises(BadRequest, match="belong in int_contents, not in int64_contents"):
+        parsed(request)
+    request = asked(("f", "INT8", (1,), None))
+    request.inputs[0].contents.int_contents.append(300)
+    with pytest.raises(BadRequest, match="beyond the range of INT8"):
+        parsed(request)
+    request = asked(KEYS)
+    request.inputs[0].contents.int64_contents.extend([1, 2])
+    with pytest.raises(BadRequest, match="contents field must not be specified"):
+        parsed(request)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        ("int64_param", "timeout", -1),
+        ("string_param", "timeout", "5"),
+        ("int64_param", "top_k", 0),
+        ("bool_param", "top_k", True),
+    ],
+)
+def test_wrong_parameters(kind, name, value):
+    request = asked(KEYS)
+    setattr(request.parameters[name], kind, value)
+    with pytest.raises(BadRequest, match=f"parameter '{name}' must be"):
+        parsed(request)
+
+
+def test_extensions_that_are_not_offered():
+    request = asked(KEYS)
+    request.outputs.add(name="a").parameters["classification"].int64_param = 1
+    with pytest.raises(BadRequest, match="classification extension is not offered"):
+        parsed(request)
+    request = asked(("f", "INT64", (1,), None))
+    request.inputs[0].parameters["shared_memory_region"].string_param = "r"
+    with pytest.raises(BadRequest, match="shared memory is not offered"):
+        parsed(request)
+    request = asked(KEYS)
+    request.outputs.add(name="a")
+    request.outputs.add(name="a")
+    with pytest.raises(BadRequest, match="output 'a' is requested twice"):
+        parsed(request)
+
+
+def test_too_many_keys():
+    with pytest.raises(TooLarge, match="carries 4 keys, at most 3"):
+        parsed(asked(KEYS, ("g", *KEYS[1:])), max_keys=3)
+
+
+@given(st.binary(max_size=60))
+def test_bytes_that_are_no_message(message):
+    with suppress(BadRequest):
+        parsed(message)
+
+
+def test_a_truncated_message():
+    message = asked(KEYS, id="a").SerializeToString()
+    for size in range(1, len(message)):
+        with suppress(BadRequest):
+            assert not parsed(message[:size]).inputs  # cut between two fields
+
+
+@given(st.integers(0, 2**31))
+def test_varint(number):
+    assert pb.ModelInferRequest.FromString(b"\xd8\x3e" + varint(number)) is not None
+    encoded = varint(number)
+    found = sum((byte & 0x7F) << 7 * i for i, byte in enumerate(encoded))
+    assert found == number
+    assert all(byte >= 0x80 for byte in encoded[:-1])

@@ -1,0 +1,363 @@
+"""The gRPC port, asked by Triton's client."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import threading
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+from tritonclient.utils import InferenceServerException
+
+from hps import metric_names as m
+from hps.config.server_settings import GrpcSettings, TlsSettings
+from hps.errors import ConfigError
+from services.frontend.auth import OpenGuard
+from services.frontend.grpc.server import GrpcServer
+from services.frontend.grpc.service import SERVICE
+from services.frontend.state import State
+
+
+def keys(name, *values, shape=None):
+    array = np.array(values, np.int64).reshape(shape or (len(values), 1))
+    sent = triton.InferInput(name, list(array.shape), "INT64")
+    return sent.set_data_from_numpy(array)
+
+
+def row(key, dim):
+    return [key + i / 8 for i in range(dim)]
+
+
+def refused(call, *args, **kwargs):
+    with pytest.raises(InferenceServerException) as caught:
+        call(*args, **kwargs)
+    return caught.value.status(), caught.value.message()
+
+
+def test_a_lookup(client):
+    result = client.infer(
+        "words.lookup", [keys("left", 1, 2), keys("right", 3, 4)], request_id="a7"
+    )
+    assert result.as_numpy("left").tolist() == [row(1, 3), row(2, 3)]
+    assert result.as_numpy("right").tolist() == [row(3, 2), row(4, 2)]
+    response = result.get_response()
+    assert (response.model_name, response.model_version, response.id) == ("words.lookup", "1", "a7")
+    assert response.parameters["hps_defaulted"].int64_param == 0
+    assert response.parameters["hps_degraded"].string_param == ""
+
+
+def test_hps_own_form_and_sources(client):
+    inputs = [keys("KEYS", 1, 15, 99, shape=(1, 3))]
+    counts = triton.InferInput("NUMKEYS", [1, 2], "INT32")
+    inputs.append(counts.set_data_from_numpy(np.array([[2, 1]], np.int32)))
+    names = ("OUTPUT0", "KEYS.source")
+    outputs = [triton.InferRequestedOutput(name) for name in names]
+    result = client.infer("words", inputs, outputs=outputs)
+    assert result.as_numpy("OUTPUT0").tolist() == row(1, 3) + row(15, 3) + [0, 0]
+    assert result.as_numpy("KEYS.source").tolist() == [[2, 4, 0]]
+    assert result.get_response().parameters["hps_defaulted"].int64_param == 1
+
+
+def test_a_prediction(client):
+    dense = triton.InferInput("dense", [2, 3], "FP32")
+    dense.set_data_from_numpy(np.ones((2, 3), np.float32))
+    inputs = [keys("user", 1, 2), keys("item", 3, 4), keys("history", 5, 6), dense]
+    result = client.infer("ctr", inputs)
+    for name in ("score", "logit"):
+        assert len(result.as_numpy(name)) == 2
+    ranked = client.infer("ctr", inputs, parameters={"top_k": 1})
+    assert ranked.as_numpy("top_k_index").tolist() == [1]
+    assert ranked.as_numpy("logit").tolist() == [max(result.as_numpy("logit"))]
+
+
+def test_half_precision_and_nothing_at_all(client):
+    result = client.infer("halves", [keys("half", 1, 2)])
+    assert result.as_numpy("half").dtype == np.float16
+    empty = client.infer("words.lookup", [keys("left", shape=(0, 1))])
+    assert empty.as_numpy("left").shape == (0, 3)
+
+
+def test_answers_are_as_http_gives_them(client, small, ask):
+    from tritonclient.http import InferenceServerClient, InferInput, InferResult
+
+    for numbers in ([1, 2, 3], [1, 15, 99], [-5]):
+        sent = InferInput("left", [len(numbers), 1], "INT64")
+        sent.set_data_from_numpy(np.array(numbers, np.int64).reshape(-1, 1))
+        body, size = InferenceServerClient.generate_request_body([sent])
+        header = {"inference-header-content-length": str(size)}
+        path = "/v2/models/words.lookup/infer"
+        reply = ask(small.app(), "POST", path, body, header)
+        size = int(reply.headers["inference-header-content-length"])
+        by_http = InferResult.from_response_body(reply.body, header_length=size)
+        by_grpc = client.infer("words.lookup", [keys("left", *numbers)])
+        assert by_http.as_numpy("left").tobytes() == by_grpc.as_numpy("left").tobytes()
+
+
+def test_what_is_told_of_the_server_and_its_models(client):
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("words")
+    assert client.is_model_ready("words", "1")
+    assert not client.is_model_ready("words", "2")
+    assert not client.is_model_ready("none")
+    assert client.get_server_metadata().name == "hps"
+    assert "statistics" in client.get_server_metadata().extensions
+    metadata = client.get_model_metadata("ctr", as_json=True)
+    assert [tensor["name"] for tensor in metadata["inputs"]] == ["user", "item", "history", "dense"]
+    config = client.get_model_config("ctr").config
+    assert (config.max_batch_size, config.input[0].name) == (64, "user")
+    index = client.get_model_repository_index()
+    assert {(each.name, each.state) for each in index.models} >= {("ctr", "READY")}
+    client.infer("words.lookup", [keys("left", 1, 2)])
+    refused(client.infer, "words.lookup", [keys("wrong", 1)])
+    (stats,) = client.get_inference_statistics("words.lookup").model_stats
+    assert (stats.inference_count, stats.execution_count) == (2, 1)
+    assert stats.inference_stats.success.count == stats.inference_stats.fail.count == 1
+    assert stats.inference_stats.compute_infer.ns > 0
+    assert len(client.get_inference_statistics().model_stats) == 6
+
+
+def test_errors_have_codes_and_name_the_mend(client, small):
+    code, message = refused(client.infer, "nope", [keys("left", 1)])
+    assert (code, message) == (
+        "StatusCode.NOT_FOUND",
+        "Request for unknown model: 'nope' is not found",
+    )
+    assert "version 1 is served" in refused(client.get_model_metadata, "ctr", "7")[1]
+    code, message = refused(client.infer, "words.lookup", [keys("lefft", 1)])
+    assert code == "StatusCode.INVALID_ARGUMENT"
+    assert "did you mean 'left'" in message
+    code, _ = refused(client.load_model, "words")
+    assert code == "StatusCode.UNIMPLEMENTED"
+    for call in (client.get_system_shared_memory_status, client.get_log_settings):
+        code, message = refused(call)
+        assert code == "StatusCode.UNIMPLEMENTED"
+        assert "is not offered" in message
+
+
+def test_failures_are_counted(client, small):
+    refused(client.infer, "nope", [keys("left", 1)])
+    client.infer("words.lookup", [keys("left", 1)])
+    metrics = small.state.metrics
+    for model, code in (("", "NOT_FOUND"), ("words.lookup", "OK")):
+        counts, _ = metrics.histogram(m.REQUEST_SECONDS, "grpc", "infer", model, code).read()
+        assert sum(counts) == 1
+
+
+def test_a_server_that_loads_says_so(small, serve):
+    small.state = State()
+    with triton.InferenceServerClient(serve().server.url) as client:
+        assert client.is_server_live()
+        assert not client.is_server_ready()
+        code, message = refused(client.infer, "words", [keys("left", 1)])
+        assert code == "StatusCode.UNAVAILABLE"
+        assert "the server is loading" in message
+        small.state.serve(small.node)
+        assert client.is_server_ready()
+        client.infer("words.lookup", [keys("left", 1)])
+
+
+def test_deadlines(client, small):
+    small.store.gate.clear()
+    waiting = [keys("left", 12)]
+    code, _ = refused(client.infer, "words.lookup", waiting, client_timeout=0.3)
+    assert code == "StatusCode.DEADLINE_EXCEEDED"
+    code, message = refused(client.infer, "words.lookup", waiting, timeout=20_000)
+    assert code == "StatusCode.DEADLINE_EXCEEDED"
+    assert "server.request_timeout_ms" in message
+    small.store.gate.set()
+    assert client.infer("words.lookup", waiting).as_numpy("left").tolist() == [row(12, 3)]
+
+
+def test_busy_threads_keep_nobody_from_asking_whether_the_server_lives(client, small):
+    small.store.gate.clear()
+    answers = queue.Queue()
+    for key in range(10, 18):  # twice the threads
+        client.async_infer(
+            "words.lookup", [keys("left", key)], lambda result, error: answers.put(result or error)
+        )
+    assert client.is_server_live()
+    assert client.get_model_metadata("ctr").name == "ctr"
+    small.store.gate.set()
+    for _ in range(8):
+        assert isinstance(answers.get(timeout=60), triton.InferResult)
+
+
+def test_a_stream(client):
+    answers = queue.Queue()
+    client.start_stream(lambda result, error: answers.put((result, error)))
+    for name in ("left", "wrong", "right"):
+        client.async_stream_infer("words.lookup", [keys(name, 1)], request_id=name)
+    result, error = answers.get(timeout=60)
+    assert result.as_numpy("left").tolist() == [row(1, 3)]
+    result, error = answers.get(timeout=60)
+    assert result is None
+    assert "unexpected inference input" in error.message()
+    result, error = answers.get(timeout=60)
+    assert result.get_response().id == "right"
+    client.stop_stream()
+
+
+def test_a_stream_that_wants_its_errors_as_its_own(serve):
+    with grpc.insecure_channel(serve().server.url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        strict = (("triton_grpc_error", "true"),)
+        answers = stub.ModelStreamInfer(
+            iter([pb.ModelInferRequest(model_name="x")]), metadata=strict
+        )
+        with pytest.raises(grpc.RpcError) as caught:
+            next(answers)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_health_is_watched(serve, small):
+    small.state = State()
+    server = serve()
+    with grpc.insecure_channel(server.server.url) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        said = stub.Watch(health_pb2.HealthCheckRequest())
+        assert next(said).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        small.state.serve(small.node)
+        assert next(said).status == health_pb2.HealthCheckResponse.SERVING
+        checked = stub.Check(health_pb2.HealthCheckRequest(service=SERVICE))
+        assert checked.status == health_pb2.HealthCheckResponse.SERVING
+        server.stop()
+        assert next(said).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        said.cancel()
+
+
+def test_reflection(serve):
+    def services(url):
+        with grpc.insecure_channel(url) as channel:
+            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+            request = reflection_pb2.ServerReflectionRequest(list_services="")
+            (answer,) = stub.ServerReflectionInfo(iter([request]))
+            return {each.name for each in answer.list_services_response.service}
+
+    assert {SERVICE, "grpc.health.v1.Health"} <= services(serve().server.url)
+    with pytest.raises(grpc.RpcError):
+        services(serve(grpc={"reflection": False}).server.url)
+
+
+def test_api_keys(serve, key_guard):
+    server = serve(key_guard)
+    with triton.InferenceServerClient(server.server.url) as client:
+        assert client.is_server_live()
+        asking = [keys("left", 1)]
+        code, message = refused(client.infer, "words.lookup", asking)
+        assert code == "StatusCode.UNAUTHENTICATED"
+        assert "X-API-Key" in message
+        assert refused(client.get_model_metadata, "words")[0] == "StatusCode.UNAUTHENTICATED"
+        for headers in (
+            {"x-api-key": "r" * 16},
+            {"authorization": "Bearer " + "r" * 16},
+        ):
+            client.infer("words.lookup", asking, headers=headers)
+            client.get_model_metadata("words", headers=headers)
+        wrong = {"x-api-key": "s" * 16}
+        assert refused(client.infer, "words.lookup", asking, headers=wrong)[1] == "unknown API key"
+
+
+def test_messages_have_a_largest_size(serve):
+    with triton.InferenceServerClient(serve(max_body_bytes=4096).server.url) as client:
+        client.infer("words.lookup", [keys("left", *range(400))])
+        code, _ = refused(client.infer, "words.lookup", [keys("left", *range(600))])
+        assert code == "StatusCode.RESOURCE_EXHAUSTED"
+    with triton.InferenceServerClient(serve(max_keys=3).server.url) as client:
+        code, message = refused(client.infer, "words.lookup", [keys("left", 1, 2, 3, 4)])
+        assert code == "StatusCode.INVALID_ARGUMENT"
+        assert "server.max_keys" in message
+
+
+def test_what_was_accepted_is_answered(serve, small, monkeypatch):
+    server = serve()
+    small.store.gate.clear()
+    asked = threading.Event()
+    fetch = small.store.fetch
+    monkeypatch.setattr(small.store, "fetch", lambda *args: (asked.set(), fetch(*args)))
+    answers = queue.Queue()
+    with triton.InferenceServerClient(server.server.url) as client:
+        waiting = [keys("left", 12)]
+        client.async_infer(
+            "words.lookup", waiting, lambda result, error: answers.put(result or error)
+        )
+        assert asked.wait(60)
+        server.stop()
+        small.store.gate.set()
+        assert isinstance(answers.get(timeout=60), triton.InferResult)
+    server.join()
+
+
+def certified(folder, name, ca=None):
+    """Files of a key and a certificate for ``name``, signed by ``ca`` or by itself."""
+    key, certificate = folder / f"{name}.key", folder / f"{name}.crt"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-days", "2", "-subj", f"/CN={name}", "-keyout", key, "-out", certificate]
+    if ca is None:
+        command += ["-addext", "basicConstraints=critical,CA:TRUE"]
+    else:
+        command += ["-CA", ca[1], "-CAkey", ca[0], "-addext", f"subjectAltName=DNS:{name}"]
+        command += ["-addext", "basicConstraints=critical,CA:FALSE"]
+    subprocess.run(command, check=True, capture_output=True)
+    return key, certificate
+
+
+def test_certificates_on_both_sides(serve, small, tmp_path):
+    ca = certified(tmp_path, "ca")
+    key, certificate = certified(tmp_path, "localhost", ca)
+    client_key, client_certificate = certified(tmp_path, "client", ca)
+    tls = {"key_file": key, "certificate_file": certificate}
+    port = serve(grpc={"tls": tls}).server.url.rpartition(":")[2]
+
+    def asks(port, **files):
+        chosen = {"ssl": True, "root_certificates": str(ca[1])} | files
+        with triton.InferenceServerClient(f"localhost:{port}", **chosen) as client:
+            return client.is_server_live(client_timeout=10)
+
+    assert asks(port)
+    with triton.InferenceServerClient(f"localhost:{port}") as client:
+        assert refused(client.is_server_live)[0] == "StatusCode.UNAVAILABLE"
+    port = serve(grpc={"tls": {**tls, "client_ca_file": ca[1]}}).server.url.rpartition(":")[2]
+    assert asks(port, private_key=str(client_key), certificate_chain=str(client_certificate))
+    assert refused(asks, port)[0] == "StatusCode.UNAVAILABLE"
+
+
+def test_certificates_are_renewed(serve, tmp_path, caplog):
+    old = certified(tmp_path, "localhost")
+    tls = {"key_file": old[0], "certificate_file": old[1]}
+    port = serve(grpc={"tls": tls}).server.url.rpartition(":")[2]
+
+    def asks(root):
+        with triton.InferenceServerClient(
+            f"localhost:{port}", ssl=True, root_certificates=str(root)
+        ) as client:
+            return client.is_server_live(client_timeout=10)
+
+    root = tmp_path / "root.crt"
+    root.write_bytes(old[1].read_bytes())
+    assert asks(root)
+    old[0].unlink()
+    assert asks(root)
+    assert "the former certificates stay in force" in caplog.text
+    certified(tmp_path, "localhost")
+    assert asks(old[1])
+    assert refused(asks, root)[0] == "StatusCode.UNAVAILABLE"
+
+
+def test_certificate_files_that_are_not_there(small, tmp_path):
+    tls = TlsSettings(key_file=tmp_path / "no", certificate_file=tmp_path / "no")
+    with pytest.raises(ConfigError, match=r"server.grpc.tls: .*/no: No such file"):
+        GrpcServer(GrpcSettings(port=0, tls=tls), small.state, small.settings, OpenGuard())
+
+
+def test_a_port_that_is_taken(small, serve):
+    port = int(serve().server.url.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=f"server.grpc: cannot listen on 127.0.0.1:{port}"):
+        GrpcServer(GrpcSettings(port=port), small.state, small.settings, OpenGuard())
