@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hps.attached import Attached, attach
     from hps.build import open
     from hps.config import Settings
     from hps.errors import HpsError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "Attached",
     "HpsError",
     "JaggedKeys",
     "LookupRequest",
@@ -41,12 +43,15 @@ __all__ = [
     "Settings",
     "Source",
     "__version__",
+    "attach",
     "open",
 ]
 
 # Nothing is imported until it is asked for: `import hps` costs no ONNX Runtime and no RocksDB.
 _HOMES = {
     "open": "hps.build",
+    "attach": "hps.attached",
+    "Attached": "hps.attached",
     "Node": "hps.node",
     "Settings": "hps.config",
     "HpsError": "hps.errors",

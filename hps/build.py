@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -13,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from hps import metric_names as m
-from hps.config import Configuration, Settings, configuration_from, load_config
+from hps.config import Configuration, Settings, as_configuration
 from hps.config.cache_settings import CpuCacheSettings
+from hps.config.runtime import attachable
 from hps.config.schema import ModelOverride, TableOverride
 from hps.devices import Devices
 from hps.lookup.engine import Promote
@@ -33,6 +35,7 @@ from hps.tiers.capacity import plan_capacity
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu_cache import CacheMemory, CpuCache
 from hps.tiers.cpu_segments import Segments
+from hps.tiers.node import NodeServer
 from hps.tiers.wrappers import Metered
 from hps.types import EmbeddingTable, KeyArray, NoProgress, Progress, Source
 from hps.updates.arrivals import LOOK_EVERY_S
@@ -49,13 +52,7 @@ log = logging.getLogger(__name__)
 
 def open(config: Path | str | Mapping[str, Any] | Settings | Configuration | None = None) -> Node:
     """A node from a YAML file, a ``ps.json``, a mapping of the YAML's shape, or settings."""
-    if isinstance(config, Settings):
-        return open_node(Configuration(settings=config))
-    if isinstance(config, Configuration):
-        return open_node(config)
-    if isinstance(config, Mapping):
-        return open_node(configuration_from(config))
-    return open_node(load_config(None if config is None else Path(config)))
+    return open_node(as_configuration(config))
 
 
 def open_node(configuration: Configuration, progress: Progress | None = None) -> Node:
@@ -64,7 +61,7 @@ def open_node(configuration: Configuration, progress: Progress | None = None) ->
     What is cheap to check is checked before rows are loaded, so that a broken configuration ends
     within seconds. Raises ``ConfigError``, ``ModelError`` or ``TierError``; nothing stays open then.
     """
-    settings = configuration.settings
+    settings = attachable(configuration.settings)
     with ExitStack() as resources:
         versions = open_versions(configuration)
         opened = [open_model(version, settings, resources) for version in versions]
@@ -149,7 +146,38 @@ class _Builder:
         )
         self._publish(node, serving)
         self._read_updates(node.streams, writer)
+        node.socket = self._let_attach(node, serving)
         return node
+
+    def _let_attach(self, node: Node, serving: Serving) -> NodeServer | None:
+        """The socket for other processes, which may read the CPU cache themselves if that is shared."""
+        folder, cache = self._settings.server.runtime, self._settings.tiers.cpu_cache
+        if folder is None:
+            return None
+        shared = cache.shared
+        on = cache.enabled and shared.name is not None
+        from hps import __version__
+
+        about = {
+            "version": __version__,
+            "process": os.getpid(),
+            "models": {model.name: model.version for model in node.models.values()},
+            "cache": {"name": shared.name, "folder": str(shared.folder)} if on else None,
+        }
+        socket = NodeServer(
+            folder,
+            self._tables,
+            serving.caches,
+            serving.stores,
+            serving.lookups.stores,
+            serving.promote,
+            {
+                "node": lambda _given: about,
+                "ages": lambda _given: {t.id: node.streams.age_s(t) for t in self._tables},
+            },
+        )
+        self._resources.callback(socket.close)
+        return socket
 
     def _read_updates(self, streams: Streams, writer: CacheWriter) -> None:
         """Last, when everything is filled: from here on the caches change."""

@@ -17,6 +17,7 @@ from hps.given import Features, jagged, tensor
 from hps.open_models import OpenModels, ServedModel, deadline_in
 from hps.streams import Streams
 from hps.tier_status import hot_keys
+from hps.tiers.node import NodeServer
 from hps.types import KeyArray, LookupRequest, LookupResult, as_keys
 from hps.updates.writer import CacheWriter
 
@@ -32,6 +33,8 @@ class Node(OpenModels):
     streams: Streams
     promotions_into_stores: Callable[[], Mapping[str, int]] = dict
     """Keys waiting to be copied from one store into another, by the latter's name."""
+    socket: NodeServer | None = None
+    """By which other processes attach; None where `server.runtime` is not set."""
     _turn: Iterator[int] = field(default_factory=count)
 
     def lookup_on_device(
@@ -101,6 +104,7 @@ class Node(OpenModels):
             **OpenModels.status(self),  # a dataclass with slots has no super()
             "updates": self.streams.status(),
             "promotions_waiting_keys": sum(self.promotions_waiting().values()),
+            "socket": self.socket.facts() if self.socket else None,
         }
 
 

@@ -21,8 +21,11 @@ from hps.types import EmbeddingTable
 from hps.wiring import check_wiring
 
 
-def open_versions(configuration: Configuration) -> list[ModelVersion]:
-    """The versions to serve: those of ``ps.json`` and those of the repository."""
+def open_versions(
+    configuration: Configuration, chosen: Mapping[str, int] | None = None
+) -> list[ModelVersion]:
+    """The versions to serve: those of ``ps.json`` and those of the repository; ``chosen``, by model, instead
+    of those that the settings would choose now."""
     settings = configuration.settings.models
     overrides: Mapping[str, ModelOverride] = settings.serve or {}
     versions = []
@@ -31,12 +34,18 @@ def open_versions(configuration: Configuration) -> list[ModelVersion]:
         spec = apply_override(version.spec, overrides.get(version.name))
         versions.append(replace(version, spec=spec))
     taken = {version.name for version in versions}
-    if settings.serve is None and not (taken and not settings.repository.is_dir()):
+    if chosen is not None:
+        names = list(chosen)
+    elif settings.serve is None and not (taken and not settings.repository.is_dir()):
         names = Repository(settings.repository).names()
     else:
         names = list(overrides)
     repository = Repository(settings.repository)
-    versions += [repository.open(n, None, overrides.get(n)) for n in names if n not in taken]
+    versions += [
+        repository.open(name, (chosen or {}).get(name), overrides.get(name))
+        for name in names
+        if name not in taken
+    ]
     if not versions:
         raise ConfigError(
             f"no model to serve: {settings.repository} holds none; make one with `hps model import` "

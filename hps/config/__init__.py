@@ -1,7 +1,7 @@
 """Settings and ``model.yaml``: the only place that reads YAML and the environment."""
 
 from hps.config.legacy import LegacyModel
-from hps.config.loading import Configuration, configuration_from, load_config
+from hps.config.loading import Configuration, as_configuration, configuration_from, load_config
 from hps.config.model_file import apply_override, dump_model_spec, load_model_spec
 from hps.config.model_schema import ModelSpec
 from hps.config.problems import InvalidConfiguration
@@ -14,6 +14,7 @@ __all__ = [
     "ModelSpec",
     "Settings",
     "apply_override",
+    "as_configuration",
     "configuration_from",
     "dump_model_spec",
     "load_config",

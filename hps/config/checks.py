@@ -247,6 +247,19 @@ def cpu_cache(*, shared: bool, huge_pages: str) -> list[Finding]:
     return []
 
 
+def workers(count: int, gpu: str, huge_pages: str) -> list[Finding]:
+    """Workers read the node's CPU cache in shared memory; what is on a GPU they can't."""
+    findings = []
+    if count and gpu == "required":
+        message = f"is {count}, but workers can't use the node's GPU cache; set tiers.gpu.use to off"
+        findings.append(Finding(("server", "workers"), message, (("tiers", "gpu", "use"),)))
+    if count and huge_pages == "reserved":
+        message = "is reserved, which can't be shared with server.workers; take transparent"
+        also = (("server", "workers"),)
+        findings.append(Finding(("tiers", "cpu_cache", "huge_pages"), message, also))
+    return findings
+
+
 def gpu(
     devices: Sequence[int], eviction: str, epoch_s: float | None, host_bytes: int, *, static: bool
 ) -> list[Finding]:

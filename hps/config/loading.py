@@ -87,6 +87,19 @@ def configuration_from(
     return _configuration([Layer(dict(data), lambda key: "")], None, overrides, environ)
 
 
+def as_configuration(
+    config: Path | str | Mapping[str, Any] | Settings | Configuration | None,
+) -> Configuration:
+    """What a caller gave in one of the ways there are. Raises ConfigError."""
+    if isinstance(config, Settings):
+        return Configuration(settings=config)
+    if isinstance(config, Configuration):
+        return config
+    if isinstance(config, Mapping):
+        return configuration_from(config)
+    return load_config(config)
+
+
 def _configuration(
     base: Sequence[Layer],
     path: Path | None,

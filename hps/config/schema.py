@@ -131,3 +131,10 @@ class Settings(Strict):
     """Ports and limits of the server."""
     auth: AuthSettings = AuthSettings()
     """Who may use the server."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        tiers = self.tiers
+        return self.consistent(
+            checks.workers(self.server.workers, tiers.gpu.use, tiers.cpu_cache.huge_pages)
+        )

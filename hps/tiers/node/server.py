@@ -50,26 +50,25 @@ class NodeServer:
         stores: Tier,
         lane: Workers,
         promote: Callable[[EmbeddingTable, KeyArray], None],
-        answers: Mapping[str, Answer],
+        answers: Mapping[str, Answer] | None = None,
     ) -> None:
         self.path = folder / frames.SOCKET
         self._tables = {(t.id, t.dim, t.dtype.str): t for t in tables}
         self._caches, self._stores, self._lane, self._promote = caches, stores, lane, promote
-        self._answers = answers
+        self.answers = dict(answers or {})
         self._connections: set[socket.socket] = set()
         self._closed = False
-        self._lock = _claim(folder)
+        self._claim = _Claim(folder)
         try:
             self._listener = _listen(self.path)
         except BaseException:
-            os.close(self._lock)
+            self._claim.give_up()
             raise
         threading.Thread(target=self._accept, name="hps-node-socket", daemon=True).start()
 
-    @property
-    def connections(self) -> int:
-        """How many there are."""
-        return len(self._connections)
+    def facts(self) -> dict[str, Any]:
+        """For a node's status."""
+        return {"path": str(self.path), "connections": len(self._connections)}
 
     def close(self) -> None:
         """End every connection. Idempotent."""
@@ -81,7 +80,7 @@ class NodeServer:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits on it
         self._listener.close()
-        os.close(self._lock)
+        self._claim.give_up()
 
     # -- connections -------------------------------------------------------------------------------
 
@@ -140,7 +139,7 @@ class NodeServer:
             return []
         if kind == Kind.ASK:
             question = frames.read_json(payload)
-            answer = self._answers.get(question["what"])
+            answer = self.answers.get(question["what"])
             if answer is None:
                 raise Unavailable(f"nobody answers {question['what']!r} here now")
             return frames.as_json(answer(question))
@@ -193,18 +192,38 @@ def private_folder(folder: Path) -> None:
         raise ConfigError(f"server.runtime {folder} is open to other users; chmod 700 {folder}")
 
 
-def _claim(folder: Path) -> int:
-    """An open file that no other node can lock while this process has it, however it ends."""
-    private_folder(folder)
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise ConfigError(
-            f"another node that runs has its socket in {folder}; give this one another server.runtime"
-        ) from None
-    return lock
+class _Claim:
+    """The folder, which no other node can have while this process has it, however it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError."""
+        self._folder, self._made = folder, not folder.exists()
+        self._file = -1
+        while self._file < 0:
+            private_folder(folder)
+            file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Whoever had it before may have removed it meanwhile.
+                with suppress(FileNotFoundError):
+                    if os.stat(folder / "lock").st_ino == os.fstat(file).st_ino:
+                        self._file = file
+            except BlockingIOError:
+                raise ConfigError(
+                    f"another node that runs has its socket in {folder}; give this one another "
+                    "server.runtime"
+                ) from None
+            finally:
+                if self._file < 0:
+                    os.close(file)
+
+    def give_up(self) -> None:
+        """The folder goes too if it was made by this process and nothing else is in it."""
+        (self._folder / "lock").unlink(missing_ok=True)
+        if self._made:
+            with suppress(OSError):
+                self._folder.rmdir()
+        os.close(self._file)
 
 
 def _listen(path: Path) -> socket.socket:

@@ -1,0 +1,52 @@
+"""Where processes of one machine find a node: the folder of its socket, the name of its shared cache.
+
+Both are made of what only one node at a time can have, so that a node which was killed finds what it left,
+and uses it or clears it away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import tempfile
+from pathlib import Path
+
+from hps.config.schema import Settings
+
+
+def for_workers(settings: Settings) -> Settings:
+    """``settings`` of a node with workers: with a ``server.runtime`` if none is given, and without a GPU
+    cache, which workers could not use."""
+    gpu = settings.tiers.gpu.model_copy(update={"use": "off"})
+    tiers = settings.tiers.model_copy(update={"gpu": gpu})
+    runtime = settings.server.runtime or _own_folder(settings)
+    server = settings.server.model_copy(update={"runtime": runtime})
+    return attachable(settings.model_copy(update={"tiers": tiers, "server": server}))
+
+
+def attachable(settings: Settings) -> Settings:
+    """``settings`` with a shared CPU cache where ``server.runtime`` lets others attach."""
+    runtime, cache = settings.server.runtime, settings.tiers.cpu_cache
+    if runtime is None or not cache.enabled or cache.shared.name is not None:
+        return settings
+    shared = cache.shared.model_copy(update={"name": f"node-{_digest(str(runtime.absolute()))}"})
+    tiers = settings.tiers.model_copy(
+        update={"cpu_cache": cache.model_copy(update={"shared": shared})}
+    )
+    return settings.model_copy(update={"tiers": tiers})
+
+
+def _own_folder(settings: Settings) -> Path:
+    rocksdb, http = settings.tiers.rocksdb, settings.server.http
+    if rocksdb.enabled and rocksdb.access == "primary":
+        own = f"rocksdb {rocksdb.path.absolute()}"
+    elif http.port:
+        own = f"port {http.host} {http.port}"
+    else:
+        own = secrets.token_hex()
+    return Path(tempfile.gettempdir()) / f"hps-{os.getuid()}-{_digest(own)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
