@@ -85,7 +85,7 @@ class GpuCacheSettings(Strict):
     """Capacity as a share of each table's rows instead of bytes, those in pinned memory included."""
     eviction: GpuEviction = "lru"
     """Which row makes room: the one used longest ago, or the one used least."""
-    clock_ticks: int = Field(16, ge=1, le=64)
+    clock_ticks: int = Field(64, ge=1, le=64)
     """How finely `lru` tells ages apart: ticks of its clock while the cache turns over once."""
     epoch_s: float | None = Field(None, gt=0)
     """With `lfu`, rows last used in an earlier such span of time go first; null: uses count for ever."""

@@ -18,8 +18,8 @@ constexpr u32 TOMBSTONE = 1u << 30;
 constexpr u32 CLAIMED = 1u << 29;
 constexpr u32 ROW_MASK = CLAIMED - 1;
 constexpr u32 NO_ROW = 0xffffffffu;
-constexpr int MARGIN = 2;
 constexpr int COUNT_BITS = 20;
+constexpr int POLICY_BITS = 8;
 constexpr int BLOCK = 256;  // threads of a block, in every kernel
 
 constexpr int NONE = 0;  // policies, layout.py's Policy
@@ -184,10 +184,11 @@ __device__ __forceinline__ Found look(char* lines, u32 buckets, u64 key, u64 has
 }
 
 // A hit's trace in the score of its slot. Scores are hints: a trace that meets a write of the slot
-// may be lost or fall to the slot's next key.
+// may be lost or fall to the slot's next key. `policy`: LRU | age << POLICY_BITS, where scores
+// younger than the age stay, or LFU.
 __device__ __forceinline__ void stamp_slot(char* slot, u32 score, u32 now, u32 policy) {
-  if (policy == LRU) {
-    if (score != now)  // cheaper than a store, which two fetches could set back besides
+  if ((policy & ((1u << POLICY_BITS) - 1)) == LRU) {
+    if (now - score >= policy >> POLICY_BITS)  // cheaper than a store, which two fetches could set back besides
       asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;" ::"l"(score_of(slot)), "r"(now)
                    : "memory");
   } else if (policy == LFU) {

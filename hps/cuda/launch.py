@@ -40,7 +40,7 @@ WRITE_ARGS = np.dtype(
         ("oldest_tombstone", np.uint64),
         *((name, np.uint32) for name in ("buckets", "stride", "row_bytes", "on_device", "n")),
         *((name, np.uint32) for name in ("scratch_mask", "start", "policy")),
-        *((name, np.uint32) for name in ("tombstone", "unused")),
+        *((name, np.uint32) for name in ("tombstone", "age")),
     ],
     align=True,
 )

@@ -35,10 +35,13 @@ ROW_MASK = CLAIMED - 1
 NO_ROW = 2**32 - 1
 """Reported for a key that is not there, where row numbers are asked for."""
 
-MARGIN = 2
-"""In full buckets: how many ticks older a slot elsewhere must be than one of the home half."""
-TICKS_A_TURN = 16
+TICKS_A_TURN = 64
 """Ticks of the clock while the table admits as many rows as it has slots."""
+AGES_A_TURN = 8
+"""Ticks are told apart where one row is to make room. By fewer than a turn's eighth, an *age*, a hit
+leaves its row's score as it is, and a slot elsewhere goes no sooner than one of the home half."""
+POLICY_BITS = 8
+"""Low bits of what fetch is told of the policy; above them stands the age, where there is one."""
 STATIC_LOAD = 0.45
 """Rows per slot of a static table: few enough that each finds a slot without another's leaving."""
 COUNT_BITS = 20

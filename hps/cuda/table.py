@@ -10,7 +10,16 @@ from numpy.typing import NDArray
 
 from hps.cuda import layout
 from hps.cuda.launch import SCAN_ARGS, blocks_of, unit_of
-from hps.cuda.layout import BUCKET_BYTES, COUNT_BITS, TICKS_A_TURN, Policy, Shape, shape_of
+from hps.cuda.layout import (
+    AGES_A_TURN,
+    BUCKET_BYTES,
+    COUNT_BITS,
+    POLICY_BITS,
+    TICKS_A_TURN,
+    Policy,
+    Shape,
+    shape_of,
+)
 from hps.cuda.loader import Struct, cupy, kernel
 from hps.errors import ConfigError
 from hps.types import EmbeddingTable
@@ -72,6 +81,10 @@ class GpuTable:
         self.keep = shape.stride >= KEEP_ROWS_FROM
         # What fetch is told of the policy: 0 when hits leave no trace.
         self.stamping = 0 if self.policy is Policy.SCORE else int(self.policy)
+        self.age = 0
+        if self.policy is Policy.LRU:
+            self.age = max(1, ticks // AGES_A_TURN)
+            self.stamping |= self.age << POLICY_BITS
         self.filled = 0  # of a static table: rows written, which no later write takes
         self.sealed = False
         self.clock = 1

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.cuda import layout
-from hps.cuda.layout import COUNT_BITS, EMPTY, HALF, MARGIN, ROW_MASK, TOMBSTONE, Policy, Shape
+from hps.cuda.layout import COUNT_BITS, EMPTY, HALF, ROW_MASK, TOMBSTONE, Policy, Shape
 from hps.types import KeyArray, VectorArray, VersionArray
 
+AGE = layout.TICKS_A_TURN // layout.AGES_A_TURN
 Place = tuple[int, int]
 """A half and a slot in it."""
 
@@ -101,7 +102,7 @@ class TwinTable:
                 self.keys[place], self.scores[place] = key, score
             self._fill(i, place, row, versions[i])
         ticks, self._admitted = divmod(
-            self._admitted + admitted, self.shape.capacity // layout.TICKS_A_TURN
+            self._admitted + admitted, max(1, self.shape.capacity // layout.TICKS_A_TURN)
         )
         self.clock += ticks
 
@@ -123,7 +124,8 @@ class TwinTable:
 
     def _stamp(self, place: Place) -> None:
         if self.policy is Policy.LRU:
-            self.scores[place] = self.clock
+            if self.clock - int(self.scores[place]) >= AGE:
+                self.scores[place] = self.clock
         elif self.policy is Policy.LFU:
             score = int(self.scores[place])
             if score >> COUNT_BITS != self.epoch:
@@ -149,7 +151,7 @@ class TwinTable:
     def _choose(self, key: int, score: int) -> Place | None:
         """An empty slot, of the home half (unless it is the bucket's last and the second bucket has more) or
         else of the emptier bucket; without any the lowest score, of the home half before others by
-        `MARGIN` ticks. None when ``score`` is lower than all."""
+        an `AGE`. None when ``score`` is lower than all."""
         halves = self._halves(key)
         vacant = [np.flatnonzero(self.words[half] & EMPTY) for half in halves]
         here, there = len(vacant[0]) + len(vacant[1]), len(vacant[2]) + len(vacant[3])
@@ -164,7 +166,7 @@ class TwinTable:
             return None
         scores = self.scores[halves].astype(np.int64)
         if self.policy is Policy.LRU:
-            scores[1:] += MARGIN
+            scores[1:] += AGE
         scores[self.words[halves] >= TOMBSTONE] = -1
         best = int(scores.reshape(-1).argmin())
         if self.policy is Policy.SCORE and scores.reshape(-1)[best] > score:

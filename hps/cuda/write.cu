@@ -31,7 +31,7 @@ struct WriteArgs {
   u32 start;  // a new row's score
   u32 policy;
   u32 tombstone;  // deletions: no vectors
-  u32 unused;
+  u32 age;        // in full buckets: ticks that a slot elsewhere must be staler than one at home
 };
 
 static_assert(sizeof(WriteArgs) == 152, "as launch.py has it");
@@ -100,7 +100,7 @@ __device__ __forceinline__ void fill_row(const WriteArgs& a, u32 row, u32 i,
 // an empty one of the home half (unless it is the bucket's last and the second bucket has more),
 // else of the emptier bucket, else the one with the lowest score. `slot` are the four halves' slots
 // at this thread's rank.
-__device__ __forceinline__ int choose(const Slot* slot, u32 score, u32 policy,
+__device__ __forceinline__ int choose(const Slot* slot, u32 score, u32 policy, u32 age,
                                       const Tile<TILE>& tile) {
   int vacant[CHOICES];
 #pragma unroll
@@ -121,7 +121,7 @@ __device__ __forceinline__ int choose(const Slot* slot, u32 score, u32 policy,
       const bool wanted = home ? k == 0 : second ? k >= 2 : k == 1;
       if (wanted && (word & (EMPTY | CLAIMED)) == EMPTY) rank = 0;
     } else if (policy != NONE && !(word & CLAIMED)) {
-      const int margin = policy == LRU && k ? MARGIN : 0;
+      const u32 margin = policy == LRU && k ? age : 0;
       rank = word & TOMBSTONE ? 0 : (u64)slot[k].score + 1 + margin;
     }
     if (rank != NOTHING) best = min(best, rank * 32 + k * HALF + tile.rank);
@@ -174,7 +174,7 @@ __device__ __forceinline__ bool find_place(const WriteArgs& a, u32 i, Place& pla
       if (UPDATE ? forgotten || version < held : !forgotten && version < held) return false;
     } else {
       if (UPDATE) return false;
-      const int q = choose(slot, a.scores ? a.scores[i] : a.start, a.policy, tile);
+      const int q = choose(slot, a.scores ? a.scores[i] : a.start, a.policy, a.age, tile);
       if (q < 0) {
         if (tile.rank == 0) atomicAdd(&counted[2], 1u);
         return false;

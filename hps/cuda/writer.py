@@ -100,6 +100,7 @@ class Writer:
         args["buckets"], args["stride"], args["row_bytes"], args["on_device"] = table.sizes
         args["spare"] = table.spare.data.ptr + 4 * table.filled
         args["policy"], args["start"] = int(table.policy), table.first_score
+        args["age"] = table.age
         args["keys"], args["n"] = keys, n
         args["scratch"] = self._scratch.data.ptr
         args["counters"], args["result"] = self._counters.data.ptr, self._pinned.ptr

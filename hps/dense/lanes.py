@@ -21,6 +21,8 @@ from hps.errors import DenseModelError
 
 _ALIGN = 256
 _FORMS_KEPT = 32
+_RECORD_AT = 4
+"""The run of a form that is recorded: libraries choose their kernels and take their memory in the first."""
 
 
 class _Place(NamedTuple):
@@ -57,6 +59,8 @@ class Form:
             self._io.bind_output(*lane.binding(place.tensor, place.shape, self._base + place.start))
         self.feeds = {p.tensor.name: views[p.tensor.name] for p in places}
         self._options = lane.network.run_options()
+        self._runs = 0
+        self._recording: Any = None
 
     def start(self, inputs: Mapping[str, NDArray[Any]]) -> None:
         """Run the network on what was put into ``feeds`` and on ``inputs``; the outputs are on their way when
@@ -68,13 +72,24 @@ class Form:
         if self._up:
             last = self._up[-1]
             copy(self._base, address(pinned), last.start + last.nbytes, stream)
-        try:
-            lane.session.run_with_iobinding(self._io, self._options)
-        except Exception as error:
-            raise DenseModelError(f"the dense model failed: {first_line(error)}") from error
+        self._runs += 1
+        if self._runs == _RECORD_AT and lane.network.records:
+            # A form's tensors stay where they are, and what the network takes beside them its session
+            # keeps, for runs on this stream: one after the other.
+            self._recording = lane.space.record(stream, self._run)
+        if self._recording is None:
+            self._run()
+        else:
+            self._recording.launch(stream)
         last = self._down[-1]
         at, nbytes = self._out_at, last.start + last.nbytes - self._out_at
         copy(address(pinned) + at, self._base + at, nbytes, stream)
+
+    def _run(self) -> None:
+        try:
+            self._lane.session.run_with_iobinding(self._io, self._options)
+        except Exception as error:
+            raise DenseModelError(f"the dense model failed: {first_line(error)}") from error
 
     def finish(self) -> dict[str, NDArray[Any]]:
         """The outputs, when they have come down."""

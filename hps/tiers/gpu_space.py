@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hps.cuda.loader import cupy
+from hps.cuda.recording import Recording, record
 from hps.tiers.base import Part
 from hps.types import EmbeddingTable, KeyArray
 
@@ -74,6 +75,11 @@ class DeviceSpace:
     def bring(self, to: NDArray[Any], array: Any, stream: Any) -> None:
         """Copy ``array`` into ``to``, as large and in pinned memory, without waiting."""
         self.copy(to.ctypes.data, array.data.ptr, to.nbytes, stream)
+
+    def record(self, stream: Any, work: Callable[[], None]) -> Recording | None:
+        """See `record` of `hps/cuda/recording.py`."""
+        with self.device:
+            return record(stream, work)
 
     def assign(self, to: Any, source: Any, stream: Any) -> None:
         """``to[...] = source`` on ``stream``: other types and shapes that broadcast."""

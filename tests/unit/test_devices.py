@@ -11,10 +11,13 @@ from onnx import helper as h
 
 import hps
 from hps.config.model_schema import DenseSpec, FeatureSpec, ModelSpec, TableSpec, TensorSpec
+from hps.cuda import recording
+from hps.dense.onnx import OnnxModel
 from hps.devices import device_count
 from hps.errors import BadRequest, ConfigError, DeadlineExceeded
 from hps.metric_names import LOOKUP_KEYS
 from hps.models.writer import write_version
+from hps.tiers import gpu_space
 from hps.types import JaggedKeys, Source, version_now
 from tests.support import twin_device
 from tests.support.waiting import until
@@ -223,6 +226,41 @@ def test_many_batch_sizes_by_turns(both):
     for batch in [*range(1, 50), 2000, 3, 700]:
         asked = request_of(np.arange(200), batch)
         same(node.predict("m", *asked), plain.predict("m", *asked))
+
+
+def test_a_run_that_repeats_is_recorded_once(pair, monkeypatch):
+    node, plain, (cache,) = pair
+    monkeypatch.setattr(OnnxModel, "records", True)
+    for step in range(8):
+        asked = request_of(np.arange(step, 200), 5)
+        same(node.predict("m", *asked), plain.predict("m", *asked))
+    assert cache.space.recorded == 1
+
+
+@pytest.mark.gpu
+def test_recordings_give_what_runs_gave_beside_a_writer(open_node, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        gpu_space, "record", lambda *given: made.append(recording.record(*given)) or made[-1]
+    )
+    node, _ = open_node(gpus=None, gpu={"share": 0.5, "use": "required"})
+    plain, _ = open_node(gpus=None, gpu={"use": "off"}, dense={"provider": "cpu"})
+    table, keys = table_of(node, "users"), np.arange(HELD)
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(
+            lambda: [
+                node.writer.update(
+                    table, keys, rows(keys, 4), np.full(HELD, version_now())
+                ).result()
+                for _ in range(200)
+            ]
+        )
+        for batch in [1, 7, 300, 2] * 12:
+            asked = request_of(np.arange(200), batch)
+            same(node.predict("m", *asked), plain.predict("m", *asked))
+        written.result()
+    assert len(made) >= 4
+    assert None not in made
 
 
 def test_sources_are_reported(pair):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hps.cuda import layout
 from hps.cuda.layout import COUNT_BITS, EMPTY, ROW_MASK, TOMBSTONE, Policy, Shape, shape_of
-from hps.cuda.twin import TwinTable
+from hps.cuda.twin import AGE, TwinTable
 from hps.tiers.base import newest_of_each
 from hps.types import EmbeddingTable
 
@@ -83,6 +83,18 @@ def test_the_stalest_rows_make_room():
     assert np.isin(used, twin.resident()).all()
     assert np.isin(np.arange(1000, 1020), twin.resident()).all()
     check(twin)
+
+
+def test_a_use_is_noted_when_the_last_is_an_age_ago():
+    twin = TwinTable(SMALL, DIM)
+    came = twin.clock
+    put(twin, np.arange(50))
+    twin.clock = came + AGE - 1
+    twin.fetch(np.arange(50))
+    assert len(twin.resident(came + 1)) == 0
+    twin.clock = came + AGE
+    twin.fetch(np.arange(10))
+    assert twin.resident(came + 1).tolist() == list(range(10))
 
 
 def test_a_flood_leaves_the_table_full():

@@ -277,7 +277,8 @@ def test_export_can_leave_out_what_is_old():
     old, new = np.arange(300), np.arange(1000, 1300)
     for keys in (old, np.arange(5000, 5300), new):
         cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
-    exported = cache.export(table, least=cache.held(table).clock - 3)[0].get()
+    held = cache.held(table)
+    exported = cache.export(table, least=held.clock - 2 * held.age)[0].get()
     assert np.isin(new, exported).all()
     assert not np.isin(old, exported).any()
 

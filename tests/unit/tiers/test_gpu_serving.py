@@ -103,13 +103,13 @@ def test_a_prepared_pooling_is_a_use_of_its_rows():
     held.clock = 40
     out = cupy().empty((1, 4), np.float32)
     prepared = cache.prepare([(table, 1, 1, False, out)])
-    held.clock = 41
+    held.clock += held.age
     prepared.keys[0][:] = 7
     stream = cache.space.take_stream()
     prepared.launch(stream)
     stream.synchronize()
-    keys, _, _, scores = cache.export(table, least=41)
-    assert (keys.get().tolist(), scores.get().tolist()) == ([7], [41])
+    keys, _, _, scores = cache.export(table, least=held.clock)
+    assert (keys.get().tolist(), scores.get().tolist()) == ([7], [held.clock])
 
 
 class Once(MemoryTier):

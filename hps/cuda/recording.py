@@ -1,0 +1,84 @@
+"""What a stream is asked to do, recorded once and asked for again in one launch (a CUDA graph)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+from hps.cuda.loader import cupy
+
+_COPY = 1
+_REPEATABLE = frozenset((0, 2, 5, 10, 11))
+"""Kinds of a graph's nodes that may be run again as they are: kernels, fills, empty ones, memory taken and
+given back; and copies within the device's memory. The host's may be in use for something else by then,
+and a call of the host may free what it is given."""
+_ON_DEVICE = 2
+_COPY_FIELDS = 25  # of CUDA_MEMCPY3D, 8 bytes each
+_FROM, _TO = 4, 15
+"""The fields that say on which side the memory is."""
+
+
+class Recording:
+    """May be launched on any stream of its device, by one thread at a time."""
+
+    def __init__(self, graph: int) -> None:
+        self._runtime = cupy().cuda.runtime
+        self._executable = self._runtime.graphInstantiate(graph)
+
+    def launch(self, stream: Any) -> None:
+        """Ask ``stream`` for all of it, without waiting."""
+        self._runtime.graphLaunch(self._executable, stream.ptr)
+
+    def __del__(self) -> None:
+        if executable := getattr(self, "_executable", 0):
+            self._runtime.graphExecDestroy(executable)
+
+
+def record(stream: Any, work: Callable[[], None]) -> Recording | None:
+    """What ``work`` asks of ``stream``, which does not do it yet; None when that can't be recorded or is not
+    to be repeated. Other threads may use the device meanwhile. ``work`` must use no memory of the device
+    that will be given to others."""
+    runtime = cupy().cuda.runtime
+    # Relaxed: no call of another thread is refused because of this, nor makes this fail.
+    runtime.streamBeginCapture(stream.ptr, runtime.streamCaptureModeRelaxed)
+    failed = False
+    try:
+        work()
+    except Exception:
+        failed = True
+    try:
+        graph = runtime.streamEndCapture(stream.ptr)
+    except runtime.CUDARuntimeError:
+        return None
+    try:
+        return None if failed or not _is_repeatable(graph) else Recording(graph)
+    except runtime.CUDARuntimeError:
+        return None
+    finally:
+        runtime.graphDestroy(graph)
+
+
+def _is_repeatable(graph: int) -> bool:
+    """Whether the nodes of ``graph`` are known to do the same again, whatever the host did meanwhile."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    count, kind = ctypes.c_size_t(), ctypes.c_int()
+    at = ctypes.c_void_p(graph)
+    if driver.cuGraphGetNodes(at, None, ctypes.byref(count)) or not count.value:
+        return False
+    nodes = (ctypes.c_void_p * count.value)()
+    if driver.cuGraphGetNodes(at, nodes, ctypes.byref(count)):
+        return False
+    for pointer in nodes:
+        node = ctypes.c_void_p(pointer)
+        if driver.cuGraphNodeGetType(node, ctypes.byref(kind)):
+            return False
+        if kind.value == _COPY:
+            copy = (ctypes.c_uint64 * _COPY_FIELDS)()
+            if driver.cuGraphMemcpyNodeGetParams(node, copy):
+                return False
+            if any(copy[side] & 0xFFFF_FFFF != _ON_DEVICE for side in (_FROM, _TO)):
+                return False
+        elif kind.value not in _REPEATABLE:
+            return False
+    return True
