@@ -30,6 +30,8 @@ class MetricSpec:
 
 BUILD_INFO = "hps_build_info"
 UPTIME = "hps_uptime_seconds"
+WORKERS = "hps_workers"
+WORKER_RESTARTS = "hps_worker_restarts_total"
 REQUEST_SECONDS = "hps_request_duration_seconds"
 REQUESTS_REFUSED = "hps_requests_refused_total"
 LOOKUP_KEYS = "hps_lookup_keys_total"
@@ -59,6 +61,10 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(BUILD_INFO, "gauge", ("version", "native"), "Always 1; what is running."),
     MetricSpec(UPTIME, "gauge", (), "Seconds since the node was opened."),
     MetricSpec(MODEL_VERSION, "gauge", ("model",), "Version of the model that is being served."),
+    MetricSpec(WORKERS, "gauge", (), "Worker processes that answer requests at the moment."),
+    MetricSpec(
+        WORKER_RESTARTS, "counter", (), "Worker processes that ended by themselves and were replaced."
+    ),
     MetricSpec(
         REQUEST_SECONDS,
         "histogram",

@@ -82,6 +82,43 @@ class Histogram:
             return self._counts.tolist(), self._total
 
 
+class Numbers(dict[str, dict[tuple[str, ...], Any]]):
+    """What metrics stand at, by name and label values: a number, or of a histogram the counts of its buckets
+    and their sum. Numbers of several processes can be added up."""
+
+    def add(self, others: Numbers) -> None:
+        """Add ``others`` to these."""
+        for name, values in others.items():
+            mine = self.setdefault(name, {})
+            for labels, value in values.items():
+                mine[labels] = _sum(mine[labels], value) if labels in mine else value
+
+    def grown(self) -> Numbers:
+        """Those that only grow: what remains of a process that has ended."""
+        return Numbers({n: values for n, values in self.items() if _BY_NAME[n].kind != "gauge"})
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: [*map(list, values.items())] for name, values in self.items() if values}
+
+    @staticmethod
+    def from_json(told: dict[str, Any]) -> Numbers:
+        """What `as_json` gave, on another process; of metrics that are known here."""
+        return Numbers(
+            {
+                name: {tuple(labels): value for labels, value in values}
+                for name, values in told.items()
+                if name in _BY_NAME
+            }
+        )
+
+
+def _sum(one: Any, other: Any) -> Any:
+    if not isinstance(one, list | tuple):
+        return one + other
+    (counts, total), (more, more_total) = one, other
+    return [a + b for a, b in zip(counts, more, strict=True)], total + more_total
+
+
 Read = Callable[[], float]
 # Values made when the exposition is asked for: label values (in the metric's order) and number.
 ReadMany = Callable[[], Iterable[tuple[tuple[str, ...], float]]]
@@ -97,6 +134,7 @@ class Metrics:
             spec.name: {} for spec in METRICS
         }
         self._gauges: dict[str, list[ReadMany]] = {spec.name: [] for spec in METRICS}
+        self._included: list[Callable[[], Numbers]] = []
         self._lock = threading.Lock()
         self._registry: Any = None
 
@@ -145,36 +183,49 @@ class Metrics:
     def describe(self) -> list[Any]:
         return []  # prometheus_client would otherwise collect once at registration
 
+    def numbers(self) -> Numbers:
+        """All of them as they are now."""
+        found = Numbers()
+        for spec in METRICS:
+            with self._lock:
+                children = list(self._children[spec.name].items())
+            values = found.setdefault(spec.name, {})
+            for labels, child in children:
+                values[labels] = child.value if isinstance(child, Counter) else child.read()
+            for read in self._gauges[spec.name]:
+                values.update(read())
+        return found
+
+    def include(self, read: Callable[[], Numbers]) -> None:
+        """Have the numbers of other processes, which ``read`` brings, added to those that are exposed."""
+        self._included.append(read)
+
     def collect(self) -> Iterator[Any]:
         """Called by prometheus_client."""
         from prometheus_client import core
 
+        families = {
+            "counter": core.CounterMetricFamily,
+            "gauge": core.GaugeMetricFamily,
+            "histogram": core.HistogramMetricFamily,
+        }
+        found = self.numbers()
+        for read in self._included:
+            found.add(read())
         for spec in METRICS:
-            with self._lock:
-                children = list(self._children[spec.name].items())
-            if spec.kind == "counter":
-                counter = core.CounterMetricFamily(spec.name, spec.help, labels=spec.labels)
-                for labels, child in children:
-                    counter.add_metric(labels, child.value)  # type: ignore[union-attr] # by spec.kind
-                yield counter
-            elif spec.kind == "gauge":
-                gauge = core.GaugeMetricFamily(spec.name, spec.help, labels=spec.labels)
-                for read in self._gauges[spec.name]:
-                    for labels, value in read():
-                        gauge.add_metric(labels, value)
-                yield gauge
-            else:
-                histogram = core.HistogramMetricFamily(spec.name, spec.help, labels=spec.labels)
-                for labels, child in children:
-                    histogram.add_metric(labels, *_cumulative(child))  # type: ignore[arg-type] # by spec.kind
-                yield histogram
+            family = families[spec.kind](spec.name, spec.help, labels=spec.labels)
+            for labels, value in found[spec.name].items():
+                shown = _cumulative(spec.buckets, *value) if spec.kind == "histogram" else (value,)
+                family.add_metric(labels, *shown)
+            yield family
 
 
-def _cumulative(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
-    bounds = [str(bound) for bound in histogram.bounds] + ["+Inf"]
-    running, buckets = 0, []
-    counts, total = histogram.read()
+def _cumulative(
+    buckets: tuple[float, ...], counts: list[int], total: float
+) -> tuple[list[tuple[str, float]], float]:
+    bounds = [str(bound) for bound in buckets] + ["+Inf"]
+    running, shown = 0, []
     for bound, count in zip(bounds, counts, strict=True):
         running += count
-        buckets.append((bound, float(running)))
-    return buckets, total
+        shown.append((bound, float(running)))
+    return shown, total

@@ -87,6 +87,9 @@ class Process(ABC, Generic[Node]):
         for warning in node.warnings:
             log.warning("configuration %s", fields(warning=warning))
 
+    async def _settle(self) -> None:
+        """What is to be waited for after that, before the server can be ready."""
+
     def _run(self, on_ready: OnUrls | None, on_listening: OnUrls | None) -> None:
         """Serve until stopped; both are called on a thread of their own, so they may ask the server."""
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -167,11 +170,12 @@ class Process(ABC, Generic[Node]):
         if node is None:
             return
         self._opened(node)
+        await self._settle()
         if self._owns_process:
             # What is loaded lives as long as the process; the collector need not walk it again.
             gc.collect()
             gc.freeze()
-        if not self._state.ready:
+        if not self._state.ready and not self._stopping.is_set():
             log.error("not ready %s", fields(reason=self._state.reason))
 
 

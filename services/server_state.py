@@ -5,13 +5,13 @@ Written by the event loop (and once by the loading thread, before it hands over)
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from hps.errors import Unavailable
 from hps.metrics import Metrics
-from hps.streams import Streams
 
 Phase = Literal["starting", "ready", "empty", "stopping"]
 
@@ -29,9 +29,6 @@ class Opened(Protocol):
     def metrics(self) -> Metrics: ...
 
     @property
-    def streams(self) -> Streams: ...
-
-    @property
     def warnings(self) -> tuple[str, ...]: ...
 
     def status(self) -> dict[str, Any]: ...
@@ -45,7 +42,13 @@ Node = TypeVar("Node", bound=Opened)
 class ServerState(Generic[Node]):
     """The server's phase and its node, or what stands in a node's place."""
 
-    def __init__(self) -> None:
+    def __init__(self, role: str) -> None:
+        """``role``: what this process is, among those that work together."""
+        self.hindrance: Callable[[], str] = str
+        """Why the server is not ready although it has opened all; empty when it is."""
+        self.processes: Callable[[], list[dict[str, Any]]] = list
+        """The other processes, ready for JSON."""
+        self._role = role
         self._phase: Phase = "starting"
         self._phase_watchers: list[Callable[[], None]] = []
         self.node: Node | None = None
@@ -82,12 +85,12 @@ class ServerState(Generic[Node]):
 
     @property
     def ready(self) -> bool:
-        return self.phase == "ready"
+        return self.phase == "ready" and not self.hindrance()
 
     @property
     def reason(self) -> str:
         """Why the server is not ready."""
-        return _REASONS.get(self.phase, "")
+        return _REASONS.get(self.phase, "") or self.hindrance()
 
     def require_node(self) -> Node:
         """The node; ``Unavailable`` until it is there."""
@@ -97,7 +100,12 @@ class ServerState(Generic[Node]):
 
     def status(self) -> dict[str, Any]:
         """``/v1/status``: the node's status, or how far loading is."""
-        status: dict[str, Any] = {"phase": self.phase, "ready": self.ready}
+        me = {"role": self._role, "pid": os.getpid(), "state": self.phase}
+        status: dict[str, Any] = {
+            "phase": self.phase,
+            "ready": self.ready,
+            "processes": [me, *self.processes()],
+        }
         if self.node is not None:
             return status | self.node.status()
         uptime = round(time.monotonic() - self._started, 3)

@@ -29,12 +29,17 @@ def _quoted(value: Any) -> str:
 
 
 class OneLine(logging.Formatter):
-    """UTC time with milliseconds, level, logger, message; the traceback as a field."""
+    """UTC time with milliseconds, level, logger, message; the traceback as a field, and ``always`` the same
+    ones."""
+
+    def __init__(self, always: str = "") -> None:
+        super().__init__()
+        self._always = always and f" {always}"
 
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         head = f"{seconds}.{int(record.msecs):03d}Z {record.levelname} {record.name}"
-        line = f"{head} {_single(record.getMessage())}"
+        line = f"{head} {_single(record.getMessage())}{self._always}"
         if record.exc_info:
             line += " " + fields(traceback=self.formatException(record.exc_info))
         return line
@@ -44,10 +49,11 @@ def _single(message: str) -> str:
     return message.replace("\\", "\\\\").replace("\n", "\\n") if "\n" in message else message
 
 
-def setup(level: str) -> None:
-    """Send the process's log lines to standard error from ``level`` upwards."""
+def setup(level: str, **always: Any) -> None:
+    """Send the process's log lines to standard error from ``level`` upwards, each with the fields
+    ``always``."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLine())
+    handler.setFormatter(OneLine(fields(**always)))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

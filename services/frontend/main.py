@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from hps.build import open_node
 from hps.config import Configuration
 from hps.config.auth import load_api_keys
+from hps.config.runtime import for_workers
 from hps.config.server_settings import AdminSettings, HttpSettings
 from hps.node import Node
+from hps.open_models import OpenModels
 from hps.types import Progress
 from services.frontend import logs
 from services.frontend.auth import guard
@@ -18,7 +22,12 @@ from services.frontend.http.app import admin_app, data_app
 from services.frontend.http.asgi import Application
 from services.frontend.logs import fields, log
 from services.frontend.state import State
+from services.frontend.statistics import Statistics
+from services.frontend.workers.supervisor import Elsewhere, Supervisor
 from services.process import OnUrls, Process, Server
+
+# How often it is looked whether workers have become ready.
+_LOOK_S = 0.02
 
 OpenNode = Callable[[Configuration, Progress], Node]
 
@@ -52,7 +61,7 @@ def run(
     Frontend(configuration, progress).run(on_ready, on_listening)
 
 
-class Frontend(Process[Node]):
+class Frontend(Process[OpenModels]):
     """One server. ``run`` blocks; ``stop`` ends it from any thread."""
 
     def __init__(
@@ -62,8 +71,12 @@ class Frontend(Process[Node]):
         open_node: OpenNode = open_node,
     ) -> None:
         self.state = State()
+        if configuration.settings.server.workers:
+            settings = for_workers(configuration.settings)
+            configuration = replace(configuration, settings=settings)
         super().__init__(configuration, self.state, progress)
         self._open_node = open_node
+        self._workers: Supervisor | None = None
         self._guard = guard(load_api_keys(configuration.settings.auth))
 
     def run(
@@ -73,10 +86,18 @@ class Frontend(Process[Node]):
         self._run(_with_urls(on_ready), _with_urls(on_listening))
 
     def _ports(self) -> Mapping[str, HttpSettings | AdminSettings]:
+        if self._settings.workers:
+            return {"admin": self._settings.admin}
         return {"http": self._settings.http, "admin": self._settings.admin}
 
     def _others(self) -> Mapping[str, Server]:
         at = self._settings.grpc
+        if self._settings.workers:
+            workers = self._workers = Supervisor(self._configuration)
+            self.state.hindrance = lambda: workers.hindrance
+            self.state.processes = lambda: [worker.describe() for worker in workers.workers]
+            elsewhere = {"grpc": Elsewhere(workers.grpc_url)} if workers.grpc_url else {}
+            return {"http": workers, **elsewhere}
         if at is None:
             return {}
         return {"grpc": GrpcServer(at, self.state, self._settings, self._guard)}
@@ -86,12 +107,35 @@ class Frontend(Process[Node]):
         return make(self.state, self._settings, self._guard)
 
     def _open(self, progress: Progress) -> Node:
-        return self._open_node(self._configuration, progress)
+        node = self._open_node(self._configuration, progress)
+        if self._workers is not None and node.socket is not None:
+            node.metrics.include(self._workers.metrics)
+            node.socket.answers["statistics"] = lambda _given: self._sums()
+            self.state.sum_up(self._sums)
+        return node
 
-    def _opened(self, node: Node) -> None:
+    def _opened(self, node: OpenModels) -> None:
         super()._opened(node)
         for entry in self.state.entries.values():
             log.info("serving %s", fields(model=entry.name, version=entry.version))
+
+    async def _settle(self) -> None:
+        """Until all workers answer."""
+        while not (self.state.ready or self._stopping.is_set()):
+            if not self.state.hindrance():
+                return
+            await asyncio.sleep(_LOOK_S)
+
+    def _sums(self) -> Mapping[str, dict[str, Any]]:
+        """The statistics of this process and its workers."""
+        assert self._workers is not None
+        sums = {name: Statistics() for name in self.state.entries}
+        for name, told in self.state.own_statistics().items():
+            sums[name].add(told)
+        for name, each in self._workers.statistics().items():
+            for told in each:
+                sums.setdefault(name, Statistics()).add(told)
+        return {name: total.numbers() for name, total in sums.items()}
 
 
 def _with_urls(callback: OnAddresses | None) -> OnUrls | None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from hps.errors import NotFound
-from hps.node import Node, ServedModel
+from hps.open_models import OpenModels, ServedModel
 from services.frontend.endpoints import Endpoint
 from services.frontend.lookup_endpoint import LookupEndpoint
 from services.frontend.metadata import ModelInfo, lookup_info, ranking_info, tables_info
 from services.frontend.ranking_endpoint import RankingEndpoint
 from services.frontend.statistics import Statistics
 from services.server_state import ServerState
+
+Sums = Callable[[], Mapping[str, dict[str, Any]] | None]
+"""The numbers of `Statistics` of all processes together, by name; None when this one is alone."""
 
 
 class Entry:
@@ -28,15 +32,16 @@ class Entry:
         self.statistics = Statistics()
 
 
-class State(ServerState[Node]):
-    """The server's phase, its node and the names it answers to."""
+class State(ServerState[OpenModels]):
+    """The server's phase, its models and the names it answers to."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, role: str = "node") -> None:
+        super().__init__(role)
+        self._sums: Sums = lambda: None
         self.entries: dict[str, Entry] = {}
         self._watchers: list[Callable[[], None]] = []
 
-    def serve(self, node: Node) -> None:
+    def serve(self, node: OpenModels) -> None:
         """Answer for the node's models, as they are now, from now on; never ready without one. To be called
         again when they have changed: names whose model is the same keep their entries."""
         self.metrics = node.metrics
@@ -59,6 +64,26 @@ class State(ServerState[Node]):
 
     def _kept(self, served: ServedModel) -> list[Entry]:
         return [entry for entry in self.entries.values() if entry.served is served]
+
+    def own_statistics(self) -> dict[str, dict[str, Any]]:
+        """The numbers of this process's `Statistics`, by name."""
+        return {entry.name: entry.statistics.numbers() for entry in self.entries.values()}
+
+    def sum_up(self, sums: Sums) -> None:
+        """Have `statistics` tell of all processes. ``sums`` may wait."""
+        self._sums = sums
+
+    def statistics(self, entries: Iterable[Entry]) -> list[dict[str, Any]]:
+        """``model_stats`` of some entries, of all processes that answer for them; may wait for those."""
+        sums = self._sums() or {}
+        told = []
+        for entry in entries:
+            counted = entry.statistics
+            if entry.name in sums:
+                counted = Statistics()
+                counted.add(sums[entry.name])
+            told.append(counted.as_json(entry.name, entry.version))
+        return told
 
     def entry(self, name: str, version: str | None = None) -> Entry:
         """The entry for a name; ``NotFound`` for a name or version that is not served."""

@@ -11,24 +11,22 @@ from typing import Any
 
 # Batch sizes that are broken out; later ones count in the totals only.
 MAX_BATCH_SIZES = 64
+_TOTALS = (
+    "success_count",
+    "success_ns",
+    "fail_count",
+    "fail_ns",
+    "inferences",
+    "input_ns",
+    "infer_ns",
+    "output_ns",
+)
 
 
 class Statistics:
     """One model version's totals; times are nanoseconds. Any thread may call it."""
 
-    __slots__ = (
-        "_batches",
-        "_lock",
-        "fail_count",
-        "fail_ns",
-        "infer_ns",
-        "inferences",
-        "input_ns",
-        "last_ns",
-        "output_ns",
-        "success_count",
-        "success_ns",
-    )
+    __slots__ = ("_batches", "_lock", "last_ns", *_TOTALS)
 
     def __init__(self) -> None:
         self.success_count = self.success_ns = 0
@@ -65,6 +63,23 @@ class Statistics:
             self.fail_count += 1
             self.fail_ns += done - started
             self.last_ns = done
+
+    def numbers(self) -> dict[str, Any]:
+        """All of it, for another process to `add`."""
+        with self._lock:
+            found: dict[str, Any] = {name: getattr(self, name) for name in _TOTALS}
+            batches = [[batch, *entry] for batch, entry in self._batches.items()]
+            return found | {"last_ns": self.last_ns, "batches": batches}
+
+    def add(self, numbers: dict[str, Any]) -> None:
+        """Count also what another process has counted. Its clock is this one's: both are of one machine."""
+        with self._lock:
+            for name in _TOTALS:
+                setattr(self, name, getattr(self, name) + numbers[name])
+            self.last_ns = max(self.last_ns, numbers["last_ns"])
+            for batch, *entry in numbers["batches"]:
+                mine = self._batches.get(batch, (0, 0, 0, 0))
+                self._batches[batch] = [a + b for a, b in zip(mine, entry, strict=True)]
 
     def as_json(self, name: str, version: str) -> dict[str, Any]:
         """One element of ``model_stats``."""

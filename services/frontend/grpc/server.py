@@ -59,9 +59,15 @@ class GrpcServer:
     """One port. Listens from the start; ``serve`` answers until ``stop``."""
 
     def __init__(
-        self, at: GrpcSettings, state: State, settings: ServerSettings, guard: Guard
+        self,
+        at: GrpcSettings,
+        state: State,
+        settings: ServerSettings,
+        guard: Guard,
+        *,
+        one_of_many: bool = False,
     ) -> None:
-        """``ConfigError`` when it cannot listen."""
+        """``ConfigError`` when it cannot listen. ``one_of_many``: other processes listen there too."""
         self._drain_s = settings.drain_s
         self._pools = {
             "infer": ThreadPoolExecutor(at.threads, "grpc-infer"),
@@ -73,7 +79,7 @@ class GrpcServer:
             options=[
                 ("grpc.max_receive_message_length", settings.max_body_bytes),
                 ("grpc.max_send_message_length", -1),
-                ("grpc.so_reuseport", 0),
+                ("grpc.so_reuseport", int(one_of_many)),
             ],
         )
         self._health = Health(state, self._pools["quick"])

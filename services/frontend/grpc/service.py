@@ -91,7 +91,7 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
         else:
             self._state.require_node()
             entries = list(self._state.entries.values())
-        told_of = [entry.statistics.as_json(entry.name, entry.version) for entry in entries]
+        told_of = self._state.statistics(entries)
         return ParseDict({"model_stats": told_of}, pb.ModelStatisticsResponse())
 
     def RepositoryIndex(self, request: Any, context: grpc.ServicerContext) -> Any:

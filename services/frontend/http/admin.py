@@ -9,7 +9,6 @@ from starlette.responses import Response
 
 from services.frontend.auth import Guard
 from services.frontend.http.api import Json, answers, needs
-from services.frontend.state import State
 from services.server_state import ServerState
 
 _MOST_HOT_KEYS = 1000
@@ -58,7 +57,7 @@ def status_routes(state: ServerState[Any], guard: Guard) -> APIRouter:
     return router
 
 
-def hot_keys_route(state: State, guard: Guard) -> APIRouter:
+def hot_keys_route(state: ServerState[Any], guard: Guard) -> APIRouter:
     """What the caches hold; needs role admin."""
     router = APIRouter(tags=["admin"], dependencies=needs(guard, "admin"))
 

@@ -12,7 +12,7 @@ from hps.errors import BadRequest, Unavailable, Unsupported
 from services.frontend.auth import Guard
 from services.frontend.http.api import Json, answers, failure, json_body, needs
 from services.frontend.metadata import server_metadata
-from services.frontend.state import Entry, State
+from services.frontend.state import State
 from services.server_state import ServerState
 
 
@@ -53,10 +53,10 @@ def model_routes(state: State, guard: Guard) -> APIRouter:
         return Json({"models": list(state.entries)})
 
     @router.get("/v2/models/stats", responses=answers("Statistics", [503]))
-    async def all_statistics() -> Response:
+    def all_statistics() -> Response:
         """Counts and times of every model."""
         state.require_node()
-        return Json({"model_stats": [_statistics(entry) for entry in state.entries.values()]})
+        return Json({"model_stats": state.statistics(state.entries.values())})
 
     async def model_metadata(model: str, version: str | None = None) -> Response:
         """A model's inputs and outputs."""
@@ -66,9 +66,10 @@ def model_routes(state: State, guard: Guard) -> APIRouter:
         """A model's configuration in Triton's form."""
         return Json(state.entry(model, version).info.config())
 
-    async def model_statistics(model: str, version: str | None = None) -> Response:
+    # Not `async`, as above: other processes may be asked for theirs.
+    def model_statistics(model: str, version: str | None = None) -> Response:
         """Counts and times of a model since the server started."""
-        return Json({"model_stats": [_statistics(state.entry(model, version))]})
+        return Json({"model_stats": state.statistics([state.entry(model, version)])})
 
     async def model_ready(model: str, version: str | None = None) -> Response:
         """Whether a model can be asked."""
@@ -148,10 +149,6 @@ _UNSUPPORTED = (
     "/v2/models/{model}/generate",
     "/v2/models/{model}/generate_stream",
 )
-
-
-def _statistics(entry: Entry) -> dict[str, object]:
-    return entry.statistics.as_json(entry.name, entry.version)
 
 
 async def _unreached() -> Response:

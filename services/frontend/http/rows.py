@@ -22,6 +22,7 @@ from services.frontend.errors import shown
 from services.frontend.http.api import Json, answers, json_body, needs, takes
 from services.frontend.http.infer import outcome
 from services.frontend.state import State
+from services.server_state import ServerState
 
 MAX_ROWS = 1000
 
@@ -51,7 +52,7 @@ def rows_routes(state: State, guard: Guard, timeout_s: float) -> APIRouter:
     return router
 
 
-def row_writes(state: State, guard: Guard) -> APIRouter:
+def row_writes(state: ServerState[Any], guard: Guard) -> APIRouter:
     """Rows written without a stream; needs role write."""
     router = APIRouter(tags=["admin"], dependencies=needs(guard, "write"))
 

@@ -19,8 +19,20 @@ SWEEP_S = 10.0
 _BACKLOG = 2048
 
 
-def listen(host: str, port: int, setting: str) -> socket.socket:
-    """A listening TCP socket; ``ConfigError`` naming ``setting`` when that cannot be."""
+def listen(host: str, port: int, setting: str, *, one_of_many: bool = False) -> socket.socket:
+    """A listening TCP socket; ``ConfigError`` naming ``setting`` when that cannot be. ``one_of_many``: others
+    of this user may listen there too, and connections are spread over them."""
+    return _bound(host, port, setting, one_of_many=one_of_many, listens=True)
+
+
+def reserve(host: str, port: int, setting: str, *, one_of_many: bool = False) -> socket.socket:
+    """As `listen`, of a socket that keeps the port and takes no connections."""
+    return _bound(host, port, setting, one_of_many=one_of_many, listens=False)
+
+
+def _bound(
+    host: str, port: int, setting: str, *, one_of_many: bool, listens: bool
+) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -30,8 +42,11 @@ def listen(host: str, port: int, setting: str) -> socket.socket:
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if one_of_many:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind(address)
-        sock.listen(_BACKLOG)
+        if listens:
+            sock.listen(_BACKLOG)
         sock.setblocking(False)
     except OSError as error:
         sock.close()
@@ -44,6 +59,17 @@ def listen(host: str, port: int, setting: str) -> socket.socket:
             f"{setting}: cannot listen on {host}:{port}: {error.strerror or error}; {mend}"
         ) from None
     return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    """The base URL of what listens at ``sock``."""
+    host, port = sock.getsockname()[:2]
+    return f"http://{host_of(host)}:{port}"
+
+
+def host_of(host: str) -> str:
+    """As it stands in an address with a port."""
+    return f"[{host}]" if ":" in host else host
 
 
 class HttpServer(uvicorn.Server):
@@ -65,9 +91,7 @@ class HttpServer(uvicorn.Server):
             )
         )
         self._socket = sock
-        host, port = sock.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{port}"
+        self.url = url_of(sock)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,0 +1,73 @@
+"""Between the node's process and one worker: a pair of sockets. The node's side asks, the worker's answers;
+when either ends, the other one knows."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from hps.tiers.node import frames
+from hps.tiers.node.frames import Kind
+
+Answer = Callable[[], Any]
+
+
+class Asking:
+    """The node's side; any thread may ask."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._lock = threading.Lock()
+        self._asked = 0
+
+    def send(self, payload: bytes) -> None:
+        """What the worker receives before it is asked anything. Raises OSError."""
+        frames.send(self._end, Kind.HELLO, [payload])
+
+    def ask(self, what: str, timeout_s: float | None) -> Any:
+        """What the worker answers. Raises OSError: it has ended, or took too long."""
+        with self._lock:
+            self._asked += 1
+            self._end.settimeout(timeout_s)
+            frames.send(self._end, Kind.ASK, frames.as_json([self._asked, what]))
+            while True:
+                number, answer = _received(self._end)
+                if number == self._asked:  # others were waited for in vain
+                    return answer
+
+    def close(self) -> None:
+        self._end.close()
+
+
+class Answering:
+    """The worker's side: answers on a thread of its own until the node's process has ended, then calls
+    ``alone``."""
+
+    def __init__(self, end: socket.socket, alone: Callable[[], None]) -> None:
+        self._end = end
+        self._alone = alone
+
+    def receive(self) -> bytearray:
+        """What the node's side sent first. Raises OSError."""
+        _, size = frames.receive_head(self._end)
+        return frames.receive_payload(self._end, size)
+
+    def start(self, answers: Mapping[str, Answer]) -> None:
+        """Answer from now on."""
+        work = threading.Thread(target=self._run, args=(answers,), name="hps-worker", daemon=True)
+        work.start()
+
+    def _run(self, answers: Mapping[str, Answer]) -> None:
+        with suppress(OSError):
+            while True:
+                number, what = _received(self._end)
+                frames.send(self._end, Kind.OK, frames.as_json([number, answers[what]()]))
+        self._alone()
+
+
+def _received(end: socket.socket) -> Any:
+    _, size = frames.receive_head(end)
+    return frames.read_json(frames.receive_payload(end, size))

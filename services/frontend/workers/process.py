@@ -1,0 +1,112 @@
+"""A worker: a process that answers requests from the node's shared cache, started by `Supervisor`.
+
+``python -m services.frontend.workers.process NUMBER CONTROL HTTP``: which worker it is, and the numbers of
+two open files it inherits, its end of the channel to the node's process and its listening socket.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from hps.attached import Attached, attach
+from hps.config import Configuration
+from hps.config.auth import load_api_keys
+from hps.config.server_settings import AdminSettings, HttpSettings
+from hps.errors import ConfigError, HpsError, ModelError, TierError, Unavailable
+from hps.open_models import OpenModels
+from hps.types import Progress
+from services.frontend import logs
+from services.frontend.auth import guard
+from services.frontend.grpc.server import GrpcServer
+from services.frontend.http.app import data_app
+from services.frontend.http.asgi import Application
+from services.frontend.http.server import HttpServer
+from services.frontend.logs import log
+from services.frontend.state import State
+from services.frontend.workers.channel import Answering
+from services.process import Process, Server
+
+BROKEN = 2
+"""Exit code: the configuration or a model is wrong, so that another start would end alike."""
+# The node may load for as long as it likes; when it ends, its workers are told.
+_PATIENCE_S = 1e9
+
+
+class Worker(Process[OpenModels]):
+    """The data port, and gRPC's, of one worker."""
+
+    def __init__(self, configuration: Configuration, http: socket.socket) -> None:
+        self.state = State(role="worker")
+        super().__init__(configuration, self.state, None)
+        self._http = http
+        self._guard = guard(load_api_keys(configuration.settings.auth))
+        self._ready = threading.Event()
+
+    def run(self, control: Answering) -> None:
+        """Answer requests until told to stop, or the node's process has ended."""
+        control.start({"ready": self._ready.wait, "numbers": self._numbers})
+        self._run(lambda _: self._ready.set(), None)
+
+    def alone(self) -> None:
+        """The node's process has ended: so does this one, once what it has accepted is answered."""
+        log.info("the node's process has ended")
+        self.stop()
+
+    def _ports(self) -> Mapping[str, HttpSettings | AdminSettings]:
+        return {}
+
+    def _others(self) -> Mapping[str, Server]:
+        settings, app = self._settings, self._app("http")
+        servers: dict[str, Server] = {"http": HttpServer(app, self._http, settings.drain_s)}
+        if settings.grpc is not None:
+            servers["grpc"] = GrpcServer(
+                settings.grpc, self.state, settings, self._guard, one_of_many=True
+            )
+        return servers
+
+    def _app(self, port: str) -> Application:
+        return data_app(self.state, self._settings, self._guard)
+
+    def _open(self, progress: Progress) -> OpenModels:
+        attached = attach(self._configuration, wait_s=_PATIENCE_S, progress=progress)
+        self.state.sum_up(partial(_sums, attached))
+        return attached
+
+    def _numbers(self) -> dict[str, Any]:
+        """What was counted here."""
+        return {
+            "metrics": self.state.metrics.numbers().as_json(),
+            "statistics": self.state.own_statistics(),
+        }
+
+
+def _sums(attached: Attached) -> Mapping[str, Any] | None:
+    """The statistics of all processes; None while nobody can say."""
+    try:
+        found: Mapping[str, Any] = attached.ask_node("statistics")
+        return found
+    except (TierError, Unavailable):
+        return None
+
+
+def main() -> None:
+    number, control, http = map(int, sys.argv[1:])
+    channel = Answering(socket.socket(fileno=control), lambda: worker.alone())
+    configuration = pickle.loads(channel.receive())
+    logs.setup(configuration.settings.server.log_level, worker=number)
+    try:
+        worker = Worker(configuration, socket.socket(fileno=http))
+        worker.run(channel)
+    except HpsError as error:
+        log.error("%s", error)
+        sys.exit(BROKEN if isinstance(error, ConfigError | ModelError) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""One worker as the node's process sees it: started, asked, replaced when it ends by itself."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hps.config import Configuration
+from hps.metrics import Numbers
+from services.frontend.logs import fields, log
+from services.frontend.statistics import Statistics
+from services.frontend.workers.channel import Asking
+from services.frontend.workers.process import BROKEN
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+# One that lasted so long did not fail because of how it was started.
+_LASTED_S = 60.0
+# For the numbers of one worker; those that were told last stand in for them.
+_PATIENCE_S = 2.0
+
+
+class Supervised:
+    """Worker ``number``, whose connections come to ``listener``. ``broke`` is called, on a thread, when it
+    can't be started because something is wrong with its configuration."""
+
+    def __init__(
+        self,
+        number: int,
+        configuration: Configuration,
+        listener: socket.socket,
+        broke: Callable[[], None],
+    ) -> None:
+        self.number = number
+        self.ready = False
+        self.broken = False
+        self.restarts = 0
+        self._configuration = configuration
+        self._listener = listener
+        self._broke = broke
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Asking | None = None
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._counted: dict[str, Any] = {}
+        self._metrics_before = Numbers()
+        self._statistics_before: dict[str, Statistics] = {}
+        self._thread = threading.Thread(target=self._live, name=f"hps-worker-{number}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Have it end once what it has accepted is answered; told again, even before."""
+        with self._lock:
+            self._stopping.set()
+            if self._process is not None:
+                self._process.terminate()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until it has ended; after ``timeout_s`` it is killed."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.error("worker killed %s", fields(worker=self.number, after_s=timeout_s))
+            assert self._process is not None
+            self._process.kill()
+            self._thread.join()
+
+    def describe(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        pid = None if self._process is None else self._process.pid
+        state = "ready" if self.ready else "starting"
+        return {
+            "role": "worker",
+            "number": self.number,
+            "pid": pid,
+            "state": "stopping" if self._stopping.is_set() else state,
+            "restarts": self.restarts,
+        }
+
+    # -- what it has counted -----------------------------------------------------------------------
+
+    def metrics(self) -> Numbers:
+        """Of the worker and those before it."""
+        found = Numbers.from_json(self._ask().get("metrics", {}))
+        if not self.ready:
+            found = found.grown()
+        found.add(self._metrics_before)
+        return found
+
+    def statistics(self) -> dict[str, list[Any]]:
+        """The numbers of `Statistics`, by name, of the worker and those before it."""
+        found = {name: [told] for name, told in self._ask().get("statistics", {}).items()}
+        for name, before in self._statistics_before.items():
+            found.setdefault(name, []).append(before.numbers())
+        return found
+
+    def _ask(self) -> dict[str, Any]:
+        """What it has counted, as far as it tells."""
+        channel = self._channel
+        if self.ready and channel is not None:
+            try:
+                told = channel.ask("numbers", _PATIENCE_S)
+            except OSError:
+                pass  # it has ended, or hangs
+            else:
+                with self._lock:
+                    if self._channel is channel:
+                        self._counted = told
+        return self._counted
+
+    def _remember(self) -> None:
+        """Keep what was told last of the worker that has ended: sums must not go back."""
+        with self._lock:
+            self._channel = None
+            counted, self._counted = self._counted, {}
+            self._metrics_before.add(Numbers.from_json(counted.get("metrics", {})).grown())
+            for name, told in counted.get("statistics", {}).items():
+                self._statistics_before.setdefault(name, Statistics()).add(told)
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            code = self._one_life()
+            if self._stopping.is_set():
+                return
+            if code == BROKEN:
+                self.broken = True
+                self._broke()
+                return
+            if time.monotonic() - began > _LASTED_S:
+                pause_s = _FIRST_PAUSE_S
+            self.restarts += 1
+            told = fields(worker=self.number, exit_code=code, restart_in_s=pause_s)
+            log.error("worker ended by itself %s", told)
+            self._stopping.wait(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _one_life(self) -> int:
+        """Start a worker; its exit code."""
+        ours, theirs = socket.socketpair()
+        channel = Asking(ours)
+        files = theirs.fileno(), self._listener.fileno()
+        with self._lock:
+            if self._stopping.is_set():
+                return 0
+            # In a session of its own: Ctrl-C is for the node's process, which tells its workers.
+            process = self._process = subprocess.Popen(
+                [sys.executable, "-m", "services.frontend.workers.process"]
+                + [str(number) for number in (self.number, *files)],
+                pass_fds=files,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            self._channel = channel
+        theirs.close()
+        try:
+            channel.send(pickle.dumps(self._configuration))
+            channel.ask("ready", None)
+            self.ready = True
+            log.info("worker ready %s", fields(worker=self.number, pid=process.pid))
+        except OSError:
+            pass  # its exit code says more
+        code = process.wait()
+        self.ready = False
+        self._remember()
+        channel.close()
+        return code

@@ -1,0 +1,152 @@
+"""The data port of a node with workers: each of them listens at it, the node's process does not."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from hps import metric_names as m
+from hps.config import Configuration
+from hps.config.server_settings import GrpcSettings, HttpSettings
+from hps.errors import ConfigError
+from hps.metrics import Numbers
+from services.frontend.http.server import host_of, listen, reserve, url_of
+from services.frontend.workers.supervised import Supervised
+
+# Beyond the time that a worker is given to end, for its process to go.
+_GRACE_S = 5.0
+
+
+class Supervisor:
+    """Starts the workers and keeps as many. A `services.process.Server`: ``serve`` lasts until ``stop``, and
+    then until what the workers have accepted is answered.
+
+    The sockets they listen at are made here, one for each, and stay open here: the kernel spreads
+    connections over them, and those that come while a worker is replaced wait for its successor.
+    """
+
+    def __init__(self, configuration: Configuration) -> None:
+        """Raises ConfigError when it cannot listen."""
+        server = configuration.settings.server
+        self._drain_s = server.drain_s
+        self._sockets = ExitStack()
+        self.grpc_url: str | None = None
+        try:
+            listeners = self._listen(server.http, server.workers)
+            if server.grpc is not None:
+                grpc = self._reserve(server.grpc)
+                self.grpc_url = f"{host_of(grpc.host)}:{grpc.port}"
+                server = server.model_copy(update={"grpc": grpc})
+        except ConfigError:
+            self._sockets.close()
+            raise
+        self.url = url_of(listeners[0])
+        settings = configuration.settings.model_copy(update={"server": server})
+        told = replace(configuration, settings=settings, origins={})
+        self.workers = [
+            Supervised(number, told, listener, self._broke)
+            for number, listener in enumerate(listeners, 1)
+        ]
+        self.started = False
+        self._stopping = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def _listen(self, at: HttpSettings, count: int) -> list[socket.socket]:
+        with listen(at.host, at.port, "server.http") as alone:  # nobody else listens there
+            port = alone.getsockname()[1]
+        listeners = []
+        for _ in range(count):
+            listener = listen(at.host, port, "server.http", one_of_many=True)
+            listeners.append(self._sockets.enter_context(listener))
+        return listeners
+
+    def _reserve(self, at: GrpcSettings) -> GrpcSettings:
+        """gRPC's sockets are made by its own library, in each worker. One here that does not listen keeps
+        the port."""
+        with reserve(at.host, at.port, "server.grpc") as alone:
+            port = alone.getsockname()[1]
+        self._sockets.enter_context(reserve(at.host, port, "server.grpc", one_of_many=True))
+        return at.model_copy(update={"port": port})
+
+    async def serve(self) -> None:
+        """Serve until ``stop``, or until a worker can't be started. Raises ConfigError then."""
+        self._loop = asyncio.get_running_loop()
+        for worker in self.workers:
+            worker.start()
+        self.started = True
+        await self._stopping.wait()
+        for worker in self.workers:
+            worker.stop()
+        # Else connections would still come, and nobody take them.
+        self._sockets.close()
+        await asyncio.to_thread(self._join)
+        if any(worker.broken for worker in self.workers):
+            raise ConfigError("a worker process could not be started; its log line says why")
+
+    def _join(self) -> None:
+        until = time.monotonic() + max(1.0, self._drain_s) + _GRACE_S
+        for worker in self.workers:
+            worker.join(max(0.0, until - time.monotonic()))
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """Begin the end; ``at_once`` drops what is still being answered. Called on the event loop."""
+        self._stopping.set()
+        if at_once:
+            for worker in self.workers:
+                worker.stop()  # a worker that is told twice drops it
+
+    def _broke(self) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stopping.set)
+
+    # -- what is said of the workers ---------------------------------------------------------------
+
+    @property
+    def hindrance(self) -> str:
+        """Why not all of them answer; empty when they do."""
+        ready = sum(worker.ready for worker in self.workers)
+        if ready == len(self.workers):
+            return ""
+        return (
+            f"{ready} of {len(self.workers)} worker processes answer; the others are being started"
+        )
+
+    def metrics(self) -> Numbers:
+        """Of all workers that there have been."""
+        found = Numbers(
+            {
+                m.WORKERS: {(): sum(worker.ready for worker in self.workers)},
+                m.WORKER_RESTARTS: {(): sum(worker.restarts for worker in self.workers)},
+            }
+        )
+        for worker in self.workers:
+            found.add(worker.metrics())
+        return found
+
+    def statistics(self) -> Mapping[str, list[Any]]:
+        """The numbers of `Statistics` of each of them, by name."""
+        found: dict[str, list[Any]] = {}
+        for worker in self.workers:
+            for name, told in worker.statistics().items():
+                found.setdefault(name, []).extend(told)
+        return found
+
+
+class Elsewhere:
+    """A port that the workers have: a `services.process.Server` with an address and nothing to do."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.started = True
+        self._stopping = asyncio.Event()
+
+    async def serve(self) -> None:
+        await self._stopping.wait()
+
+    def stop(self, *, at_once: bool = False) -> None:
+        self._stopping.set()
