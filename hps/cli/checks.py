@@ -134,6 +134,7 @@ def configured(configuration: Configuration, api_key: str | None = None) -> Iter
         listener = getattr(settings.server, name)
         if listener is not None:
             yield port(f"{name} port", listener.host, listener.port, api_key)
+    yield processes(settings)
     versions = []
     for check, version in models(configuration):
         versions += [version] if version else []
@@ -143,6 +144,33 @@ def configured(configuration: Configuration, api_key: str | None = None) -> Iter
     if settings.tiers.redis is not None:
         tables = [t for version in versions for t in version.embedding_tables().values()]
         yield from redis(settings.tiers.redis, tables)
+
+
+def processes(settings: Settings) -> Check:
+    """Which processes there will be; whether workers can read the node's cache."""
+    count, cache = settings.server.workers, settings.tiers.cpu_cache
+    if not count:
+        return Check("processes", "OK", "the node alone")
+    found = f"the node and {plural(count, 'worker')}"
+    if not cache.enabled:
+        mend = "set tiers.cpu_cache.enabled to true"
+        return Check("processes", "WARN", f"{found}, which ask the node for every row", mend)
+    from hps.native import COMPILED
+
+    if not COMPILED:
+        mend = "build it (make setup), or set server.workers to 0"
+        return Check(
+            "processes", "FAIL", f"{found}, but a shared cache needs the native core", mend
+        )
+    folder = cache.shared.folder
+    free = shutil.disk_usage(folder).free if folder.is_dir() else 0
+    if cache.share is None and free < cache.capacity_bytes:
+        found += (
+            f"; the cache may take {size(cache.capacity_bytes)}, {folder} has {size(free)} free"
+        )
+        mend = "enlarge it (docker run --shm-size), or lower tiers.cpu_cache.capacity_bytes"
+        return Check("processes", "WARN", found, mend)
+    return Check("processes", "OK", f"{found}, {folder} has {size(free)} free")
 
 
 def attempt(name: str, check: Callable[[], Check]) -> Check:

@@ -1,4 +1,4 @@
-"""``hps serve``: run the server in this process until it is told to stop."""
+"""``hps serve``: run the server until it is told to stop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hps.cli.output import Output, OutputFormat, print_json, say
+from hps.cli.output import Output, OutputFormat, plural, print_json, say
 from hps.cli.tables import flatten
 from hps.cli.tables import show as show_tables
 from hps.cli.targets import SetOption
@@ -26,6 +26,7 @@ Examples:
   hps serve --config config.yaml
   hps serve --config ps.json --set server.http.port=9000
   hps serve --set models.repository=models
+  hps serve --config config.yaml --workers 4
 """
 
 
@@ -36,10 +37,21 @@ def serve(
         Path | None,
         typer.Option("--config", "-c", metavar="FILE", help="Our YAML file, or HPS's ps.json."),
     ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", "-w", min=0, help="Processes that answer beside the node's own."),
+    ] = None,
     overrides: SetOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
     """Serve models until SIGTERM or Ctrl-C; prints what is served and where once it is ready.
+
+    Without --workers (server.workers: 0) one process does everything, which is enough for one core and
+    simplest to run. With --workers N this process, the node, keeps the stores, the caches, the update
+    streams and the admin port, and N others answer requests: for more requests than one core answers,
+    and where updates stream in while requests must not wait for them (then already --workers 1). They
+    read the node's CPU cache in shared memory, so it must fit into /dev/shm; those that end by
+    themselves are replaced.
 
     A broken configuration or model ends it with exit code 2. With --output json one line of JSON
     is printed when it is ready.
@@ -50,7 +62,8 @@ def serve(
     if ctx.args:
         raise ConfigError(f"the configuration file is an option: hps serve --config {ctx.args[0]}")
     started = time.monotonic()
-    configuration = load_config(config, overrides or ())
+    more = [] if workers is None else [f"server.workers={workers}"]
+    configuration = load_config(config, [*(overrides or ()), *more])
     check_early(configuration)
 
     # Imported late: the common mistakes are told before a server's worth of packages is loaded.
@@ -98,8 +111,19 @@ def summary(
         "models": [m["name"] for m in status["models"]],
         "tiers": [tier["name"] for tier in status["tiers"]],
         "database": configuration.settings.tiers.rocksdb.path,
+        "processes": status["processes"],
         "warnings": status["warnings"],
     }
+
+
+def processes(told: list[dict[str, Any]]) -> str:
+    """Which there are, in one line."""
+    node, *workers = told
+    shown = f"{node['role']} {node['pid']}"
+    if not workers:
+        return shown
+    names = ", ".join(f"{worker['pid']}" for worker in workers)
+    return f"{shown}; {plural(len(workers), 'worker')}: {names}"
 
 
 def show(report: dict[str, Any]) -> None:
@@ -114,6 +138,7 @@ def show(report: dict[str, Any]) -> None:
         ("gRPC", report["endpoints"].get("grpc", "off")),
         ("admin", f"{admin}  (/docs, /metrics, /v1/status)"),
         ("tiers", f"{' > '.join(report['tiers'])}, database {report['database']}"),
+        ("processes", processes(report["processes"])),
         ("access", locked),
     ]
     if report["warnings"]:

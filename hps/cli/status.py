@@ -104,6 +104,7 @@ def _show(report: dict[str, Any]) -> None:
         _show_loading(report)
         return
     say(f"hps {report['version']}, {report.get('phase', '')}, up for {age(report['uptime_s'])}")
+    _show_processes(report)
     say()
     print_table(
         ("model", "version", "answers", "tables", "features"),
@@ -137,6 +138,27 @@ def _show(report: dict[str, Any]) -> None:
         )
     for warning in report.get("warnings", []):
         warn(warning)
+
+
+def _show_processes(report: dict[str, Any]) -> None:
+    """Where there are several."""
+    processes = report.get("processes", [])
+    if len(processes) < 2:
+        return
+    say()
+    print_table(
+        ("process", "pid", "state", "replaced"),
+        [
+            (
+                f"{p['role']} {p['number']}" if "number" in p else p["role"],
+                Number(p["pid"] or "-"),
+                p["state"],
+                count(p["restarts"]) if "restarts" in p else "",
+            )
+            for p in processes
+        ],
+        styles={"starting": "yellow", "stopping": "yellow"},
+    )
 
 
 def _answers(model: dict[str, Any]) -> str:

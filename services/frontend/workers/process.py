@@ -20,7 +20,7 @@ from hps.config.auth import load_api_keys
 from hps.config.server_settings import AdminSettings, HttpSettings
 from hps.errors import ConfigError, HpsError, ModelError, TierError, Unavailable
 from hps.open_models import OpenModels
-from hps.types import Progress
+from hps.types import NoProgress, Progress
 from services.frontend import logs
 from services.frontend.auth import guard
 from services.frontend.grpc.server import GrpcServer
@@ -39,14 +39,20 @@ _PATIENCE_S = 1e9
 
 
 class Worker(Process[OpenModels]):
-    """The data port, and gRPC's, of one worker."""
+    """The data port, and gRPC's, of one worker. ``replaces``: another was there before, so whoever connects
+    waits for the answer instead of being told that models are being loaded."""
 
-    def __init__(self, configuration: Configuration, http: socket.socket) -> None:
+    def __init__(
+        self, configuration: Configuration, http: socket.socket, *, replaces: bool = False
+    ) -> None:
         self.state = State(role="worker")
         super().__init__(configuration, self.state, None)
         self._http = http
         self._guard = guard(load_api_keys(configuration.settings.auth))
         self._ready = threading.Event()
+        self._attached = self._attach(NoProgress()) if replaces else None
+        if self._attached is not None:
+            self.state.serve(self._attached)
 
     def run(self, control: Answering) -> None:
         """Answer requests until told to stop, or the node's process has ended."""
@@ -74,6 +80,9 @@ class Worker(Process[OpenModels]):
         return data_app(self.state, self._settings, self._guard)
 
     def _open(self, progress: Progress) -> OpenModels:
+        return self._attached or self._attach(progress)
+
+    def _attach(self, progress: Progress) -> Attached:
         attached = attach(self._configuration, wait_s=_PATIENCE_S, progress=progress)
         self.state.sum_up(partial(_sums, attached))
         return attached
@@ -98,10 +107,10 @@ def _sums(attached: Attached) -> Mapping[str, Any] | None:
 def main() -> None:
     number, control, http = map(int, sys.argv[1:])
     channel = Answering(socket.socket(fileno=control), lambda: worker.alone())
-    configuration = pickle.loads(channel.receive())
+    configuration, replaces = pickle.loads(channel.receive())
     logs.setup(configuration.settings.server.log_level, worker=number)
     try:
-        worker = Worker(configuration, socket.socket(fileno=http))
+        worker = Worker(configuration, socket.socket(fileno=http), replaces=replaces)
         worker.run(channel)
     except HpsError as error:
         log.error("%s", error)

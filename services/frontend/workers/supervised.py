@@ -163,7 +163,7 @@ class Supervised:
             self._channel = channel
         theirs.close()
         try:
-            channel.send(pickle.dumps(self._configuration))
+            channel.send(pickle.dumps((self._configuration, self.restarts > 0)))
             channel.ask("ready", None)
             self.ready = True
             log.info("worker ready %s", fields(worker=self.number, pid=process.pid))

@@ -1,0 +1,305 @@
+"""``hps serve --workers 2``: the answers of one process, sums over all of them, and what becomes of requests
+when processes end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hps
+from benchmarks.peers.hps_server import Hps, start_hps
+from hps.client import Client
+from hps.native import COMPILED
+from tests.integration.conftest import write_models
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.skipif(not COMPILED, reason="a shared cache needs the native core")
+
+WORD = {"name": "word", "shape": [1, 1], "datatype": "INT64", "data": [5]}
+BODY = json.dumps({"inputs": [WORD]})
+SERVE = [sys.executable, "-m", "hps.cli.main", "serve"]
+PATH = "/v2/models/words.lookup/infer"
+
+
+class Connection:
+    """One of its own, so one worker's, as long as it is open."""
+
+    def __init__(self, address: str) -> None:
+        self._connection = http.client.HTTPConnection(address, timeout=60)
+
+    def ask(self, method: str, path: str, body: str | None = None) -> Any:
+        self._connection.request(method, path, body)
+        answer = self._connection.getresponse()
+        data = answer.read()
+        assert answer.status == 200, data
+        return json.loads(data)
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+
+def status(server: Hps) -> dict[str, Any]:
+    with Connection(server.admin) as admin:
+        found: dict[str, Any] = admin.ask("GET", "/v1/status")
+        return found
+
+
+def workers(server: Hps) -> list[dict[str, Any]]:
+    return [each for each in status(server)["processes"] if each["role"] == "worker"]
+
+
+def counted(server: Hps, name: str, **labels: str) -> float:
+    with Client(admin_url=f"http://{server.admin}") as client:
+        return sum(
+            sample.value
+            for sample in client.metrics()
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hps]:
+    folder = tmp_path_factory.mktemp("workers")
+    write_models(folder / "models")
+    with start_hps(folder, limits={"workers": 2}) as started:
+        until(lambda: status(started)["ready"])
+        yield started
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[hps.Node]:
+    """The same models in one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    write_models(folder / "models")
+    settings = {
+        "models": {"repository": str(folder / "models")},
+        "tiers": {"rocksdb": {"path": str(folder / "db")}},
+    }
+    with hps.open(settings) as node:
+        yield node
+
+
+def test_who_there_is(server):
+    found = status(server)
+    assert found["processes"][0] == {
+        "role": "node",
+        "pid": server.process.pid,
+        "state": "ready",
+    }
+    pids = {each["pid"] for each in found["processes"]}
+    assert len(pids) == 3
+    shared = found["tiers"][0]["shared_memory"]
+    assert shared["owner"] == server.process.pid
+    assert shared["readers"] == 2
+    assert counted(server, "hps_workers") == 2
+
+
+def test_the_answers_are_those_of_one_process_to_the_bit(server, alone):
+    rng = np.random.default_rng(3)
+    with Client(f"http://{server.address}") as client:
+        for _ in range(20):
+            words = rng.integers(-10, 1010, (50, 1))
+            answer = client.infer("words.lookup", {"word": words})
+            mine = alone.lookup("words", {"word": words})
+            assert answer.outputs["word"].tobytes() == mine.vectors["word"].tobytes()
+            features = {
+                "user": rng.integers(0, 110, (8, 1)),
+                "item": rng.integers(-60, 60, (8, 1)),
+                "history": rng.integers(-60, 60, (8, 3)),
+            }
+            dense = rng.random((8, 3), np.float32)
+            scores = client.infer("clicks", {**features, "dense": dense})
+            wanted = alone.predict("clicks", features, {"dense": dense}).outputs
+            for name, values in wanted.items():
+                assert scores.outputs[name].tobytes() == values.tobytes()
+
+
+def test_grpc_is_answered_by_workers_too(server):
+    tritonclient = pytest.importorskip("tritonclient.grpc")
+    with tritonclient.InferenceServerClient(server.grpc) as client:
+        assert client.is_server_ready()
+        before = _count(client)
+        tensor = tritonclient.InferInput("word", [1, 1], "INT64")
+        tensor.set_data_from_numpy(np.array([[5]]))
+        answer = client.infer("words.lookup", [tensor])
+        assert answer.as_numpy("word")[0, 0] == 5
+        assert _count(client) == before + 1
+
+
+def _count(client: Any) -> int:
+    told = client.get_inference_statistics("words.lookup", as_json=True)
+    return int(told["model_stats"][0]["inference_stats"]["success"].get("count", 0))
+
+
+def test_every_worker_tells_the_sums_of_all(server):
+    """Connections until both workers have answered: the kernel spreads them."""
+
+    def total(connection: Connection) -> int:
+        told = connection.ask("GET", "/v2/models/words.lookup/stats")["model_stats"][0]
+        return int(told["inference_stats"]["success"]["count"])
+
+    with Connection(server.admin) as admin:
+        before = total(admin)
+        metric = counted(server, "hps_request_duration_seconds_count", model="words.lookup")
+        keys = counted(server, "hps_lookup_keys_total", model="words", tier="cpu")
+        connections = [Connection(server.address) for _ in range(16)]
+        for each in connections:
+            each.ask("POST", PATH, BODY)
+        assert {total(each) for each in [admin, *connections]} == {before + 16}
+        after = counted(server, "hps_request_duration_seconds_count", model="words.lookup")
+        assert after == metric + 16
+        assert counted(server, "hps_lookup_keys_total", model="words", tier="cpu") == keys + 16
+        for each in connections:
+            each.__exit__()
+
+
+def test_what_is_written_at_the_admin_port_every_worker_serves(server):
+    def first(connection: Connection) -> float:
+        word = WORD | {"data": [777]}
+        answer = connection.ask("POST", PATH, json.dumps({"inputs": [word]}))
+        return float(answer["outputs"][0]["data"][0])
+
+    connections = [Connection(server.address) for _ in range(8)]
+    assert {first(each) for each in connections} == {777.0}
+    with Connection(server.admin) as admin:
+        row = {"keys": [777], "vectors": [[1.5] * 8]}
+        admin.ask("POST", "/v1/tables/words/words/rows", json.dumps(row))
+    assert {first(each) for each in connections} == {1.5}
+    for each in connections:
+        each.__exit__()
+
+
+def test_a_worker_that_was_killed_is_replaced_and_its_counts_stay(server):
+    before = workers(server)
+    restarts = counted(server, "hps_worker_restarts_total")
+    answered = counted(server, "hps_request_duration_seconds_count", model="words.lookup")
+    os.kill(before[0]["pid"], signal.SIGKILL)
+    until(lambda: counted(server, "hps_worker_restarts_total") == restarts + 1)
+    # Those that come to it meanwhile wait for its successor, and are answered.
+    for _ in range(8):
+        with Connection(server.address) as connection:
+            connection.ask("POST", PATH, BODY)
+    until(lambda: status(server)["ready"])
+    after = workers(server)
+    assert [each["restarts"] for each in after] == [
+        before[0]["restarts"] + 1,
+        before[1]["restarts"],
+    ]
+    assert after[0]["pid"] != before[0]["pid"]
+    total = counted(server, "hps_request_duration_seconds_count", model="words.lookup")
+    assert total == answered + 8
+
+
+def serve(
+    folder: Path, repository: Path
+) -> tuple[subprocess.Popen[str], list[int], dict[str, str]]:
+    """``hps serve --workers 2``, ready; its workers' process numbers, and its addresses."""
+    settings = {
+        "models": {"repository": str(repository)},
+        "tiers": {"rocksdb": {"path": str(folder / "db")}},
+        "server": {name: {"port": 0} for name in ("http", "grpc", "admin")},
+    }
+    (folder / "config.yaml").write_text(json.dumps(settings))
+    process = subprocess.Popen(
+        [*SERVE, "--config", "config.yaml", "--workers", "2", "--output", "json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, process.communicate()[1]
+    report = json.loads(line)
+    urls = {name: url.removeprefix("http://") for name, url in report["endpoints"].items()}
+    return process, [worker["pid"] for worker in report["processes"][1:]], urls
+
+
+def test_a_killed_node_takes_its_workers_along_and_a_stopped_one_resets_no_connection(
+    small_repository, tmp_path
+):
+    process, pids, _ = serve(tmp_path, small_repository)
+    process.kill()
+    process.communicate(timeout=60)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+    # Another takes its place, in the folder and with the cache's name that it left.
+    process, pids, urls = serve(tmp_path, small_repository)
+    ends: list[Any] = []
+    answered = [threading.Semaphore(0) for _ in range(8)]
+
+    def ask_until_told_to_stop(mine: threading.Semaphore) -> None:
+        connection = http.client.HTTPConnection(urls["http"], timeout=60)
+        try:
+            while True:
+                connection.request("POST", PATH, BODY)
+                answer = connection.getresponse()
+                answer.read()
+                mine.release()
+                if answer.headers.get("connection") == "close":
+                    ends.append(answer.status)
+                    return
+        except Exception as error:
+            ends.append(error)
+        finally:
+            connection.close()
+
+    clients = [threading.Thread(target=ask_until_told_to_stop, args=(a,)) for a in answered]
+    for client in clients:
+        client.start()
+    for each in answered:
+        assert all(each.acquire(timeout=60) for _ in range(100))
+    os.kill(process.pid, signal.SIGTERM)
+    for client in clients:
+        client.join(60)
+    _, errors = process.communicate(timeout=60)
+    assert ends == [200] * 8
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+    assert errors.count("hps.frontend stopped") == 3
+
+
+def test_a_worker_that_cannot_be_started_ends_the_server(small_repository, tmp_path):
+    """Its gRPC certificate is found wrong by workers alone, since they alone listen."""
+    (tmp_path / "config.yaml").write_text(
+        json.dumps(
+            {
+                "models": {"repository": str(small_repository)},
+                "tiers": {"rocksdb": {"path": str(tmp_path / "db")}},
+                "server": {
+                    "http": {"port": 0},
+                    "grpc": {
+                        "port": 0,
+                        "tls": {"certificate_file": "no.crt", "key_file": "no.key"},
+                    },
+                    "admin": {"port": 0},
+                },
+            }
+        )
+    )
+    done = subprocess.run(
+        [*SERVE, "-c", "config.yaml", "-w", "1"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "a worker process could not be started" in done.stderr
+    assert "no.key" in done.stderr
+    assert "Traceback" not in done.stderr
