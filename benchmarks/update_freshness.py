@@ -11,7 +11,8 @@ tell when they were sent; each of the producer's calls, one in 10 ms, sends one 
 
 What lookups pay: the 99th percentile of their time, from when they were due, beside that of as many lookups
 right afterwards, when the node's readers are paused while the producer goes on. Who spends the cores' time
-is told beside it, and how many messages each reader is behind at the end.
+is told beside it, and how many messages each reader is behind at the end. Then the same once more with the
+lookups in a process of their own that is attached to the node, as with `hps serve --workers 1`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from numpy.typing import NDArray
 
 import hps
 from benchmarks.common import Bar, Benchmark, Options, Report, main
-from benchmarks.measure import versions, zipf_keys
+from benchmarks.measure import versions
+from benchmarks.peers.fresh_lookups import KEYS, LOOKUPS_S, AttachedLookups, Lookups, Seen
 from benchmarks.peers.kafka_broker import KAFKA, kafka_broker
 from benchmarks.peers.redis_server import redis_server
 from benchmarks.peers.row_stream import PROBES, RowStream, stream_producer
@@ -41,77 +43,21 @@ from hps.tiers.base import FetchContext, Part, Tier
 
 MODEL, TABLE, DIM = "fresh", "items", 32
 ROWS, QUICK_ROWS = 500_000, 100_000
-ROWS_S, LOOKUPS_S, KEYS = 50_000, 200, 1_024
+ROWS_S = 50_000
 STRETCH_S, QUICK_STRETCH_S = 30.0, 8.0
 # The broker starts cold; whoever reads is behind then.
 _WARM_S, _CAUGHT_UP = 8.0, 100
-_ASKERS = 4
 _ASK_EVERY_S = 0.02
 
 BARS = (
     *(
         Bar(f"{tier}_p{q}", f"sent to visible in {tier}, p{q}: ms", at_most=limit)
-        for tier in ("cpu", "rocksdb", "redis")
+        for tier in ("cpu", "rocksdb", "redis", "worker")
         for q, limit in ((50, 50.0), (99, 500.0))
     ),
     Bar("lookup", "lookups' p99, with updates / paused", at_most=1.5),
+    Bar("worker_lookup", "lookups' p99 in a worker, with updates / paused", at_most=1.5),
 )
-
-
-class Seen:
-    """When each tick was first seen by one who asks again and again; not thread-safe."""
-
-    def __init__(self) -> None:
-        self._last = np.full(PROBES, -1.0)
-        self.times: dict[int, float] = {}
-
-    def note(self, values: NDArray[Any]) -> None:
-        """``values (PROBES,)``: the ticks that are served for the probes now."""
-        now = time.time()
-        for i in np.flatnonzero(values > self._last).tolist():
-            first = int(self._last[i]) + PROBES if self._last[i] >= 0 else int(values[i])
-            for tick in range(first, int(values[i]) + 1, PROBES):
-                self.times[tick] = now
-            self._last[i] = values[i]
-
-
-class Lookups:
-    """200 lookups a second, on some threads in turns. ``took``: seconds of each, in the present stretch."""
-
-    def __init__(self, node: hps.Node, rows: int, seed: int) -> None:
-        self._node = node
-        drawn = zipf_keys(np.random.default_rng(seed), rows - PROBES, (512, KEYS - PROBES)) + PROBES
-        self._keys = [np.concatenate([np.arange(PROBES), each]) for each in drawn]
-        self.seen, self.took, self._ended = Seen(), [0.0], False
-        self._lock = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._run, args=(i,), name=f"asks-{i}", daemon=True)
-            for i in range(_ASKERS)
-        ]
-        for each in self._threads:
-            each.start()
-
-    def _run(self, number: int) -> None:
-        due = time.monotonic() + number / LOOKUPS_S
-        while not self._ended:
-            found = self._node.lookup(MODEL, {TABLE: self._keys[number % len(self._keys)]})
-            self.took.append(time.monotonic() - due)
-            with self._lock:
-                self.seen.note(found.vectors[TABLE][:PROBES, 0])
-            number += _ASKERS
-            due += _ASKERS / LOOKUPS_S
-            time.sleep(max(0.0, due - time.monotonic()))
-
-    def stretch(self, seconds: float) -> list[float]:
-        """The times of the lookups of so many seconds from now on."""
-        self.took = []
-        time.sleep(seconds)
-        return list(self.took)
-
-    def end(self) -> None:
-        self._ended = True
-        for each in self._threads:
-            each.join()
 
 
 class Asked:
@@ -153,6 +99,7 @@ def _settings(folder: Path, brokers: str, redis: str, rows: int) -> dict[str, An
             "cpu_cache": {"enabled": True, "share": 0.5},
         },
         "updates": {"kafka": {"brokers": brokers, "group": "bench"}},
+        "server": {"runtime": str(folder / "run")},
     }
 
 
@@ -166,10 +113,11 @@ def run(options: Options) -> Report:
         broker = stack.enter_context(kafka_broker(folder / "kafka"))
         redis = stack.enter_context(redis_server(folder / "redis"))
         _make_topic(broker.address)
-        node = stack.enter_context(hps.open(_settings(folder, broker.address, redis.address, rows)))
+        settings = _settings(folder, broker.address, redis.address, rows)
+        node = stack.enter_context(hps.open(settings))
         rows_sent = RowStream(broker.address, MODEL, TABLE, rows, DIM, ROWS_S, folder / "times.npy")
         stack.callback(rows_sent.kill)
-        lookups = Lookups(node, rows, options.seed)
+        lookups = Lookups(node, MODEL, TABLE, rows, options.seed)
         asked = {name: Asked(store.fetch, node) for name, store in _stores(node).items()}
         _until(lambda: len(lookups.seen.times) > PROBES)
         time.sleep(_WARM_S)
@@ -185,11 +133,24 @@ def run(options: Options) -> Report:
         lookups.end()
         for each in asked.values():
             each.end()
+        worker = AttachedLookups(settings, MODEL, TABLE, rows, options.seed)
+        stack.callback(worker.kill)
+        node.streams.resume()
+        _until(lambda: max(_behind(node).values()) < _CAUGHT_UP)
+        begun, used = time.time(), _cpu_seconds(worker.pid)
+        worker_updating = worker.stretch(seconds)
+        worker_span = begun, time.time() - 1.0
+        _tell_cores(used, _cpu_seconds(worker.pid), seconds, node, report, "lookups in a worker")
+        node.streams.pause()
+        time.sleep(0.5)
+        worker_paused = worker.stretch(seconds)
+        worker_seen = worker.end()
         sent = rows_sent.end()
-    _tell_freshness(
-        {"cpu": lookups.seen, **{n: a.seen for n, a in asked.items()}}, sent, span, report
-    )
-    _tell_lookups(updating, paused, report)
+    seen = {"cpu": lookups.seen.times, **{n: a.seen.times for n, a in asked.items()}}
+    _tell_freshness(seen, sent, span, report)
+    _tell_freshness({"worker": worker_seen}, sent, worker_span, report)
+    _tell_lookups("lookup", "", updating, paused, report)
+    _tell_lookups("worker_lookup", " in a worker", worker_updating, worker_paused, report)
     report.figures["rows_s"] = len(sent) * ROWS_S * 0.01 / (sent[-1] - sent[0])
     return report
 
@@ -219,7 +180,7 @@ def _until(done: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def _cpu_seconds() -> dict[str, float]:
+def _cpu_seconds(worker: int = 0) -> dict[str, float]:
     """Of the node's threads by name, and of the processes it started."""
     me = psutil.Process()
     names = {each.native_id: each.name for each in threading.enumerate()}
@@ -230,6 +191,7 @@ def _cpu_seconds() -> dict[str, float]:
     for child in me.children():
         times = child.cpu_times()
         called = child.name() if "python" not in child.name() else "producer"
+        called = "worker" if child.pid == worker else called
         used[called] = times.user + times.system
     return used
 
@@ -240,6 +202,7 @@ def _tell_cores(
     seconds: float,
     node: hps.Node,
     report: Report,
+    where: str = "lookups in the node",
 ) -> None:
     shares = {name: (used - before.get(name, 0.0)) / seconds for name, used in after.items()}
     lines = [
@@ -247,30 +210,35 @@ def _tell_cores(
         for name, share in sorted(shares.items(), key=lambda each: -each[1])
         if share >= 0.01
     ]
-    report.tables["Cores used while updates were read"] = lines
+    report.tables[f"Cores used while updates were read, {where}"] = lines
     behind = _behind(node)
-    report.figures["behind"] = behind
-    report.notes.append(f"Messages behind at the end: {behind}")
+    report.figures[f"behind, {where}"] = behind
+    report.notes.append(f"Messages behind at the end, {where}: {behind}")
 
 
 def _tell_freshness(
-    seen: dict[str, Seen], sent: NDArray[np.float64], span: tuple[float, float], report: Report
+    seen: dict[str, dict[int, float]],
+    sent: NDArray[np.float64],
+    span: tuple[float, float],
+    report: Report,
 ) -> None:
     chosen = np.flatnonzero((sent >= span[0]) & (sent < span[1]))
     lines = []
-    for tier in ("cpu", "rocksdb", "redis"):
+    for tier, times in seen.items():
         # What was never seen counts as infinitely late.
-        waits = np.array([seen[tier].times.get(int(i), np.inf) - sent[i] for i in chosen]) * 1e3
+        waits = np.array([times.get(int(i), np.inf) - sent[i] for i in chosen]) * 1e3
         quantiles = np.quantile(waits, [0.5, 0.9, 0.99, 0.999, 1.0], method="higher")
         names = ("p50", "p90", "p99", "p99.9", "most")
         lines.append(
             {"sent to visible, ms": tier, **dict(zip(names, quantiles.tolist(), strict=True))}
         )
         report.values[f"{tier}_p50"], report.values[f"{tier}_p99"] = quantiles[0], quantiles[2]
-    report.tables[f"{len(chosen):,} of the producer's calls"] = lines
+    report.tables[f"{len(chosen):,} of the producer's calls, {', '.join(seen)}"] = lines
 
 
-def _tell_lookups(updating: list[float], paused: list[float], report: Report) -> None:
+def _tell_lookups(
+    bar: str, where: str, updating: list[float], paused: list[float], report: Report
+) -> None:
     lines = [
         {
             "lookup, ms": name,
@@ -278,8 +246,8 @@ def _tell_lookups(updating: list[float], paused: list[float], report: Report) ->
         }
         for name, took in (("with updates", updating), ("paused", paused))
     ]
-    report.tables[f"Lookups of {KEYS:,} keys, {LOOKUPS_S} a second"] = lines
-    report.values["lookup"] = float(np.quantile(updating, 0.99) / np.quantile(paused, 0.99))
+    report.tables[f"Lookups{where} of {KEYS:,} keys, {LOOKUPS_S} a second"] = lines
+    report.values[bar] = float(np.quantile(updating, 0.99) / np.quantile(paused, 0.99))
 
 
 def _lacking() -> str | None:
@@ -291,7 +259,14 @@ BENCHMARK = Benchmark(
     title="How soon a row that was sent is served",
     run=run,
     bars=BARS,
-    measured=("hps/native", "hps/lookup", "hps/tiers", "hps/updates", "hps/streams.py"),
+    measured=(
+        "hps/native",
+        "hps/lookup",
+        "hps/tiers",
+        "hps/updates",
+        "hps/streams.py",
+        "hps/attached.py",
+    ),
     lacking=_lacking,
 )
 

@@ -1,5 +1,6 @@
 """Counters, histograms and gauges, and their exposition as Prometheus reads it."""
 
+import json
 import re
 import threading
 
@@ -9,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from hps import metric_names as m
 from hps.meters import DenseMeter, LookupMeter, TierMeter
 from hps.metric_names import METRICS, SECONDS_BUCKETS
-from hps.metrics import Metrics
+from hps.metrics import Metrics, Numbers
 from hps.types import EmbeddingTable, Source
 
 TABLE = EmbeddingTable.make("t", 2, model="clicks")
@@ -190,3 +191,26 @@ def test_a_bucket_holds_its_upper_bound(index):
     counts, _ = histogram.read()
     assert counts[index] == 1
     assert counts[index + 1] == 1
+
+
+def test_numbers_of_other_processes_are_added_to_ours():
+    """Over JSON, as they travel; of what only ended processes had, no gauge."""
+    ours, other = Metrics(), Metrics()
+    for each, n in ((ours, 1), (other, 2)):
+        each.counter(m.LOOKUP_KEYS, "clicks", "users", "cpu").add(n)
+        each.histogram(m.TIER_SECONDS, "cpu").observe_all([3e-5] * n)
+        each.gauge(m.LOOKUP_WAITING, lambda n=n: n)
+    other.counter(m.LOOKUP_KEYS, "clicks", "users", "redis").add(5)
+    told = json.loads(json.dumps(other.numbers().as_json()))
+    ours.include(lambda: Numbers.from_json(told))
+    ours.include(lambda: Numbers.from_json(told).grown())
+    assert of(ours, m.LOOKUP_KEYS, model="clicks", table="users", tier="cpu") == 5
+    assert of(ours, m.LOOKUP_KEYS, model="clicks", table="users", tier="redis") == 10
+    assert of(ours, f"{m.TIER_SECONDS}_count", tier="cpu") == 5
+    assert of(ours, f"{m.TIER_SECONDS}_sum", tier="cpu") == pytest.approx(15e-5)
+    assert of(ours, m.LOOKUP_WAITING) == 3
+    assert ours.counter(m.LOOKUP_KEYS, "clicks", "users", "cpu").value == 1
+
+
+def test_metrics_that_are_not_known_here_are_left_out():
+    assert Numbers.from_json({"hps_of_tomorrow": [[[], 1]]}) == {}

@@ -8,6 +8,7 @@ import pytest
 
 from hps.errors import NotFound
 from services.frontend.state import State
+from services.frontend.statistics import Statistics
 
 
 def test_names_whose_model_is_the_same_keep_what_was_counted(small):
@@ -47,3 +48,31 @@ def test_a_server_that_stops_is_not_made_ready_by_a_model(small):
     small.state.stop()
     small.state.serve(small.node)
     assert not small.state.ready
+
+
+def test_statistics_are_those_of_all_processes(small):
+    """As another one's sums have them; without any, and of names they lack, our own."""
+    state, entry = small.state, small.state.entries["words"]
+    entry.statistics.succeeded(4, 0, 10, 30, 60)
+    other = Statistics()
+    other.succeeded(4, 0, 1, 3, 6)
+    other.succeeded(9, 0, 1, 3, 6)
+    other.failed(0, 5)
+    other.add(entry.statistics.numbers())
+    assert state.statistics([entry])[0]["inference_count"] == 4
+    state.sum_up(lambda: {"words": other.numbers()})
+    told = state.statistics([entry, state.entries["ctr"]])
+    assert [each["inference_count"] for each in told] == [17, 0]
+    assert told[0]["inference_stats"]["success"] == {"count": 3, "ns": 72}
+    assert told[0]["inference_stats"]["fail"]["count"] == 1
+    assert [b["batch_size"] for b in told[0]["batch_stats"]] == [4, 9]
+    assert told[0]["batch_stats"][0]["compute_infer"] == {"count": 2, "ns": 22}
+    state.sum_up(lambda: None)
+    assert state.statistics([entry])[0]["inference_count"] == 4
+
+
+def test_a_server_whose_workers_are_not_there_is_not_ready(small):
+    assert small.state.ready
+    small.state.hindrance = lambda: "1 of 2 worker processes answer"
+    assert not small.state.ready
+    assert small.state.reason == "1 of 2 worker processes answer"

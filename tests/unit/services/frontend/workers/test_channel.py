@@ -1,0 +1,48 @@
+"""Between the node's process and a worker."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+
+from services.frontend.workers.channel import Answering, Asking
+
+
+@pytest.fixture
+def ends():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield Asking(ours), theirs
+
+
+def test_questions_are_answered_until_one_side_ends(ends):
+    asking, theirs = ends
+    alone = threading.Event()
+    answering = Answering(theirs, alone.set)
+    asking.send(b"settings")
+    assert answering.receive() == b"settings"
+    answering.start({"ready": lambda: True, "numbers": lambda: {"a": [1, 2]}})
+    assert asking.ask("ready", 60) is True
+    assert asking.ask("numbers", 60) == {"a": [1, 2]}
+    assert not alone.is_set()
+    asking.close()
+    assert alone.wait(60)
+
+
+def test_an_answer_that_was_waited_for_in_vain_is_not_taken_for_another(ends):
+    asking, theirs = ends
+    go = threading.Event()
+    Answering(theirs, lambda: None).start({"slow": lambda: go.wait(60), "quick": lambda: "here"})
+    with pytest.raises(TimeoutError):
+        asking.ask("slow", 0.05)
+    go.set()
+    assert asking.ask("quick", 60) == "here"
+
+
+def test_who_asks_a_worker_that_has_ended_is_told(ends):
+    asking, theirs = ends
+    theirs.close()
+    with pytest.raises(OSError, match=r"pipe|closed"):
+        asking.ask("ready", 60)
