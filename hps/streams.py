@@ -23,15 +23,16 @@ from hps.errors import BadRequest, NotFound, Unavailable
 from hps.meters import UpdateMeter
 from hps.metrics import Metrics
 from hps.types import EmbeddingTable, KeyArray, VectorArray
-from hps.updates.arrivals import LOOK_EVERY_S, Waiting, WaitingFiles
+from hps.updates.arrivals import LOOK_EVERY_S, Waiting
 from hps.updates.direct import DirectWriter
-from hps.updates.directory import DirectorySource
+from hps.updates.files.directory import DirectorySource
+from hps.updates.files.waiting import WaitingFiles
 from hps.updates.freshness import Freshness
 from hps.updates.ingest_thread import IngestThread
 from hps.updates.ingestor import Ingestor
-from hps.updates.kafka import KafkaSource
-from hps.updates.kafka_client import DeadLetterTopic
-from hps.updates.kafka_ends import WaitingMessages
+from hps.updates.kafka.client import DeadLetterTopic
+from hps.updates.kafka.ends import WaitingMessages
+from hps.updates.kafka.source import KafkaSource
 from hps.updates.source import UpdateSource
 from hps.updates.stream_places import Readers, Store
 from hps.updates.topics import Topics

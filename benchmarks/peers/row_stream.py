@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.updates.producer import Producer
+from hps.updates.kafka.producer import Producer
 
 PROBES = 64
 PARTITIONS = 2

@@ -25,7 +25,7 @@ from hps.cli.targets import SetOption
 from hps.cli.updates_kafka import BrokersOption, SomeConfig, configuration_of, kafka_settings
 
 if TYPE_CHECKING:
-    from hps.updates.dead_letters import Letter
+    from hps.updates.kafka.dead_letters import Letter
 
 EXAMPLES = """\b
 Examples:
@@ -75,7 +75,7 @@ def dlq(
     sends them again; they are not listed any more, unless they come back. They keep their timestamps, and
     so their versions.
     """
-    from hps.updates.dead_letters import DeadLetterBox
+    from hps.updates.kafka.dead_letters import DeadLetterBox
 
     settings = kafka_settings(brokers, configuration_of(config, overrides))
     if topic is not None:

@@ -35,7 +35,7 @@ class Outgoing:
 
 def from_file(path: Path, model: str, table: str | None, version: int | None) -> Outgoing:
     from hps.types import version_now
-    from hps.updates.row_files import open_rows
+    from hps.updates.files.row_files import open_rows
 
     try:
         opened = open_rows(path)

@@ -6,16 +6,12 @@ its broker does not know what it lacks.
 
 from __future__ import annotations
 
-import os
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping
 from itertools import pairwise
-from pathlib import Path
 from typing import Protocol
 
-from hps.updates.directory import is_update_file
 from hps.updates.stream_places import Place
 
 LOOK_EVERY_S = 1.0
@@ -77,27 +73,3 @@ def _thinned(looks: deque[tuple[float, int]], now_s: float) -> deque[tuple[float
             kept.append(look)
     kept.append(rest[-1])
     return kept
-
-
-class WaitingFiles:
-    """An update folder: a file waits until it is moved away."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._oldest_s: float | None = None
-
-    def look(self) -> None:
-        came = []
-        with os.scandir(self._folder) as entries:
-            for each in entries:
-                try:
-                    if is_update_file(each):
-                        came.append(each.stat().st_ctime)  # renaming it counts as its arrival
-                except FileNotFoundError:
-                    continue  # applied meanwhile
-        self._oldest_s = min(came, default=None)
-
-    def ages_s(self) -> Mapping[Place, float | None]:
-        oldest_s = self._oldest_s
-        age_s = 0.0 if oldest_s is None else max(0.0, time.time() - oldest_s)
-        return {(str(self._folder), 0): age_s}

@@ -17,7 +17,7 @@ from hps.errors import Unavailable
 from hps.types import EmbeddingTable
 from hps.updates import Producer
 from hps.updates.codec import encode_hps, hps_topic
-from hps.updates.kafka import KafkaSource
+from hps.updates.kafka.source import KafkaSource
 from hps.updates.source import DeadLetter, Reason, TableUpdate
 from hps.updates.topics import Topics, native_topic
 from tests.integration.test_kafka import native

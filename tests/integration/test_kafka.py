@@ -21,8 +21,8 @@ from hps.types import EmbeddingTable, make_version
 from hps.updates.codec import encode_hps, encode_native, hps_topic
 from hps.updates.ingest_thread import IngestThread
 from hps.updates.ingestor import Ingestor
-from hps.updates.kafka import KafkaSource
-from hps.updates.kafka_client import DeadLetterTopic
+from hps.updates.kafka.client import DeadLetterTopic
+from hps.updates.kafka.source import KafkaSource
 from hps.updates.stream_places import Store
 from hps.updates.topics import Topics, native_topic
 from tests.support.kafka_brokers import (

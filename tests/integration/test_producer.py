@@ -14,8 +14,8 @@ from hps.errors import BadRequest, ConfigError, Unavailable
 from hps.types import EmbeddingTable, make_version
 from hps.updates import Producer
 from hps.updates.codec import decode_native, encode_hps, hps_topic
-from hps.updates.kafka import KafkaSource
-from hps.updates.outgoing import partition_of
+from hps.updates.kafka.outgoing import partition_of
+from hps.updates.kafka.source import KafkaSource
 from hps.updates.topics import Topics, native_topic
 from tests.support.kafka_brokers import fresh_broker, make_topic, shared_broker, unique
 from tests.support.waiting import until

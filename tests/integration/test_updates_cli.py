@@ -33,8 +33,8 @@ from hps.types import EmbeddingTable, NoProgress, make_version
 from hps.updates import Producer
 from hps.updates.codec import decode_native, encode_hps, encode_native, hps_topic
 from hps.updates.ingestor import Ingestor
-from hps.updates.kafka import KafkaSource
-from hps.updates.kafka_client import DeadLetterTopic
+from hps.updates.kafka.client import DeadLetterTopic
+from hps.updates.kafka.source import KafkaSource
 from hps.updates.stream_places import Store
 from hps.updates.topics import Topics, native_topic
 from tests.support.kafka_brokers import make_topic, shared_broker, unique

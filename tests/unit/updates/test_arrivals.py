@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from hps.updates.arrivals import LOOK_EVERY_S, Arrivals, WaitingFiles
+from hps.updates.arrivals import LOOK_EVERY_S, Arrivals
+from hps.updates.files.waiting import WaitingFiles
 
 PLACE = ("topic", 0)
 

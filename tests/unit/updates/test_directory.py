@@ -20,7 +20,7 @@ from hps.tiers.positions import TableChanges
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable, make_version
 from hps.updates.codec import encode_native
-from hps.updates.directory import DirectorySource
+from hps.updates.files.directory import DirectorySource
 from hps.updates.ingestor import Ingestor
 from hps.updates.source import Reason
 from hps.updates.stream_places import Store
@@ -269,7 +269,7 @@ def test_a_reader_that_fails_in_a_new_way_rejects_the_file(house, monkeypatch):
     def broken(_path):
         raise ZeroDivisionError("?")
 
-    monkeypatch.setattr("hps.updates.update_files.open_rows", broken)
+    monkeypatch.setattr("hps.updates.files.update_files.open_rows", broken)
     house.put("m.items.1.npz", b"x")
     house.run()
     assert "ZeroDivisionError" in (house.folder / "rejected" / "m.items.1.npz.reason").read_text()

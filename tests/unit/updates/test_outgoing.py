@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from hps.errors import BadRequest
 from hps.types import make_version, version_unix_ms
 from hps.updates.codec import decode_hps, decode_native, encode_hps
-from hps.updates.outgoing import (
+from hps.updates.kafka.outgoing import (
     Said,
     VersionClock,
     by_partition,

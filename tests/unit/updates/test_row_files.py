@@ -14,7 +14,7 @@ from hps.rows.base import Rows
 from hps.rows.export import export
 from hps.tiers.positions import TableChanges
 from hps.types import EmbeddingTable
-from hps.updates.row_files import open_rows
+from hps.updates.files.row_files import open_rows
 
 KEYS = np.array([5, -7, 2**62, 0])
 ROWS = np.arange(8, dtype=np.float32).reshape(4, 2)

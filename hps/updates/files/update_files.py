@@ -14,7 +14,7 @@ from hps.tiers.positions import StreamPosition, TableChanges
 from hps.types import EmbeddingTable, make_version
 from hps.updates.ahead import without_ahead
 from hps.updates.codec import LONGEST, decode_native
-from hps.updates.row_files import FORMATS, open_rows
+from hps.updates.files.row_files import FORMATS, open_rows
 from hps.updates.source import MESSAGE, DeadLetter, Reason, TableUpdate, UpdateBatch
 
 log = logging.getLogger(__name__)

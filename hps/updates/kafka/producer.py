@@ -21,9 +21,9 @@ from typing import Any, Literal, Self
 import confluent_kafka as ck
 
 from hps.errors import BadRequest, ConfigError, HpsError, Unavailable
-from hps.updates.brokers import Brokers
 from hps.updates.codec import FULL, hps_table, hps_topic
-from hps.updates.outgoing import (
+from hps.updates.kafka.brokers import Brokers
+from hps.updates.kafka.outgoing import (
     Format,
     Said,
     VersionClock,

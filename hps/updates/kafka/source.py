@@ -20,7 +20,7 @@ from hps.errors import ConfigError, Unavailable
 from hps.tiers.positions import StreamPosition
 from hps.updates.ahead import without_ahead
 from hps.updates.codec import Decoded, decode_hps, decode_native, hps_table
-from hps.updates.kafka_client import ANSWER_S, client_log, client_options
+from hps.updates.kafka.client import ANSWER_S, client_log, client_options
 from hps.updates.source import DeadLetter, Reason, TableUpdate, UpdateBatch
 from hps.updates.topics import Topics
 

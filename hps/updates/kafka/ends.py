@@ -11,7 +11,7 @@ from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-d
 
 from hps.config.update_settings import KafkaSettings
 from hps.updates.arrivals import Arrivals
-from hps.updates.kafka_client import client_log, client_options
+from hps.updates.kafka.client import client_log, client_options
 from hps.updates.stream_places import Place
 
 log = logging.getLogger(__name__)

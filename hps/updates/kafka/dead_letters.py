@@ -15,8 +15,8 @@ import confluent_kafka as ck
 from hps.config.update_settings import KafkaSettings
 from hps.errors import Unavailable
 from hps.native.twin_codec import HEADER, MAGIC
-from hps.updates.brokers import Brokers, text_of
 from hps.updates.codec import hps_table
+from hps.updates.kafka.brokers import Brokers, text_of
 
 MOST = 100_000
 """Letters that are looked at, the newest ones."""

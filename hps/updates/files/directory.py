@@ -21,8 +21,8 @@ from pathlib import Path
 from hps.config.update_settings import DirectorySettings
 from hps.errors import ConfigError, Unavailable
 from hps.types import EmbeddingTable
+from hps.updates.files.update_files import ENDINGS, UpdateFile
 from hps.updates.source import DeadLetter, UpdateBatch
-from hps.updates.update_files import ENDINGS, UpdateFile
 
 log = logging.getLogger(__name__)
 

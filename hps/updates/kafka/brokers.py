@@ -10,7 +10,7 @@ import confluent_kafka as ck
 from confluent_kafka import admin
 
 from hps.errors import ConfigError, Unavailable
-from hps.updates.kafka_client import client_log, client_options
+from hps.updates.kafka.client import client_log, client_options
 
 _POLL_S = 0.1
 
