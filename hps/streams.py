@@ -58,7 +58,7 @@ class Stream:
     readers: Readers
 
     def status(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Ready for JSON. ``lag`` is null while it is not known."""
         lag = self.source.lag()
         return {
             "group": self.group,
@@ -67,10 +67,10 @@ class Stream:
             "problem": self.ingestor.problem or self.source.problem,
             "stores": self.ingestor.store_names,
             "caches": self.ingestor.refreshes,
-            "lag": sum(lag.values()),
+            "lag": None if lag is None or None in lag.values() else sum(filter(None, lag.values())),
             "partitions": [
                 {"topic": topic, "partition": partition, "lag": messages}
-                for (topic, partition), messages in sorted(lag.items())
+                for (topic, partition), messages in sorted((lag or {}).items())
             ],
         }
 
@@ -213,7 +213,9 @@ class Streams:
         found = False
         for stream in self._chosen(group):
             source = stream.source
-            if not isinstance(source, KafkaSource) or (topic, partition) not in source.lag():
+            if not isinstance(source, KafkaSource) or (topic, partition) not in (
+                source.lag() or ()
+            ):
                 continue
             found = True
             done = stream.thread.call(partial(source.seek, topic, partition, offset))
@@ -257,8 +259,9 @@ class Streams:
 
     def _lags(self) -> Iterable[tuple[tuple[str, ...], float]]:
         for stream in self._streams:
-            for (topic, partition), messages in stream.source.lag().items():
-                yield (stream.group, topic, str(partition)), messages
+            for (topic, partition), messages in (stream.source.lag() or {}).items():
+                if messages is not None:
+                    yield (stream.group, topic, str(partition)), messages
 
     def _ages(self) -> Iterable[tuple[tuple[str, ...], float]]:
         if self._streams:

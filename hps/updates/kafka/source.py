@@ -62,7 +62,8 @@ class KafkaSource:
         self._committed: dict[tuple[str, int], int] = {}
         self._untold: dict[tuple[str, int], int] = {}  # of these, what the group does not know yet
         self._resting = False
-        self._lag: dict[tuple[str, int], int] = {}
+        self._joined = False  # the group has said once which partitions are read here
+        self._lag: dict[tuple[str, int], int | None] | None = None
         self._looked_at = 0.0
         self._unplaced: list[ck.TopicPartition] = []
         self._longest = settings.max_message_bytes
@@ -154,8 +155,9 @@ class KafkaSource:
         self._jumped.add((topic, partition))
         self._committed[topic, partition] = offset
 
-    def lag(self) -> dict[tuple[str, int], int]:
-        """Messages per partition that are there and not polled yet, a moment ago. Any thread may ask."""
+    def lag(self) -> dict[tuple[str, int], int | None] | None:
+        """Messages per partition that are there and not polled yet, a moment ago; see `UpdateSource`. Any
+        thread may ask."""
         return self._lag
 
     def applied(self) -> dict[tuple[str, int], int]:
@@ -179,14 +181,15 @@ class KafkaSource:
             return
         self._looked_at = now
         self._tell_group()
-        behind = {}
+        behind: dict[tuple[str, int], int | None] = {}
         for place, offset in self._next.items():
             with suppress(ck.KafkaException):
                 low, high = self._consumer.get_watermark_offsets(
                     ck.TopicPartition(*place), cached=True
                 )
-                behind[place] = max(0, high - max(low, offset))
-        self._lag = behind
+                # Before the first answer to a fetch no end is known: it is negative then.
+                behind[place] = max(0, high - max(low, offset)) if high >= 0 else None
+        self._lag = behind if self._joined else None
 
     def _report(self, error: Any) -> None:
         """Consumer errors mend themselves or are for the operator; none ends the stream."""
@@ -209,6 +212,7 @@ class KafkaSource:
         consumer.assign(partitions)
         consumer.pause(partitions)
         self._unplaced = list(partitions)
+        self._joined = True
         self._next.clear()
         self._committed.clear()
 
