@@ -1,22 +1,26 @@
 """How soon a row that was sent is served, and what lookups pay for it.
 
 A producer sends 50,000 rows of dim 32 a second into a Kafka topic of two partitions; a node, in this process,
-takes them into RocksDB and its CPU cache, and as the one that writes the shared stores into Redis; meanwhile
-it answers 200 lookups a second of 1,024 keys. Broker, Redis, producer and node share the machine's cores. The
-broker is given some seconds to compile its code, and the readers to catch up, before anything is judged.
+takes them into RocksDB and its CPU cache, and `hps ingest` into Redis, which the node reads; meanwhile the
+node answers 200 lookups a second of 1,024 keys. Broker, Redis, producer, ingest and node share the machine's
+cores. The broker is given some seconds to compile its code, and the readers to catch up, before anything is
+judged.
 
 Freshness: from the producer's call to a lookup that returns the new row (CPU cache), and to a fetch from each
 store that does (asked every 20 ms, which adds 10 on average). 64 of the keys asked for are those whose rows
 tell when they were sent; each of the producer's calls, one in 10 ms, sends one of them.
 
 What lookups pay: the 99th percentile of their time, from when they were due, beside that of as many lookups
-right afterwards, when the node's readers are paused while the producer goes on. Who spends the cores' time
-is told beside it, and how many messages each reader is behind at the end. Then the same once more with the
+right afterwards, when the node's reader is paused while all others go on. Who spends the cores' time
+is told beside it, and how many messages the node is behind at the end. Then the same once more with the
 lookups in a process of their own that is attached to the node, as with `hps serve --workers 1`.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import subprocess
 import sys
 import tempfile
 import threading
@@ -39,7 +43,7 @@ from benchmarks.peers.redis_server import redis_server
 from benchmarks.peers.row_stream import PROBES, RowStream, stream_producer
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.models.writer import write_version
-from hps.tiers.base import FetchContext, Part, Tier
+from hps.tiers.base import FetchContext, Part
 
 MODEL, TABLE, DIM = "fresh", "items", 32
 ROWS, QUICK_ROWS = 500_000, 100_000
@@ -98,7 +102,7 @@ def _settings(folder: Path, brokers: str, redis: str, rows: int) -> dict[str, An
             "redis": {"addresses": [redis]},
             "cpu_cache": {"enabled": True, "share": 0.5},
         },
-        "updates": {"kafka": {"brokers": brokers, "group": "bench"}},
+        "updates": {"kafka": {"brokers": brokers, "group": "bench", "shared_writer": "ingest"}},
         "server": {"runtime": str(folder / "run")},
     }
 
@@ -114,19 +118,22 @@ def run(options: Options) -> Report:
         redis = stack.enter_context(redis_server(folder / "redis"))
         _make_topic(broker.address)
         settings = _settings(folder, broker.address, redis.address, rows)
+        ingest = _ingest(folder / "ingest.yaml", settings)
+        stack.callback(ingest.kill)
         node = stack.enter_context(hps.open(settings))
         rows_sent = RowStream(broker.address, MODEL, TABLE, rows, DIM, ROWS_S, folder / "times.npy")
         stack.callback(rows_sent.kill)
         lookups = Lookups(node, MODEL, TABLE, rows, options.seed)
-        asked = {name: Asked(store.fetch, node) for name, store in _stores(node).items()}
-        _until(lambda: len(lookups.seen.times) > PROBES)
+        stores = {each.tier.info.name: each.tier for each in node.tiers}
+        asked = {name: Asked(stores[name].fetch, node) for name in ("rocksdb", "redis")}
+        _until(lambda: all(len(e.seen.times) > PROBES for e in (lookups, *asked.values())))
         time.sleep(_WARM_S)
-        _until(lambda: max(_behind(node).values()) < _CAUGHT_UP)
+        _until(lambda: _behind(node) < _CAUGHT_UP)
         seconds = QUICK_STRETCH_S if options.quick else STRETCH_S
-        begun, used = time.time(), _cpu_seconds()
+        begun, used = time.time(), _cpu_seconds(ingest=ingest.pid)
         updating = lookups.stretch(seconds)
         span = begun, time.time() - 1.0
-        _tell_cores(used, _cpu_seconds(), seconds, node, report)
+        _tell_cores(used, _cpu_seconds(ingest=ingest.pid), seconds, node, report)
         node.streams.pause()
         time.sleep(0.5)
         paused = lookups.stretch(seconds)
@@ -136,11 +143,12 @@ def run(options: Options) -> Report:
         worker = AttachedLookups(settings, MODEL, TABLE, rows, options.seed)
         stack.callback(worker.kill)
         node.streams.resume()
-        _until(lambda: max(_behind(node).values()) < _CAUGHT_UP)
-        begun, used = time.time(), _cpu_seconds(worker.pid)
+        _until(lambda: _behind(node) < _CAUGHT_UP)
+        own = {"ingest": ingest.pid, "worker": worker.pid}
+        begun, used = time.time(), _cpu_seconds(**own)
         worker_updating = worker.stretch(seconds)
         worker_span = begun, time.time() - 1.0
-        _tell_cores(used, _cpu_seconds(worker.pid), seconds, node, report, "lookups in a worker")
+        _tell_cores(used, _cpu_seconds(**own), seconds, node, report, "lookups in a worker")
         node.streams.pause()
         time.sleep(0.5)
         worker_paused = worker.stretch(seconds)
@@ -161,15 +169,17 @@ def _make_topic(brokers: str) -> None:
         producer.watermark()
 
 
-def _behind(node: hps.Node) -> dict[str, int]:
-    """Messages by reader."""
-    return {s.group: sum(s.source.lag().values()) for s in node.streams._streams}
+def _ingest(config: Path, settings: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """`hps ingest` by the node's settings."""
+    config.write_text(json.dumps({**settings, "server": {"admin": {"port": 0}}}))
+    command = [sys.executable, "-m", "hps.cli.main", "ingest", "--config", str(config)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def _stores(node: hps.Node) -> dict[str, Tier]:
-    """Those that streams write to. Redis is wrapped there: streamed rows keep to its share."""
-    fed: list[Any] = [store for each in node.streams._streams for store in each.ingestor._stores]
-    return {each.name: getattr(each.store, "_redis", each.store) for each in fed}
+def _behind(node: hps.Node) -> float:
+    """Messages that the node has still to read; infinite while it does not know."""
+    lags = [reader["lag"] for reader in node.streams.status()]
+    return math.inf if None in lags else sum(lags)
 
 
 def _until(done: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -180,10 +190,11 @@ def _until(done: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def _cpu_seconds(worker: int = 0) -> dict[str, float]:
-    """Of the node's threads by name, and of the processes it started."""
+def _cpu_seconds(**processes: int) -> dict[str, float]:
+    """Of the node's threads by name, and of the processes it started, ``processes`` by these names."""
     me = psutil.Process()
     names = {each.native_id: each.name for each in threading.enumerate()}
+    names_of = {number: name for name, number in processes.items()}
     used: dict[str, float] = {}
     for thread in me.threads():
         name = f"node: {names.get(thread.id, 'native threads')}"
@@ -191,7 +202,7 @@ def _cpu_seconds(worker: int = 0) -> dict[str, float]:
     for child in me.children():
         times = child.cpu_times()
         called = child.name() if "python" not in child.name() else "producer"
-        called = "worker" if child.pid == worker else called
+        called = names_of.get(child.pid, called)
         used[called] = times.user + times.system
     return used
 
