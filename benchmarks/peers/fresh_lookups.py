@@ -18,6 +18,7 @@ import hps
 from benchmarks.measure import zipf_keys
 from benchmarks.peers.row_stream import PROBES
 from hps.open_models import OpenModels
+from services.frontend.workers.slices import ask_for_short_slices
 
 LOOKUPS_S, KEYS = 200, 1_024
 _ASKERS = 4
@@ -122,6 +123,7 @@ class AttachedLookups:
 
 
 def main() -> None:
+    ask_for_short_slices()  # as workers do
     settings, *given = json.loads(sys.argv[1])
     with hps.attach(settings) as node:
         lookups = Lookups(node, *given)

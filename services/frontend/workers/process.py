@@ -30,6 +30,7 @@ from services.frontend.http.server import HttpServer
 from services.frontend.logs import log
 from services.frontend.state import State
 from services.frontend.workers.channel import Answering
+from services.frontend.workers.slices import ask_for_short_slices
 from services.process import Process, Server
 
 BROKEN = 2
@@ -105,6 +106,7 @@ def _sums(attached: Attached) -> Mapping[str, Any] | None:
 
 
 def main() -> None:
+    ask_for_short_slices()
     number, control, http = map(int, sys.argv[1:])
     channel = Answering(socket.socket(fileno=control), lambda: worker.alone())
     configuration, replaces = pickle.loads(channel.receive())
