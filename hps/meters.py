@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.metric_names import (
+    DENSE_FALLBACKS,
     DENSE_SECONDS,
     LOOKUP_DEGRADED,
     LOOKUP_KEYS,
@@ -85,6 +86,9 @@ class DenseMeter:
 
     def ran(self, seconds: float) -> None:
         self._seconds.observe(seconds)
+
+    def fell_back(self, runs: int) -> None:
+        self._metrics.counter(DENSE_FALLBACKS, self._model).add(runs)
 
     def not_finite(self, output: str, values: int) -> None:
         self._metrics.counter(SCORES_NOT_FINITE, self._model, output).add(values)

@@ -50,6 +50,7 @@ PROMOTE_QUEUE = "hps_promote_queue_keys"
 DENSE_SECONDS = "hps_dense_duration_seconds"
 DENSE_WAITING = "hps_dense_waiting"
 SCORES_NOT_FINITE = "hps_scores_not_finite_total"
+DENSE_FALLBACKS = "hps_dense_fallbacks_total"
 MODEL_VERSION = "hps_model_version"
 UPDATE_ROWS = "hps_update_rows_total"
 UPDATE_DEAD = "hps_update_dead_letters_total"
@@ -63,7 +64,10 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(MODEL_VERSION, "gauge", ("model",), "Version of the model that is being served."),
     MetricSpec(WORKERS, "gauge", (), "Worker processes that answer requests at the moment."),
     MetricSpec(
-        WORKER_RESTARTS, "counter", (), "Worker processes that ended by themselves and were replaced."
+        WORKER_RESTARTS,
+        "counter",
+        (),
+        "Worker processes that ended by themselves and were replaced.",
     ),
     MetricSpec(
         REQUEST_SECONDS,
@@ -142,6 +146,12 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(PROMOTE_QUEUE, "gauge", ("tier",), "Keys waiting to be copied into a tier."),
     MetricSpec(DENSE_SECONDS, "histogram", ("model",), "Time of one run of the dense model."),
     MetricSpec(DENSE_WAITING, "gauge", (), "Runs of dense models waiting for a thread."),
+    MetricSpec(
+        DENSE_FALLBACKS,
+        "counter",
+        ("model",),
+        "Runs of the dense model in this process because Triton, which was to run them, was not available.",
+    ),
     MetricSpec(
         SCORES_NOT_FINITE,
         "counter",

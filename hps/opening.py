@@ -8,17 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hps.config import Configuration, Settings, apply_override
 from hps.config.model_schema import FeatureSpec, ModelSpec
 from hps.config.schema import ModelOverride
 from hps.dense.base import DenseModel
-from hps.dense.onnx import OnGpu, OnnxModel
+from hps.dense.choose import open_network
 from hps.errors import ConfigError
 from hps.lookup.base import Feature, LookupModel
 from hps.models.repository import ModelVersion, Repository, open_legacy
 from hps.types import EmbeddingTable
-from hps.wiring import check_wiring
+from hps.wiring import check_wiring, fed_tensors, served_tensors
 
 
 def open_versions(
@@ -99,12 +100,17 @@ def open_model(version: ModelVersion, settings: Settings, resources: ExitStack) 
         _table_bounds(spec),
     )
     dense = None
-    if version.dense is not None and spec.dense is not None:
-        chosen = settings.dense
-        gpu = OnGpu(settings.tiers.gpu.devices[0], chosen.precision, chosen.tf32)
-        dense = OnnxModel(version.dense, chosen.provider, chosen.threads, chosen.inline_us, gpu)
+    if spec.dense is not None:
+        dense = open_network(
+            version.name,
+            version.dense,
+            fed_tensors(version.name, spec.dense, lookup.features),
+            served_tensors(spec.dense),
+            settings.dense,
+            settings.tiers.gpu.devices[0],
+            partial(check_wiring, version.name, spec.dense, lookup.features),
+        )
         resources.callback(dense.close)
-        dense.warm_up(check_wiring(version.name, spec.dense, lookup.features, dense))
     return OpenedModel(version, tables, lookup, dense)
 
 

@@ -206,7 +206,9 @@ class InferencePipeline:
         else:
             start = time.perf_counter()
             if device is None:
-                outputs = self.dense.predict(self._feed(inputs, rows, batch), names)
+                outputs = self.dense.predict(
+                    self._feed(inputs, rows, batch), names, request.deadline
+                )
             else:
                 outputs = device.run(rows, inputs, batch, names)
             self._judge(outputs, batch, time.perf_counter() - start)

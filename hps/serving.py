@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from hps import metric_names as m
 from hps.config import Settings
+from hps.dense.fallback import Fallback
 from hps.devices import Devices
 from hps.lookup.engine import LookupEngine, Promote
 from hps.meters import DenseMeter, LookupMeter
@@ -49,6 +50,8 @@ class Serving:
         pipeline = None
         if model.dense is not None and model.spec.dense is not None:
             meter = DenseMeter(metrics, name)
+            if isinstance(model.dense, Fallback):
+                model.dense.count = meter.fell_back
             paths = devices.paths(model, there, lookups)
             pipeline = InferencePipeline(
                 name, model.spec.dense, engine, model.dense, self.runs, meter, paths

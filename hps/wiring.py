@@ -18,7 +18,7 @@ def check_wiring(
     """What the network is fed, by its own names. Raises ``ModelError`` where the two disagree."""
     fed = fed_tensors(model, spec, features)
     outputs = {tensor.name: tensor for tensor in spec.outputs}
-    check_network(model, network, fed.values(), [_info(tensor) for tensor in spec.outputs])
+    check_network(model, network, fed.values(), served_tensors(spec))
     _check_ranking(model, spec.ranking_output, outputs)
     return fed
 
@@ -51,6 +51,11 @@ def fed_tensors(
         twice = next(name for name in names if names.count(name) > 1)
         raise ModelError(f"{model}: model.yaml feeds network input {twice!r} twice")
     return named
+
+
+def served_tensors(spec: DenseSpec) -> list[TensorInfo]:
+    """What ``model.yaml`` serves of the network's outputs."""
+    return [_info(tensor) for tensor in spec.outputs]
 
 
 def _check_ranking(model: str, stated: str | None, outputs: Mapping[str, TensorSpec]) -> None:

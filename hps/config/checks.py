@@ -251,7 +251,9 @@ def workers(count: int, gpu: str, huge_pages: str) -> list[Finding]:
     """Workers read the node's CPU cache in shared memory; what is on a GPU they can't."""
     findings = []
     if count and gpu == "required":
-        message = f"is {count}, but workers can't use the node's GPU cache; set tiers.gpu.use to off"
+        message = (
+            f"is {count}, but workers can't use the node's GPU cache; set tiers.gpu.use to off"
+        )
         findings.append(Finding(("server", "workers"), message, (("tiers", "gpu", "use"),)))
     if count and huge_pages == "reserved":
         message = "is reserved, which can't be shared with server.workers; take transparent"
@@ -272,4 +274,20 @@ def gpu(
     if static and host_bytes:
         message = f"is {host_bytes}, but static tables lie in the GPU's memory as a whole"
         findings.append(Finding(("host_bytes",), message, (("static",),)))
+    return findings
+
+
+def triton(protocol: str, tls: bool, shared_memory: str, url: str) -> list[Finding]:
+    """Shared memory needs a Triton on this machine, and HTTP has no certificates here."""
+    findings = []
+    if "://" in url:
+        findings.append(
+            Finding(("triton", "url"), f"expected host:port without a scheme, found {url!r}")
+        )
+    elif shared_memory != "none" and not is_loopback(url.rpartition(":")[0]):
+        message = f"is {shared_memory}, but {url} is not this machine"
+        findings.append(Finding(("triton", "shared_memory"), message, (("triton", "url"),)))
+    if protocol == "http" and tls:
+        message = "acts with protocol grpc alone, found with http"
+        findings.append(Finding(("triton", "tls"), message, (("triton", "protocol"),)))
     return findings

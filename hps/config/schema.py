@@ -7,7 +7,7 @@ what is in force and where each value came from.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,7 @@ from hps.config.cache_settings import (
     GpuCacheSettings,
     GpuEviction,
 )
+from hps.config.dense_settings import DenseSettings
 from hps.config.model_schema import DenseSpec, MissPolicySpec, Name, Strict
 from hps.config.server_settings import AuthSettings, ServerSettings
 from hps.config.store_settings import RedisSettings, RocksDbSettings
@@ -93,27 +94,6 @@ class TiersSettings(Strict):
         rocksdb = self.rocksdb.layout if self.rocksdb.enabled else None
         overflow = self.redis is not None and self.redis.overflow_margin is not None
         return self.consistent(checks.stores(redis, rocksdb, overflow=overflow))
-
-
-class DenseSettings(Strict):
-    """How dense networks run."""
-
-    provider: Literal["auto", "cpu", "cuda", "tensorrt"] = "auto"
-    """Where ONNX Runtime runs; `auto` takes CUDA when onnxruntime-gpu and a GPU are there."""
-    precision: Literal["float32", "float16"] = "float32"
-    """What a GPU computes in; `float16` narrows the network when it is loaded, inputs and outputs stay."""
-    tf32: bool = False
-    """Let a GPU round factors of float32 products to 10 bits: faster, but scores differ from the CPU's."""
-    lanes: int = Field(2, ge=1, le=64)
-    """Runs at a time on each GPU that holds the rows; each has a copy of the network."""
-    threads: int = Field(1, ge=0)
-    """Threads inside one run of the network; 0 lets ONNX Runtime choose."""
-    inline_us: float = Field(150.0, ge=0)
-    """Networks that answer faster than this, measured at start, run without a thread hop."""
-    runs: int = Field(4, ge=1)
-    """Longer runs at a time; each has a thread of its own."""
-    queue: int = Field(1024, ge=1)
-    """Runs that may wait for such a thread before new ones are refused (503)."""
 
 
 class Settings(Strict):

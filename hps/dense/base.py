@@ -54,10 +54,15 @@ class DenseModel(Protocol):
     def outputs(self) -> tuple[TensorInfo, ...]: ...
 
     def predict(
-        self, inputs: Mapping[str, NDArray[Any]], outputs: tuple[str, ...] | None = None
+        self,
+        inputs: Mapping[str, NDArray[Any]],
+        outputs: tuple[str, ...] | None = None,
+        deadline: float | None = None,
     ) -> dict[str, NDArray[Any]]:
         """Run the network on C-contiguous arrays ``(batch, ...)``; ``outputs`` (default: all) in the
-        order asked for. NaN goes through. Raises ``DenseModelError``."""
+        order asked for. NaN goes through. A network that runs elsewhere is not waited for beyond
+        ``deadline``, an instant of ``time.monotonic()``. Raises ``DenseModelError``, and where it runs
+        elsewhere ``Unavailable`` and ``DeadlineExceeded``."""
         ...
 
     def runs_inline(self, batch: int) -> bool:

@@ -159,7 +159,10 @@ class OnnxModel:
         return narrowed(self.path)
 
     def predict(
-        self, inputs: Mapping[str, NDArray[Any]], outputs: tuple[str, ...] | None = None
+        self,
+        inputs: Mapping[str, NDArray[Any]],
+        outputs: tuple[str, ...] | None = None,
+        deadline: float | None = None,
     ) -> dict[str, NDArray[Any]]:
         names = self._names if outputs is None else list(outputs)
         try:

@@ -41,7 +41,7 @@ def check_version(version: ModelVersion, progress: Progress) -> Iterator[Finding
         )
         yield check_files(files, progress)
         yield from _contents(files, progress)
-    if version.dense is not None:
+    if version.spec.dense is not None:
         yield _dense(version)
 
 
@@ -91,7 +91,8 @@ def _duplicates(files: TableFiles) -> Finding:
 
 
 def _dense(version: ModelVersion) -> Finding:
-    assert version.dense is not None
+    if version.dense is None:
+        return Finding("dense.onnx", "WARN", "missing: only a Triton can run the network")
     entry = version.manifest.dense if version.manifest else None
     if entry is None:
         return Finding("dense.onnx", "WARN", "no checksum to compare with")

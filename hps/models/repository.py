@@ -165,7 +165,7 @@ def _dense(folder: Path, spec: ModelSpec, manifest: Manifest | None) -> Path | N
     if spec.dense is None:
         return None
     if not path.is_file():
-        raise ModelError(f"{path} is missing, but model.yaml describes a dense part")
+        return None  # a Triton may run it
     size = path.stat().st_size
     if manifest and manifest.dense and manifest.dense.bytes != size:
         raise ModelError(f"{path}: the manifest says {manifest.dense.bytes} bytes, found {size}")

@@ -150,8 +150,18 @@ def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hps]:
 @pytest.fixture(scope="session")
 def perf_analyzer_ready() -> None:
     """Skips when perf_analyzer is not set up, fails where ``CI`` is set."""
-    if not ENVIRONMENTS["perf_analyzer"].ready():
-        message = "perf_analyzer is not set up: run `make test-services`"
+    _ready("perf_analyzer")
+
+
+@pytest.fixture(scope="session")
+def triton_ready() -> None:
+    """The same of Triton."""
+    _ready("triton")
+
+
+def _ready(peer: str) -> None:
+    if not ENVIRONMENTS[peer].ready():
+        message = f"{peer} is not set up: run `make test-services`"
         if os.environ.get("CI"):
             pytest.fail(message)
         pytest.skip(message)

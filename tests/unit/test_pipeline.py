@@ -58,7 +58,7 @@ class Network:
     fed = None
     asked = None
 
-    def predict(self, inputs, outputs=None):
+    def predict(self, inputs, outputs=None, deadline=None):
         self.runs += 1
         self.fed, self.asked, self.thread = inputs, outputs, threading.current_thread().name
         if self.error:

@@ -159,8 +159,7 @@ class TestDamage:
         with pytest.raises(ModelError, match=r"dense.onnx: the manifest says 7 bytes, found 8"):
             repository.open("ctr")
         (folder / "dense.onnx").unlink()
-        with pytest.raises(ModelError, match=r"dense.onnx is missing"):
-            repository.open("ctr")
+        assert repository.open("ctr").dense is None  # a Triton may run it
 
     def test_a_folder_of_another_name(self, repository, make_version):
         folder = make_version().parent

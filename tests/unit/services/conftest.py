@@ -78,7 +78,10 @@ class Adder:
     outputs = (TensorInfo("score", "FP32", (-1, 1)), TensorInfo("logit", "FP32", (-1,)))
 
     def predict(
-        self, inputs: Mapping[str, Any], outputs: tuple[str, ...] | None = None
+        self,
+        inputs: Mapping[str, Any],
+        outputs: tuple[str, ...] | None = None,
+        deadline: float | None = None,
     ) -> dict[str, Any]:
         logit = sum(array.sum(axis=1) for array in inputs.values())
         both = {"score": (logit / 2)[:, None], "logit": logit}

@@ -1,0 +1,90 @@
+"""Where a model's network runs, by the settings: in this process, in a Triton, or there with one here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from hps.config.dense_settings import DenseSettings, TritonSettings, TritonTarget
+from hps.dense.base import DenseModel, TensorInfo
+from hps.dense.fallback import Fallback
+from hps.dense.onnx import OnGpu, OnnxModel
+from hps.errors import ModelError
+
+
+def open_network(
+    name: str,
+    path: Path | None,
+    fed: Mapping[str, TensorInfo],
+    served: Sequence[TensorInfo],
+    settings: DenseSettings,
+    device: int,
+    check: Callable[[DenseModel], object],
+) -> DenseModel:
+    """The network of model ``name``. ``fed`` and ``served``: what ``model.yaml`` says of its inputs and
+    outputs. ``check`` raises ModelError for a network that is another. Raises ModelError."""
+    triton = settings.triton
+    target = _target(name, triton)
+    if triton is None or target is None:
+        return _here(name, path, fed, settings, device, check)
+    there = _there(target, triton, (tuple(fed.values()), served), check)
+    if not triton.fallback:
+        return there
+    return Fallback(name, there, _here(name, path, fed, settings, device, check))
+
+
+def _target(name: str, triton: TritonSettings | None) -> TritonTarget | None:
+    if triton is None:
+        return None
+    return triton.models.get(name) if triton.models else TritonTarget(name=f"{name}.dense")
+
+
+def _here(
+    name: str,
+    path: Path | None,
+    fed: Mapping[str, TensorInfo],
+    settings: DenseSettings,
+    device: int,
+    check: Callable[[DenseModel], object],
+) -> OnnxModel:
+    if path is None:
+        raise ModelError(
+            f"{name}: dense.onnx is missing, but model.yaml describes a dense part; add the file, or have a "
+            "Triton run the network (dense.triton, without fallback)"
+        )
+    gpu = OnGpu(device, settings.precision, settings.tf32)
+    network = OnnxModel(path, settings.provider, settings.threads, settings.inline_us, gpu)
+    check(network)
+    network.warm_up(fed)
+    return network
+
+
+def _there(
+    target: TritonTarget,
+    triton: TritonSettings,
+    expected: tuple[Sequence[TensorInfo], Sequence[TensorInfo]],
+    check: Callable[[DenseModel], object],
+) -> DenseModel:
+    # Imported when it is needed: Triton's clients take a tenth of a second.
+    from hps.dense.triton import TritonModel
+    from hps.dense.triton.memory import Regions
+    from hps.dense.triton.transport import GrpcTransport, HttpTransport, Transport
+
+    timeout_s = triton.timeout_ms / 1e3
+    transport: Transport
+    if triton.protocol == "grpc":
+        transport = GrpcTransport(
+            triton.url, target.name, target.version, channels=triton.channels, tls=triton.tls
+        )
+    else:
+        transport = HttpTransport(triton.url, target.name, target.version, timeout_s=timeout_s)
+    return TritonModel(
+        target.name,
+        triton.url,
+        transport,
+        expected,
+        timeout_s=timeout_s,
+        retries=triton.retries,
+        regions=Regions() if triton.shared_memory == "system" else None,
+        check=check,
+    )

@@ -1,0 +1,65 @@
+"""A network that runs elsewhere, with one in this process for the time that it is not available."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+
+from hps.dense.base import DenseModel
+from hps.errors import DeadlineExceeded, Unavailable
+
+log = logging.getLogger(__name__)
+# How long the first is left alone after it was not available.
+_REST_S = 1.0
+
+
+class Fallback:
+    """``first``, and while that raises Unavailable ``second``, the same network. ``count`` is called with the
+    number of runs that the second took over. Any number of threads may call it."""
+
+    def __init__(self, name: str, first: DenseModel, second: DenseModel) -> None:
+        self._name = name
+        self._first, self._second = first, second
+        self._rests_until = 0.0
+        self._failing = False
+        self.inputs, self.outputs = second.inputs, second.outputs
+        self.count: Callable[[int], None] = lambda runs: None
+
+    def predict(
+        self,
+        inputs: Mapping[str, NDArray[Any]],
+        outputs: tuple[str, ...] | None = None,
+        deadline: float | None = None,
+    ) -> dict[str, NDArray[Any]]:
+        """See ``DenseModel``."""
+        if time.monotonic() >= self._rests_until:
+            try:
+                answer = self._first.predict(inputs, outputs, deadline)
+            except (Unavailable, DeadlineExceeded) as error:
+                # One that keeps its callers waiting is no better than one that is not there.
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise
+                self._rests_until = time.monotonic() + _REST_S
+                if not self._failing:
+                    log.warning(
+                        "%s: falls back to dense.onnx in this process: %s", self._name, error
+                    )
+                self._failing = True
+            else:
+                if self._failing:
+                    log.info("%s: Triton runs the network again", self._name)
+                    self._failing = False
+                return answer
+        self.count(1)
+        return self._second.predict(inputs, outputs, deadline)
+
+    def runs_inline(self, batch: int) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._first.close()
+        self._second.close()

@@ -1,0 +1,147 @@
+"""TritonModel: a network that a Triton server runs."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.dense.base import DenseModel, TensorInfo
+from hps.dense.triton.memory import Regions
+from hps.dense.triton.transport import Transport, Unreachable
+from hps.errors import DeadlineExceeded, ModelError, NotFound, Unavailable
+
+log = logging.getLogger(__name__)
+_FIRST_PAUSE_S = 0.02
+_DESCRIBE_S = 2.0
+
+
+class TritonModel:
+    """The network ``name`` of the Triton at ``url``. Any number of threads may call it.
+
+    A Triton that cannot be reached at the start is asked for what it serves before its first run;
+    ``expected`` (inputs, outputs) stand for it until then. ``timeout_s`` bounds a run that has no earlier
+    deadline; runs that find Triton unavailable are repeated up to ``retries`` times within it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        transport: Transport,
+        expected: tuple[Sequence[TensorInfo], Sequence[TensorInfo]],
+        *,
+        timeout_s: float,
+        retries: int,
+        regions: Regions | None = None,
+        check: Callable[[DenseModel], object] = lambda model: None,
+    ) -> None:
+        """``check`` raises ModelError when what Triton has is not what is served. Raises ModelError when
+        Triton answers and has no such model, or another one."""
+        self._name, self._url = name, url
+        self._transport = transport
+        self._timeout_s = timeout_s
+        self._retries = retries
+        self._regions = regions
+        self._check = check
+        self._lock = threading.Lock()
+        self.inputs, self.outputs = map(tuple, expected)
+        self._max_batch = 0
+        self._known = False
+        try:
+            self._get_to_know(_DESCRIBE_S)
+        except Unreachable as error:
+            log.warning(
+                "%s: Triton at %s cannot be reached yet, requests will try: %s", name, url, error
+            )
+
+    def predict(
+        self,
+        inputs: Mapping[str, NDArray[Any]],
+        outputs: tuple[str, ...] | None = None,
+        deadline: float | None = None,
+    ) -> dict[str, NDArray[Any]]:
+        """See ``DenseModel``. Raises Unavailable when Triton cannot be reached, and DeadlineExceeded."""
+        until = time.monotonic() + self._timeout_s
+        if deadline is not None:
+            until = min(until, deadline)
+        names = tuple(tensor.name for tensor in self.outputs) if outputs is None else outputs
+        pause = _FIRST_PAUSE_S
+        for attempt in range(self._retries + 1):
+            try:
+                if not self._known:
+                    self._get_to_know(_left(until))
+                return self._run(inputs, names, until)
+            except Unreachable as error:
+                wait = pause * random.uniform(0.5, 1.5)
+                if attempt == self._retries or time.monotonic() + wait >= until:
+                    raise Unavailable(
+                        f"Triton at {self._url}, which runs the dense model {self._name!r}, is not "
+                        f"available: {error}; ask again"
+                    ) from None
+                time.sleep(wait)
+                pause *= 4
+        raise AssertionError("the last attempt answers or raises")
+
+    def runs_inline(self, batch: int) -> bool:
+        return False
+
+    def close(self) -> None:
+        if self._regions is not None:
+            self._regions.close()
+        self._transport.close()
+
+    def _get_to_know(self, timeout_s: float) -> None:
+        with self._lock:
+            if self._known:
+                return
+            try:
+                described = self._transport.describe(timeout_s)
+            except NotFound as error:
+                raise ModelError(
+                    f"Triton at {self._url} does not serve {self._name!r} ({error}); `hps triton export` "
+                    "writes a model repository that has it, dense.triton.models names another"
+                ) from None
+            self.inputs, self.outputs = described.inputs, described.outputs
+            self._max_batch = described.max_batch
+            self._check(self)
+            self._known = True
+            log.info("%s: served by Triton at %s", self._name, self._url)
+
+    def _run(
+        self, inputs: Mapping[str, NDArray[Any]], names: tuple[str, ...], until: float
+    ) -> dict[str, NDArray[Any]]:
+        batch = len(next(iter(inputs.values()))) if inputs else 0
+        step = self._max_batch or batch
+        if batch <= step:
+            return self._once(inputs, names, until)
+        parts = []
+        for start in range(0, batch, step):
+            some = {name: array[start : start + step] for name, array in inputs.items()}
+            parts.append(self._once(some, names, until))
+        return {name: np.concatenate([part[name] for part in parts]) for name in names}
+
+    def _once(
+        self, inputs: Mapping[str, NDArray[Any]], names: tuple[str, ...], until: float
+    ) -> dict[str, NDArray[Any]]:
+        # float16 vectors are widened for a network that takes float32.
+        sent = [
+            (t.name, t.datatype, inputs[t.name].astype(t.dtype, copy=False)) for t in self.inputs
+        ]
+        if self._regions is None:
+            return self._transport.infer(sent, names, _left(until))
+        wanted = [tensor for tensor in self.outputs if tensor.name in names]
+        return self._regions.infer(self._transport, sent, wanted, lambda: _left(until))
+
+
+def _left(until: float) -> float:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise DeadlineExceeded("the deadline passed before Triton had answered")
+    return left

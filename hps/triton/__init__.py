@@ -1,0 +1,1 @@
+"""Triton model repositories made of ours."""

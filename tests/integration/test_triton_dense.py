@@ -1,0 +1,223 @@
+"""Networks that a real Triton runs, by gRPC, by HTTP and through shared memory; and a Triton that is gone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import hps
+from benchmarks.peers.process import free_ports
+from benchmarks.peers.triton import start_triton
+from hps.config import configuration_from
+from hps.errors import DeadlineExceeded, ModelError, Unavailable
+from hps.models.repository import Repository
+from hps.triton.export import export_dense
+from tests.support.waiting import until
+
+MODEL = "clicks"
+RNG = np.random.default_rng(3)
+
+
+def request(batch):
+    return {
+        "features": {
+            "user": RNG.integers(0, 110, (batch, 1)),
+            "item": RNG.integers(-60, 60, (batch, 1)),
+            "history": RNG.integers(-60, 60, (batch, 3)),
+        },
+        "dense": {"dense": RNG.standard_normal((batch, 3), dtype=np.float32)},
+    }
+
+
+@pytest.fixture(scope="module")
+def exported(small_repository, tmp_path_factory):
+    """A Triton repository with the network of ``clicks``."""
+    folder = tmp_path_factory.mktemp("triton")
+    export_dense(Repository(small_repository).open(MODEL), folder, "python")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def triton(exported, triton_ready):
+    with start_triton(exported) as server:
+        yield server
+
+
+@pytest.fixture
+def opened(small_repository, tmp_path):
+    """``opened(**triton)``: a node whose networks run in a Triton by these settings; None: here."""
+    nodes = []
+
+    def open_node(**triton):
+        folder = tmp_path / str(len(nodes))
+        settings = {
+            "models": {"repository": str(small_repository)},
+            "tiers": {"rocksdb": {"path": str(folder / "db")}},
+            "dense": {"triton": triton or None},
+        }
+        nodes.append(hps.open(settings))
+        return nodes[-1]
+
+    yield open_node
+    for node in nodes:
+        node.close()
+
+
+def scores(node, asked):
+    return node.predict(MODEL, asked["features"], asked["dense"]).outputs
+
+
+WAYS = {
+    "gRPC": lambda t: {"url": t.grpc},
+    "HTTP": lambda t: {"url": t.address, "protocol": "http"},
+    "gRPC and shared memory": lambda t: {"url": t.grpc, "shared_memory": "system"},
+    "HTTP and shared memory": lambda t: {
+        "url": t.address,
+        "protocol": "http",
+        "shared_memory": "system",
+    },
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_scores_are_those_of_the_network_in_the_process(opened, triton, way):
+    here, there = opened(), opened(**WAYS[way](triton))
+    for batch in (0, 1, 5, 64):
+        asked = request(batch)
+        ours, theirs = scores(here, asked), scores(there, asked)
+        assert ours.keys() == theirs.keys() == {"score", "logit"}
+        for name, values in ours.items():
+            np.testing.assert_allclose(theirs[name], values, atol=1e-6)
+            assert theirs[name].dtype == values.dtype
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_many_threads(opened, triton, way):
+    here, there = opened(), opened(**WAYS[way](triton))
+    asked = [request(batch) for batch in RNG.integers(1, 60, 40)]
+    expected = [scores(here, each)["score"] for each in asked]
+    with ThreadPoolExecutor(6) as pool:
+        got = list(pool.map(lambda each: scores(there, each)["score"], asked))
+    for ours, theirs in zip(expected, got, strict=True):
+        np.testing.assert_allclose(theirs, ours, atol=1e-6)
+
+
+def test_batches_beyond_tritons_own(opened, triton, monkeypatch):
+    from hps.dense.triton import TritonModel
+
+    here, there = opened(), opened(url=triton.grpc)
+    network = there.models[MODEL].pipeline.dense
+    assert isinstance(network, TritonModel)
+    assert network._max_batch == 64
+    network._max_batch = 7
+    asked = request(40)
+    np.testing.assert_allclose(
+        scores(there, asked)["score"], scores(here, asked)["score"], atol=1e-6
+    )
+
+
+def test_a_model_that_triton_does_not_have(opened, triton):
+    for protocol, url in (("grpc", triton.grpc), ("http", triton.address)):
+        wrong = {MODEL: {"name": "elsewhere"}}
+        with pytest.raises(ModelError, match=r"does not serve 'elsewhere'.*hps triton export"):
+            opened(url=url, protocol=protocol, models=wrong)
+
+
+def test_models_that_are_not_named_run_here(opened, triton):
+    node = opened(url=triton.grpc, models={"other": {"name": "other"}})
+    assert scores(node, request(2))["score"].shape == (2, 1)
+
+
+def test_another_network_than_model_yaml_describes(small_repository, triton, tmp_path):
+    settings = {
+        "models": {
+            "repository": str(small_repository),
+            "serve": {MODEL: {"dense": {"outputs": [{"name": "none", "shape": [-1, 1]}]}}},
+        },
+        "tiers": {"rocksdb": {"path": str(tmp_path / "db")}},
+        "dense": {"triton": {"url": triton.grpc}},
+    }
+    with pytest.raises(ModelError, match="model.yaml feeds nothing to network input 'dense'"):
+        hps.open(settings)
+
+
+def test_deadlines(opened, triton):
+    node = opened(url=triton.grpc)
+    served = node.models[MODEL]
+    asked = request(3)
+    rows = {t.name: np.zeros((3, *t.shape[1:]), t.dtype) for t in served.pipeline.dense.inputs}
+    assert served.pipeline.dense.predict(rows)
+    with pytest.raises(DeadlineExceeded):
+        served.pipeline.dense.predict(rows, None, time.monotonic() - 1)
+    assert scores(node, asked)
+
+
+def test_a_triton_that_comes_later_and_goes(opened, exported, triton_ready):
+    ports = tuple(free_ports(3))
+    node = opened(url=f"127.0.0.1:{ports[1]}", timeout_ms=5000, shared_memory="system")
+    here = opened()
+    asked = request(4)
+    with pytest.raises(Unavailable, match=r"Triton at 127.0.0.1:.* is not available"):
+        scores(node, asked)
+
+    def answers():
+        try:
+            return scores(node, asked)
+        except Unavailable:
+            return None
+
+    for _ in range(2):  # the second Triton has never heard of the memory shared with the first
+        with start_triton(exported, ports):
+            until(lambda: answers() is not None)
+            np.testing.assert_allclose(
+                scores(node, asked)["score"], scores(here, asked)["score"], atol=1e-6
+            )
+        assert answers() is None
+
+
+def test_the_network_in_the_process_takes_over(opened, exported, triton_ready, caplog):
+    caplog.set_level("INFO", "hps.dense.fallback")
+    ports = tuple(free_ports(3))
+    node = opened(url=f"127.0.0.1:{ports[1]}", fallback=True)
+    asked = request(4)
+    expected = scores(opened(), asked)["score"]
+    np.testing.assert_array_equal(scores(node, asked)["score"], expected)
+    assert "falls back to dense.onnx" in caplog.text
+    stop, wrong = threading.Event(), []
+
+    def ask():
+        while not stop.is_set():
+            if not np.allclose(scores(node, asked)["score"], expected, atol=1e-6):
+                wrong.append("scores")
+
+    fallbacks = node.metrics.counter("hps_dense_fallbacks_total", MODEL)
+    with ThreadPoolExecutor(2) as pool:
+        asking = [pool.submit(ask) for _ in range(2)]
+        with start_triton(exported, ports) as server:
+            until(lambda: "runs the network again" in caplog.text)
+            before = fallbacks.value
+            server.process.kill()
+            until(lambda: fallbacks.value > before)
+        stop.set()
+        for each in asking:
+            each.result(60)
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("triton", "error"),
+    [
+        ({"url": "http://x:1"}, "dense.triton.url: expected host:port without a scheme"),
+        ({"url": "far:1", "shared_memory": "system"}, "is system, but far:1 is not this machine"),
+        ({"url": "x:1", "protocol": "http", "tls": {}}, "acts with protocol grpc alone"),
+    ],
+)
+def test_wrong_settings(triton, error):
+    from hps.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=error):
+        configuration_from({"dense": {"triton": triton}})
