@@ -1,5 +1,5 @@
 // fetch_kernel: probe, copy the rows found, stamp them, list the keys that are missing; all tables
-// at once.
+// at once. sweep_kernel: copy rows that it left for later.
 //
 // Per part: keys (n,) i64, optional positions (n,) i64 into them, out (·, dim), versions (·,) u64,
 // source (·,) u8; misses (total,) u32 are positions in the batch (part.base + i) in no order,
@@ -38,13 +38,15 @@ struct FetchArgs {
   u32* miss_count;
   u32* done;    // with result: (1,), blocks that have ended
   u32* result;  // in host memory, or null: gets miss_count, which is zero again afterwards
+  u32* later;   // SWEEP: (total,) rows that are left to sweep_kernel, else NO_ROW
   u32 parts;
-  u32 unused;
+  unsigned short window;        // sweep_kernel: which window of pinned host memory is read
+  unsigned short window_shift;  // a window's bytes: 1 << this
   FetchPart part[PARTS];
 };
 
 static_assert(sizeof(FetchPart) == 120, "as launch.py has it");
-static_assert(sizeof(FetchArgs) == 40 + PARTS * 120, "as launch.py has it");
+static_assert(sizeof(FetchArgs) == 48 + PARTS * 120, "as launch.py has it");
 
 constexpr int ROWS = 0;     // rows only
 constexpr int TIER = 1;     // rows, versions, sources; tombstones end the search
@@ -59,6 +61,19 @@ __device__ __forceinline__ void store(uint4* to, uint4 value) {
   __stcs(to, value);  // not read again soon: leave the second-level cache to lines and rows
 }
 
+template <typename unit>
+__device__ __forceinline__ unit load(const unit* from) {
+  return __ldg(from);
+}
+template <>
+__device__ __forceinline__ uint4 load(const uint4* from) {
+  uint4 value;
+  asm volatile("ld.global.nc.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(from), "l"(keep_policy()));
+  return value;
+}
+
 // MOVES > 0: every thread of the tile makes that many moves, all loads before the first store.
 template <int T, int UNIT, int MOVES>
 __device__ __forceinline__ void copy_row(const FetchPart& p, u32 row, size_t i,
@@ -70,29 +85,27 @@ __device__ __forceinline__ void copy_row(const FetchPart& p, u32 row, size_t i,
   if (MOVES) {
     unit value[MOVES ? MOVES : 1];
 #pragma unroll
-    for (int m = 0; m < MOVES; m++) value[m] = __ldg(from + m * T);
+    for (int m = 0; m < MOVES; m++) value[m] = load(from + m * T);
 #pragma unroll
     for (int m = 0; m < MOVES; m++) store(to + m * T, value[m]);
   } else {
 #pragma unroll 1
     for (int c = tile.rank; c < (int)bytes / UNIT; c += T, from += T, to += T)
-      store(to, __ldg(from));
+      store(to, load(from));
   }
 }
 
-// Appends the positions of missing keys: one atomic addition a block, if any misses. All threads
-// call it.
+// Appends the positions of missing keys: one atomic addition a warp, if any misses. All threads of
+// the warp call it. (By the block it would be fewer additions, and every warp would stay until the
+// block's slowest key is done: 2 to 3 % slower up to 128-byte rows, no faster above.)
 __device__ __forceinline__ void list_miss(const FetchArgs& a, bool miss, u32 position) {
-  __shared__ u32 counted, start;
-  if (!__syncthreads_or(miss)) return;
-  if (threadIdx.x == 0) counted = 0;
-  __syncthreads();
-  u32 at = 0;
-  if (miss) at = atomicAdd(&counted, 1u);
-  __syncthreads();
-  if (threadIdx.x == 0) start = atomicAdd(a.miss_count, counted);
-  __syncthreads();
-  if (miss) a.misses[start + at] = position;
+  const u32 lost = __ballot_sync(0xffffffffu, miss);
+  if (!lost) return;
+  const int lane = threadIdx.x & 31, first = __ffs(lost) - 1;
+  u32 start = 0;
+  if (lane == first) start = atomicAdd(a.miss_count, (u32)__popc(lost));
+  start = __shfl_sync(0xffffffffu, start, first);
+  if (miss) a.misses[start + __popc(lost & ((1u << lane) - 1))] = position;
 }
 
 #ifdef HPS_SLOW_READS
@@ -100,10 +113,17 @@ __device__ __forceinline__ void list_miss(const FetchArgs& a, bool miss, u32 pos
 __device__ bool is_slow(u64 hash) { return ((hash >> 20) & 63) == 0; }
 #endif
 
+// The window that a row lies in; the first has those in device memory as well. Many rows of a large
+// pinned memory are read window by window: a device reaches only so much of it at full speed
+// (README.md).
+__device__ __forceinline__ u32 window_of(const FetchArgs& a, const FetchPart& p, u32 row) {
+  return row < p.on_device ? 0 : (u32)(((u64)(row - p.on_device) * p.stride) >> a.window_shift);
+}
+
 // Writes what the word found says about key i. Returns whether the key is answered.
-template <int T, int UNIT, int MOVES, int FORM>
-__device__ __forceinline__ bool answer(const FetchPart& p, u32 word, size_t i,
-                                       const Tile<T>& tile) {
+template <int T, int UNIT, int MOVES, int FORM, bool SWEEP>
+__device__ __forceinline__ bool answer(const FetchArgs& a, const FetchPart& p, u32 word, size_t i,
+                                       u32& later, const Tile<T>& tile) {
   const u32 row = word & ROW_MASK;
   if (FORM == NUMBERS) {
     if (word & TOMBSTONE) return false;
@@ -119,51 +139,76 @@ __device__ __forceinline__ bool answer(const FetchPart& p, u32 word, size_t i,
     }
   }
   if (word & TOMBSTONE) return FORM == TIER;
-  copy_row<T, UNIT, MOVES>(p, row, i, tile);
+  if (SWEEP && window_of(a, p, row))
+    later = row;
+  else
+    copy_row<T, UNIT, MOVES>(p, row, i, tile);
   return true;
 }
 
 // Looks for key i of the part; the same for all threads of the tile.
-template <int T, int UNIT, int MOVES, int FORM, bool STAMP, bool KEEP>
-__device__ __forceinline__ bool fetch_one(const FetchPart& p, u32 i, const Tile<T>& tile) {
-  const u64 policy = keep_policy<KEEP>();
+template <int T, int UNIT, int MOVES, int FORM, bool STAMP, bool SWEEP>
+__device__ __forceinline__ bool fetch_one(const FetchArgs& a, const FetchPart& p, u32 i,
+                                          const Tile<T>& tile) {
+  const u64 policy = keep_policy();
   const size_t at = FORM == TIER && p.positions ? (size_t)p.positions[i] : i;
   const u64 key = p.keys[at], hash = mix(key);
   const u32 home = home_half(hash, p.buckets);
-  const Half<T> half = load_half<T, KEEP>(p.lines, home, tile, policy);
-  const Found found = look<T, KEEP>(p.lines, p.buckets, key, hash, home, half, tile, policy);
+  const Half<T> half = load_half<T, true>(p.lines, home, tile, policy);
+  const Found found = look<T, true>(p.lines, p.buckets, key, hash, home, half, tile, policy);
   bool hit = false;
+  u32 later = NO_ROW;
   if (found.lane >= 0) {
 #ifdef HPS_SLOW_READS
     if (is_slow(hash)) __nanosleep(HPS_SLOW_READS);
 #endif
     const u32 word = __shfl_sync(tile.mask, found.slot.word, found.lane);
-    hit = answer<T, UNIT, MOVES, FORM>(p, word, at, tile);
+    hit = answer<T, UNIT, MOVES, FORM, SWEEP>(a, p, word, at, later, tile);
     if (STAMP && hit && (threadIdx.x & 31) == found.lane)
       stamp_slot(found.place, found.slot.score, p.now, p.policy);
   }
+  if (SWEEP && tile.rank == 0) a.later[p.base + i] = later;
   if (FORM == NUMBERS && !hit && tile.rank == 0) ((u32*)p.out)[at] = NO_ROW;
   return hit;
 }
 
+__device__ __forceinline__ const FetchPart& own_part(const FetchArgs& a) {
+  int index = 0;
+  while (index + 1 < (int)a.parts && a.part[index + 1].first_block <= blockIdx.x) index++;
+  return a.part[index];
+}
+
 // 32 registers fill the multiprocessor with threads; versions and sources need more.
-template <int T, int UNIT, int MOVES, int FORM, bool STAMP, bool KEEP>
+template <int T, int UNIT, int MOVES, int FORM, bool STAMP, bool SWEEP>
 __global__ void __launch_bounds__(BLOCK, FORM == TIER ? 6 : 8)
     fetch_kernel(const __grid_constant__ FetchArgs a) {
-  int index = 0;
-  if (FORM == TIER)
-    while (index + 1 < (int)a.parts && a.part[index + 1].first_block <= blockIdx.x) index++;
-  const FetchPart& p = a.part[index];
+  const FetchPart& p = FORM == TIER ? own_part(a) : a.part[0];
   const Tile<T> tile;
   const u32 i = (blockIdx.x - p.first_block) * (BLOCK / T) + threadIdx.x / T;
   bool miss = false;
-  if (i < p.n) miss = !fetch_one<T, UNIT, MOVES, FORM, STAMP, KEEP>(p, i, tile) && tile.rank == 0;
+  if (i < p.n)
+    miss = !fetch_one<T, UNIT, MOVES, FORM, STAMP, SWEEP>(a, p, i, tile) && tile.rank == 0;
   if (FORM != NUMBERS) list_miss(a, miss, p.base + i);
-  if (FORM == TIER && a.result && threadIdx.x == 0) {
+  if (FORM == TIER && a.result) {
+    __syncthreads();
+    if (threadIdx.x) return;
     __threadfence();
     if (atomicAdd(a.done, 1u) == gridDim.x - 1) {
       *a.result = atomicExch(a.miss_count, 0u);
       *a.done = 0;
     }
   }
+}
+
+// Copies the rows that fetch_kernel left for later and that lie in one window. They do not change
+// while it is under way: the fetch ends with its last launch. Launched as that.
+template <int T, int UNIT, int MOVES>
+__global__ void __launch_bounds__(BLOCK) sweep_kernel(const __grid_constant__ FetchArgs a) {
+  const FetchPart& p = own_part(a);
+  const Tile<T> tile;
+  const u32 i = (blockIdx.x - p.first_block) * (BLOCK / T) + threadIdx.x / T;
+  if (i >= p.n) return;
+  const u32 row = a.later[p.base + i];
+  if (row == NO_ROW || window_of(a, p, row) != a.window) return;
+  copy_row<T, UNIT, MOVES>(p, row, p.positions ? (size_t)p.positions[i] : i, tile);
 }

@@ -12,15 +12,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.cuda import launch
+from hps.cuda import launch, layout
 from hps.cuda.launch import (
     FETCH_ARGS,
     PARTS,
     blocks_of,
     fetch_name,
     moves_of,
+    sweep_name,
     tile_of,
     unit_of,
+    windows_of,
 )
 from hps.cuda.loader import Kernel, Struct, cupy, kernel
 from hps.cuda.readers import Readers
@@ -63,6 +65,7 @@ class Workspace:
         self._args["miss_count"] = self.counts.data.ptr
         self._args["done"] = self.counts.data.ptr + 4
         self._args["result"] = self.result_at
+        self._later: Any = None
         cp.cuda.get_current_stream().synchronize()
 
     def fetch(
@@ -81,13 +84,16 @@ class Workspace:
         staging.send(stream)
         start = staging.used
         self._args["misses"] = staging.base + start
-        readers.run(stream, lambda: run.launch(blocks, self._args, stream.ptr))
+        windows = windows_of(plan.host_bytes, total)
+        if windows > 1 and (self._later is None or len(self._later) < total):
+            self._later = cupy().empty(1 << (total - 1).bit_length(), np.uint32)
+        readers.run(stream, lambda: run.launch(blocks, self._args, stream, windows, self._later))
         stream.synchronize()
         misses = staging.bring(start, 4 * int(self.result[0]), stream)
         return np.sort(misses.view(np.uint32))
 
-    def _fill(self, asks: Sequence[Ask], code: int, plan: _Plan) -> tuple[int, Kernel]:
-        """The arguments and the staging buffer; the blocks to launch, and the kernel."""
+    def _fill(self, asks: Sequence[Ask], code: int, plan: _Plan) -> tuple[int, FetchKernels]:
+        """The arguments and the staging buffer; the blocks to launch, and the kernels."""
         base, blocks, addresses = 0, 0, plan.row_bytes
         data, at, put = self._args.array.data, PARTS_AT, self.staging.put
         for ask in asks:
@@ -115,7 +121,7 @@ class Workspace:
             base += ask.n
             blocks += blocks_of(ask.n, plan.tile)
         self._args["parts"] = len(asks)
-        return blocks, plan.kernel(unit_of(addresses))
+        return blocks, plan.kernels(unit_of(addresses))
 
     def _plan(self, tables: tuple[GpuTable, ...]) -> _Plan:
         """How to launch for ``tables``; kept, because requests of a model look alike."""
@@ -127,6 +133,40 @@ class Workspace:
         return plan
 
 
+class FetchKernels:
+    """One way to fetch, compiled when needed: in one launch, or window by window of pinned memory."""
+
+    def __init__(
+        self,
+        tile: int,
+        unit: int,
+        moves: int,
+        form: int,
+        *,
+        stamp: bool,
+        defines: tuple[str, ...] = (),
+    ) -> None:
+        self._whole = fetch_name(tile, unit, moves, form, stamp=stamp, sweep=False)
+        self._first = fetch_name(tile, unit, moves, form, stamp=stamp, sweep=True)
+        self._other = sweep_name(tile, unit, moves)
+        self._defines = defines
+        self._one: Kernel | None = None
+
+    def launch(self, blocks: int, args: Struct, stream: Any, windows: int, later: Any) -> None:
+        """Fetch on ``stream``. ``later`` is for as many row numbers as keys, on the device, where there is
+        more than one window."""
+        if windows == 1:
+            self._one = self._one or kernel(self._whole, self._defines)
+            self._one.launch(blocks, args, stream.ptr)
+            return
+        args["later"], args["window_shift"] = later.data.ptr, layout.WINDOW_SHIFT
+        kernel(self._first, self._defines).launch(blocks, args, stream.ptr)
+        other = kernel(self._other, self._defines)
+        for window in range(1, windows):
+            args["window"] = window
+            other.launch(blocks, args, stream.ptr)
+
+
 class _Plan:
     """What a launch over some tables has in common with the next one. ``row_bytes``: all their sizes in
     one, for what divides them."""
@@ -136,18 +176,16 @@ class _Plan:
         self.row_bytes = reduce(or_, sizes)
         self.tile = tile_of(max(sizes), 0)
         self._size = max(sizes) if len(sizes) == 1 else 0
-        self._flags = {
-            "stamp": any(table.stamping for table in tables),
-            "keep": all(table.keep for table in tables),
-        }
-        self._kernels: dict[int, Kernel] = {}
+        self._stamp = any(table.stamping for table in tables)
+        self._kernels: dict[int, FetchKernels] = {}
+        self.host_bytes = max(table.shape.host_bytes for table in tables)
 
-    def kernel(self, unit: int) -> Kernel:
+    def kernels(self, unit: int) -> FetchKernels:
         found = self._kernels.get(unit)
         if found is None:
             moves = moves_of(self._size, self.tile, unit) if self._size else 0
-            name = fetch_name(self.tile, unit, moves, launch.TIER, **self._flags)
-            found = self._kernels[unit] = kernel(name)
+            found = FetchKernels(self.tile, unit, moves, launch.TIER, stamp=self._stamp)
+            self._kernels[unit] = found
         return found
 
 
@@ -168,7 +206,6 @@ class Direct:
         form: int = launch.ROWS,
         tile: int | None = None,
         stamp: bool = True,
-        keep: bool | None = None,
         defines: tuple[str, ...] = (),
     ) -> None:
         """``keys (n,)``, n > 0; ``out (n, dim)`` or, for ``launch.NUMBERS``, ``(n,) uint32``. ``misses
@@ -185,12 +222,15 @@ class Direct:
         part["now"], part["policy"] = table.now, table.stamping
         unit = 16 if form == launch.NUMBERS else unit_of(table.table.row_bytes | out.data.ptr)
         moves = 0 if form == launch.NUMBERS else moves_of(table.table.row_bytes, tile, unit)
-        keep = table.keep if keep is None else keep
         stamp = stamp and bool(table.stamping)
-        run = kernel(fetch_name(tile, unit, moves, form, stamp=stamp, keep=keep), defines)
-        stream = cupy().cuda.get_current_stream()
-        blocks = blocks_of(len(keys), tile)
-        self._readers.run(stream, lambda: run.launch(blocks, args, stream.ptr))
+        run = FetchKernels(tile, unit, moves, form, stamp=stamp, defines=defines)
+        stream, blocks, later = cupy().cuda.get_current_stream(), blocks_of(len(keys), tile), None
+        windows = 1
+        if form == launch.ROWS:
+            windows = windows_of(table.shape.host_bytes, len(keys))
+        if windows > 1:
+            later = cupy().empty(len(keys), np.uint32)
+        self._readers.run(stream, lambda: run.launch(blocks, args, stream, windows, later))
 
 
 __all__ = ["PART", "PARTS", "PARTS_AT", "Ask", "Direct", "Workspace"]

@@ -108,15 +108,9 @@ struct Tile {
   }
 };
 
-template <bool KEEP>
-__device__ __forceinline__ Slot load(const char* at, u64 policy) {
-  return KEEP ? load_slot_kept(at, policy) : load_slot(at);
-}
-
-template <bool KEEP>
 __device__ __forceinline__ u64 keep_policy() {
-  u64 policy = 0;
-  if (KEEP) asm("createpolicy.fractional.L2::evict_last.b64 %0,1.0;" : "=l"(policy));
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0,1.0;" : "=l"(policy));
   return policy;
 }
 
@@ -147,8 +141,10 @@ __device__ __forceinline__ Half<T> load_half(char* lines, u32 half, const Tile<T
                                              u64 policy) {
   Half<T> loaded;
 #pragma unroll
-  for (int k = 0; k < Half<T>::EACH; k++)
-    loaded.slot[k] = load<KEEP>(slot_at(lines, half, (tile.rank & (HALF - 1)) + k * T), policy);
+  for (int k = 0; k < Half<T>::EACH; k++) {
+    const char* at = slot_at(lines, half, (tile.rank & (HALF - 1)) + k * T);
+    loaded.slot[k] = KEEP ? load_slot_kept(at, policy) : load_slot(at);
+  }
   return loaded;
 }
 
@@ -188,7 +184,8 @@ __device__ __forceinline__ Found look(char* lines, u32 buckets, u64 key, u64 has
 // younger than the age stay, or LFU.
 __device__ __forceinline__ void stamp_slot(char* slot, u32 score, u32 now, u32 policy) {
   if ((policy & ((1u << POLICY_BITS) - 1)) == LRU) {
-    if (now - score >= policy >> POLICY_BITS)  // cheaper than a store, which two fetches could set back besides
+    if (now - score >= policy >>
+        POLICY_BITS)  // cheaper than a store, which two fetches could set back besides
       asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;" ::"l"(score_of(slot)), "r"(now)
                    : "memory");
   } else if (policy == LFU) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hps.cuda import layout
 from hps.cuda.layout import SECTOR
 from hps.cuda.loader import BLOCK
 
@@ -26,8 +27,10 @@ FETCH_ARGS = np.dtype(
         ("miss_count", np.uint64),
         ("done", np.uint64),
         ("result", np.uint64),
+        ("later", np.uint64),
         ("parts", np.uint32),
-        ("unused", np.uint32),
+        ("window", np.uint16),
+        ("window_shift", np.uint16),
         ("part", FETCH_PART, PARTS),
     ],
     align=True,
@@ -138,9 +141,19 @@ def moves_of(row_bytes: int, tile: int, unit: int) -> int:
     return moves if fits else 0
 
 
-def fetch_name(tile: int, unit: int, moves: int, form: int, *, stamp: bool, keep: bool) -> str:
-    flags = ", ".join("true" if flag else "false" for flag in (stamp, keep))
+def fetch_name(tile: int, unit: int, moves: int, form: int, *, stamp: bool, sweep: bool) -> str:
+    flags = ", ".join("true" if flag else "false" for flag in (stamp, sweep))
     return f"fetch_kernel<{tile}, {unit}, {moves}, {form}, {flags}>"
+
+
+def sweep_name(tile: int, unit: int, moves: int) -> str:
+    return f"sweep_kernel<{tile}, {unit}, {moves}>"
+
+
+def windows_of(host_bytes: int, keys: int) -> int:
+    """The windows in which ``keys`` keys' rows are read from as much pinned memory."""
+    windows = -(-host_bytes // (1 << layout.WINDOW_SHIFT))
+    return windows if windows > 1 and keys >= windows * layout.KEYS_A_WINDOW else 1
 
 
 def blocks_of(n: int, threads_a_key: int = 1) -> int:

@@ -47,6 +47,12 @@ STATIC_LOAD = 0.45
 COUNT_BITS = 20
 """Low bits of a score that count uses, where a policy counts; the epoch stands above them."""
 
+WINDOW_SHIFT = 29
+"""A device reads rows at random places at the full rate of the bus from 1 << this bytes of pinned memory,
+half as fast from twice as much: many are read window by window."""
+KEYS_A_WINDOW = 2048
+"""So many keys at least for each window: fewer gain less than its launch costs."""
+
 SECTOR = 32
 """Rows start at multiples of this many bytes, so that no two share a sector of the first-level cache."""
 MIN_BUCKETS = 8

@@ -20,6 +20,7 @@ from hps.errors import Unsupported
 FOLDER = Path(__file__).resolve().parent
 FILES = {
     "fetch_kernel": "fetch.cu",
+    "sweep_kernel": "fetch.cu",
     "dedup_kernel": "write.cu",
     "write_kernel": "write.cu",
     "evict_kernel": "write.cu",
@@ -108,7 +109,7 @@ class Kernel:
 
 
 def kernel(expression: str, defines: tuple[str, ...] = ()) -> Kernel:
-    """The kernel named, ``fetch_kernel<8, 1, 16, 0, true, true>`` say, for the current device; ``defines``
+    """The kernel named, ``gather_kernel<8, 16>`` say, for the current device; ``defines``
     (``NAME=VALUE``) make special builds for tests."""
     return _kernel(cupy().cuda.runtime.getDevice(), expression, defines)
 

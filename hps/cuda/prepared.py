@@ -17,16 +17,17 @@ from numpy.typing import NDArray
 from hps.cuda import launch
 from hps.cuda.fetch import PART as FETCH_PART
 from hps.cuda.fetch import PARTS_AT as FETCH_PARTS_AT
+from hps.cuda.fetch import FetchKernels
 from hps.cuda.launch import (
     BAGS_ARGS,
     FETCH_ARGS,
     PARTS,
     POOL_ARGS,
     blocks_of,
-    fetch_name,
     moves_of,
     tile_of,
     unit_of,
+    windows_of,
 )
 from hps.cuda.loader import Kernel, Struct, cupy, kernel
 from hps.cuda.pool import PART, PARTS_AT, ROWS_PART, ROWS_PARTS_AT, tile_and_unit
@@ -240,22 +241,23 @@ class _FetchLaunch:
         self._args["done"] = self._counts.data.ptr + 4
         unit = unit_of(addresses)
         alike = len({table.table.row_bytes for table in self._tables}) == 1
-        name = fetch_name(
+        self._kernels = FetchKernels(
             tile,
             unit,
             moves_of(widest, tile, unit) if alike else 0,
             launch.TIER,
             stamp=any(table.stamping for table in self._tables),
-            keep=all(table.keep for table in self._tables),
         )
-        self._kernel: Kernel = kernel(name)
+        host_bytes = max(table.shape.host_bytes for table in self._tables)
+        self._windows = windows_of(host_bytes, total)
+        self._later = cp.empty(total, np.uint32) if self._windows > 1 else None
         self._now = self._args.array["part"]["now"]
         self._oldest = self._args.array["part"]["oldest_tombstone"]
 
     def run(self, stream: Any, oldest_tombstones: Sequence[int]) -> None:
         self._now[: len(self._tables)] = [table.now for table in self._tables]
         self._oldest[: len(self._tables)] = oldest_tombstones
-        self._kernel.launch(self._blocks, self._args, stream.ptr)
+        self._kernels.launch(self._blocks, self._args, stream, self._windows, self._later)
 
     def misses(self) -> list[NDArray[np.int64]]:
         found = np.sort(self._result[1 : 1 + int(self._result[0])]).astype(np.int64)

@@ -24,9 +24,6 @@ from hps.cuda.loader import Struct, cupy, kernel
 from hps.errors import ConfigError
 from hps.types import EmbeddingTable
 
-KEEP_ROWS_FROM = 256
-"""Where rows are this large, the buckets are asked to stay in the second-level cache."""
-
 
 class GpuTable:
     """Arrays of ``table`` on the current device, with room for ``capacity`` (> 0) rows; empty at first.
@@ -78,7 +75,6 @@ class GpuTable:
             self.versions.data.ptr,
         )
         self.sizes = (shape.buckets, shape.stride, table.row_bytes, shape.device_rows)
-        self.keep = shape.stride >= KEEP_ROWS_FROM
         # What fetch is told of the policy: 0 when hits leave no trace.
         self.stamping = 0 if self.policy is Policy.SCORE else int(self.policy)
         self.age = 0

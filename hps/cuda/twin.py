@@ -149,13 +149,13 @@ class TwinTable:
         self.words[place] = number | (TOMBSTONE if row is None else 0)
 
     def _choose(self, key: int, score: int) -> Place | None:
-        """An empty slot, of the home half (unless it is the bucket's last and the second bucket has more) or
-        else of the emptier bucket; without any the lowest score, of the home half before others by
+        """An empty slot, of the home half (unless it is the bucket's last and half of the second bucket
+        is empty), else of the emptier bucket; without any the lowest score, of the home half before others by
         an `AGE`. None when ``score`` is lower than all."""
         halves = self._halves(key)
         vacant = [np.flatnonzero(self.words[half] & EMPTY) for half in halves]
         here, there = len(vacant[0]) + len(vacant[1]), len(vacant[2]) + len(vacant[3])
-        if len(vacant[0]) and (here > 1 or there < 2):
+        if len(vacant[0]) and (here > 1 or there < HALF):
             order = [0]
         else:
             order = [2, 3] if there > len(vacant[1]) else [1]

@@ -250,7 +250,7 @@ def test_recordings_give_what_runs_gave_beside_a_writer(open_node, monkeypatch):
         written = pool.submit(
             lambda: [
                 node.writer.update(
-                    table, keys, rows(keys, 4), np.full(HELD, version_now())
+                    table, keys, rows(keys, 4), np.full(HELD, version_now(), np.uint64)
                 ).result()
                 for _ in range(200)
             ]

@@ -8,7 +8,7 @@ from hps.cuda import launch, loader
 
 EXPRESSIONS = {
     "fetch.cu": [
-        launch.fetch_name(tile, unit, moves, form, stamp=stamp, keep=keep)
+        name
         for tile, unit, moves in [
             (2, 16, 1),
             (4, 16, 0),
@@ -19,7 +19,11 @@ EXPRESSIONS = {
             (4, 2, 0),
         ]
         for form in (launch.ROWS, launch.TIER, launch.NUMBERS)
-        for stamp, keep in [(True, True), (False, False)]
+        for stamp, sweep in [(True, form < launch.NUMBERS), (False, False)]
+        for name in (
+            launch.fetch_name(tile, unit, moves, form, stamp=stamp, sweep=sweep),
+            launch.sweep_name(tile, unit, moves),
+        )
     ],
     "write.cu": [
         *("dedup_kernel", "evict_kernel"),

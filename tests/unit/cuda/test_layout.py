@@ -115,6 +115,12 @@ def test_copies_use_the_widest_unit_that_divides(sizes, unit):
     assert launch.unit_of(sizes) == unit
 
 
+def test_much_pinned_memory_is_read_in_windows():
+    window, keys = 1 << layout.WINDOW_SHIFT, layout.KEYS_A_WINDOW
+    assert [launch.windows_of(size, 1 << 20) for size in (0, window, window + 1)] == [1, 1, 2]
+    assert [launch.windows_of(3 * window, n) for n in (3 * keys - 1, 3 * keys)] == [1, 3]
+
+
 def test_blocks_cover_all_keys():
     for tile in (1, 2, 4, 8):
         for n in (1, 63, 64, 65, 1000):

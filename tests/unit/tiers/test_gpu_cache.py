@@ -297,9 +297,12 @@ def test_find_or_insert_gives_what_is_there_and_keeps_what_is_not():
     check(cache.held(table))
 
 
+@pytest.mark.parametrize("window_shift", [15, 18, 29])
 @pytest.mark.parametrize("share", [0.5, 1.0])
 @pytest.mark.parametrize("dim", [3, 32])
-def test_rows_in_pinned_host_memory_are_rows_like_others(share, dim):
+def test_rows_in_pinned_host_memory_are_rows_like_others(share, dim, window_shift, monkeypatch):
+    monkeypatch.setattr(layout, "WINDOW_SHIFT", window_shift)
+    monkeypatch.setattr(layout, "KEYS_A_WINDOW", 1)
     table = EmbeddingTable.make("t", dim)
     cache = GpuCache({})
     cache.add_table(table, 40_000, host_rows=int(40_000 * share))
@@ -314,6 +317,12 @@ def test_rows_in_pinned_host_memory_are_rows_like_others(share, dim):
     expected[::3] = rows_of(table, keys[::3], 5)
     np.testing.assert_array_equal(part.out.get()[100:], expected[100:])
     assert (part.source.get()[:100] == 0).all()
+    there, out, misses = cupy().asarray(keys), part.out, cupy().zeros(4 + len(keys), np.uint32)
+    out.fill(0)
+    cache.direct.fetch(cache.held(table), there, out, misses)
+    np.testing.assert_array_equal(out.get()[100:], expected[100:])
+    assert sorted(misses.get()[4:104].tolist()) == list(range(100))
+    assert int(misses[0]) == 100
     exported, vectors, _, _ = (array.get() for array in cache.export(table))
     order = np.argsort(exported)
     np.testing.assert_array_equal(vectors[order], expected[100:])
