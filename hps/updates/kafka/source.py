@@ -13,15 +13,13 @@ from contextlib import suppress
 from typing import Any
 
 import confluent_kafka as ck
-import numpy as np
 
 from hps.config.update_settings import KafkaSettings
 from hps.errors import ConfigError, Unavailable
 from hps.tiers.positions import StreamPosition
-from hps.updates.ahead import without_ahead
-from hps.updates.codec import Decoded, decode_hps, decode_native, hps_table
 from hps.updates.kafka.client import ANSWER_S, client_log, client_options
-from hps.updates.source import DeadLetter, Reason, TableUpdate, UpdateBatch
+from hps.updates.kafka.messages import Messages
+from hps.updates.source import UpdateBatch
 from hps.updates.topics import Topics
 
 log = logging.getLogger(__name__)
@@ -54,7 +52,6 @@ class KafkaSource:
     ) -> None:
         self.problem: str | None = None
         """What Kafka said last, until messages come again."""
-        self._topics = topics
         self._begin = begin
         self._since_s = since_s
         self._next: dict[tuple[str, int], int] = {}  # what is polled next
@@ -66,8 +63,7 @@ class KafkaSource:
         self._lag: dict[tuple[str, int], int | None] | None = None
         self._looked_at = 0.0
         self._unplaced: list[ck.TopicPartition] = []
-        self._longest = settings.max_message_bytes
-        self._ahead_s = settings.max_ahead_s
+        self._messages = Messages(topics, settings.max_message_bytes, settings.max_ahead_s)
         try:
             self._consumer = ck.Consumer(
                 {
@@ -276,68 +272,17 @@ class KafkaSource:
     # -- messages ----------------------------------------------------------------------------------
 
     def _batch(self, messages: list[Any]) -> UpdateBatch:
-        by_topic: dict[str, list[Any]] = {}
         before = {place: 0 if place in self._jumped else at for place, at in self._next.items()}
         self._jumped.clear()
-        for message in messages:
-            by_topic.setdefault(message.topic(), []).append(message)
-            self._next[message.topic(), message.partition()] = message.offset() + 1
-        updates: list[TableUpdate] = []
-        dead: list[DeadLetter] = []
-        for topic, some in by_topic.items():
-            decoded = self._decode(topic, some)
-            if decoded is None:
-                dead += [_letter(message, Reason.UNKNOWN_TABLE, 0) for message in some]
-                continue
-            dead += [_letter(some[i], reason, at) for i, reason, at in decoded.faults()]
-            for update in decoded.updates:
-                fault = self._fault(update)
-                if fault is not None:
-                    dead += [_letter(some[i], fault, 0) for i in update.numbers.tolist()]
-                    continue
-                kept, ahead = without_ahead(update, self._ahead_s)
-                dead += [_letter(some[i], Reason.AHEAD, 0) for i in ahead]
-                if kept is not None:
-                    updates.append(kept)
-        places = {(m.topic(), m.partition()): m.offset() + 1 for m in messages}
-        positions = [StreamPosition(*p, o, before.get(p, 0)) for p, o in places.items()]
+        ends = {(m.topic(), m.partition()): m.offset() + 1 for m in messages}
+        self._next |= ends
+        updates, dead = self._messages.decoded(messages)
+        positions = [StreamPosition(*p, end, before.get(p, 0)) for p, end in ends.items()]
         return UpdateBatch(updates, positions, dead)
-
-    def _decode(self, topic: str, messages: list[Any]) -> Decoded | None:
-        """None for a topic of HPS's whose table nobody knows: its messages don't say what they hold."""
-        payloads = [message.value() for message in messages]
-        named = hps_table(topic)
-        if named is None:
-            return decode_native(payloads, longest=self._longest)
-        name = "/".join(named)
-        table = self._topics.tables.get(name)
-        if table is None:
-            return None
-        return decode_hps(
-            payloads,
-            name,
-            table.dim,
-            timestamps_ms=np.array([m.timestamp()[1] for m in messages], np.int64),
-            offsets=np.array([m.offset() for m in messages], np.int64),
-            keys=[message.key() for message in messages],
-            key_bits=table.key_bits,
-            longest=self._longest,
-        )
-
-    def _fault(self, update: TableUpdate) -> Reason | None:
-        table = self._topics.tables.get(update.table)
-        if table is None:
-            return Reason.UNKNOWN_TABLE
-        return None if update.changes.vectors.shape[1] == table.dim else Reason.ROW_SIZE
 
 
 def _place(message: Any) -> tuple[str, int, int]:
     return message.topic(), message.partition(), message.offset()
-
-
-def _letter(message: Any, reason: Reason, at: int) -> DeadLetter:
-    position, payload = StreamPosition(*_place(message)), message.value() or b""
-    return DeadLetter(reason, at, position, payload, message.key(), message.timestamp()[1])
 
 
 def _text(error: Exception) -> str:

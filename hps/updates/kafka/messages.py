@@ -1,0 +1,81 @@
+"""Kafka's messages as updates, and as dead letters where they cannot be taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hps.tiers.positions import StreamPosition
+from hps.updates.ahead import without_ahead
+from hps.updates.codec import Decoded, decode_hps, decode_native, hps_table
+from hps.updates.source import DeadLetter, Reason, TableUpdate
+from hps.updates.topics import Topics
+
+
+class Messages:
+    """Those of ``topics``. ``longest``: bytes of one that is read; ``ahead_s``: how far ahead of the clock
+    versions may be."""
+
+    def __init__(self, topics: Topics, longest: int, ahead_s: float) -> None:
+        self._topics = topics
+        self._longest = longest
+        self._ahead_s = ahead_s
+
+    def decoded(self, messages: Sequence[Any]) -> tuple[list[TableUpdate], list[DeadLetter]]:
+        """What messages of any topics do, and those that can never be taken."""
+        by_topic: dict[str, list[Any]] = {}
+        for message in messages:
+            by_topic.setdefault(message.topic(), []).append(message)
+        updates: list[TableUpdate] = []
+        dead: list[DeadLetter] = []
+        for topic, some in by_topic.items():
+            decoded = self._decode(topic, some)
+            if decoded is None:
+                dead += [_letter(message, Reason.UNKNOWN_TABLE, 0) for message in some]
+                continue
+            dead += [_letter(some[i], reason, at) for i, reason, at in decoded.faults()]
+            for update in decoded.updates:
+                fault = self._fault(update)
+                if fault is not None:
+                    dead += [_letter(some[i], fault, 0) for i in update.numbers.tolist()]
+                    continue
+                kept, ahead = without_ahead(update, self._ahead_s)
+                dead += [_letter(some[i], Reason.AHEAD, 0) for i in ahead]
+                if kept is not None:
+                    updates.append(kept)
+        return updates, dead
+
+    def _decode(self, topic: str, messages: list[Any]) -> Decoded | None:
+        """None for a topic of HPS's whose table nobody knows: its messages don't say what they hold."""
+        payloads = [message.value() for message in messages]
+        named = hps_table(topic)
+        if named is None:
+            return decode_native(payloads, longest=self._longest)
+        name = "/".join(named)
+        table = self._topics.tables.get(name)
+        if table is None:
+            return None
+        return decode_hps(
+            payloads,
+            name,
+            table.dim,
+            timestamps_ms=np.array([m.timestamp()[1] for m in messages], np.int64),
+            offsets=np.array([m.offset() for m in messages], np.int64),
+            keys=[message.key() for message in messages],
+            key_bits=table.key_bits,
+            longest=self._longest,
+        )
+
+    def _fault(self, update: TableUpdate) -> Reason | None:
+        table = self._topics.tables.get(update.table)
+        if table is None:
+            return Reason.UNKNOWN_TABLE
+        return None if update.changes.vectors.shape[1] == table.dim else Reason.ROW_SIZE
+
+
+def _letter(message: Any, reason: Reason, at: int) -> DeadLetter:
+    position = StreamPosition(message.topic(), message.partition(), message.offset())
+    payload = message.value() or b""
+    return DeadLetter(reason, at, position, payload, message.key(), message.timestamp()[1])
