@@ -116,8 +116,8 @@ class NodeServer:
                 else:
                     frames.send(connection, Kind.OK, answer)
                 del payload  # an idle connection holds nothing
-        except frames.Closed:
-            pass
+        except ConnectionError:
+            pass  # the other process has ended, or has no more use for it
         except (OSError, frames.BadFrame) as error:
             if not self._closed:
                 log.warning("a connection to %s ended: %s", self.path, error)
