@@ -118,7 +118,7 @@ def compare(
     spreads: tuple[float, ...] = (0.85,) if quick else (0.85, 1.05, 0.0)
     for s in spreads:
         for n in (SMALL, LARGE):
-            batches = (500_000 if quick else 5_000_000) // n
+            batches = (500_000 if quick else 3_000_000) // n
             numbers = zipf_keys(random, count, (batches, n), s)
             took = alternate(sides(scene, numbers, bags), rounds(s, quick=quick))
             over = {name: ratio(times, took["floor"]) for name, times in took.items()}

@@ -98,7 +98,7 @@ def compare_pooling(
     for s in spreads:
         for hotness in (1, 20):
             n = BAGS * 16 if hotness == 1 else BAGS * hotness
-            numbers = zipf_keys(random, count, ((500_000 if quick else 4_000_000) // n, n), s)
+            numbers = zipf_keys(random, count, ((500_000 if quick else 3_000_000) // n, n), s)
             took = alternate(_sides(scene, numbers, hotness, bags), rounds(s, quick=quick))
             row = {"bags": f"{n // hotness:,} of {hotness}", "Zipf s": s or "uniform"}
             row |= {name: f"{Spread.of(times):.1f}" for name, times in took.items()}
