@@ -229,7 +229,7 @@ def read_record(benchmark: Benchmark, path: Path) -> dict[str, Any]:
 
 def show(record: Mapping[str, Any], console: Console | None = None) -> None:
     """Print the record's tables, its bars and its notes."""
-    out = console or Console()
+    out = console or Console(width=None if sys.stdout.isatty() else 200)
     for title, rows in record.get("tables", {}).items():
         out.print(make_table(title, rows))
     rows = [
@@ -250,7 +250,7 @@ def make_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     """A table with the first row's columns; numbers to three figures."""
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(rows[0] if rows else ()):
-        table.add_column(column, justify="left" if index == 0 else "right")
+        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
         table.add_row(*(f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()))
     return table

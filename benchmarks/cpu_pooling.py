@@ -98,7 +98,7 @@ def compare_pooling(
     for s in spreads:
         for hotness in (1, 20):
             n = BAGS * 16 if hotness == 1 else BAGS * hotness
-            numbers = zipf_keys(random, count, ((2_000_000 if quick else 4_000_000) // n, n), s)
+            numbers = zipf_keys(random, count, ((500_000 if quick else 3_000_000) // n, n), s)
             took = alternate(_sides(scene, numbers, hotness, bags), rounds(s, quick=quick))
             row = {"bags": f"{n // hotness:,} of {hotness}", "Zipf s": s or "uniform"}
             row |= {name: f"{Spread.of(times):.1f}" for name, times in took.items()}
@@ -132,17 +132,17 @@ def _sides(
     return sides
 
 
-def compare_threads(report: Report, random: np.random.Generator, *, quick: bool) -> None:
+def compare_threads(report: Report, random: np.random.Generator) -> None:
     """Two threads: time per key by the wall, 26 × 1,024 keys, dim 32, Zipf 0.85, rows and sums of 20."""
     if len(os.sched_getaffinity(0)) < 2:
         report.notes.append("One core: two threads were not measured.")
         return
-    scene = Scene.make(1_000_000 if quick else 5_000_000, 32, random, threads=2)
+    scene = Scene.make(5_000_000, 32, random, threads=2)
     with peers(report) as bags:
         if bags is not None:
             bags.table(len(scene.keys), 32)
         report.tables["dim 32, two threads: ns of the wall's clock per key"] = [
-            _threads(scene, report, random, bags, hotness, quick=quick) for hotness in (1, 20)
+            _threads(scene, report, random, bags, hotness) for hotness in (1, 20)
         ]
 
 
@@ -152,11 +152,9 @@ def _threads(
     random: np.random.Generator,
     bags: Peers | None,
     hotness: int,
-    *,
-    quick: bool,
 ) -> dict[str, str]:
     n = BAGS * 16 if hotness == 1 else BAGS * hotness
-    numbers = zipf_keys(random, len(scene.keys), ((2_000_000 if quick else 4_000_000) // n, n))
+    numbers = zipf_keys(random, len(scene.keys), (4_000_000 // n, n))
     asked, out = scene.keys[numbers], aligned(n // hotness, 32)
 
     def ask(keys: NDArray[np.int64]) -> None:
@@ -175,7 +173,7 @@ def _threads(
     if bags is not None:
         ask(asked[0])
         sides |= bags.sides(SIDES, numbers, hotness, out.astype(np.float64).sum(), threads=2)
-    took = alternate(sides, 3 if quick else 5)
+    took = alternate(sides, 5)
     report.figures[f"two threads, hotness {hotness}"] = took
     return {"": "rows" if hotness == 1 else "sums of 20"} | {
         name: f"{Spread.of(times):.1f}" for name, times in took.items()

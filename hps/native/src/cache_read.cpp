@@ -87,11 +87,8 @@ void copy_rows_of(const std::uint8_t* rows, std::size_t row_bytes, const std::in
   constexpr std::size_t kAhead = 24;
   const std::size_t bytes = RowBytes != 0 ? RowBytes : row_bytes;
   for (std::size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) {
-      const std::uint8_t* row = rows + static_cast<std::size_t>(numbers[i + kAhead]) * bytes;
-      for (std::size_t at = 0; at < bytes && at < kPrefetchBytes; at += 64)
-        __builtin_prefetch(row + at, 0, kToSecondLevel);
-    }
+    if (i + kAhead < n)
+      prefetch_row(rows + static_cast<std::size_t>(numbers[i + kAhead]) * bytes, bytes);
     std::memcpy(out + i * bytes, rows + static_cast<std::size_t>(numbers[i]) * bytes, bytes);
   }
 }

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <new>
@@ -32,19 +33,37 @@ std::string chosen(const std::string& setting) {
   return "";
 }
 
-void check_transparent(bool shared) {
-  const std::string setting = shared ? "shmem_enabled" : "enabled", is = chosen(setting);
-  if (is == "never" || is == "deny" || is.empty())
+void check_transparent() {
+  const std::string is = chosen("enabled");
+  if (is == "never" || is.empty())
     throw std::runtime_error("the system gives no transparent huge pages: " +
-                             ("/sys/kernel/mm/transparent_hugepage/" + setting) + " is " +
+                             std::string("/sys/kernel/mm/transparent_hugepage/enabled is ") +
                              (is.empty() ? "not there" : is + ", it must be advise or always"));
+}
+
+// A file system has a setting of its own for huge pages; what it gave, the kernel tells.
+void check_transparent_file(const volatile std::uint8_t* at) {
+  static_cast<void>(*at);  // so that the page is there
+  char begin[20];
+  std::snprintf(begin, sizeof begin, "%lx-", reinterpret_cast<unsigned long>(at));
+  std::ifstream maps("/proc/self/smaps");
+  std::string line;
+  while (std::getline(maps, line) && line.rfind(begin, 0) != 0) {
+  }
+  while (std::getline(maps, line) && line.rfind("VmFlags:", 0) != 0)
+    if (line.find("PmdMapped:") != std::string::npos &&
+        line.find_first_of("123456789") != std::string::npos)
+      return;
+  throw std::runtime_error(
+      "the file system of the shared table gives no transparent huge pages; mount it with "
+      "huge=advise (mount -o remount,huge=advise /dev/shm)");
 }
 
 }  // namespace
 
 Memory::Memory(std::size_t bytes, const MemoryKind& kind) : bytes_(bytes) {
   if (bytes > SIZE_MAX - 2 * kHugePage) throw std::bad_alloc();
-  if (kind.pages == Pages::kTransparent) check_transparent(kind.file >= 0);
+  if (kind.pages == Pages::kTransparent && kind.file < 0) check_transparent();
   try {
     kind.file < 0 ? map_private(kind) : map_file(kind);
   } catch (...) {
@@ -97,6 +116,7 @@ void Memory::map_file(const MemoryKind& kind) {
   if (refused != 0)
     throw std::runtime_error(std::string("the table's file can't be filled: ") +
                              std::strerror(refused));
+  if (kind.pages == Pages::kTransparent && bytes_ >= kHugePage) check_transparent_file(data_);
 }
 
 void Memory::bind(int numa_node) {

@@ -22,53 +22,77 @@ void fail(const char* what) {
   std::exit(1);
 }
 
-// A row, of floats that are whole numbers: three parts of its version, 12 bits each, then what
-// follows from the first two, the key and the position. That is linear, so that it holds for sums
-// too, and stays below 2^24, so that sums are exact.
 constexpr std::size_t kBag = 5;
 
-void make_row(std::int64_t key, std::uint64_t version, std::uint8_t* row, std::size_t bytes) {
-  const auto part = [&](unsigned i) { return static_cast<float>(version >> 12 * i & 0xFFF); };
-  for (std::size_t i = 0; i < bytes / sizeof(float); ++i) {
-    const auto at = static_cast<float>(i);
-    const float value =
-        i < 3 ? part(static_cast<unsigned>(i)) : part(0) * at + part(1) + static_cast<float>(key);
-    std::memcpy(row + i * sizeof value, &value, sizeof value);
+// A row, of whole numbers: three parts of its version, then what follows from the first two, the
+// key and the position. That is linear, so that it holds for sums too; and small enough for sums to
+// be exact: below 2^24, or 2^11 in float16, where it is known by less of version, key and position.
+struct Rows {
+  std::size_t bytes;
+  bool halves;
+
+  std::size_t dim() const { return bytes / (halves ? sizeof(hps::Half) : sizeof(float)); }
+  unsigned bits() const { return halves ? 2 : 12; }  // of a part of the version
+  std::uint64_t shown(std::uint64_t version) const { return version & ((1ULL << 3 * bits()) - 1); }
+  std::int64_t shown(std::int64_t key) const { return halves ? key & 15 : key; }
+  float place(std::size_t i) const { return static_cast<float>(halves ? i % 32 : i); }
+
+  float number(const std::uint8_t* row, std::size_t i) const {
+    hps::Half half;
+    float value;
+    std::memcpy(&half, row + i * sizeof half, sizeof half);
+    if (halves) return static_cast<float>(half);
+    std::memcpy(&value, row + i * sizeof value, sizeof value);
+    return value;
   }
-}
 
-float number(const std::uint8_t* row, std::size_t i) {
-  float value;
-  std::memcpy(&value, row + i * sizeof value, sizeof value);
-  return value;
-}
-
-// A row, or the sum of several: of keys that add up to `key`.
-void check_sum(std::int64_t key, const std::uint8_t* row, std::size_t bytes) {
-  for (std::size_t i = 3; i < bytes / sizeof(float); ++i) {
-    const float at = static_cast<float>(i), sum = static_cast<float>(key);
-    if (number(row, i) == number(row, 0) * at + number(row, 1) + sum) continue;
-    std::printf("keys %lld: torn row, float %zu\n", static_cast<long long>(key), i);
-    std::exit(1);
+  void put(float value, std::uint8_t* row, std::size_t i) const {
+    const auto half = static_cast<hps::Half>(value);
+    if (halves) {
+      std::memcpy(row + i * sizeof half, &half, sizeof half);
+    } else {
+      std::memcpy(row + i * sizeof value, &value, sizeof value);
+    }
   }
-}
 
-std::uint64_t check_row(std::int64_t key, const std::uint8_t* row, std::size_t bytes) {
-  check_sum(key, row, bytes);
-  std::uint64_t version = 0;
-  for (unsigned i = 0; i < 3; ++i) version |= static_cast<std::uint64_t>(number(row, i)) << 12 * i;
-  return version;
-}
+  void make(std::int64_t key, std::uint64_t version, std::uint8_t* row) const {
+    const auto part = [&](std::size_t i) {
+      return static_cast<float>(version >> bits() * i & ((1U << bits()) - 1));
+    };
+    for (std::size_t i = 0; i < dim(); ++i)
+      put(i < 3 ? part(i) : part(0) * place(i) + part(1) + static_cast<float>(shown(key)), row, i);
+  }
+
+  // A row, or the sum of several: of keys whose shown parts add up to `keys`.
+  void check_sum(std::int64_t keys, const std::uint8_t* row) const {
+    const float first = number(row, 0), second = number(row, 1), sum = static_cast<float>(keys);
+    for (std::size_t i = 3; i < dim(); ++i) {
+      if (number(row, i) == first * place(i) + second + sum) continue;
+      std::printf("keys %lld: torn row, number %zu\n", static_cast<long long>(keys), i);
+      std::exit(1);
+    }
+  }
+
+  // What the row shows of its version.
+  std::uint64_t check(std::int64_t key, const std::uint8_t* row) const {
+    check_sum(shown(key), row);
+    std::uint64_t version = 0;
+    for (unsigned i = 0; i < 3; ++i)
+      version |= static_cast<std::uint64_t>(number(row, i)) << bits() * i;
+    return version;
+  }
+};
 
 struct Soak {
   hps::CacheTable table;
+  Rows format;
   std::size_t row_bytes;
   std::atomic<bool> stop{false};
   std::atomic<std::uint64_t> reads{0}, writes{0}, pooled{0};
 
-  Soak(std::size_t capacity, std::size_t bytes, hps::Eviction eviction,
+  Soak(std::size_t capacity, const Rows& rows, hps::Eviction eviction,
        const hps::ReadKernels& kernels)
-      : table(capacity, bytes, eviction, kernels), row_bytes(bytes) {}
+      : table(capacity, rows.bytes, eviction, kernels), format(rows), row_bytes(rows.bytes) {}
 
   void write() {
     std::mt19937_64 random(1);
@@ -81,7 +105,7 @@ struct Soak {
       for (std::size_t i = 0; i < n; ++i) {
         keys[i] = static_cast<std::int64_t>(random() % kKeys) - 5;
         versions[i] = ++version;
-        make_row(keys[i], version, &rows[i * row_bytes], row_bytes);
+        format.make(keys[i], version, &rows[i * row_bytes]);
       }
       const unsigned verb = random() % 8;
       if (verb == 0) {
@@ -102,6 +126,7 @@ struct Soak {
     hps::PoolAsk ask{};
     ask.keys = keys;
     ask.hotness = kBag;
+    ask.halves = format.halves;
     ask.last = bags;
     ask.out = sums.data();
     if (mean) ask.weights = ask.divisors = twos.data();
@@ -109,7 +134,7 @@ struct Soak {
     for (std::size_t bag = 0, at = 0; bag < bags; ++bag) {
       const std::size_t from = at;
       for (; at < n && left[at] < static_cast<std::int64_t>((bag + 1) * kBag); ++at)
-        make_row(keys[left[at]], at, &given[(at - from) * row_bytes], row_bytes);
+        format.make(keys[left[at]], at, &given[(at - from) * row_bytes]);
       hps::PoolAsk rest = ask;
       rest.first = bag;
       rest.last = bag + 1;
@@ -118,8 +143,8 @@ struct Soak {
       rest.rows = given.data();
       if (at != from && table.pool(rest, again.data()) != 0) continue;  // evicted meanwhile
       std::int64_t sum = 0;
-      for (std::size_t i = bag * kBag; i < (bag + 1) * kBag; ++i) sum += keys[i];
-      check_sum(sum, &sums[bag * row_bytes], row_bytes);
+      for (std::size_t i = bag * kBag; i < (bag + 1) * kBag; ++i) sum += format.shown(keys[i]);
+      format.check_sum(sum, &sums[bag * row_bytes]);
       ++pooled;
     }
   }
@@ -148,15 +173,18 @@ struct Soak {
       } else if (verb == 1) {
         const std::size_t few = 1 + n % 4;
         if (table.gather(keys.data(), few, rows.data()))
-          for (std::size_t i = 0; i < few; ++i)
-            seen(i, check_row(keys[i], &rows[i * row_bytes], row_bytes));
+          for (std::size_t i = 0; i < few; ++i) {
+            const std::uint64_t shown = format.check(keys[i], &rows[i * row_bytes]);
+            if (!format.halves) seen(i, shown);
+          }
       } else {
         const hps::CacheAnswer answer{rows.data(), versions.data(), source.data(), 2};
         const std::size_t gone =
             table.fetch(keys.data(), missing.data(), n, 0, answer, left.data());
         std::size_t unanswered = 0;
         for (std::size_t i = 0; i < n; ++i) {
-          if (source[i] == 2 && check_row(keys[i], &rows[i * row_bytes], row_bytes) != versions[i])
+          if (source[i] == 2 &&
+              format.check(keys[i], &rows[i * row_bytes]) != format.shown(versions[i]))
             fail("a row beside another's version");
           if (versions[i] != 0) seen(i, versions[i]);
           unanswered += versions[i] == 0;
@@ -176,9 +204,9 @@ hps::Eviction eviction_of(const char* name) {
   return hps::Eviction::kLru;
 }
 
-void soak(double seconds, unsigned readers, hps::Eviction eviction, std::size_t row_bytes,
+void soak(double seconds, unsigned readers, hps::Eviction eviction, const Rows& rows,
           const hps::ReadKernels& kernels) {
-  Soak soak(400, row_bytes, eviction, kernels);
+  Soak soak(400, rows, eviction, kernels);
   std::vector<std::thread> threads;
   threads.emplace_back([&] { soak.write(); });
   for (unsigned i = 0; i < readers; ++i) threads.emplace_back([&, i] { soak.read(i + 2); });
@@ -192,9 +220,9 @@ void soak(double seconds, unsigned readers, hps::Eviction eviction, std::size_t 
     fail("nothing happened");
   const auto millions = [](std::uint64_t n) { return static_cast<double>(n) / 1e6; };
   std::printf(
-      "%s, rows of %zu bytes, in millions: %.1f keys read, %.1f bags, %.1f written, %.1f evicted\n",
-      kernels.name, row_bytes, millions(soak.reads), millions(soak.pooled), millions(soak.writes),
-      millions(counts.evictions));
+      "%s, rows of %zu %s, in millions: %.1f keys read, %.1f bags, %.1f written, %.1f evicted\n",
+      kernels.name, rows.dim(), rows.halves ? "float16" : "float32", millions(soak.reads),
+      millions(soak.pooled), millions(soak.writes), millions(counts.evictions));
 }
 
 }  // namespace
@@ -207,11 +235,12 @@ int main(int argc, char** argv) {
   }
   const auto readers = static_cast<unsigned>(argc > 2 ? std::atoi(argv[2]) : 2);
   const hps::Eviction eviction = eviction_of(argc > 3 ? argv[3] : "lru");
-  // Lengths with a copy of their own, the last without.
-  const std::size_t lengths[] = {128, 512, 72};
+  // Lengths with a copy of their own, and those without.
+  const std::vector<Rows> formats{{128, false}, {512, false}, {72, false},
+                                  {64, true},   {128, true},  {72, true}};
   const auto kernels = hps::runnable_kernels();
-  for (const hps::ReadKernels* each : kernels)
-    for (const std::size_t bytes : lengths)
-      soak(seconds / static_cast<double>(3 * kernels.size()), readers, eviction, bytes, *each);
+  const double each = seconds / static_cast<double>(formats.size() * kernels.size());
+  for (const hps::ReadKernels* set : kernels)
+    for (const Rows& rows : formats) soak(each, readers, eviction, rows, *set);
   return 0;
 }
