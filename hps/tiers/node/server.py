@@ -183,10 +183,10 @@ def private_folder(folder: Path) -> None:
     """Make ``folder``, for this user alone. Raises ConfigError when it is there and others may enter it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
+        found, named = folder.stat(), folder.lstat()  # somebody else's link is no better than his folder
     except OSError as error:
         raise ConfigError(f"server.runtime {folder} can't be made: {error.strerror}") from None
-    if found.st_uid != os.getuid():
+    if {found.st_uid, named.st_uid} != {os.getuid()}:
         raise ConfigError(f"server.runtime {folder} belongs to another user; choose another folder")
     if found.st_mode & 0o077:
         raise ConfigError(f"server.runtime {folder} is open to other users; chmod 700 {folder}")

@@ -10,6 +10,7 @@ import pytest
 
 from hps import native
 from hps.cli import checks
+from hps.config import configuration_from
 from hps.errors import ConfigError
 
 
@@ -80,3 +81,22 @@ def test_a_gpu_that_cannot_be_used_is_warned_of(
 def test_an_error_is_split_into_what_was_found_and_the_mend() -> None:
     check = checks.failed("models", ConfigError("folder is missing; make one"))
     assert (check.found, check.mend) == ("folder is missing", "make one")
+
+
+def test_the_processes_are_told_and_what_workers_lack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(workers: int, **cache: object) -> checks.Check:
+        given = {"server": {"workers": workers}, "tiers": {"cpu_cache": cache}}
+        return checks.processes(configuration_from(given, environ={}).settings)
+
+    shared = {"shared": {"folder": str(tmp_path)}}
+    monkeypatch.setattr("hps.native.COMPILED", True)
+    assert found(0).found == "the node alone"
+    assert found(2, **shared, capacity_bytes=1).verdict == "OK"
+    assert "the node and 2 workers" in found(2, **shared, capacity_bytes=1).found
+    small = found(2, **shared, capacity_bytes=1 << 50)
+    assert (small.verdict, "--shm-size" in small.mend) == ("WARN", True)
+    assert found(1, enabled=False).verdict == "WARN"
+    monkeypatch.setattr("hps.native.COMPILED", False)
+    assert found(1).verdict == "FAIL"

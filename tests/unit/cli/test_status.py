@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hps.cli.main import app
-from hps.cli.status import _show, _show_tiers, keys_by_tier, requests
+from hps.cli.serve import processes
+from hps.cli.status import _show, _show_processes, _show_tiers, keys_by_tier, requests
 from hps.cli.tables import flatten, show
 from hps.client import Client
 from hps.client.wire import Sample
@@ -118,3 +119,15 @@ def test_tables_of_a_loading_server_are_told_to_come(monkeypatch: pytest.MonkeyP
     result = CliRunner().invoke(app, ["tables"])
     assert result.exit_code == 1
     assert result.stderr.startswith("error: the server is still loading its tables; hps status")
+
+
+def test_several_processes_are_listed_and_one_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    node = {"role": "node", "pid": 70, "state": "ready"}
+    worker = {"role": "worker", "number": 1, "pid": None, "state": "starting", "restarts": 3}
+    _show_processes({"processes": [node]})
+    assert capsys.readouterr().out == ""
+    _show_processes({"processes": [node, worker]})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert lines[1:] == [["node", "70", "ready"], ["worker", "1", "-", "starting", "3"]]
+    assert processes([node]) == "node 70"
+    assert processes([node, worker | {"pid": 71}]) == "node 70; 1 worker: 71"
