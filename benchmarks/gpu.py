@@ -89,14 +89,14 @@ class Filled:
     def keys(self, n: int) -> Any:
         return cupy().random.randint(0, self.held, n, np.int64)
 
-    def fetch_time(self, n: int, *, form: int = launch.ROWS, ticking: bool = False) -> float:
+    def fetch_time(self, n: int, *, form: int = launch.ROWS, ticks: int = 0) -> float:
         cp, held = cupy(), self.cache.held(self.table)
         numbers = form == launch.NUMBERS
         out = cp.empty(n if numbers else (n, self.table.dim), np.uint32 if numbers else np.float32)
         misses = cp.zeros(4 + n, np.uint32)
 
         def prepare() -> Any:
-            held.clock += ticking
+            held.clock += ticks
             misses[:4] = 0
             return self.keys(n)
 

@@ -100,13 +100,15 @@ def measure_fetch(report: Report, capacity: int, dims: tuple[int, ...]) -> None:
         filled.settle()
         floor, still = filled.floor_time(CALL), filled.fetch_time(CALL)
         small = filled.fetch_time(SMALL_CALL)
-        ticking = filled.fetch_time(CALL, ticking=True)
+        ticking = filled.fetch_time(CALL, ticks=1)
+        stamping = filled.fetch_time(CALL, ticks=filled.cache.held(filled.table).age)
         numbers = filled.fetch_time(CALL, form=launch.NUMBERS)
         row = {
             "dim": dim,
             "floor B/s": CALL / floor / 1e9,
             "fetch B/s": CALL / still / 1e9,
             "ticking B/s": CALL / ticking / 1e9,
+            "every hit stamps B/s": CALL / stamping / 1e9,
             "numbers B/s": CALL / numbers / 1e9,
             "26,624: fetch µs": small * 1e6,
         }
@@ -164,21 +166,24 @@ def against_peers(
 
 def beside_writer(report: Report, filled: Filled, quiet: float) -> float:
     """Fetch while another thread writes without a pause, at least 1 % of the rows between any two
-    fetches: updates and replacements in turn."""
+    fetches: updates and replacements in turn. The table stays three quarters full: rows that only came
+    would fill it meanwhile, and fetches from a full table take longer with nobody beside."""
     cp = cupy()
     hundredth = filled.held // 100
-    stop, rounds, new = threading.Event(), 0, filled.held
+    stop, rounds, old = threading.Event(), 0, 0
 
     def write() -> None:
-        nonlocal rounds, new
+        nonlocal rounds, old
         with cp.cuda.Stream(non_blocking=True):
             while not stop.is_set():
                 filled.version += 1
+                end = old + filled.held
                 if rounds % 2:
-                    filled.write(cp.random.randint(0, filled.held, hundredth, np.int64), "update")
+                    filled.write(cp.random.randint(old, end, hundredth, np.int64), "update")
                 else:
-                    filled.write(cp.arange(new, new + hundredth))
-                    new += hundredth
+                    filled.cache.evict(filled.table, cp.arange(old, old + hundredth))
+                    filled.write(cp.arange(end, end + hundredth))
+                    old += hundredth
                 rounds += 1
 
     usual = sys.getswitchinterval()
@@ -195,7 +200,7 @@ def beside_writer(report: Report, filled: Filled, quiet: float) -> float:
             while rounds == done:
                 time.sleep(1e-4)
             misses[:4] = 0
-            return filled.keys(CALL)
+            return cp.random.randint(old, old + filled.held, CALL, np.int64)
 
         busy = filled.clock.median(
             prepare, lambda keys: filled.cache.direct.fetch(held, keys, out, misses)

@@ -195,6 +195,7 @@ class Direct:
 
     def __init__(self, readers: Readers) -> None:
         self._readers = readers
+        self._kernels: dict[tuple[Any, ...], FetchKernels] = {}
 
     def fetch(
         self,
@@ -223,7 +224,11 @@ class Direct:
         unit = 16 if form == launch.NUMBERS else unit_of(table.table.row_bytes | out.data.ptr)
         moves = 0 if form == launch.NUMBERS else moves_of(table.table.row_bytes, tile, unit)
         stamp = stamp and bool(table.stamping)
-        run = FetchKernels(tile, unit, moves, form, stamp=stamp, defines=defines)
+        which = tile, unit, moves, form, stamp, defines
+        run = self._kernels.get(which)
+        if run is None:
+            run = FetchKernels(tile, unit, moves, form, stamp=stamp, defines=defines)
+            self._kernels[which] = run
         stream, blocks, later = cupy().cuda.get_current_stream(), blocks_of(len(keys), tile), None
         windows = 1
         if form == launch.ROWS:

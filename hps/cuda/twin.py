@@ -150,12 +150,13 @@ class TwinTable:
 
     def _choose(self, key: int, score: int) -> Place | None:
         """An empty slot, of the home half (unless it is the bucket's last and half of the second bucket
-        is empty), else of the emptier bucket; without any the lowest score, of the home half before others by
+        is empty, or 2 slots where none makes room), else of the emptier bucket; without any the lowest score, of the home half before others by
         an `AGE`. None when ``score`` is lower than all."""
         halves = self._halves(key)
         vacant = [np.flatnonzero(self.words[half] & EMPTY) for half in halves]
         here, there = len(vacant[0]) + len(vacant[1]), len(vacant[2]) + len(vacant[3])
-        if len(vacant[0]) and (here > 1 or there < HALF):
+        spread = 2 if self.policy is Policy.NONE else HALF
+        if len(vacant[0]) and (here > 1 or there < spread):
             order = [0]
         else:
             order = [2, 3] if there > len(vacant[1]) else [1]

@@ -98,8 +98,8 @@ __device__ __forceinline__ void fill_row(const WriteArgs& a, u32 row, u32 i,
 
 // The slot to take for a key that is not resident, as choice * 4 + rank, or -1 when there is none:
 // an empty one of the home half (unless it is the bucket's last and half of the second bucket is
-// empty), else of the emptier bucket, else the one with the lowest score. `slot` are the four
-// halves' slots at this thread's rank.
+// empty, or more than one slot where no row may make room), else of the emptier bucket, else the
+// one with the lowest score. `slot` are the four halves' slots at this thread's rank.
 __device__ __forceinline__ int choose(const Slot* slot, u32 score, u32 policy, u32 age,
                                       const Tile<TILE>& tile) {
   int vacant[CHOICES];
@@ -110,7 +110,7 @@ __device__ __forceinline__ int choose(const Slot* slot, u32 score, u32 policy, u
   }
   const int here = vacant[0] + vacant[1], there = vacant[2] + vacant[3];
   const bool room = here + there;
-  const bool home = vacant[0] && (here > 1 || there < HALF);
+  const bool home = vacant[0] && (here > 1 || there < (policy == NONE ? 2 : HALF));
   const bool second = !home && there > vacant[1];
   u64 best = NOTHING;
 #pragma unroll
