@@ -210,14 +210,20 @@ void soak(double seconds, unsigned readers, hps::Eviction eviction, const Rows& 
   std::vector<std::thread> threads;
   threads.emplace_back([&] { soak.write(); });
   for (unsigned i = 0; i < readers; ++i) threads.emplace_back([&, i] { soak.read(i + 2); });
+  const auto least = [&] {
+    return std::min(
+        {soak.reads.load(), soak.writes.load(), soak.pooled.load(), soak.table.counts().evictions});
+  };
   std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+  // A busy machine may need longer for something of everything to happen.
+  for (int tries = 0; tries < 3000 && least() == 0; ++tries)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
   soak.stop = true;
   for (std::thread& thread : threads) thread.join();
   const hps::CacheCounts counts = soak.table.counts();
   if (counts.rows + counts.tombstones > 400) fail("more rows than the capacity");
   if (soak.table.top_k(10000).size() != counts.rows) fail("the count of rows is wrong");
-  if (std::min({soak.reads.load(), soak.writes.load(), soak.pooled.load(), counts.evictions}) == 0)
-    fail("nothing happened");
+  if (least() == 0) fail("nothing happened");
   const auto millions = [](std::uint64_t n) { return static_cast<double>(n) / 1e6; };
   std::printf(
       "%s, rows of %zu %s, in millions: %.1f keys read, %.1f bags, %.1f written, %.1f evicted\n",

@@ -27,7 +27,7 @@ def stress(tmp_path_factory):
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu"])
 def test_no_torn_row_no_older_version_no_lost_count(stress, eviction):
-    done = subprocess.run([stress, "4", "2", eviction], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([stress, "2", "2", eviction], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" evicted") == 6 * len(native.cache_kernels())
 
