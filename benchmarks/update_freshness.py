@@ -143,6 +143,7 @@ def run(options: Options) -> Report:
         worker = AttachedLookups(settings, MODEL, TABLE, rows, options.seed)
         stack.callback(worker.kill)
         node.streams.resume()
+        time.sleep(1.0)  # how far it is behind was told before the pause
         _until(lambda: _behind(node) < _CAUGHT_UP)
         own = {"ingest": ingest.pid, "worker": worker.pid}
         begun, used = time.time(), _cpu_seconds(**own)
