@@ -1,5 +1,5 @@
-"""Models that answer in a process attached to a node: as the node itself, to the bit. Here one process attaches
-to itself; tests/integration/test_workers.py has real ones."""
+"""Models that answer in a process attached to a node: as the node itself, to the bit. Here one process
+attaches to itself; tests/integration/test_workers.py has real ones."""
 
 from __future__ import annotations
 
