@@ -11,6 +11,8 @@ import typer
 from hps.cli.model import RepositoryOption, VersionOption
 from hps.cli.model_import import DEFAULT_REPOSITORY
 from hps.cli.output import say
+from hps.config import load_config
+from hps.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Make model repositories for a Triton server.")
 
@@ -22,7 +24,8 @@ class Dense(StrEnum):
 
 EXAMPLES = """\b
 Examples:
-  hps triton export ctr --out triton-models
+  hps triton export ctr --out triton-models                       the network alone
+  hps triton export ctr --out triton-models --config hps.yaml     lookups and network, an ensemble
   tritonserver --model-repository triton-models
   hps serve --config hps.yaml --set dense.triton.url=localhost:8001
 
@@ -48,11 +51,36 @@ def export(
         Dense,
         typer.Option(help="Triton's backend; python where its onnxruntime is missing."),
     ] = Dense.onnxruntime,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            "-c",
+            metavar="FILE",
+            help="The node's configuration: lookups and the ensemble are written too.",
+        ),
+    ] = None,
+    instances: Annotated[int, typer.Option(min=1, help="Of lookups, with --config.")] = 1,
 ) -> None:
-    """Write a model's network as a model of a Triton repository."""
+    """Write a model as models of a Triton repository."""
     from hps.models.repository import Repository
-    from hps.triton.export import export_dense
+    from hps.triton.export import export_dense, export_ensemble, export_lookup
 
     opened = Repository(repository).open(model, version)
-    folder = export_dense(opened, out, dense.value)
-    say(f"{folder}: {opened.name}/{opened.version}, run by Triton's backend {dense.value}")
+    if config is None and opened.spec.dense is None:
+        raise ConfigError(f"'{model}' has no network; with --config its lookups are written")
+    if opened.spec.dense is not None:
+        folder = export_dense(opened, out, dense.value)
+        say(f"{folder}: the network, in Triton's backend {dense.value}")
+    if config is None:
+        return
+    if load_config(config).settings.server.runtime is None:
+        raise ConfigError(
+            f"{config}: server.runtime is not set: the folder in which the node has its socket for Triton's "
+            "instances"
+        )
+    say(
+        f"{export_lookup(opened, out, config, instances)}: lookups, attached to the node of {config}"
+    )
+    if opened.spec.dense is not None:
+        say(f"{export_ensemble(opened, out)}: both, one after the other")

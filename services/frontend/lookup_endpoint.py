@@ -53,7 +53,7 @@ class LookupEndpoint:
         if form.prepared is not None:
             submit, call.batch = form.prepared
             return submit([*call.inputs.values()], deadline)
-        request = self._request(call, deadline)
+        request = self.request(call, deadline)
         if not request.features:
             return Done(LookupResult({}))
         # By table, the numbers of keys are data; offsets and weights are too.
@@ -61,7 +61,8 @@ class LookupEndpoint:
             form.prepared = self._engine.prepare(request), call.batch
         return self._engine.submit(request)
 
-    def _request(self, call: Call, deadline: float) -> LookupRequest:
+    def request(self, call: Call, deadline: float) -> LookupRequest:
+        """What ``submit`` looks up. Raises ``BadRequest``."""
         form = call.form
         if form.top_k is not None:
             raise BadRequest(f"parameter 'top_k' is for ranking models, '{self.name}' is a lookup")

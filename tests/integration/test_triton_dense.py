@@ -141,7 +141,7 @@ def test_another_network_than_model_yaml_describes(small_repository, triton, tmp
         "tiers": {"rocksdb": {"path": str(tmp_path / "db")}},
         "dense": {"triton": {"url": triton.grpc}},
     }
-    with pytest.raises(ModelError, match="model.yaml feeds nothing to network input 'dense'"):
+    with pytest.raises(ModelError, match=r"model.yaml feeds nothing to network input 'dense'"):
         hps.open(settings)
 
 

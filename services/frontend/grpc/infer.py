@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from time import perf_counter_ns
 from typing import Any
 
@@ -21,6 +21,7 @@ from services.frontend.errors import REFUSED, Status, status_of, told
 from services.frontend.grpc.callers import check
 from services.frontend.grpc.request import Address, GrpcCall, Parser, address
 from services.frontend.grpc.response import Encoder
+from services.frontend.grpc.runners import Runners
 from services.frontend.grpc.wire import field
 from services.frontend.state import Entry, State
 
@@ -49,9 +50,13 @@ class Route:
 
 
 class Inference:
-    """Answers inference requests. May be called from any thread, and keeps it until the answer is there."""
+    """Answers inference requests, each on a thread of its own until the answer is there; ``runners`` has
+    those of ``one``."""
 
-    def __init__(self, state: State, settings: ServerSettings, guard: Guard) -> None:
+    def __init__(
+        self, state: State, settings: ServerSettings, guard: Guard, runners: Runners
+    ) -> None:
+        self._runners = runners
         self._state = state
         self._guard = guard
         self._timeout_s = settings.request_timeout_ms / 1e3
@@ -72,7 +77,7 @@ class Inference:
         """``ModelInfer``."""
         try:
             check(self._guard, context, "read")
-            return self._answer(message, context)
+            return self._answer(message, context, self._runners.waiting)
         except HpsError as error:
             context.abort(grpc.StatusCode[status_of(error).grpc], str(error))
             raise AssertionError("abort raises") from None
@@ -86,14 +91,20 @@ class Inference:
         strict = _STRICT_STREAM in context.invocation_metadata()
         for message in messages:
             try:
-                yield field(_INFER_RESPONSE, self._answer(message, context))
+                yield field(_INFER_RESPONSE, self._answer(message, context, nullcontext))
             except HpsError as error:
                 if strict:
                     context.abort(grpc.StatusCode[status_of(error).grpc], str(error))
                 yield _stream_error(message, error)
 
-    def _answer(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        """The answer to a request that may be made. Raises what its client is to be told."""
+    def _answer(
+        self,
+        message: bytes,
+        context: grpc.ServicerContext,
+        waiting: Callable[[], AbstractContextManager[None]],
+    ) -> bytes:
+        """The answer to a request that may be made; entered ``waiting`` while others work at it. Raises what
+        its client is to be told."""
         started = perf_counter_ns()
         route: Route | None = None
         known_as = ""
@@ -105,7 +116,10 @@ class Inference:
             parsed = perf_counter_ns()
             deadline = self._deadline(call, context)
             future = route.entry.endpoint.submit(call, deadline)
-            result = future.result() if future.done() else _outcome(future, deadline, context)
+            if not future.done():
+                with waiting():
+                    _wait(future, deadline, context)
+            result = future.result()
             inferred = perf_counter_ns()
             answer = route.encode(call, result)
             done = perf_counter_ns()
@@ -146,12 +160,12 @@ class Inference:
             metrics.counter(m.REQUESTS_REFUSED, reason).add()
 
 
-def _outcome(future: Future[Any], deadline: float, context: grpc.ServicerContext) -> Any:
-    """The result of work that is done elsewhere; it is cancelled when its time is up or its client gone."""
+def _wait(future: Future[Any], deadline: float, context: grpc.ServicerContext) -> None:
+    """Until ``future`` is done; it is cancelled when its time is up or its client gone."""
     if not context.add_callback(future.cancel):
         future.cancel()
     try:
-        return future.result(max(0.0, deadline - time.monotonic()))
+        future.exception(max(0.0, deadline - time.monotonic()))
     except TimeoutError:
         future.cancel()
         raise DeadlineExceeded(

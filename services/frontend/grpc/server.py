@@ -22,10 +22,13 @@ from services.frontend.auth import Guard
 from services.frontend.grpc.credentials import credentials
 from services.frontend.grpc.health import Health
 from services.frontend.grpc.infer import Inference
+from services.frontend.grpc.runners import Runners
 from services.frontend.grpc.service import SERVICE, InferenceService
 from services.frontend.state import State
 
-# Threads for what is quick, and streams at a time.
+# Threads of inference that compute at a time, threads for what is quick, and streams at a time. One alone
+# would idle whenever grpc hands it the next request.
+_AT_ONCE = 2
 _QUICK, _STREAMS = 4, 128
 
 
@@ -69,8 +72,9 @@ class GrpcServer:
     ) -> None:
         """``ConfigError`` when it cannot listen. ``one_of_many``: other processes listen there too."""
         self._drain_s = settings.drain_s
+        runners = Runners(_AT_ONCE, at.threads, "grpc-infer")
         self._pools = {
-            "infer": ThreadPoolExecutor(at.threads, "grpc-infer"),
+            "infer": runners,
             "quick": ThreadPoolExecutor(_QUICK, "grpc-quick"),
             "stream": ThreadPoolExecutor(_STREAMS, "grpc-stream"),
         }
@@ -83,7 +87,9 @@ class GrpcServer:
             ],
         )
         self._health = Health(state, self._pools["quick"])
-        self._add_services(Inference(state, settings, guard), InferenceService(state, guard))
+        self._add_services(
+            Inference(state, settings, guard, runners), InferenceService(state, guard)
+        )
         if at.reflection:
             names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)

@@ -1,0 +1,164 @@
+"""What an instance of Triton's python backend does for a model ``<m>.lookup``; the model that Triton loads is
+``hps/triton/files/lookup_model.py``.
+
+An instance attaches to the node of its machine: it reads the node's shared CPU cache, and asks the node for
+the rest. The requests of one call are one lookup.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import hps
+from hps.config import load_config
+from hps.dense.base import DATATYPES
+from hps.errors import BadRequest, ConfigError, HpsError
+from hps.lookup.merged import Merged, kind
+from hps.types import LookupRequest, LookupResult
+from services.frontend import faults
+from services.frontend.call import Call, Form
+from services.frontend.endpoints import Output
+from services.frontend.lookup_endpoint import LookupEndpoint
+
+_DATATYPE = {dtype: name for name, dtype in DATATYPES.items()}
+# HPS's parameters that have nothing to act on here, what they may be, and why not otherwise.
+_WITHOUT_EFFECT = {
+    "refresh_interval": (
+        "0",
+        "updates reach cached rows as they come; there is nothing to refresh",
+    ),
+    "refresh_delay": ("0", "updates reach cached rows as they come; there is nothing to refresh"),
+    "freeze_sparse": ("false", "whether rows are updated is said by the node's `updates` settings"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request of Triton's: arrays by name, the outputs wanted (empty: all), its time limit (0: none)."""
+
+    inputs: Mapping[str, NDArray[Any]]
+    outputs: tuple[str, ...] = ()
+    timeout_us: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Outputs in the order they were asked for, and what the protocol calls response parameters."""
+
+    outputs: list[Output]
+    parameters: dict[str, Any]
+
+
+class Backend:
+    """One instance: answers one call at a time."""
+
+    def __init__(self, name: str, instance_kind: str, parameters: Mapping[str, str]) -> None:
+        """``name`` of the Triton model, ``<m>.lookup`` or ``<m>``; ``parameters`` of its config.pbtxt:
+        ``config`` names the node's configuration file, ``model`` the model where it is not ``<m>``.
+
+        Raises ConfigError for a parameter or a kind of instance that cannot act, and what ``hps.attach``
+        raises.
+        """
+        for parameter, (only, reason) in _WITHOUT_EFFECT.items():
+            if parameters.get(parameter, only).lower() != only:
+                raise ConfigError(f"parameter {parameter} of {name}: {reason}; leave it out")
+        if instance_kind.upper() not in ("CPU", "KIND_CPU", "AUTO"):
+            raise ConfigError(
+                f"{name} is an instance on a {instance_kind}, but instances read the node's CPU cache; set "
+                "instance_group [ { kind: KIND_CPU } ]"
+            )
+        if "config" not in parameters:
+            raise ConfigError(
+                f"{name} has no parameter config: the node's configuration file, which names server.runtime"
+            )
+        configuration = load_config(parameters["config"])
+        self._timeout_s = configuration.settings.server.request_timeout_ms / 1e3
+        self._max_keys = configuration.settings.server.max_keys
+        self._models = hps.attach(configuration)
+        try:
+            served = self._models.model(parameters.get("model") or name.removesuffix(".lookup"))
+        except HpsError:
+            self._models.close()
+            raise
+        self._served = served
+        self._endpoint = LookupEndpoint(served, name)
+
+    def answer(self, asked: Sequence[Asked]) -> list[Answered | HpsError]:
+        """An answer or an error for each request."""
+        answers: list[Answered | HpsError] = [BadRequest("unanswered")] * len(asked)
+        groups: dict[Hashable, list[tuple[int, Call, LookupRequest]]] = defaultdict(list)
+        for index, each in enumerate(asked):
+            try:
+                call = self._call(each)
+                request = self._endpoint.request(call, self._deadline(each))
+                groups[kind(request)].append((index, call, request))
+            except HpsError as error:
+                answers[index] = error
+        for group in groups.values():
+            requests = [request for _, _, request in group]
+            try:
+                self._served.freshness.require()
+                results = self._lookup(requests)
+            except HpsError as error:
+                for index, *_ in group:
+                    answers[index] = error
+                continue
+            for (index, call, _), result in zip(group, results, strict=True):
+                answers[index] = self._answered(call, result)
+        return answers
+
+    def close(self) -> None:
+        self._models.close()
+
+    def _lookup(self, requests: list[LookupRequest]) -> list[LookupResult]:
+        engine = self._served.engine
+        if not requests[0].features:
+            return [LookupResult({}) for _ in requests]
+        if len(requests) == 1:
+            return [engine.lookup(requests[0])]
+        merged = Merged(requests, engine.features)
+        return merged.split(engine.lookup(merged.request))
+
+    def _call(self, asked: Asked) -> Call:
+        form = Form(outputs=asked.outputs or None, timeout_us=asked.timeout_us)
+        flat, keys = {}, 0
+        for name, array in asked.inputs.items():
+            rule = self._endpoint.rules.get(name)
+            if rule is None:
+                raise faults.unknown_input(name, self._endpoint.name, self._endpoint.rules)
+            datatype = _DATATYPE.get(array.dtype, str(array.dtype))
+            if datatype not in rule.dtypes:
+                raise faults.wrong_type(name, datatype, self._endpoint.name, rule)
+            form.shapes[name] = list(array.shape)
+            flat[name] = np.ascontiguousarray(array).reshape(-1)
+            keys += array.size if rule.is_keys else 0
+        if keys > self._max_keys:
+            raise faults.too_many_keys(keys, self._max_keys)
+        return Call(form, flat)
+
+    def _deadline(self, asked: Asked) -> float:
+        return time.monotonic() + (asked.timeout_us * 1e-6 or self._timeout_s)
+
+    def _answered(self, call: Call, result: LookupResult) -> Answered:
+        outputs = self._endpoint.outputs(call, result)
+        parameters: dict[str, Any] = {
+            "hps_defaulted": result.defaulted,
+            "hps_degraded": ",".join(result.degraded),
+        }
+        freshness = self._served.freshness
+        if freshness.stale_s and (stale_s := freshness.flag()):
+            parameters["hps_stale_s"] = stale_s
+        return Answered([(n, _batched(call, n, a)) for n, a in outputs], parameters)
+
+
+def _batched(call: Call, name: str, array: NDArray[Any]) -> NDArray[Any]:
+    """HPS's flat ``OUTPUT0`` as the batch of one that its keys were."""
+    batch_of_one = name == "OUTPUT0" and len(call.form.shapes.get("KEYS", ())) == 2
+    return array[None] if batch_of_one else array

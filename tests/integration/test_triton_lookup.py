@@ -1,0 +1,166 @@
+"""Our lookup in Triton's python backend, alone and in an ensemble with the network: a real Triton, attached
+to a real node."""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+from typer.testing import CliRunner
+
+import hps
+from benchmarks.peers.triton import start_triton
+from hps.cli.triton import app
+from hps.native import COMPILED
+from tests.integration.conftest import write_models
+
+pytestmark = [
+    pytest.mark.usefixtures("triton_ready"),
+    pytest.mark.skipif(not COMPILED, reason="a shared cache needs the native core"),
+]
+RNG = np.random.default_rng(5)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """The configuration file of a node with a shared cache and a socket."""
+    folder = tmp_path_factory.mktemp("node")
+    write_models(folder / "models")
+    runtime = folder / "run"
+    runtime.mkdir(mode=0o700)
+    config = folder / "config.yaml"
+    settings = {
+        "models": {"repository": str(folder / "models")},
+        "tiers": {
+            "rocksdb": {"path": str(folder / "db")},
+            "cpu_cache": {"shared": {"name": f"test-{os.getpid()}"}},
+        },
+        "server": {"runtime": str(runtime)},
+    }
+    config.write_text(json.dumps(settings))
+    return config
+
+
+@pytest.fixture(scope="module")
+def node(config):
+    with hps.open(config) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def server(node, config, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("triton")
+    for model in ("clicks", "words"):
+        done = CliRunner().invoke(
+            app,
+            [
+                *("export", model, "--out", str(folder), "--dense", "python", "--instances", "2"),
+                *("--config", str(config), "--repository", str(config.parent / "models")),
+            ],
+        )
+        assert done.exit_code == 0, done.output
+    with start_triton(folder, timeout_s=120) as server:
+        yield server
+
+
+@pytest.fixture(scope="module", params=["http", "grpc"])
+def client(request, server):
+    kind = triton_http if request.param == "http" else triton_grpc
+    address = server.address if request.param == "http" else server.grpc
+    with kind.InferenceServerClient(address) as client:
+        client.kind = kind
+        yield client
+
+
+def infer(client, model, outputs=None, **inputs):
+    sent = []
+    for name, array in inputs.items():
+        tensor = client.kind.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
+        sent.append(tensor.set_data_from_numpy(array))
+    wanted = [client.kind.InferRequestedOutput(name) for name in outputs or ()] or None
+    return client.infer(model, sent, outputs=wanted)
+
+
+def features(batch):
+    return {
+        "user": RNG.integers(0, 110, (batch, 1)),
+        "item": RNG.integers(-60, 60, (batch, 1)),
+        "history": RNG.integers(-60, 60, (batch, 3)),
+    }
+
+
+def test_hps_own_contract(client, node):
+    users, items = RNG.integers(0, 110, 7), RNG.integers(-60, 60, 5)
+    result = infer(
+        client,
+        "clicks.lookup",
+        ["OUTPUT0"],
+        KEYS=np.concatenate([users, items])[None],
+        NUMKEYS=np.array([[7, 5]], np.int32),
+    )
+    ours = node.lookup("clicks", {"users": users, "items": items}, by_table=True).vectors
+    expected = np.concatenate([ours["users"].reshape(-1), ours["items"].reshape(-1)])
+    found = result.as_numpy("OUTPUT0")
+    assert found.shape == (1, 7 * 4 + 5 * 2)
+    assert found.tobytes() == expected.tobytes()
+
+
+def test_a_tensor_per_feature(client, node):
+    for batch in (1, 6):
+        asked = features(batch)
+        result = infer(client, "clicks.lookup", ["user", "history"], **asked)
+        ours = node.lookup("clicks", asked).vectors
+        for name in ("user", "history"):
+            assert result.as_numpy(name).tobytes() == ours[name].tobytes()
+
+
+def test_the_ensemble_scores_as_the_node_does(client, node):
+    for batch in (1, 9, 64):
+        asked, dense = features(batch), RNG.standard_normal((batch, 3), dtype=np.float32)
+        result = infer(client, "clicks", dense=dense, **asked)
+        ours = node.predict("clicks", asked, {"dense": dense}).outputs
+        for name in ("score", "logit"):
+            np.testing.assert_allclose(result.as_numpy(name), ours[name], atol=1e-6)
+
+
+def test_requests_at_the_same_time(client, node):
+    asked = [features(int(batch)) for batch in RNG.integers(1, 9, 60)]
+    if client.kind is triton_http:
+        pytest.skip("Triton's HTTP client is for one thread")
+    with ThreadPoolExecutor(12) as pool:
+        found = list(
+            pool.map(lambda each: infer(client, "clicks.lookup", ["history"], **each), asked)
+        )
+    for result, each in zip(found, asked, strict=True):
+        expected = node.lookup("clicks", {"history": each["history"]}).vectors["history"]
+        assert result.as_numpy("history").tobytes() == expected.tobytes()
+
+
+def test_a_row_that_changes_is_seen(client, node):
+    key, row = np.array([[7]]), np.full((1, 8), float(RNG.integers(1, 1000)), np.float32)
+    infer(client, "words.lookup", ["word"], word=key)
+    node.write("words", "words", key[0], row)
+    assert infer(client, "words.lookup", ["word"], word=key).as_numpy("word").tolist() == [
+        row[0].tolist()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error"),
+    [
+        ({"KEYS": np.zeros((1, 3), np.int64)}, "'KEYS' and 'NUMKEYS' go together"),
+        (
+            {"KEYS": np.zeros((1, 3), np.int64), "NUMKEYS": np.array([[1, 1]], np.int32)},
+            "add up to the 3 keys",
+        ),
+    ],
+)
+def test_wrong_requests(client, inputs, error):
+    with pytest.raises(InferenceServerException, match=error):
+        infer(client, "clicks.lookup", ["OUTPUT0"], **inputs)
