@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from hps.build import open_node
@@ -12,6 +14,7 @@ from hps.config import Configuration
 from hps.config.auth import load_api_keys
 from hps.config.runtime import for_workers
 from hps.config.server_settings import AdminSettings, HttpSettings
+from hps.errors import ConfigError
 from hps.node import Node
 from hps.open_models import OpenModels
 from hps.types import Progress
@@ -71,8 +74,11 @@ class Frontend(Process[OpenModels]):
         open_node: OpenNode = open_node,
     ) -> None:
         self.state = State()
+        self._own_runtime: Path | None = None
         if configuration.settings.server.workers:
+            given = configuration.settings.server.runtime
             settings = for_workers(configuration.settings)
+            self._own_runtime = settings.server.runtime if given is None else None
             configuration = replace(configuration, settings=settings)
         super().__init__(configuration, self.state, progress)
         self._open_node = open_node
@@ -83,7 +89,14 @@ class Frontend(Process[OpenModels]):
         self, on_ready: OnAddresses | None = None, on_listening: OnAddresses | None = None
     ) -> None:
         """Serve until stopped; see ``run`` of this module."""
-        self._run(_with_urls(on_ready), _with_urls(on_listening))
+        try:
+            self._run(_with_urls(on_ready), _with_urls(on_listening))
+        finally:
+            if self._own_runtime is not None:
+                with suppress(OSError):
+                    self._own_runtime.rmdir()
+        if self._workers is not None and self._workers.broken:
+            raise ConfigError("a worker process could not be started; its log line says why")
 
     def _ports(self) -> Mapping[str, HttpSettings | AdminSettings]:
         if self._settings.workers:

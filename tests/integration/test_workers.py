@@ -303,3 +303,4 @@ def test_a_worker_that_cannot_be_started_ends_the_server(small_repository, tmp_p
     assert "a worker process could not be started" in done.stderr
     assert "no.key" in done.stderr
     assert "Traceback" not in done.stderr
+    assert "hps.frontend stopped" in done.stderr  # in order: nothing is left in shared memory

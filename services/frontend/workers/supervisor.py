@@ -74,7 +74,7 @@ class Supervisor:
         return at.model_copy(update={"port": port})
 
     async def serve(self) -> None:
-        """Serve until ``stop``, or until a worker can't be started. Raises ConfigError then."""
+        """Serve until ``stop``, or until a worker can't be started: then it is ``broken``."""
         self._loop = asyncio.get_running_loop()
         for worker in self.workers:
             worker.start()
@@ -85,8 +85,11 @@ class Supervisor:
         # Else connections would still come, and nobody take them.
         self._sockets.close()
         await asyncio.to_thread(self._join)
-        if any(worker.broken for worker in self.workers):
-            raise ConfigError("a worker process could not be started; its log line says why")
+
+    @property
+    def broken(self) -> bool:
+        """Whether a worker's configuration was found wrong."""
+        return any(worker.broken for worker in self.workers)
 
     def _join(self) -> None:
         until = time.monotonic() + max(1.0, self._drain_s) + _GRACE_S
