@@ -23,7 +23,8 @@ class Runners(ThreadPoolExecutor):
         super().__init__(most, name)
         self._at_once, self._most, self._name = at_once, most, name
         self._tasks: deque[tuple[Future[Any], Callable[..., Any], Any, Any]] = deque()
-        self._idle: list[threading.Semaphore] = []
+        # What each sleeping thread waits for. Bare locks: a Semaphore costs as much as a small lookup.
+        self._idle: list[threading.Lock] = []
         self._started = 0
         self._computing = 0
         self._closed = False
@@ -76,7 +77,8 @@ class Runners(ThreadPoolExecutor):
         self._computing += 1
 
     def _run(self) -> None:
-        mine = threading.Semaphore(0)
+        mine = threading.Lock()
+        mine.acquire()
         while True:
             with self._guard:
                 task = None
