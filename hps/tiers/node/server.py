@@ -183,7 +183,8 @@ def private_folder(folder: Path) -> None:
     """Make ``folder``, for this user alone. Raises ConfigError when it is there and others may enter it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found, named = folder.stat(), folder.lstat()  # somebody else's link is no better than his folder
+        # Somebody else's link is no better than his folder.
+        found, named = folder.stat(), folder.lstat()
     except OSError as error:
         raise ConfigError(f"server.runtime {folder} can't be made: {error.strerror}") from None
     if {found.st_uid, named.st_uid} != {os.getuid()}:
