@@ -41,6 +41,7 @@ COMMANDS = {
     "hotkeys": Entry(ASK, "List the hottest keys of the CPU cache, of a server or of a snapshot."),
     "model": Entry(CARE, "Import, inspect and verify models of a repository.", group=True),
     "store": Entry(CARE, "Look into Redis and RocksDB; load, compare, convert.", group=True),
+    "generate": Entry(CARE, "Make models and requests for load tests.", group=True),
     "triton": Entry(CARE, "Make model repositories for a Triton server.", group=True),
     "updates": Entry(CARE, "Send rows to serving nodes; look at what they refused.", group=True),
     "config": Entry(CARE, "Show, check and describe the configuration.", group=True),

@@ -1,0 +1,104 @@
+"""``hps generate``: models and requests for load tests."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hps.cli.model import RepositoryOption, VersionOption
+from hps.cli.model_import import DEFAULT_REPOSITORY
+from hps.cli.output import count, say
+
+app = typer.Typer(no_args_is_help=True, help="Make models and requests for load tests.")
+
+
+class Preset(StrEnum):
+    none = "none"
+    hugectr = "hugectr"
+
+
+class Form(StrEnum):
+    features = "features"
+    tables = "tables"
+
+
+SeedOption = Annotated[int, typer.Option(min=0, help="The same seed makes the same.")]
+
+MODEL_EXAMPLES = """\b
+Examples:
+  hps generate model ctr --preset hugectr --rows 1000000
+  hps generate model words --tables 1 --dim 64 --dense 0
+"""
+
+
+@app.command(epilog=MODEL_EXAMPLES)
+def model(
+    name: Annotated[str, typer.Argument(help="Its name.")],
+    repository: RepositoryOption = DEFAULT_REPOSITORY,
+    preset: Annotated[
+        Preset, typer.Option(help="hugectr: 26 tables and 13 dense numbers.")
+    ] = Preset.none,
+    tables: Annotated[int, typer.Option(min=1, max=1000, help="With a feature each.")] = 2,
+    rows: Annotated[int, typer.Option(min=1, help="Of each table.")] = 100_000,
+    dim: Annotated[int, typer.Option(min=1, help="Values per row.")] = 16,
+    hotness: Annotated[int, typer.Option(min=1, help="Keys per sample and feature.")] = 1,
+    dense: Annotated[int, typer.Option(min=0, help="Dense numbers; 0: no network.")] = 4,
+    seed: SeedOption = 1,
+) -> None:
+    """Write a model of random rows, and a small network over them."""
+    from hps.cli.progress import ConsoleProgress
+    from hps.generate.model import model_spec, write_model
+
+    if preset is Preset.hugectr:
+        tables, dense = 26, 13
+    spec = model_spec(name, tables, dim, hotness, dense, 65_536)
+    with ConsoleProgress().task(f"writing {name}", tables * rows) as step:
+        folder = write_model(repository, spec, rows, seed, step)
+    say(f"{folder}: {tables} tables of {count(rows)} rows of {dim}")
+
+
+REQUEST_EXAMPLES = """\b
+Examples:
+  hps generate requests ctr --out requests.json --count 1000
+  perf_analyzer -m ctr -u localhost:8000 -b 64 --input-data requests.json
+  hps generate requests words --form tables --distribution hot:0.2,0.8 --out keys.json
+  hps generate requests ctr --batch 64 --hotness 20 --ragged --out requests.npz
+
+perf_analyzer puts samples together by itself (-b); an .npz has whole requests, arrays NUMBER/TENSOR.
+"""
+
+
+@app.command(epilog=REQUEST_EXAMPLES)
+def requests(
+    model: Annotated[str, typer.Argument(help="A model of the repository.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="A .json or an .npz.")],
+    repository: RepositoryOption = DEFAULT_REPOSITORY,
+    version: VersionOption = None,
+    count: Annotated[int, typer.Option(min=1, help="How many.")] = 100,
+    batch: Annotated[int, typer.Option(min=1, help="Samples in each.")] = 1,
+    form: Annotated[Form, typer.Option(help="A tensor per feature, or KEYS and NUMKEYS.")] = (
+        Form.features
+    ),
+    distribution: Annotated[
+        str, typer.Option(help="uniform, zipf:S, hot:SHARE,COVERAGE, trace:FILE.npy.")
+    ] = "zipf:1.2",
+    hotness: Annotated[
+        int, typer.Option(min=1, help="Keys per sample, where the model does not say.")
+    ] = 1,
+    ragged: Annotated[
+        bool, typer.Option("--ragged", help="1 to --hotness keys there, by offsets.")
+    ] = False,
+    unknown: Annotated[float, typer.Option(help="Share of keys that no row has.")] = 0.0,
+    seed: SeedOption = 1,
+) -> None:
+    """Write requests to a model: for perf_analyzer, or as arrays."""
+    from hps.generate.requests import Recipe, Requests, save
+    from hps.models.repository import Repository
+
+    recipe = Recipe(form.value, batch, distribution, hotness, ragged, unknown)
+    made = Requests(Repository(repository).open(model, version), recipe, seed)
+    save(out, made.many(count), form.value)
+    say(f"{out}: {count} requests of {batch}")

@@ -1,0 +1,1 @@
+"""Models and requests made up for load tests."""
