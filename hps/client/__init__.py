@@ -1,4 +1,4 @@
-"""A small client of the REST interface: NumPy in, NumPy out, errors that say what to do.
+"""Small clients, REST and gRPC: NumPy in, NumPy out, errors that say what to do.
 
 from hps.client import Client
 
@@ -6,7 +6,8 @@ with Client("http://127.0.0.1:8000") as client:
     scores = client.predict("ctr", {"user": [17], "ad": [4, 8]}, {"depth": [[2.0]]}).outputs
 """
 
+from hps.client.grpc import AsyncGrpcClient, GrpcClient
 from hps.client.rest import Client
 from hps.client.wire import Answer
 
-__all__ = ["Answer", "Client"]
+__all__ = ["Answer", "AsyncGrpcClient", "Client", "GrpcClient"]

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import http.client
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
+from hps.client.calls import Call, Calls
 from hps.client.errors import Unreachable, replied, unreachable
 from hps.client.json_http import JsonHttp
-from hps.client.wire import Answer, Keys, Sample, parse_sample, tensors_of
+from hps.client.wire import Answer, Sample, parse_sample
 from hps.errors import NotFound, Unavailable
-from hps.types import LookupResult, PredictResult
 
 
-class Client:
+class Client(Calls):
     """Speaks to one server. Not thread-safe: one client per thread.
 
     ``url`` is the address for requests, ``admin_url`` the one for status and tables; the server
@@ -63,65 +60,22 @@ class Client:
         except (OSError, http.client.HTTPException) as error:
             raise unreachable(self.url, error, self.timeout_s) from None
 
-    def predict(
-        self,
-        model: str,
-        features: Mapping[str, Keys],
-        dense: Mapping[str, ArrayLike] | None = None,
-        *,
-        top_k: int | None = None,
-    ) -> PredictResult:
-        """Score a batch: keys per feature and the named dense tensors in, named outputs out."""
-        inputs = tensors_of(features)
-        datatypes = self._datatypes(model) if dense else {}
-        for name, value in (dense or {}).items():
-            inputs[name] = np.ascontiguousarray(value, datatypes.get(name))
-        answer = self.infer(model, inputs, parameters={"top_k": top_k} if top_k else None)
-        return PredictResult(
-            answer.outputs,
-            defaulted=answer.defaulted,
-            degraded=answer.degraded,
-            stale_s=answer.stale_s,
-        )
-
-    def lookup(
-        self, model: str, features: Mapping[str, Keys], *, want_source: bool = False
-    ) -> LookupResult:
-        """Pooled vectors per feature; ``want_source`` adds the tier's code of every key."""
-        names = list(features)
-        wanted = names + [f"{name}.source" for name in names if want_source]
-        answer = self.infer(f"{model}.lookup", tensors_of(features), outputs=wanted)
-        return LookupResult(
-            {name: answer.outputs[name] for name in names},
-            {name: answer.outputs[f"{name}.source"] for name in names if want_source},
-            defaulted=answer.defaulted,
-            degraded=answer.degraded,
-            stale_s=answer.stale_s,
-        )
-
-    def infer(
-        self,
-        model: str,
-        inputs: Mapping[str, NDArray[Any]],
-        *,
-        outputs: Sequence[str] | None = None,
-        parameters: Mapping[str, Any] | None = None,
-    ) -> Answer:
-        """One request of the Open Inference Protocol with binary tensors, as they are."""
+    def _ask(self, call: Call) -> Answer:
         from tritonclient.http import InferInput, InferRequestedOutput
         from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
         tensors = []
-        for name, value in inputs.items():
+        for name, value in call.inputs.items():
             tensor = InferInput(name, list(value.shape), np_to_triton_dtype(value.dtype))
             tensors.append(tensor.set_data_from_numpy(value))
-        wanted = None if outputs is None else [InferRequestedOutput(name) for name in outputs]
+        named = call.outputs
+        wanted = None if named is None else [InferRequestedOutput(name) for name in named]
         try:
             result = self._connected().infer(
-                model,
+                call.model,
                 tensors,
                 outputs=wanted,
-                parameters=parameters,
+                parameters=call.parameters,
                 headers=dict(self._headers),  # tritonclient adds to the mapping it is given
             )
         except InferenceServerException as error:

@@ -40,8 +40,8 @@ class GrpcSettings(Strict):
     """Address to listen on; beyond loopback `auth.mode` must be stated."""
     port: int = Field(8001, ge=0, le=65_535)
     """0 picks a free port, printed at start."""
-    threads: int = Field(16, ge=1, le=1024)
-    """Inference requests answered at a time; more wait."""
+    threads: int = Field(64, ge=1, le=1024)
+    """Inference requests under way at a time; more wait."""
     reflection: bool = True
     """Tell tools like grpcurl what can be called."""
     tls: TlsSettings | None = None

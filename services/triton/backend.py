@@ -25,6 +25,7 @@ from hps.types import LookupRequest, LookupResult
 from services.frontend import faults
 from services.frontend.call import Call, Form
 from services.frontend.endpoints import Output
+from services.frontend.errors import told
 from services.frontend.lookup_endpoint import LookupEndpoint
 
 _DATATYPE = {dtype: name for name, dtype in DATATYPES.items()}
@@ -106,9 +107,9 @@ class Backend:
             try:
                 self._served.freshness.require()
                 results = self._lookup(requests)
-            except HpsError as error:
+            except Exception as error:
                 for index, *_ in group:
-                    answers[index] = error
+                    answers[index] = told(error, "")
                 continue
             for (index, call, _), result in zip(group, results, strict=True):
                 answers[index] = self._answered(call, result)
@@ -119,7 +120,7 @@ class Backend:
 
     def _lookup(self, requests: list[LookupRequest]) -> list[LookupResult]:
         engine = self._served.engine
-        if not requests[0].features:
+        if not any(request.features for request in requests):
             return [LookupResult({}) for _ in requests]
         if len(requests) == 1:
             return [engine.lookup(requests[0])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
@@ -27,6 +28,9 @@ from services.frontend.state import Entry, State
 
 # Set by clients that want the first error of a stream as the stream's own (Triton's extension).
 _STRICT_STREAM = ("triton_grpc_error", "true")
+# Streams at a time.
+STREAMS = 128
+_LONGEST_S = 86_400.0  # threads cannot wait for any length of time
 _INFER_RESPONSE = 0x12  # field of ModelStreamInferResponse by its tag
 
 
@@ -61,6 +65,7 @@ class Inference:
         self._guard = guard
         self._timeout_s = settings.request_timeout_ms / 1e3
         self._max_keys = settings.max_keys
+        self._streams = threading.Semaphore(STREAMS)
         self._routes: dict[str, Route] = {}
         state.watch(self._find_routes)
 
@@ -76,25 +81,37 @@ class Inference:
     def one(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         """``ModelInfer``."""
         try:
-            check(self._guard, context, "read")
-            return self._answer(message, context, self._runners.waiting)
+            self._check(context)
+            return self._answer(message, context, self._runners.waiting, _Cancelling(context))
         except HpsError as error:
             context.abort(grpc.StatusCode[status_of(error).grpc], str(error))
             raise AssertionError("abort raises") from None
 
     def stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """``ModelStreamInfer``: one answer or error message for each request, in their order."""
+        if not self._streams.acquire(blocking=False):
+            context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{STREAMS} streams are open already; close some, or use ModelInfer",
+            )
         try:
-            check(self._guard, context, "read")
+            self._check(context)
+            yield from self._answers(messages, context)
         except HpsError as error:
             context.abort(grpc.StatusCode[status_of(error).grpc], str(error))
+        finally:
+            self._streams.release()
+
+    def _answers(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        cancelling = _Cancelling(context)
         strict = _STRICT_STREAM in context.invocation_metadata()
         for message in messages:
             try:
-                yield field(_INFER_RESPONSE, self._answer(message, context, nullcontext))
+                answer = self._answer(message, context, nullcontext, cancelling)
+                yield field(_INFER_RESPONSE, answer)
             except HpsError as error:
                 if strict:
-                    context.abort(grpc.StatusCode[status_of(error).grpc], str(error))
+                    raise
                 yield _stream_error(message, error)
 
     def _answer(
@@ -102,6 +119,7 @@ class Inference:
         message: bytes,
         context: grpc.ServicerContext,
         waiting: Callable[[], AbstractContextManager[None]],
+        cancelling: _Cancelling,
     ) -> bytes:
         """The answer to a request that may be made; entered ``waiting`` while others work at it. Raises what
         its client is to be told."""
@@ -118,7 +136,7 @@ class Inference:
             future = route.entry.endpoint.submit(call, deadline)
             if not future.done():
                 with waiting():
-                    _wait(future, deadline, context)
+                    _wait(future, deadline, cancelling)
             result = future.result()
             inferred = perf_counter_ns()
             answer = route.encode(call, result)
@@ -130,6 +148,14 @@ class Inference:
             answered = told(error, known_as)
             self._count_failure(route, status_of(answered), started)
             raise answered from None
+
+    def _check(self, context: grpc.ServicerContext) -> None:
+        started = perf_counter_ns()
+        try:
+            check(self._guard, context, "read")
+        except HpsError as error:
+            self._count_failure(None, status_of(error), started)
+            raise
 
     def _route(self, to: Address) -> Route:
         route = self._routes.get(to.model)
@@ -160,12 +186,31 @@ class Inference:
             metrics.counter(m.REQUESTS_REFUSED, reason).add()
 
 
-def _wait(future: Future[Any], deadline: float, context: grpc.ServicerContext) -> None:
+class _Cancelling:
+    """Cancels what a call waits for when its client is gone. One for each call: grpc keeps what it is to call
+    until the call's end, which of a stream may be far away."""
+
+    def __init__(self, context: grpc.ServicerContext) -> None:
+        self._future: Future[Any] | None = None
+        self._gone = not context.add_callback(self._cancel)
+
+    def _cancel(self) -> None:
+        self._gone = True
+        if (future := self._future) is not None:
+            future.cancel()
+
+    def watch(self, future: Future[Any] | None) -> None:
+        """Wait for ``future`` from now on."""
+        self._future = future
+        if self._gone and future is not None:
+            future.cancel()
+
+
+def _wait(future: Future[Any], deadline: float, cancelling: _Cancelling) -> None:
     """Until ``future`` is done; it is cancelled when its time is up or its client gone."""
-    if not context.add_callback(future.cancel):
-        future.cancel()
+    cancelling.watch(future)
     try:
-        future.exception(max(0.0, deadline - time.monotonic()))
+        future.exception(min(max(0.0, deadline - time.monotonic()), _LONGEST_S))
     except TimeoutError:
         future.cancel()
         raise DeadlineExceeded(
@@ -174,6 +219,8 @@ def _wait(future: Future[Any], deadline: float, context: grpc.ServicerContext) -
         ) from None
     except CancelledError:
         raise Unavailable("the request was cancelled") from None
+    finally:
+        cancelling.watch(None)
 
 
 def _stream_error(message: bytes, error: HpsError) -> bytes:

@@ -21,15 +21,16 @@ from hps.errors import ConfigError
 from services.frontend.auth import Guard
 from services.frontend.grpc.credentials import credentials
 from services.frontend.grpc.health import Health
-from services.frontend.grpc.infer import Inference
+from services.frontend.grpc.infer import STREAMS, Inference
 from services.frontend.grpc.runners import Runners
 from services.frontend.grpc.service import SERVICE, InferenceService
 from services.frontend.state import State
 
-# Threads of inference that compute at a time, threads for what is quick, and streams at a time. One alone
-# would idle whenever grpc hands it the next request.
+# Threads of inference that compute at a time; one alone would idle whenever grpc hands it the next request.
 _AT_ONCE = 2
-_QUICK, _STREAMS = 4, 128
+# Threads for what is quick, for streams (each keeps its own) and for refusing more of them, and calls at a
+# time: beyond that grpc refuses them with RESOURCE_EXHAUSTED.
+_QUICK, _STREAMS, _CALLS = 16, STREAMS + 8, 4096
 
 
 class _Pooled:
@@ -80,6 +81,7 @@ class GrpcServer:
         }
         self._server = grpc.server(
             self._pools["quick"],
+            maximum_concurrent_rpcs=_CALLS,
             options=[
                 ("grpc.max_receive_message_length", settings.max_body_bytes),
                 ("grpc.max_send_message_length", -1),
@@ -120,11 +122,15 @@ class GrpcServer:
                 port = self._server.add_insecure_port(address)
             else:
                 port = self._server.add_secure_port(address, credentials(at.tls))
-        except RuntimeError as error:
-            raise ConfigError(
-                f"server.grpc: cannot listen on {address}: {error}; stop the process that listens there, "
-                "or set server.grpc.port (0 takes a free one, null offers no gRPC)"
-            ) from None
+        except RuntimeError:
+            mend = (
+                "stop the process that listens there, or set server.grpc.port (0 takes a free one), or "
+                "server.grpc: null"
+            )
+            if at.tls is not None:
+                files = f"{at.tls.certificate_file} and {at.tls.key_file}"
+                mend += f"; or server.grpc.tls: {files} cannot be used"
+            raise ConfigError(f"server.grpc: cannot listen on {address}: {mend}") from None
         return int(port)
 
     async def serve(self) -> None:

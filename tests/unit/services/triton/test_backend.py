@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from hps.errors import ConfigError
-from services.triton.backend import Backend
+from hps.errors import BadRequest, ConfigError, HpsError
+from services.frontend.lookup_endpoint import LookupEndpoint
+from services.triton.backend import Asked, Backend
 
 
 @pytest.mark.parametrize(
@@ -21,6 +23,48 @@ from services.triton.backend import Backend
 def test_parameters_that_cannot_act(kind, parameters, error):
     with pytest.raises(ConfigError, match=error):
         Backend("m.lookup", kind, parameters)
+
+
+@pytest.fixture
+def backend(small):
+    """An instance without Triton and without a node of its own: of the small node's model ``words``."""
+    backend = Backend.__new__(Backend)
+    backend._served = small.node.models["words"]
+    backend._endpoint = LookupEndpoint(backend._served, "words.lookup")
+    backend._timeout_s, backend._max_keys = 10.0, 100
+    return backend
+
+
+def by_table(*keys):
+    """HPS's form, all keys of the first table."""
+    counts = np.array([[len(keys), 0]], np.int32)
+    return Asked({"KEYS": np.array([keys], np.int64), "NUMKEYS": counts})
+
+
+def test_requests_of_one_call(backend):
+    asked = [
+        by_table(),
+        by_table(1, 2),
+        Asked({"left": np.array([[3], [4]])}, ("left",)),
+        Asked({"left": np.array([[99]])}, ("left",)),
+        Asked({"wrong": np.array([[1]])}),
+    ]
+    empty, two, pair, unknown, wrong = backend.answer(asked)
+    assert empty.outputs[0][1].shape == (1, 0)
+    assert two.outputs[0][1].tolist() == [[k + i / 8 for k in (1, 2) for i in range(3)]]
+    assert pair.outputs[0][1].tolist() == [[k + i / 8 for i in range(3)] for k in (3, 4)]
+    assert [each.parameters["hps_defaulted"] for each in (two, pair, unknown)] == [0, 0, 1]
+    assert isinstance(wrong, BadRequest)
+
+
+def test_a_failure_of_the_lookup_is_that_of_its_requests(backend, monkeypatch):
+    def fail(request):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(type(backend._served.engine), "lookup", lambda self, request: fail(request))
+    (answer,) = backend.answer([by_table(1)])
+    assert isinstance(answer, HpsError)
+    assert "internal error" in str(answer)
 
 
 def test_a_configuration_without_a_socket(tmp_path):

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from services.frontend.grpc import runners as module
 from services.frontend.grpc.runners import Runners
 from tests.support.waiting import until
 
@@ -24,7 +25,8 @@ def test_results_and_errors(runners):
         runners.submit(divmod, 1, 0).result(60)
 
 
-def test_no_more_compute_than_may(runners):
+def test_no_more_compute_than_may(runners, monkeypatch):
+    monkeypatch.setattr(module, "_STALLED_S", 1e9)
     gate, running, most = threading.Event(), [], []
     lock = threading.Lock()
 
@@ -62,6 +64,14 @@ def test_those_that_wait_make_room_up_to_the_most(runners):
     assert len(waiting) == 8
 
 
+def test_those_that_stall_hold_up_nobody(runners):
+    gate = threading.Event()
+    stalled = [runners.submit(gate.wait, 60) for _ in range(5)]
+    assert [runners.submit(pow, 2, n).result(60) for n in range(20)] == [2**n for n in range(20)]
+    gate.set()
+    assert all(future.result(60) for future in stalled)
+
+
 def test_one_thread_serves_requests_that_come_one_by_one(runners):
     names = set()
     for _ in range(50):
@@ -79,7 +89,7 @@ def test_a_waiter_that_fails_counts_again(runners):
         with pytest.raises(ValueError, match="gone"):
             runners.submit(fail).result(60)
     assert runners.submit(pow, 3, 2).result(60) == 9
-    until(lambda: runners._computing == 0)
+    until(lambda: not runners._begun)
 
 
 def test_the_end(runners):
@@ -99,4 +109,4 @@ def test_the_end(runners):
         runners.submit(work)
     gate.set()
     assert [future.result(60) for future in running] == ["done", "done"]
-    until(lambda: runners._computing == 0)
+    until(lambda: not runners._begun)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import subprocess
 import threading
+import weakref
 
 import grpc
 import numpy as np
@@ -20,9 +21,11 @@ from hps import metric_names as m
 from hps.config.server_settings import GrpcSettings, TlsSettings
 from hps.errors import ConfigError
 from services.frontend.auth import OpenGuard
+from services.frontend.grpc import infer as infer_module
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.grpc.service import SERVICE
 from services.frontend.state import State
+from tests.support.waiting import until
 
 
 def keys(name, *values, shape=None):
@@ -190,6 +193,69 @@ def test_busy_threads_keep_nobody_from_asking_whether_the_server_lives(client, s
         assert isinstance(answers.get(timeout=60), triton.InferResult)
 
 
+def test_clients_that_send_no_request_hold_up_nobody(serve):
+    url = serve().server.url
+    gate = threading.Event()
+
+    def nothing():
+        gate.wait(60)
+        yield from ()
+
+    with grpc.insecure_channel(url) as channel, triton.InferenceServerClient(url) as client:
+        waiting = [
+            channel.stream_unary(f"/{SERVICE}/{method}").future(nothing())
+            for method in ("ModelInfer", "ModelInfer", "ModelInfer", *["ServerLive"] * 6)
+        ]
+        for _ in range(5):
+            client.infer("words.lookup", [keys("left", 1)])
+            assert client.is_server_live()
+        gate.set()
+        for each in waiting:
+            each.cancel()
+
+
+def test_a_stream_keeps_nothing_of_what_it_answered(serve, small):
+    kept = []
+    endpoint = small.state.entries["words.lookup"].endpoint
+    submit = type(endpoint).submit
+
+    def counted(self, call, deadline):
+        future = submit(self, call, deadline)
+        kept.append(weakref.ref(future))
+        return future
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(endpoint), "submit", counted)
+        answers = queue.Queue()
+        with triton.InferenceServerClient(serve().server.url) as client:
+            client.start_stream(lambda result, error: answers.put((result, error)))
+            for key in range(10, 20):  # in the store: to be waited for
+                client.async_stream_infer("words.lookup", [keys("right", key)])
+                assert answers.get(timeout=60)[1] is None
+            until(lambda: sum(ref() is not None for ref in kept) <= 1)
+            client.stop_stream()
+    assert len(kept) == 10
+
+
+def test_streams_have_a_most(serve, monkeypatch):
+    monkeypatch.setattr(infer_module, "STREAMS", 1)
+    with grpc.insecure_channel(serve().server.url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        gate = threading.Event()
+
+        def asking():
+            yield pb.ModelInferRequest(model_name="none")
+            gate.wait(60)
+
+        first = stub.ModelStreamInfer(asking())
+        assert "is not found" in next(first).error_message
+        with pytest.raises(grpc.RpcError) as caught:
+            next(stub.ModelStreamInfer(iter([])))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        gate.set()
+        first.cancel()
+
+
 def test_a_stream(client):
     answers = queue.Queue()
     client.start_stream(lambda result, error: answers.put((result, error)))
@@ -246,7 +312,7 @@ def test_reflection(serve):
         services(serve(grpc={"reflection": False}).server.url)
 
 
-def test_api_keys(serve, key_guard):
+def test_api_keys(serve, key_guard, small):
     server = serve(key_guard)
     with triton.InferenceServerClient(server.server.url) as client:
         assert client.is_server_live()
@@ -263,6 +329,19 @@ def test_api_keys(serve, key_guard):
             client.get_model_metadata("words", headers=headers)
         wrong = {"x-api-key": "s" * 16}
         assert refused(client.infer, "words.lookup", asking, headers=wrong)[1] == "unknown API key"
+    assert small.state.metrics.counter(m.REQUESTS_REFUSED, "unauthenticated").value == 2
+
+
+def test_a_time_limit_beyond_what_threads_can_wait(client):
+    waiting = [keys("left", 13)]
+    assert client.infer("words.lookup", waiting, timeout=2**62).as_numpy("left").size == 3
+
+
+def test_certificates_that_are_none(small, tmp_path):
+    (tmp_path / "f").write_text("no certificate")
+    tls = TlsSettings(key_file=tmp_path / "f", certificate_file=tmp_path / "f")
+    with pytest.raises(ConfigError, match=r"server.grpc.tls: .*/f.* cannot be used"):
+        GrpcServer(GrpcSettings(port=0, tls=tls), small.state, small.settings, OpenGuard())
 
 
 def test_messages_have_a_largest_size(serve):
