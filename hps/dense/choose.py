@@ -67,8 +67,10 @@ def _there(
 ) -> DenseModel:
     # Imported when it is needed: Triton's clients take a tenth of a second.
     from hps.dense.triton import TritonModel
+    from hps.dense.triton.grpc import GrpcTransport
+    from hps.dense.triton.http import HttpTransport
     from hps.dense.triton.memory import Regions
-    from hps.dense.triton.transport import GrpcTransport, HttpTransport, Transport
+    from hps.dense.triton.transport import Transport
 
     timeout_s = triton.timeout_ms / 1e3
     transport: Transport
@@ -77,7 +79,7 @@ def _there(
             triton.url, target.name, target.version, channels=triton.channels, tls=triton.tls
         )
     else:
-        transport = HttpTransport(triton.url, target.name, target.version, timeout_s=timeout_s)
+        transport = HttpTransport(triton.url, target.name, target.version)
     return TritonModel(
         target.name,
         triton.url,

@@ -18,8 +18,8 @@ _REST_S = 1.0
 
 
 class Fallback:
-    """``first``, and while that raises Unavailable ``second``, the same network. ``count`` is called with the
-    number of runs that the second took over. Any number of threads may call it."""
+    """``first``, and while that raises Unavailable or is late ``second``, the same network. ``count`` is
+    called with the number of runs that the second took over. Any number of threads may call it."""
 
     def __init__(self, name: str, first: DenseModel, second: DenseModel) -> None:
         self._name = name
@@ -36,19 +36,22 @@ class Fallback:
         deadline: float | None = None,
     ) -> dict[str, NDArray[Any]]:
         """See ``DenseModel``."""
-        if time.monotonic() >= self._rests_until:
+        started = time.monotonic()
+        if started >= self._rests_until:
             try:
                 answer = self._first.predict(inputs, outputs, deadline)
             except (Unavailable, DeadlineExceeded) as error:
+                if deadline is not None and started >= deadline:
+                    raise  # came too late to have been asked
                 # One that keeps its callers waiting is no better than one that is not there.
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise
                 self._rests_until = time.monotonic() + _REST_S
                 if not self._failing:
                     log.warning(
                         "%s: falls back to dense.onnx in this process: %s", self._name, error
                     )
                 self._failing = True
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise
             else:
                 if self._failing:
                     log.info("%s: Triton runs the network again", self._name)

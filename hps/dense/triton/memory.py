@@ -6,9 +6,11 @@ Measured for large batches: a run of 1,024 samples × 845 float32 by gRPC took 2
 from __future__ import annotations
 
 import os
+import secrets
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import count
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
@@ -16,19 +18,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.dense.base import TensorInfo
-from hps.dense.triton.transport import Placed, Transport
-from hps.errors import DenseModelError
+from hps.dense.triton.transport import Placed, Transport, Unreachable
+from hps.errors import DeadlineExceeded, DenseModelError
 
 _ALIGN = 64
 _SMALLEST = 1 << 16
-_names = count()
+# Regions that Triton may still know and has to be told to forget: at most so many are remembered.
+_STALE = 64
+_CLOSE_S = 1.0
 
 
 class _Region:
-    """Memory of one thread. ``generation`` of its registration with Triton, None: not registered."""
+    """Memory of one thread. No other ever had its name, in Triton or on this machine."""
 
     def __init__(self, size: int) -> None:
-        self.name = f"hps-{os.getpid()}-{next(_names)}"
+        self.name = f"hps-{os.getpid()}-{secrets.token_hex(8)}"
         self.memory = SharedMemory(self.name, create=True, size=size)
         self.registered = False
 
@@ -41,7 +45,7 @@ class _Region:
 
 
 class Regions:
-    """A region for each thread that runs something; it grows with what it must hold.
+    """A region for each thread that runs something; a larger one takes its place when it must hold more.
 
     Triton must allow them (``--allow-client-shm=true`` in newer ones). Outputs whose size cannot be told
     beforehand come in the answer.
@@ -50,6 +54,7 @@ class Regions:
     def __init__(self) -> None:
         self._own = threading.local()
         self._all: list[_Region] = []
+        self._stale: deque[str] = deque(maxlen=_STALE)
         self._lock = threading.Lock()
 
     def infer(
@@ -59,7 +64,37 @@ class Regions:
         outputs: Sequence[TensorInfo],
         left_s: Callable[[], float],
     ) -> dict[str, NDArray[Any]]:
-        """As ``transport.infer``. A Triton that was started anew is told of the region again."""
+        """As ``transport.infer``. After an error the thread takes another region, for Triton may still write
+        to the one it had; at once for a Triton that was started anew and knows of none."""
+        try:
+            return self._infer(transport, inputs, outputs, left_s)
+        except BaseException as error:
+            self._drop()
+            if not isinstance(error, DenseModelError) or "shared memory region" not in str(error):
+                raise
+        try:
+            return self._infer(transport, inputs, outputs, left_s)
+        except BaseException:
+            self._drop()
+            raise
+
+    def close(self, transport: Transport) -> None:
+        """Nobody may run anything any more. A Triton that answers forgets the regions."""
+        with self._lock:
+            for region in self._all:
+                self._stale.append(region.name)
+                region.close()
+            self._all.clear()
+        until = time.monotonic() + _CLOSE_S
+        self._forget(transport, lambda: max(0.0, until - time.monotonic()))
+
+    def _infer(
+        self,
+        transport: Transport,
+        inputs: Sequence[tuple[str, str, NDArray[Any]]],
+        outputs: Sequence[TensorInfo],
+        left_s: Callable[[], float],
+    ) -> dict[str, NDArray[Any]]:
         batch = len(inputs[0][2])
         places: dict[str, tuple[int, int]] = {}
         end = 0
@@ -75,47 +110,52 @@ class Regions:
             sized[tensor.name] = tensor, shape
             places[tensor.name] = (end, int(np.prod(shape)) * tensor.dtype.itemsize)
             end += -(-places[tensor.name][1] // _ALIGN) * _ALIGN
-        region = self._region(transport, end)
+        region = self._region(end)
+        if not region.registered:
+            transport.register(region.name, f"/{region.name}", region.memory.size, left_s())
+            region.registered = True
+            self._forget(transport, left_s)
         for name, _, array in inputs:
             region.array(places[name][0], array.shape, array.dtype)[...] = array
         shared = Placed(region.name, places)
-        names = [tensor.name for tensor in outputs]
-        if not region.registered:
-            self._register(transport, region)
-        try:
-            answer = transport.infer(inputs, names, left_s(), shared)
-        except DenseModelError as error:
-            if "shared memory region" not in str(error):
-                raise
-            self._register(transport, region)
-            answer = transport.infer(inputs, names, left_s(), shared)
+        answer = transport.infer(inputs, [tensor.name for tensor in outputs], left_s(), shared)
         for name, (tensor, shape) in sized.items():
             answer[name] = region.array(places[name][0], shape, tensor.dtype).copy()
-        return {name: answer[name] for name in names}
+        return {tensor.name: answer[tensor.name] for tensor in outputs}
 
-    def close(self) -> None:
-        """Nobody may run anything any more."""
-        with self._lock:
-            for region in self._all:
-                region.close()
-            self._all.clear()
-
-    def _register(self, transport: Transport, region: _Region) -> None:
-        transport.register(region.name, f"/{region.name}", region.memory.size)
-        region.registered = True
-
-    def _region(self, transport: Transport, size: int) -> _Region:
+    def _region(self, size: int) -> _Region:
         region: _Region | None = getattr(self._own, "region", None)
         if region is not None and region.memory.size >= size:
             return region
+        self._drop()
         larger = _Region(max(_SMALLEST, 2 * size if region else size))
+        self._own.region = larger
         with self._lock:
             self._all.append(larger)
-            if region is not None:
-                self._all.remove(region)
-        if region is not None:
-            if region.registered:
-                transport.unregister(region.name)
-            region.close()
-        self._own.region = larger
         return larger
+
+    def _drop(self) -> None:
+        """This thread has no region any more. What Triton mapped stays its own until it is told."""
+        region: _Region | None = getattr(self._own, "region", None)
+        if region is None:
+            return
+        self._own.region = None
+        with self._lock:
+            self._all.remove(region)
+            self._stale.append(region.name)
+        region.close()
+
+    def _forget(self, transport: Transport, left_s: Callable[[], float]) -> None:
+        """Triton unregisters the regions that are no more; what it does not hear now is told another time."""
+        while self._stale:
+            try:
+                name = self._stale.popleft()
+            except IndexError:  # another thread was quicker
+                return
+            try:
+                transport.unregister(name, left_s())
+            except (Unreachable, DeadlineExceeded):
+                self._stale.append(name)
+                return
+            except DenseModelError:  # it never knew this one
+                continue

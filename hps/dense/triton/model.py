@@ -55,8 +55,8 @@ class TritonModel:
         self._max_batch = 0
         self._known = False
         try:
-            self._get_to_know(_DESCRIBE_S)
-        except Unreachable as error:
+            self._get_to_know(time.monotonic() + _DESCRIBE_S)
+        except (Unreachable, DeadlineExceeded) as error:
             log.warning(
                 "%s: Triton at %s cannot be reached yet, requests will try: %s", name, url, error
             )
@@ -67,7 +67,8 @@ class TritonModel:
         outputs: tuple[str, ...] | None = None,
         deadline: float | None = None,
     ) -> dict[str, NDArray[Any]]:
-        """See ``DenseModel``. Raises Unavailable when Triton cannot be reached, and DeadlineExceeded."""
+        """See ``DenseModel``. Raises Unavailable when Triton cannot be reached or does not serve the model
+        that is expected, and DeadlineExceeded."""
         until = time.monotonic() + self._timeout_s
         if deadline is not None:
             until = min(until, deadline)
@@ -76,8 +77,11 @@ class TritonModel:
         for attempt in range(self._retries + 1):
             try:
                 if not self._known:
-                    self._get_to_know(_left(until))
+                    self._get_to_know(until)
                 return self._run(inputs, names, until)
+            except ModelError as error:
+                # It served other models before it served this one, or will be mended while we run.
+                raise Unavailable(f"{error}; ask again") from None
             except Unreachable as error:
                 wait = pause * random.uniform(0.5, 1.5)
                 if attempt == self._retries or time.monotonic() + wait >= until:
@@ -94,15 +98,17 @@ class TritonModel:
 
     def close(self) -> None:
         if self._regions is not None:
-            self._regions.close()
+            self._regions.close(self._transport)
         self._transport.close()
 
-    def _get_to_know(self, timeout_s: float) -> None:
-        with self._lock:
+    def _get_to_know(self, until: float) -> None:
+        if not self._lock.acquire(timeout=_left(until)):
+            raise DeadlineExceeded("the deadline passed while Triton was asked what it serves")
+        try:
             if self._known:
                 return
             try:
-                described = self._transport.describe(timeout_s)
+                described = self._transport.describe(_left(until))
             except NotFound as error:
                 raise ModelError(
                     f"Triton at {self._url} does not serve {self._name!r} ({error}); `hps triton export` "
@@ -113,6 +119,8 @@ class TritonModel:
             self._check(self)
             self._known = True
             log.info("%s: served by Triton at %s", self._name, self._url)
+        finally:
+            self._lock.release()
 
     def _run(
         self, inputs: Mapping[str, NDArray[Any]], names: tuple[str, ...], until: float

@@ -1,0 +1,253 @@
+"""Networks in a Triton that fails: it is slow, hangs, forgets, or has another network."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hps.dense.base import TensorInfo
+from hps.dense.fallback import Fallback
+from hps.dense.triton import TritonModel
+from hps.dense.triton.http import HttpTransport
+from hps.dense.triton.memory import Regions
+from hps.dense.triton.transport import Described, Unreachable
+from hps.errors import DeadlineExceeded, DenseModelError, ModelError, NotFound, Unavailable
+
+IN, OUT = TensorInfo("x", "FP32", (-1, 2)), TensorInfo("y", "FP32", (-1, 2))
+
+
+class Triton:
+    """A Transport whose network doubles. ``faults``: the errors of the next calls, by what is called."""
+
+    def __init__(self) -> None:
+        self.regions: dict[str, SharedMemory] = {}
+        self.ever: list[str] = []
+        self.faults: dict[str, list[Exception]] = {}
+        self.runs: list[Any] = []
+        self.during: Callable[[], None] = lambda: None
+
+    def _fail(self, call: str) -> None:
+        if left := self.faults.get(call):
+            raise left.pop(0)
+
+    def describe(self, timeout_s: float) -> Described:
+        self.during()
+        self._fail("describe")
+        return Described((IN,), (OUT,), 0)
+
+    def infer(self, inputs, outputs, timeout_s, shared=None):
+        self.runs.append(shared)
+        if shared is None:
+            self._fail("infer")
+            return {"y": inputs[0][2] * 2}
+        if shared.region not in self.regions:
+            raise DenseModelError(f"Unable to find shared memory region: '{shared.region}'")
+        self._fail("infer")
+        self.write(shared, self.read(shared, "x") * 2)
+        return {}
+
+    def read(self, shared, name):
+        offset, size = shared.places[name]
+        return np.frombuffer(bytes(self.regions[shared.region].buf[offset : offset + size]), "f4")
+
+    def write(self, shared, values):
+        offset, size = shared.places["y"]
+        self.regions[shared.region].buf[offset : offset + size] = values.astype("f4").tobytes()
+
+    def register(self, region, key, size, timeout_s):
+        if region in self.regions:
+            raise DenseModelError(f"shared memory region '{region}' already in manager")
+        self.regions[region] = SharedMemory(key.removeprefix("/"))
+        self.ever.append(region)
+        self._fail("register")
+
+    def unregister(self, region, timeout_s):
+        self._fail("unregister")
+        if region in self.regions:
+            self.regions.pop(region).close()
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def triton() -> Triton:
+    return Triton()
+
+
+@pytest.fixture
+def opened(triton: Triton) -> Iterator[Callable[..., TritonModel]]:
+    networks = []
+
+    def open_network(regions: Regions | None = None, **changes: Any) -> TritonModel:
+        how: dict[str, Any] = {"timeout_s": 60.0, "retries": 0, "regions": regions, **changes}
+        networks.append(TritonModel("n", "there:1", triton, ((IN,), (OUT,)), **how))
+        return networks[-1]
+
+    yield open_network
+    triton.faults.clear()
+    for network in networks:
+        network.close()
+    assert not triton.regions
+
+
+def rows(value: float, batch: int = 1) -> dict[str, Any]:
+    return {"x": np.full((batch, 2), value, np.float32)}
+
+
+def doubled(network: Any, value: float, batch: int = 1, deadline: float | None = None) -> None:
+    answer = network.predict(rows(value, batch), None, deadline)
+    np.testing.assert_array_equal(answer["y"], np.full((batch, 2), 2 * value))
+
+
+LATE = DeadlineExceeded("late")
+LOST = DenseModelError("Triton could not be asked: the connection was closed")
+AWAY = Unreachable("away")
+
+
+@pytest.mark.parametrize("error", [LATE, LOST, AWAY])
+def test_what_a_late_run_writes_is_nobody_elses(triton, opened, error):
+    network = opened(Regions())
+    triton.faults["infer"] = [error]
+    with pytest.raises((DeadlineExceeded, DenseModelError, Unavailable)):
+        network.predict(rows(1))
+    (late,) = triton.runs
+    doubled(network, 2)
+    assert triton.runs[-1].region != late.region
+    assert late.region not in triton.regions
+    with pytest.raises(FileNotFoundError):
+        SharedMemory(late.region)
+
+
+def test_a_triton_started_anew_hears_of_a_region_of_another_name(triton, opened):
+    network = opened(Regions())
+    doubled(network, 1)
+    triton.regions.popitem()[1].close()
+    doubled(network, 2)
+    assert len(set(triton.ever)) == len(triton.ever) == 2
+
+
+def test_memory_grows_while_triton_is_away(triton, opened):
+    network = opened(Regions())
+    doubled(network, 1)
+    triton.faults |= {"register": [AWAY] * 2, "unregister": [AWAY]}
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            network.predict(rows(1, 1 << 16))
+    for value in (2, 3):
+        doubled(network, value, 1 << 16)
+
+
+def test_a_registration_whose_answer_was_lost(triton, opened):
+    network = opened(Regions())
+    triton.faults["register"] = [LATE]
+    with pytest.raises(DeadlineExceeded):
+        network.predict(rows(1))
+    doubled(network, 2)
+
+
+def test_regions_of_a_process_that_was_killed_are_in_nobodys_way(triton, opened, monkeypatch):
+    monkeypatch.setattr("os.getpid", lambda: 7)
+    networks = [opened(Regions()) for _ in range(2)]  # as two processes of one number
+    for network in networks:
+        doubled(network, 1)
+    assert len(set(triton.ever)) == 2
+
+
+def test_at_the_end_triton_forgets_the_regions_if_it_can(triton, opened):
+    network = opened(Regions())
+    doubled(network, 1)
+    triton.faults["unregister"] = [AWAY]
+    network.close()
+    (name,) = triton.regions
+    with pytest.raises(FileNotFoundError):
+        SharedMemory(name)
+    network.close()
+    assert not triton.regions
+
+
+@pytest.mark.parametrize("error", [AWAY, LATE])
+def test_a_triton_that_does_not_answer_does_not_end_the_start(triton, opened, error):
+    triton.faults["describe"] = [error]
+    doubled(opened(), 1)
+
+
+def test_who_waits_for_another_to_ask_what_is_served_keeps_its_deadline(triton, opened):
+    triton.faults["describe"] = [AWAY]
+    network = opened()
+    asking, answer = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        asking.set()
+        assert answer.wait(60)
+
+    triton.during = hang
+    other = threading.Thread(target=doubled, args=(network, 1))
+    other.start()
+    assert asking.wait(60)
+    with pytest.raises(DeadlineExceeded, match="while Triton was asked what it serves"):
+        network.predict(rows(1), None, time.monotonic() + 0.01)
+    answer.set()
+    other.join()
+
+
+@pytest.mark.parametrize("fault", [NotFound("no such model"), ModelError("another network")])
+def test_a_network_that_is_not_there_yet(triton, opened, fault):
+    triton.faults["describe"] = [fault]
+    with pytest.raises(ModelError):
+        opened()
+    triton.faults["describe"] = [AWAY, fault]
+    network = opened()
+    with pytest.raises(Unavailable, match="ask again"):
+        network.predict(rows(1))
+    doubled(network, 2)
+
+
+class Late:
+    """A network that answers nobody in time."""
+
+    inputs, outputs = (IN,), (OUT,)
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def predict(self, inputs, outputs=None, deadline=None):
+        self.asked += 1
+        while deadline is not None and time.monotonic() < deadline:
+            pass
+        raise LATE
+
+    def runs_inline(self, batch: int) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+def test_requests_shorter_than_tritons_time_fall_back_after_the_first(opened, monkeypatch):
+    monkeypatch.setattr("hps.dense.fallback._REST_S", 60.0)
+    late = Late()
+    both = Fallback("n", late, opened())
+    with pytest.raises(DeadlineExceeded):
+        both.predict(rows(1), None, time.monotonic() - 1)
+    with pytest.raises(DeadlineExceeded):  # that one came too late: it says nothing of the network
+        both.predict(rows(1), None, time.monotonic() + 0.01)
+    doubled(both, 1, deadline=time.monotonic() + 60)
+    assert late.asked == 2
+
+
+def test_http_keeps_the_deadline_of_each_call():
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        transport = HttpTransport(f"127.0.0.1:{hung.getsockname()[1]}", "n", "")
+        for _ in range(2):
+            with pytest.raises(DeadlineExceeded):
+                transport.describe(0.05)
+            with pytest.raises(DeadlineExceeded):
+                transport.infer([("x", "FP32", rows(1)["x"])], ["y"], 0.05)
