@@ -19,7 +19,7 @@ from hps import metric_names as m
 from hps.config import Configuration, Settings, as_configuration
 from hps.config.store_settings import GuardSettings
 from hps.devices import Devices
-from hps.errors import ConfigError, TierError
+from hps.errors import ConfigError, TierError, TierMisfit
 from hps.meters import TierMeter
 from hps.metrics import Metrics
 from hps.open_models import OpenModels
@@ -45,7 +45,9 @@ _WAY_S = 0.25
 
 class Attached(OpenModels):
     """What ``hps.attach`` returns. Any number of threads may call it until ``close``. It goes on from the
-    shared cache while the node is away, with answers that say they are degraded, and finds it again."""
+    shared cache while the node is away, and finds it again. Answers that lack rows then name the node in
+    ``degraded``; those that the cache has whole do not; ``updates.max_staleness_s`` bounds how old
+    their rows may be."""
 
     __slots__ = ("_connections",)
 
@@ -93,6 +95,8 @@ def _find_node(path: Path, wait_s: float, progress: Progress) -> dict[str, Any]:
             try:
                 told: dict[str, Any] = connections.ask("node")
                 return told
+            except TierMisfit:
+                raise  # of another version: waiting does not mend it
             except TierError:
                 if time.monotonic() > until:
                     raise

@@ -61,6 +61,8 @@ class Process(ABC, Generic[Node]):
         self._state = state
         self._progress = LoadProgress(state.loading, progress or NoProgress())
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._told_early = False
+        self._lock = threading.Lock()
         self._stopping = asyncio.Event()
         self._servers: dict[str, Server] = {}
         self._owns_process = False
@@ -96,9 +98,14 @@ class Process(ABC, Generic[Node]):
             runner.run(self._serve(on_ready, on_listening))
 
     def stop(self) -> None:
-        """Begin the orderly end; thread-safe, returns at once. The second call drops what is open."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._stop)
+        """Begin the orderly end; thread-safe, returns at once. The second call drops what is open. One that
+        comes before the server runs ends it once it does."""
+        with self._lock:
+            if self._loop is None:
+                self._told_early = True
+                self._progress.cancel()
+            elif not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._stop)
 
     def _stop(self) -> None:
         if self._stopping.is_set():
@@ -111,7 +118,10 @@ class Process(ABC, Generic[Node]):
         self._stopping.set()
 
     async def _serve(self, on_ready: OnUrls | None, on_listening: OnUrls | None) -> None:
-        self._loop = asyncio.get_running_loop()
+        with self._lock:
+            self._loop = asyncio.get_running_loop()
+        if self._told_early:
+            self._stop()
         self._owns_process = threading.current_thread() is threading.main_thread()
         if self._owns_process:
             for number in (signal.SIGTERM, signal.SIGINT):

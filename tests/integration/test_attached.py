@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import hps
-from hps.errors import ConfigError, NotFound, TierError, Unavailable
+from hps.errors import ConfigError, NotFound, TierError, TierMisfit, Unavailable
 from hps.native import COMPILED
 from hps.types import Source
 from tests.integration.conftest import LOOKUP, write_models
@@ -141,6 +141,7 @@ def test_a_node_that_goes_away_degrades_and_one_that_comes_back_heals(settings):
     with attached:
         gone = attached.lookup("words", {"word": [held, 999]}, want_source=True)
         assert gone.degraded == ("node",)
+        assert attached.lookup("words", {"word": [held]}).degraded == ()
         assert gone.sources["word"].tolist()[1] == Source.DEFAULT
         with hps.open(settings):
 
@@ -167,6 +168,17 @@ def test_it_needs_a_folder_and_a_node(settings, tmp_path):
         hps.attach(settings, wait_s=0.0)
     del settings["server"]
     with pytest.raises(ConfigError, match=r"server\.runtime is not set"):
+        hps.attach(settings)
+
+
+def test_a_node_of_another_version_is_not_waited_for(node, settings, monkeypatch):
+    told = iter([TierMisfit("node", "the node speaks version 2"), TierError("node", "asked again")])
+
+    def refused(*_given):
+        raise next(told)
+
+    monkeypatch.setattr("hps.attached.Connections.ask", refused)
+    with pytest.raises(TierMisfit, match="version 2"):
         hps.attach(settings)
 
 

@@ -145,11 +145,11 @@ def read_fetch(
             table = tables[number]
             if table is None:
                 raise BadFrame(f"table {number} is not served")
+            answer += n * (table.row_bytes + KEY_BYTES)
+            if answer > MAX_PAYLOAD:  # before there is memory for it
+                raise BadFrame(f"{n:,} keys of table {table.id} are too many for one frame")
             parts.append(Part.make(table, np.frombuffer(payload, np.int64, n, at)))
             at += 8 * n
-            answer += n * (table.row_bytes + KEY_BYTES)
-            if answer > MAX_PAYLOAD:
-                raise BadFrame(f"{n:,} keys of table {table.id} are too many for one frame")
     except (struct.error, ValueError, IndexError) as error:
         raise BadFrame(f"a damaged fetch: {error}") from None
     if at != len(payload):

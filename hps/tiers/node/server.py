@@ -99,7 +99,12 @@ class NodeServer:
                 continue
             self._connections.add(connection)
             work = partial(self._serve, connection)
-            threading.Thread(target=work, name="hps-node-connection", daemon=True).start()
+            try:
+                threading.Thread(target=work, name="hps-node-connection", daemon=True).start()
+            except RuntimeError as error:  # no thread is left, perhaps
+                log.warning("a connection to %s was refused: %s", self.path, error)
+                self._connections.discard(connection)
+                connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         known: list[EmbeddingTable | None] = []
@@ -202,7 +207,11 @@ class _Claim:
         self._file = -1
         while self._file < 0:
             private_folder(folder)
-            file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except FileNotFoundError:
+                self._made = True  # whoever had it before removed it just now
+                continue
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # Whoever had it before may have removed it meanwhile.

@@ -11,12 +11,13 @@ from typing import Any
 
 from hps.tiers.node import frames
 from hps.tiers.node.frames import Kind
+from services.frontend.logs import log
 
 Answer = Callable[[], Any]
 
 
 class Asking:
-    """The node's side; any thread may ask."""
+    """The node's side; any thread may ask. What is no frame ends the channel."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -27,6 +28,11 @@ class Asking:
         """What the worker receives before it is asked anything. Raises OSError."""
         frames.send(self._end, Kind.HELLO, [payload])
 
+    def told(self) -> Any:
+        """What the worker tells before it is asked anything, however long that takes. Raises OSError: it has
+        ended."""
+        return self._received()[1]
+
     def ask(self, what: str, timeout_s: float | None) -> Any:
         """What the worker answers. Raises OSError: it has ended, or took too long."""
         with self._lock:
@@ -34,17 +40,24 @@ class Asking:
             self._end.settimeout(timeout_s)
             frames.send(self._end, Kind.ASK, frames.as_json([self._asked, what]))
             while True:
-                number, answer = _received(self._end)
+                number, answer = self._received()
                 if number == self._asked:  # others were waited for in vain
                     return answer
 
     def close(self) -> None:
         self._end.close()
 
+    def _received(self) -> Any:
+        try:
+            return _received(self._end)
+        except frames.BadFrame as error:
+            self._end.shutdown(socket.SHUT_RDWR)  # the worker notices, ends, and is replaced
+            raise ConnectionError(str(error)) from None
+
 
 class Answering:
-    """The worker's side: answers on a thread of its own until the node's process has ended, then calls
-    ``alone``."""
+    """The worker's side: answers on a thread of its own until the node's process has ended, or nothing more
+    can be answered, then calls ``alone``."""
 
     def __init__(self, end: socket.socket, alone: Callable[[], None]) -> None:
         self._end = end
@@ -60,12 +73,22 @@ class Answering:
         work = threading.Thread(target=self._run, args=(answers,), name="hps-worker", daemon=True)
         work.start()
 
-    def _run(self, answers: Mapping[str, Answer]) -> None:
+    def tell(self, what: str) -> None:
+        """Before anything is asked. Nobody hears it when the node's process has ended."""
         with suppress(OSError):
+            frames.send(self._end, Kind.OK, frames.as_json([0, what]))
+
+    def _run(self, answers: Mapping[str, Answer]) -> None:
+        try:
             while True:
                 number, what = _received(self._end)
                 frames.send(self._end, Kind.OK, frames.as_json([number, answers[what]()]))
-        self._alone()
+        except OSError:
+            pass  # it has ended
+        except Exception:
+            log.exception("the node's process can't be answered any more")
+        finally:
+            self._alone()
 
 
 def _received(end: socket.socket) -> Any:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pickle
 import socket
 import sys
-import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from hps.config.auth import load_api_keys
 from hps.config.server_settings import AdminSettings, HttpSettings
 from hps.errors import ConfigError, HpsError, ModelError, TierError, Unavailable
 from hps.open_models import OpenModels
-from hps.types import NoProgress, Progress
+from hps.types import Progress
 from services.frontend import logs
 from services.frontend.auth import guard
 from services.frontend.grpc.server import GrpcServer
@@ -50,19 +50,23 @@ class Worker(Process[OpenModels]):
         super().__init__(configuration, self.state, None)
         self._http = http
         self._guard = guard(load_api_keys(configuration.settings.auth))
-        self._ready = threading.Event()
-        self._attached = self._attach(NoProgress()) if replaces else None
-        if self._attached is not None:
-            self.state.serve(self._attached)
+        self._replaces = replaces
+        self._attached: Attached | None = None
 
     def run(self, control: Answering) -> None:
         """Answer requests until told to stop, or the node's process has ended."""
-        control.start({"ready": self._ready.wait, "numbers": self._numbers})
-        self._run(lambda _: self._ready.set(), None)
+        control.start({"numbers": self._numbers})
+        if self._replaces:
+            # Unavailable when it is told to stop meanwhile: what runs below ends at once then.
+            with suppress(Unavailable):
+                self._attached = self._attach(self._progress)
+                self.state.serve(self._attached)
+        self._run(lambda _: control.tell("ready"), None)
 
     def alone(self) -> None:
-        """The node's process has ended: so does this one, once what it has accepted is answered."""
-        log.info("the node's process has ended")
+        """The node's process asks no more, mostly because it has ended: so does this one, once what it has
+        accepted is answered."""
+        log.info("the node's process asks no more")
         self.stop()
 
     def _ports(self) -> Mapping[str, HttpSettings | AdminSettings]:

@@ -27,7 +27,8 @@ _PATIENCE_S = 2.0
 
 class Supervised:
     """Worker ``number``, whose connections come to ``listener``. ``broke`` is called, on a thread, when it
-    can't be started because something is wrong with its configuration."""
+    can't be started because something is wrong with its configuration. One that has been ready is replaced
+    however it ends, and tried again while it can't be."""
 
     def __init__(
         self,
@@ -39,6 +40,7 @@ class Supervised:
         self.number = number
         self.ready = False
         self.broken = False
+        self._was_ready = False
         self.restarts = 0
         self._configuration = configuration
         self._listener = listener
@@ -87,21 +89,25 @@ class Supervised:
 
     def metrics(self) -> Numbers:
         """Of the worker and those before it."""
-        found = Numbers.from_json(self._ask().get("metrics", {}))
-        if not self.ready:
-            found = found.grown()
-        found.add(self._metrics_before)
+        self._ask()
+        with self._lock:  # as `_remember` moves what was counted to what was before
+            found = Numbers.from_json(self._counted.get("metrics", {}))
+            if not self.ready:
+                found = found.grown()
+            found.add(self._metrics_before)
         return found
 
     def statistics(self) -> dict[str, list[Any]]:
         """The numbers of `Statistics`, by name, of the worker and those before it."""
-        found = {name: [told] for name, told in self._ask().get("statistics", {}).items()}
-        for name, before in self._statistics_before.items():
-            found.setdefault(name, []).append(before.numbers())
+        self._ask()
+        with self._lock:
+            found = {name: [told] for name, told in self._counted.get("statistics", {}).items()}
+            for name, before in self._statistics_before.items():
+                found.setdefault(name, []).append(before.numbers())
         return found
 
-    def _ask(self) -> dict[str, Any]:
-        """What it has counted, as far as it tells."""
+    def _ask(self) -> None:
+        """What it has counted by now, as far as it tells."""
         channel = self._channel
         if self.ready and channel is not None:
             try:
@@ -112,7 +118,6 @@ class Supervised:
                 with self._lock:
                     if self._channel is channel:
                         self._counted = told
-        return self._counted
 
     def _remember(self) -> None:
         """Keep what was told last of the worker that has ended: sums must not go back."""
@@ -129,29 +134,51 @@ class Supervised:
         pause_s = _FIRST_PAUSE_S
         while not self._stopping.is_set():
             began = time.monotonic()
-            code = self._one_life()
+            try:
+                end: dict[str, Any] = {"exit_code": self._one_life()}
+            except OSError as error:
+                end = {"error": error}
             if self._stopping.is_set():
                 return
-            if code == BROKEN:
+            if end.get("exit_code") == BROKEN and not self._was_ready:
                 self.broken = True
                 self._broke()
                 return
             if time.monotonic() - began > _LASTED_S:
                 pause_s = _FIRST_PAUSE_S
             self.restarts += 1
-            told = fields(worker=self.number, exit_code=code, restart_in_s=pause_s)
+            told = fields(worker=self.number, **end, restart_in_s=pause_s)
             log.error("worker ended by itself %s", told)
             self._stopping.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _one_life(self) -> int:
-        """Start a worker; its exit code."""
+        """Start a worker; its exit code. Raises OSError: no process, or no open file, is to be had."""
         ours, theirs = socket.socketpair()
-        channel = Asking(ours)
+        with ours:
+            channel = Asking(ours)
+            with theirs:
+                process = self._start(channel, theirs)
+            if process is None:
+                return 0
+            try:
+                channel.send(pickle.dumps((self._configuration, self.restarts > 0)))
+                channel.told()
+                self.ready = self._was_ready = True
+                log.info("worker ready %s", fields(worker=self.number, pid=process.pid))
+            except OSError:
+                pass  # its exit code says more
+            code = process.wait()
+            self.ready = False
+            self._remember()
+            return code
+
+    def _start(self, channel: Asking, theirs: socket.socket) -> subprocess.Popen[bytes] | None:
+        """The worker's process, with ``theirs`` for its end of the channel; None when told to stop."""
         files = theirs.fileno(), self._listener.fileno()
         with self._lock:
             if self._stopping.is_set():
-                return 0
+                return None
             # In a session of its own: Ctrl-C is for the node's process, which tells its workers.
             process = self._process = subprocess.Popen(
                 [sys.executable, "-m", "services.frontend.workers.process"]
@@ -161,16 +188,4 @@ class Supervised:
                 start_new_session=True,
             )
             self._channel = channel
-        theirs.close()
-        try:
-            channel.send(pickle.dumps((self._configuration, self.restarts > 0)))
-            channel.ask("ready", None)
-            self.ready = True
-            log.info("worker ready %s", fields(worker=self.number, pid=process.pid))
-        except OSError:
-            pass  # its exit code says more
-        code = process.wait()
-        self.ready = False
-        self._remember()
-        channel.close()
-        return code
+            return process

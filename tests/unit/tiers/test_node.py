@@ -1,10 +1,12 @@
 """The node's socket, beyond what every tier keeps: who finds whom, what is promoted, what goes wrong."""
 
+import os
 import socket
 import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from hps.errors import ConfigError, TierError, TierMisfit, TierTimeout, Unavaila
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.memory import MemoryTier
-from hps.tiers.node import Connections, NodeServer, NodeTier, frames, tier
+from hps.tiers.node import Connections, NodeServer, NodeTier, frames, server, tier
 from hps.tiers.wrappers import Guarded
 from hps.types import EmbeddingTable, MissPolicy, Source
 from hps.workers import Workers
@@ -145,6 +147,45 @@ def test_more_than_a_frame_may_hold_is_refused_before_it_is_read():
             frames.receive_head(theirs)
 
 
+def test_a_fetch_whose_answer_is_too_large_is_refused_before_there_is_memory_for_it(monkeypatch):
+    payload = bytearray().join(
+        bytes(frames._flat(piece)) for piece in frames.fetch_request([(0, np.arange(1_000))], None)
+    )
+    monkeypatch.setattr(frames, "MAX_PAYLOAD", 10_000)
+    monkeypatch.setattr(frames, "Part", None)
+    with pytest.raises(frames.BadFrame, match="1,000 keys of table model/1/items are too many"):
+        frames.read_fetch(payload, TABLES)
+
+
+def test_a_folder_that_another_node_removes_just_now_is_made_again(folder, store, monkeypatch):
+    def removed_first(path, *given):
+        monkeypatch.setattr(os, "open", opened)
+        path.parent.rmdir()
+        return opened(path, *given)
+
+    opened = os.open
+    monkeypatch.setattr(os, "open", removed_first)
+    ends = Ends(folder / "run", store)
+    assert ends.fetch(ITEMS, [1]).source.tolist() == [Source.ROCKSDB]
+    ends.close()
+    assert not (folder / "run").exists()
+
+
+def test_a_connection_without_a_thread_is_refused_and_the_next_is_answered(ends, monkeypatch):
+    class NoThread:
+        def __init__(self, **_given):
+            monkeypatch.undo()
+
+        def start(self):
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(server, "threading", SimpleNamespace(Thread=NoThread))
+    with pytest.raises(TierError):
+        ends.connections.ask("sum", of=[1, 2])
+    assert ends.connections.ask("sum", time.monotonic() + 60, of=[1, 2]) == 3
+    assert ends.server.facts()["connections"] == 1
+
+
 def test_a_node_that_came_back_is_found_again(ends):
     assert ends.fetch(ITEMS, [1]).source.tolist() == [Source.ROCKSDB]
     ends.server.close()
@@ -201,15 +242,24 @@ def test_what_the_node_skipped_is_told(folder):
     ends.close()
 
 
-def test_the_deadline_holds_on_both_sides(folder):
+def test_the_deadline_holds_on_both_sides(folder, monkeypatch):
     slow = Slow()
     ends = Ends(folder, slow, threads=1)
+    submit, deadlines = ends.lane.submit, []
+
+    def noted(work, deadline):
+        deadlines.append(deadline)
+        return submit(work, deadline)
+
+    monkeypatch.setattr(ends.lane, "submit", noted)
     waiting = threading.Thread(target=ends.fetch, args=(ITEMS, [1]))
     waiting.start()
     assert slow.begun.acquire(timeout=60)
     for left in (0.05, -1.0):
         with pytest.raises(TierTimeout):
             ends.fetch(ITEMS, [2], FetchContext(time.monotonic() + left))
+    # The node's own counts from when the request came.
+    until(lambda: len(deadlines) == 2 and time.monotonic() > deadlines[1])
     slow.go.set()
     waiting.join(60)
     # The one that nobody waited for any more was not asked of the store.

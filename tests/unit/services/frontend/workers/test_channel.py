@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from hps.tiers.node import frames
 from services.frontend.workers.channel import Answering, Asking
 
 
@@ -23,8 +24,9 @@ def test_questions_are_answered_until_one_side_ends(ends):
     answering = Answering(theirs, alone.set)
     asking.send(b"settings")
     assert answering.receive() == b"settings"
-    answering.start({"ready": lambda: True, "numbers": lambda: {"a": [1, 2]}})
-    assert asking.ask("ready", 60) is True
+    answering.start({"numbers": lambda: {"a": [1, 2]}})
+    answering.tell("ready")
+    assert asking.told() == "ready"
     assert asking.ask("numbers", 60) == {"a": [1, 2]}
     assert not alone.is_set()
     asking.close()
@@ -46,3 +48,33 @@ def test_who_asks_a_worker_that_has_ended_is_told(ends):
     theirs.close()
     with pytest.raises(OSError, match=r"pipe|closed"):
         asking.ask("ready", 60)
+
+
+def test_a_worker_that_cannot_answer_is_alone_too(ends, caplog):
+    asking, theirs = ends
+    alone = threading.Event()
+    Answering(theirs, alone.set).start({"broken": lambda: 1 // 0})
+    with pytest.raises(TimeoutError):
+        asking.ask("broken", 0.05)
+    assert alone.wait(60)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_what_is_no_frame_ends_the_channel_for_both():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        alone = threading.Event()
+        Answering(theirs, alone.set).start({})
+        frames.send(ours, frames.Kind.ASK, [b"{,}"])
+        assert alone.wait(60)
+        frames.send(theirs, frames.Kind.OK, [b"{,}"])
+        with pytest.raises(OSError, match="no JSON"):
+            Asking(ours).told()
+        theirs.settimeout(60)
+        assert theirs.recv(1) == b""  # who answers there would be alone
+
+
+def test_nobody_hears_what_is_told_to_a_process_that_has_ended(ends):
+    asking, theirs = ends
+    asking.close()
+    Answering(theirs, lambda: None).tell("ready")

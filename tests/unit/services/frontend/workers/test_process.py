@@ -1,0 +1,71 @@
+"""A worker that is told to end before its node is there."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from hps.config import as_configuration
+from services.frontend.http.server import listen
+from services.frontend.workers.channel import Answering
+from services.frontend.workers.process import Worker
+from tests.support.waiting import until
+
+
+class Started:
+    """One of a node that is still loading, for ever."""
+
+    def __init__(self, folder: Path, *, replaces: bool) -> None:
+        self._settings = {"server": {"runtime": str(folder), "grpc": None}}
+        self._replaces = replaces
+        self.worker: Worker | None = None
+        self.ours, self._theirs = socket.socketpair()
+        # Not kept waiting for: as long as a worker hangs, so would the test.
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        with listen("127.0.0.1", 0, "server.http") as listener, self._theirs:
+            configuration = as_configuration(self._settings)
+            worker = self.worker = Worker(configuration, listener, replaces=self._replaces)
+            worker.run(Answering(self._theirs, worker.alone))
+
+    def waits(self) -> bool:
+        return self.worker is not None and bool(self.worker.state.loading)
+
+
+@pytest.fixture
+def folder():
+    with tempfile.TemporaryDirectory(prefix="hps-") as path:  # pytest's names are too long
+        yield Path(path)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("early", [False, True], ids=["while it waits", "before it waits"])
+def test_a_worker_does_not_outlive_a_node_that_it_waits_for(folder, replaces, early):
+    started = Started(folder, replaces=replaces)
+    if early:
+        started.ours.close()
+    started.thread.start()
+    if not early:
+        until(started.waits)
+        started.ours.close()
+    started.thread.join(60)
+    assert not started.thread.is_alive()
+
+
+def test_a_stop_that_comes_before_a_server_runs_is_not_lost(folder):
+    with listen("127.0.0.1", 0, "server.http") as listener:
+        settings = {"server": {"runtime": str(folder), "grpc": None}}
+        worker = Worker(as_configuration(settings), listener)
+        worker.stop()
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            control = Answering(theirs, lambda: None)
+            ended = threading.Thread(target=worker.run, args=(control,), daemon=True)
+            ended.start()
+            ended.join(60)
+            assert not ended.is_alive()
