@@ -163,6 +163,7 @@ def test_a_folder_that_another_node_removes_just_now_is_made_again(folder, store
         path.parent.rmdir()
         return opened(path, *given)
 
+    (folder / "run").mkdir(0o700)
     opened = os.open
     monkeypatch.setattr(os, "open", removed_first)
     ends = Ends(folder / "run", store)
