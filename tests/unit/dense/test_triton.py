@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 import time
@@ -11,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tritonclient.utils import InferenceServerException
 
 from hps.dense.base import TensorInfo
 from hps.dense.fallback import Fallback
 from hps.dense.triton import TritonModel
 from hps.dense.triton.http import HttpTransport
 from hps.dense.triton.memory import Regions
-from hps.dense.triton.transport import Described, Unreachable
+from hps.dense.triton.transport import Described, Unreachable, told
 from hps.errors import DeadlineExceeded, DenseModelError, ModelError, NotFound, Unavailable
 
 IN, OUT = TensorInfo("x", "FP32", (-1, 2)), TensorInfo("y", "FP32", (-1, 2))
@@ -220,6 +222,7 @@ class Late:
 
     def predict(self, inputs, outputs=None, deadline=None):
         self.asked += 1
+        assert self.asked <= 2
         while deadline is not None and time.monotonic() < deadline:
             pass
         raise LATE
@@ -243,11 +246,24 @@ def test_requests_shorter_than_tritons_time_fall_back_after_the_first(opened, mo
     assert late.asked == 2
 
 
-def test_http_keeps_the_deadline_of_each_call():
+@pytest.mark.parametrize("status", ["StatusCode.NOT_FOUND", "StatusCode.UNAVAILABLE", "400", "404"])
+def test_a_run_that_finds_the_network_not_loaded_yet_is_repeated(status):
+    error = InferenceServerException("Request for unknown model: 'n' is not found", status)
+    assert isinstance(told(error), Unreachable)
+
+
+# Triton's client leaves the connection that is cut off while it sends to the garbage collector.
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+def test_http_keeps_the_deadline_of_each_call_and_no_connection_it_cut_off():
     with socket.create_server(("127.0.0.1", 0)) as hung:
         transport = HttpTransport(f"127.0.0.1:{hung.getsockname()[1]}", "n", "")
-        for _ in range(2):
+        for batch in (1, 1, 1 << 20):  # the last is cut off while it is sent
             with pytest.raises(DeadlineExceeded):
-                transport.describe(0.05)
-            with pytest.raises(DeadlineExceeded):
-                transport.infer([("x", "FP32", rows(1)["x"])], ["y"], 0.05)
+                transport.infer([("x", "FP32", rows(1, batch)["x"])], ["y"], 0.05)
+        with pytest.raises(DeadlineExceeded):
+            transport.describe(0.05)
+        hung.settimeout(10)
+        for _ in range(4):
+            hung.accept()[0].close()
+    del transport
+    gc.collect()
