@@ -21,6 +21,7 @@ from hps.config.ps_keys import (
     MAX_U64,
     NO_TLS,
     REDIS,
+    SHARED,
     SOURCE_TYPES,
     VDB_TYPES,
     M,
@@ -170,6 +171,9 @@ class _Settings:
             self.set((*at, "share"), share, f"models[].{key}")
         else:
             self.set((*at, "enabled"), False, f"models[].{key}")
+        if memory_type == SHARED:
+            key = "shared_memory_name" if "shared_memory_name" in memory else "type"
+            self.set((*at, "shared", "name"), str(memory["shared_memory_name"]), f"{V}.{key}")
         limit = _limit(memory) if memory_type in HASH_MAPS else None
         for model in models:
             self._exceptions(model, share, limit)

@@ -63,7 +63,9 @@ DENSE = (
     "repository"
 )
 REFRESH = "a write reaches the caches at once, so there is nothing to refresh in turns"
-SHARED = "the CPU cache is private to the process in this release"
+SHARED = "multi_process_hash_map"
+NOT_SHARED = f"volatile_db.type is not {SHARED}"
+SHARED_SIZE = "the CPU cache takes what its rows need"
 BATCHED = "all keys of a request are read in one batch"
 PRIVATE = "a name of HPS's Python API; in JSON the key is {}"
 
@@ -98,16 +100,16 @@ KEYS: tuple[PsKey, ...] = (
     PsKey("", U, "object", None, "Absent: type `null`."),
     PsKey("", "models", "list", REQUIRED, "The models to serve.", items="object"),
 
-    PsKey(V, "type", "enum", "disabled", "Hash maps: rows are cached in host memory (`tiers.cpu_cache`). `redis_cluster`: rows are kept in that Redis, in HPS's own layout (`tiers.redis`), beside a RocksDB of the same layout. The default holds when the block is there without `type`; without the block it is `parallel_hash_map`.",
-          aliases=VDB_TYPES, ignored_values={"multi_process_hash_map": SHARED}),
+    PsKey(V, "type", "enum", "disabled", "Hash maps: rows are cached in host memory (`tiers.cpu_cache`), with `multi_process_hash_map` in shared memory, where workers and other processes attach to them ([workers.md](workers.md)). `redis_cluster`: rows are kept in that Redis, in HPS's own layout (`tiers.redis`), beside a RocksDB of the same layout. The default holds when the block is there without `type`; without the block it is `parallel_hash_map`.",
+          aliases=VDB_TYPES),
     PsKey(V, "address", "text", "127.0.0.1:7000", "Some nodes of the cluster, with commas between them (`tiers.redis.addresses`); HPS takes the first one only.", NO_REDIS, acts_with=REDIS),
     PsKey(V, "user_name", "text", "default", "`tiers.redis.username`.", NO_REDIS, acts_with=REDIS),
     PsKey(V, "password", "text", "", "`tiers.redis.password`.", NO_REDIS, acts_with=REDIS),
     PsKey(V, "num_partitions", "int", "min(16, hardware threads)", "Redis: the parts of a table, which must be as many as when it was filled (`tiers.redis.partitions`). Hash maps: times `overflow_margin`, the most rows of a table in the CPU cache."),
     PsKey(V, "allocation_rate", "int", 256 << 20, "Bytes per value page.", "the CPU cache allocates its memory at once"),
-    PsKey(V, "shared_memory_size", "int", 16 << 30, "Bytes of the shared memory segment.", SHARED),
-    PsKey(V, "shared_memory_name", "text", "hctr_mp_hash_map_database", "Name of the segment.", SHARED),
-    PsKey(V, "shared_memory_auto_remove", "bool", True, "The last process removes the segment.", SHARED),
+    PsKey(V, "shared_memory_size", "int", 16 << 30, "Bytes of the shared memory segment.", SHARED_SIZE),
+    PsKey(V, "shared_memory_name", "text", "hctr_mp_hash_map_database", "Name of the segment (`tiers.cpu_cache.shared.name`).", NOT_SHARED, acts_with=SHARED),
+    PsKey(V, "shared_memory_auto_remove", "bool", True, "The last process removes the segment.", "the process that owns the cache removes it when it ends"),
     PsKey(V, "num_node_connections", "int", 5, "Connections to each node (`tiers.redis.connections`).", NO_REDIS, acts_with=REDIS),
     PsKey(V, "max_batch_size", "int", 65_536, "Keys per transaction.", "all keys of a request are sent at once, in commands small enough for the server to answer others in between"),
     PsKey(V, "enable_tls", "bool", False, "`tiers.redis.tls`. Other than HPS, we check that the servers' certificates bear the name.", NO_REDIS, acts_with=REDIS),

@@ -170,3 +170,21 @@ def test_an_acting_key_acts(ps: Ps, key: str) -> None:
 def test_an_update_source_of_no_kind_is_silent(ps: Ps) -> None:
     for kind in ("null", "none"):
         assert ps.load({**ps.base, "update_source": {"type": kind}}).warnings == ()
+
+
+def test_a_hash_map_for_several_processes_is_a_shared_cache(ps: Ps) -> None:
+    shared = {"type": "multi_process_map", "shared_memory_size": 1 << 30}
+    loaded = ps.load(ps.base | {"volatile_db": shared})
+    assert loaded.settings.tiers.cpu_cache.shared.name == "hctr_mp_hash_map_database"
+    assert "multi_process" not in " ".join(loaded.warnings)
+    named = shared | {"shared_memory_name": "ours"}
+    loaded = ps.load(ps.base | {"volatile_db": named})
+    assert loaded.settings.tiers.cpu_cache.shared.name == "ours"
+    assert loaded.origins["tiers.cpu_cache.shared.name"].endswith("volatile_db.shared_memory_name")
+    other = {"type": "hash_map", "shared_memory_name": "ours"}
+    loaded = ps.load(ps.base | {"volatile_db": other})
+    assert loaded.settings.tiers.cpu_cache.shared.name is None
+    (warning,) = (w for w in loaded.warnings if "shared_memory_name" in w)
+    assert "volatile_db.type is not multi_process_hash_map" in warning
+    (line,) = ps.mistakes(ps.base | {"volatile_db": shared | {"shared_memory_name": "a/b"}})
+    assert "volatile_db.shared_memory_name" in line
