@@ -25,7 +25,7 @@ class HttpTransport:
     """By HTTP; every thread that asks has a connection of its own, as Triton's client demands."""
 
     def __init__(self, url: str, model: str, version: str) -> None:
-        import gevent  # type: ignore[import-untyped]
+        import gevent  # type: ignore[import-untyped]  # has no types
         from tritonclient import http
 
         self._http, self._timeout = http, gevent.Timeout
