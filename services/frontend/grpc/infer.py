@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from time import perf_counter_ns
 from typing import Any
@@ -15,14 +13,16 @@ from tritonclient.grpc import service_pb2 as pb
 
 from hps import metric_names as m
 from hps.config.server_settings import ServerSettings
-from hps.errors import DeadlineExceeded, HpsError, Unavailable
+from hps.errors import HpsError, Unavailable
 from hps.metrics import Metrics
 from services.frontend.auth import Guard
-from services.frontend.errors import REFUSED, Status, status_of, told
+from services.frontend.errors import Status, status_of, told
 from services.frontend.grpc.callers import check
+from services.frontend.grpc.failures import count_failure
 from services.frontend.grpc.request import Address, GrpcCall, Parser, address
 from services.frontend.grpc.response import Encoder
 from services.frontend.grpc.runners import Runners
+from services.frontend.grpc.waiting import Cancelling, deadline_of, wait_for
 from services.frontend.grpc.wire import field
 from services.frontend.state import Entry, State
 
@@ -30,7 +30,6 @@ from services.frontend.state import Entry, State
 _STRICT_STREAM = ("triton_grpc_error", "true")
 # Streams at a time.
 STREAMS = 128
-_LONGEST_S = 86_400.0  # threads cannot wait for any length of time
 _INFER_RESPONSE = 0x12  # field of ModelStreamInferResponse by its tag
 
 
@@ -82,7 +81,7 @@ class Inference:
         """``ModelInfer``."""
         try:
             self._check(context)
-            return self._answer(message, context, self._runners.waiting, _Cancelling(context))
+            return self._answer(message, context, self._runners.waiting, Cancelling(context))
         except HpsError as error:
             context.abort(grpc.StatusCode[status_of(error).grpc], str(error))
             raise AssertionError("abort raises") from None
@@ -103,7 +102,7 @@ class Inference:
             self._streams.release()
 
     def _answers(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        cancelling = _Cancelling(context)
+        cancelling = Cancelling(context)
         strict = _STRICT_STREAM in context.invocation_metadata()
         for message in messages:
             try:
@@ -119,7 +118,7 @@ class Inference:
         message: bytes,
         context: grpc.ServicerContext,
         waiting: Callable[[], AbstractContextManager[None]],
-        cancelling: _Cancelling,
+        cancelling: Cancelling,
     ) -> bytes:
         """The answer to a request that may be made; entered ``waiting`` while others work at it. Raises what
         its client is to be told."""
@@ -132,11 +131,11 @@ class Inference:
             route = self._route(to)
             call = route.parser.parse(message, to)
             parsed = perf_counter_ns()
-            deadline = self._deadline(call, context)
+            deadline = deadline_of(context, call.form.timeout_us * 1e-6 or self._timeout_s)
             future = route.entry.endpoint.submit(call, deadline)
             if not future.done():
                 with waiting():
-                    _wait(future, deadline, cancelling)
+                    wait_for(future, deadline, cancelling)
             result = future.result()
             inferred = perf_counter_ns()
             answer = route.encode(call, result)
@@ -164,63 +163,9 @@ class Inference:
             raise Unavailable("the model has just become ready; ask again")
         return route
 
-    def _deadline(self, call: GrpcCall, context: grpc.ServicerContext) -> float:
-        """An instant of ``time.monotonic``: the client's, and no later than the request's parameter or the
-        server's default allow."""
-        allowed_s = call.form.timeout_us * 1e-6 or self._timeout_s
-        remaining_s = context.time_remaining()
-        if remaining_s is not None and remaining_s < allowed_s:
-            allowed_s = remaining_s
-        return time.monotonic() + allowed_s
-
     def _count_failure(self, route: Route | None, status: Status, started: int) -> None:
-        done = perf_counter_ns()
-        name = ""
-        if route is not None:
-            name = route.entry.name
-            route.entry.statistics.failed(started, done)
-        metrics = self._state.metrics
-        seconds = metrics.histogram(m.REQUEST_SECONDS, "grpc", "infer", name, status.grpc)
-        seconds.observe((done - started) * 1e-9)
-        if (reason := REFUSED.get(status.http)) is not None:
-            metrics.counter(m.REQUESTS_REFUSED, reason).add()
-
-
-class _Cancelling:
-    """Cancels what a call waits for when its client is gone. One for each call: grpc keeps what it is to call
-    until the call's end, which of a stream may be far away."""
-
-    def __init__(self, context: grpc.ServicerContext) -> None:
-        self._future: Future[Any] | None = None
-        self._gone = not context.add_callback(self._cancel)
-
-    def _cancel(self) -> None:
-        self._gone = True
-        if (future := self._future) is not None:
-            future.cancel()
-
-    def watch(self, future: Future[Any] | None) -> None:
-        """Wait for ``future`` from now on."""
-        self._future = future
-        if self._gone and future is not None:
-            future.cancel()
-
-
-def _wait(future: Future[Any], deadline: float, cancelling: _Cancelling) -> None:
-    """Until ``future`` is done; it is cancelled when its time is up or its client gone."""
-    cancelling.watch(future)
-    try:
-        future.exception(min(max(0.0, deadline - time.monotonic()), _LONGEST_S))
-    except TimeoutError:
-        future.cancel()
-        raise DeadlineExceeded(
-            "no answer within the request's time; a later deadline, parameter 'timeout' (microseconds) or "
-            "server.request_timeout_ms allow more"
-        ) from None
-    except CancelledError:
-        raise Unavailable("the request was cancelled") from None
-    finally:
-        cancelling.watch(None)
+        entry = None if route is None else route.entry
+        count_failure(self._state.metrics, "infer", entry, status, started)
 
 
 def _stream_error(message: bytes, error: HpsError) -> bytes:
