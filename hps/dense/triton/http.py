@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import json
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from numpy.typing import NDArray
+from tritonclient.utils import InferenceServerException
 
+from hps.dense.triton.connections import Connections, Reply
 from hps.dense.triton.transport import (
     Described,
     Placed,
@@ -18,42 +21,32 @@ from hps.dense.triton.transport import (
     tensors_out,
     told,
 )
-from hps.errors import DeadlineExceeded
+
+_HEADER_LENGTH = "Inference-Header-Content-Length"
 
 
 class HttpTransport:
-    """By HTTP; every thread that asks has a connection of its own, as Triton's client demands."""
+    """By HTTP, in the words of Triton's client over connections of our own: its own belong to one thread
+    each, and know no deadline for a whole call."""
 
     def __init__(self, url: str, model: str, version: str) -> None:
-        import gevent  # type: ignore[import-untyped]  # has no types
         from tritonclient import http
 
-        self._http, self._timeout = http, gevent.Timeout
-        self._url, self._model, self._version = url, model, version
-        self._own = threading.local()
-
-    @contextmanager
-    def _client(self, timeout_s: float, describing: str | None = None) -> Iterator[Any]:
-        """This thread's client, for calls that last ``timeout_s`` together. Its own timeouts are set once and
-        bound each piece of an answer, so gevent, which its sockets are made of, bounds the whole."""
-        client = getattr(self._own, "client", None)
-        if client is None:
-            client = self._own.client = self._http.InferenceServerClient(self._url)
-        try:
-            with self._timeout(timeout_s):
-                yield client
-        except self._timeout:
-            # Cut off in the middle, it is no good for another call.
-            del self._own.client
-            raise DeadlineExceeded("Triton did not answer within the request's time") from None
-        except Exception as error:
-            raise told(error, describing) from None
+        self._http = http
+        self._connections = Connections(url)
+        self._model = f"/v2/models/{quote(model, safe='')}" + (version and f"/versions/{version}")
+        self._name = model
 
     def describe(self, timeout_s: float) -> Described:
-        of = self._model, self._version
-        with self._client(timeout_s, describing=self._model) as client:
-            about = client.get_model_metadata(*of)
-            config = client.get_model_config(*of)
+        until = time.monotonic() + timeout_s
+        about, config = (
+            json.loads(
+                self._ask(
+                    "GET", self._model + path, until - time.monotonic(), describing=self._name
+                ).body
+            )
+            for path in ("", "/config")
+        )
         return Described(
             tuple(info_of(t["name"], t["datatype"], t["shape"]) for t in about["inputs"]),
             tuple(info_of(t["name"], t["datatype"], t["shape"]) for t in about["outputs"]),
@@ -67,23 +60,53 @@ class HttpTransport:
         timeout_s: float,
         shared: Placed | None = None,
     ) -> dict[str, NDArray[Any]]:
-        with self._client(timeout_s) as client:
-            result = client.infer(
-                self._model,
-                tensors_in(self._http, inputs, shared),
-                self._version,
-                tensors_out(self._http, outputs, shared),
-                timeout=int(timeout_s * 1e6),
-            )
+        client = self._http.InferenceServerClient
+        body, length = client.generate_request_body(
+            tensors_in(self._http, inputs, shared),
+            outputs=tensors_out(self._http, outputs, shared),
+            timeout=int(timeout_s * 1e6),
+        )
+        headers = {} if length is None else {_HEADER_LENGTH: str(length)}
+        reply = self._ask("POST", f"{self._model}/infer", timeout_s, body, headers)
+        size = reply.headers.get(_HEADER_LENGTH)
+        result = client.parse_response_body(
+            reply.body, header_length=None if size is None else int(size)
+        )
         return arrays_of(result, outputs, shared)
 
     def register(self, region: str, key: str, size: int, timeout_s: float) -> None:
-        with self._client(timeout_s) as client:
-            client.register_system_shared_memory(region, key, size)
+        about = {"key": key, "offset": 0, "byte_size": size}
+        path = f"/v2/systemsharedmemory/region/{region}/register"
+        self._ask("POST", path, timeout_s, json.dumps(about).encode())
 
     def unregister(self, region: str, timeout_s: float) -> None:
-        with self._client(timeout_s) as client:
-            client.unregister_system_shared_memory(region)
+        self._ask("POST", f"/v2/systemsharedmemory/region/{region}/unregister", timeout_s)
 
     def close(self) -> None:
-        """Connections go with the threads that have them."""
+        """A Triton that is told to stop waits for open connections."""
+        self._connections.close()
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        timeout_s: float,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        describing: str | None = None,
+    ) -> Reply:
+        try:
+            reply = self._connections.ask(method, path, timeout_s, body, headers)
+        except Exception as error:
+            raise told(error, describing) from None
+        if reply.status != 200:
+            refusal = InferenceServerException(_error(reply), str(reply.status))
+            raise told(refusal, describing)
+        return reply
+
+
+def _error(reply: Reply) -> str:
+    try:
+        return str(json.loads(reply.body)["error"])
+    except (ValueError, KeyError, TypeError):
+        return reply.body.decode(errors="replace") or f"status {reply.status} without a text"

@@ -60,6 +60,9 @@ class TritonModel:
             log.warning(
                 "%s: Triton at %s cannot be reached yet, requests will try: %s", name, url, error
             )
+        except BaseException:
+            self.close()
+            raise
 
     def predict(
         self,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
@@ -17,6 +17,7 @@ from tritonclient.utils import InferenceServerException
 from hps.dense.base import TensorInfo
 from hps.dense.fallback import Fallback
 from hps.dense.triton import TritonModel
+from hps.dense.triton.connections import Connections
 from hps.dense.triton.http import HttpTransport
 from hps.dense.triton.memory import Regions
 from hps.dense.triton.transport import Described, Unreachable, told
@@ -252,8 +253,6 @@ def test_a_run_that_finds_the_network_not_loaded_yet_is_repeated(status):
     assert isinstance(told(error), Unreachable)
 
 
-# Triton's client leaves the connection that is cut off while it sends to the garbage collector.
-@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 def test_http_keeps_the_deadline_of_each_call_and_no_connection_it_cut_off():
     with socket.create_server(("127.0.0.1", 0)) as hung:
         transport = HttpTransport(f"127.0.0.1:{hung.getsockname()[1]}", "n", "")
@@ -265,5 +264,57 @@ def test_http_keeps_the_deadline_of_each_call_and_no_connection_it_cut_off():
         hung.settimeout(10)
         for _ in range(4):
             hung.accept()[0].close()
-    del transport
-    gc.collect()
+    transport.close()
+
+
+@contextmanager
+def answering(*answers: bytes) -> Iterator[tuple[str, list[int]]]:
+    """A server that sends ``answers``, each to a request, until a connection ends; its address, and how
+    many requests each connection brought. An empty answer ends the connection instead."""
+    left, counts = list(answers), []
+
+    def serve() -> None:
+        while left:
+            connection, _ = listening.accept()
+            counts.append(0)
+            with connection:
+                while left and connection.recv(1 << 16):
+                    counts[-1] += 1
+                    if not (answer := left.pop(0)):
+                        break
+                    connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}", counts
+        thread.join(60)
+
+
+def http(body: bytes, *headers: bytes) -> bytes:
+    lines = [b"HTTP/1.1 200 OK", b"Content-Length: %d" % len(body), *headers]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+def test_a_connection_serves_calls_until_the_server_ends_it():
+    answers = http(b"1"), http(b"2", b"Connection: close"), http(b"3"), b"", http(b"5")
+    with answering(*answers) as (address, counts):
+        connections = Connections(address)
+        found = [connections.ask("GET", "/", 60).body for _ in range(3)]
+        with pytest.raises(ConnectionError):
+            connections.ask("GET", "/", 60)
+        found.append(connections.ask("GET", "/", 60).body)
+        connections.close()
+    assert found == [b"1", b"2", b"3", b"5"]
+    assert counts == [2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf", b"what\r\n"]
+)
+def test_half_an_answer_is_a_server_that_is_gone(answer):
+    with answering(answer) as (address, _):
+        transport = HttpTransport(address, "n", "")
+        with pytest.raises(Unreachable):
+            transport.infer([("x", "FP32", rows(1)["x"])], ["y"], 60)
+        transport.close()
