@@ -224,14 +224,11 @@ def port(name: str, host: str, number: int, api_key: str | None = None) -> Check
 def is_ours(host: str, number: int, api_key: str | None, *, grpc: bool = False) -> bool:
     """Whether an hps server answers there. Raises what ``Client`` raises."""
     from hps.client import Client
-    from hps.client.grpc import is_hps
 
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     at = f"[{shown}]:{number}" if ":" in shown else f"{shown}:{number}"
-    if grpc:
-        return is_hps(at, api_key)
-    url = f"http://{at}"
-    with Client(url, api_key=api_key, timeout_s=2) as client:
+    url = f"{'grpc' if grpc else 'http'}://{at}"
+    with Client(url, api_key=api_key, timeout_s=2, retries=0) as client:
         return client.is_hps()
 
 

@@ -11,7 +11,7 @@ import orjson
 from numpy.typing import NDArray
 
 from hps.cli.demo_data import DemoData
-from hps.client import Client
+from hps.client import Admin, Client
 from hps.types import Source
 
 TOLERANCE = 1e-5
@@ -46,17 +46,17 @@ class Findings:
 def ask(data: DemoData, http: str, admin: str) -> Findings:
     """Send every request twice, in batches, then one by one for the time; compare all scores."""
     found = Findings()
-    with Client(http, admin_url=admin) as client:
+    with Client(http) as client, Admin(admin) as operator:
         for _ in range(ROUNDS):
             scores, sources = _round(client, data)
             found.rounds.append(_by_tier(sources))
             found.difference = max(found.difference, _difference(scores, data))
             if not found.scores:
                 found.scores, found.sources = scores, sources
-            _settle(client)
+            _settle(operator)
         found.milliseconds = _time(client, data)
         found.sample = json_request(data.tensors(slice(0, 1)))
-        reply = client.infer_json(data.model, found.sample)
+        reply = operator.ask(f"/v2/models/{data.model}/infer", found.sample)
         as_json = {out["name"]: np.array(out["data"], np.float32) for out in reply["outputs"]}
         known = found.rounds[0].get("default", 0)
         ranked = _rank(client, data, found)
@@ -94,10 +94,10 @@ def _difference(scores: dict[str, NDArray[Any]], data: DemoData) -> float:
     return max(float(np.abs(scores[name] - want).max()) for name, want in data.scores.items())
 
 
-def _settle(client: Client) -> None:
+def _settle(operator: Admin) -> None:
     """Wait until the rows just read have been promoted into the cache."""
     end = time.monotonic() + SETTLE_S
-    while time.monotonic() < end and client.status().get("promotions_waiting_keys"):
+    while time.monotonic() < end and operator.status().get("promotions_waiting_keys"):
         time.sleep(0.01)
 
 

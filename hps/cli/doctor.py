@@ -85,7 +85,7 @@ def answering(server: str, api_key: str | None) -> Check:
     from hps.cli.checks import Check
     from hps.client import Client
 
-    with Client(server, api_key=api_key, timeout_s=5) as client:
+    with Client(server, api_key=api_key, timeout_s=5, retries=0) as client:
         if not client.is_hps():
             return Check("server", "FAIL", f"{server} is not an hps server", "check the address")
         if not client.ready():

@@ -38,9 +38,9 @@ def hotkeys(
     if snapshot is not None:
         found = from_snapshot(snapshot, model, table, limit)
     else:
-        from hps.client import Client
+        from hps.client import Admin
 
-        with Client(admin_url=admin, api_key=api_key) as client:
+        with Admin(admin, api_key=api_key) as client:
             found = client.hot_keys(model, table, limit)
     if output is OutputFormat.json:
         print_json(found)

@@ -80,13 +80,13 @@ def asked(
     admin: str, api_key: str | None, model: str, table: str, keys: list[int]
 ) -> dict[str, Any]:
     """The server's account of the rows, in calls that fit an address line."""
-    from hps.client import Client
+    from hps.client import Admin
 
     path = f"/v1/tables/{quote(model, safe='')}/{quote(table, safe='')}/rows?keys="
     report: dict[str, Any] = {}
-    with Client(admin_url=admin, api_key=api_key) as client:
+    with Admin(admin, api_key=api_key) as client:
         for start in range(0, len(keys), KEYS_PER_CALL):
-            part = client.admin(path + ",".join(map(str, keys[start : start + KEYS_PER_CALL])))
+            part = client.ask(path + ",".join(map(str, keys[start : start + KEYS_PER_CALL])))
             rows = report.get("rows", []) + part["rows"]
             report = part | {"rows": rows}
     return report

@@ -42,9 +42,9 @@ def status(
     output: Output = OutputFormat.table,
 ) -> None:
     """Show what a server is doing: models, tiers, where its answers came from, how fast."""
-    from hps.client import Client
+    from hps.client import Admin
 
-    with Client(admin_url=admin, api_key=api_key) as client:
+    with Admin(admin, api_key=api_key) as client:
         report = client.status()
         samples = client.metrics()
     report["keys_by_tier"] = keys_by_tier(samples)

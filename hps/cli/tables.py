@@ -46,9 +46,9 @@ def tables(
             status = node.status()
     else:
         refuse_overrides(overrides)
-        from hps.client import Client
+        from hps.client import Admin
 
-        with Client(admin_url=admin, api_key=api_key) as client:
+        with Admin(admin, api_key=api_key) as client:
             status = client.status()
     if "models" not in status:
         raise Unavailable("the server is still loading its tables; hps status tells how far it is")

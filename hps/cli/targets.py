@@ -84,11 +84,8 @@ class Target(Protocol):
 
 
 class ServerTarget:
-    """``make`` makes a client of the server; ``client`` is the calling thread's."""
-
-    def __init__(self, client: Client, make: Callable[[], Client]) -> None:
+    def __init__(self, client: Client) -> None:
         self._client = client
-        self._make = make
 
     def signature(self, model: str) -> Signature:
         metadata = self._client.metadata(model)
@@ -105,7 +102,7 @@ class ServerTarget:
     def submitting(self, threads: int) -> Iterator[Submit]:
         from hps.client.pool import ClientPool
 
-        with ClientPool(self._make, threads) as pool:
+        with ClientPool(self._client, threads) as pool:
             yield lambda model, request: pool.submit(lambda client: _ask(client, model, request))
 
     def lookup(self, model: str, features: Mapping[str, JaggedKeys]) -> LookupResult:
@@ -173,7 +170,7 @@ def open_target(
 
     with Client(server, api_key=api_key) as client:
         client.connect()
-        yield ServerTarget(client, lambda: Client(server, api_key=api_key))
+        yield ServerTarget(client)
 
 
 def refuse_overrides(overrides: list[str] | None) -> None:

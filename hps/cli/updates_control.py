@@ -84,10 +84,10 @@ def seek(
 def _ask(
     path: str, admin: str, api_key: str | None, body: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    from hps.client import Client
+    from hps.client import Admin
 
-    with Client(admin_url=admin, api_key=api_key) as client:
-        return list(client.admin(path, body)["updates"])
+    with Admin(admin, api_key=api_key) as client:
+        return list(client.ask(path, body)["updates"])
 
 
 def show(streams: list[dict[str, Any]], output: OutputFormat) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import ssl
 
 from hps.errors import (
     BadRequest,
@@ -15,7 +17,7 @@ from hps.errors import (
     Unsupported,
 )
 
-_ERRORS: dict[int, type[HpsError]] = {
+_BY_STATUS: dict[int, type[HpsError]] = {
     400: BadRequest,
     401: Unauthenticated,
     403: Forbidden,
@@ -26,15 +28,60 @@ _ERRORS: dict[int, type[HpsError]] = {
     503: Unavailable,
     504: DeadlineExceeded,
 }
+_BY_CODE: dict[str, type[HpsError]] = {
+    "INVALID_ARGUMENT": BadRequest,
+    "UNAUTHENTICATED": Unauthenticated,
+    "PERMISSION_DENIED": Forbidden,
+    "NOT_FOUND": NotFound,
+    "UNIMPLEMENTED": Unsupported,
+    "UNAVAILABLE": Unavailable,
+    "DEADLINE_EXCEEDED": DeadlineExceeded,
+}
+# How gRPC itself says that nobody was there; a server says it in other words.
+_NEVER_ARRIVED = ("failed to connect", "Socket closed", "Connection reset", "recvmsg")
+_NEVER_ANSWERED = "Deadline Exceeded"
 
 
 class Unreachable(Unavailable):
-    """Nobody answered at the address."""
+    """Nobody answered at the address, or not to the end."""
 
 
-def replied(status: str | None, message: str | None) -> HpsError:
-    kind = _ERRORS.get(int(status), HpsError) if status and status.isdigit() else HpsError
-    return kind(message or f"the server answered {status}")
+class Later(Unavailable):
+    """The server says when it wants to be asked again: in ``after_s`` seconds."""
+
+    def __init__(self, message: str, after_s: float) -> None:
+        super().__init__(message)
+        self.after_s = after_s
+
+
+def retry_after_s(error: HpsError) -> float:
+    """How long the server wants not to be asked; 0 when it said nothing."""
+    return error.after_s if isinstance(error, Later) else 0.0
+
+
+def replied(status: int, message: str, retry_after: str | None = None) -> HpsError:
+    """An HTTP reply that is no success; ``retry_after`` is its header, of which dates are not read."""
+    message = message or f"the server answered {status}"
+    kind = _BY_STATUS.get(status, HpsError)
+    if status in (429, 503):
+        kind = Unavailable
+        if retry_after is not None and retry_after.strip().isdigit():
+            return Later(message, float(retry_after))
+    return kind(message)
+
+
+def ended(address: str, code: str, message: str, pushback_ms: str | None = None) -> HpsError:
+    """A gRPC call's status; ``pushback_ms`` is its ``grpc-retry-pushback-ms``."""
+    kind = _BY_CODE.get(code, HpsError)
+    if code == "RESOURCE_EXHAUSTED":
+        kind = BadRequest if "larger than max" in message else Unavailable
+    if code == "DEADLINE_EXCEEDED" and _NEVER_ANSWERED in message:
+        return DeadlineExceeded(f"{address} did not answer in time; is it overloaded or stopped?")
+    if code == "UNAVAILABLE" and any(sign in message for sign in _NEVER_ARRIVED):
+        return Unreachable(f"{address} cannot be reached: {message}")
+    if kind is Unavailable and pushback_ms is not None and pushback_ms.isdigit():
+        return Later(message, int(pushback_ms) / 1e3)
+    return kind(message)
 
 
 def said(text: bytes) -> str:
@@ -45,7 +92,7 @@ def said(text: bytes) -> str:
         return ""
 
 
-def unreachable(base: str, error: Exception, timeout_s: float) -> Unreachable:
+def unreachable(base: str, error: Exception) -> HpsError:
     """Why nobody answered at ``base``, and what to do."""
     if isinstance(error, ConnectionRefusedError):
         return Unreachable(
@@ -53,7 +100,12 @@ def unreachable(base: str, error: Exception, timeout_s: float) -> Unreachable:
             "address that it printed when it started"
         )
     if isinstance(error, TimeoutError):
-        return Unreachable(
-            f"{base} did not answer within {timeout_s:g} s; is it overloaded or stopped?"
+        return DeadlineExceeded(f"{base} did not answer in time; is it overloaded or stopped?")
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return HpsError(
+            f"{base} shows a certificate that is not trusted ({error.verify_message}); give the file of "
+            "its root as tls=Tls(ca_file=…)"
         )
-    return Unreachable(f"{base} cannot be reached: {error}")
+    if isinstance(error, http.client.IncompleteRead):
+        return Unreachable(f"{base} broke off in the middle of its answer")
+    return Unreachable(f"{base} cannot be reached: {error or type(error).__name__}")

@@ -1,236 +1,157 @@
-"""The gRPC client, by ``tritonclient``, for threads and for asyncio."""
+"""The protocol over gRPC, for threads and for asyncio: the messages are those of ``tritonclient``."""
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from hps.client.calls import AsyncCalls, Call, Calls, Patience
-from hps.client.errors import Unreachable
-from hps.client.wire import Answer
-from hps.errors import (
-    BadRequest,
-    DeadlineExceeded,
-    Forbidden,
-    HpsError,
-    NotFound,
-    Unauthenticated,
-    Unavailable,
-    Unsupported,
-)
+import grpc
+from google.protobuf.json_format import MessageToDict
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
-_ASK_S = 2.0
-_MESSAGE_BYTES = 2**31 - 1
-_CHANNEL = [
-    ("grpc.max_send_message_length", _MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", _MESSAGE_BYTES),
+from hps.client.address import Address
+from hps.client.calls import Call, left_s
+from hps.client.errors import ended
+from hps.client.trace import trace_headers
+from hps.client.wire import Answer, decoded, encoded
+from hps.errors import HpsError
+
+_OPTIONS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.enable_retries", 0),  # the client has its own
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
-_ERRORS: dict[str, type[HpsError]] = {
-    "INVALID_ARGUMENT": BadRequest,
-    "RESOURCE_EXHAUSTED": BadRequest,
-    "UNAUTHENTICATED": Unauthenticated,
-    "PERMISSION_DENIED": Forbidden,
-    "NOT_FOUND": NotFound,
-    "UNIMPLEMENTED": Unsupported,
-    "UNAVAILABLE": Unavailable,
-    "DEADLINE_EXCEEDED": DeadlineExceeded,
+_QUESTIONS = {
+    "server": ("ServerMetadata", pb.ServerMetadataRequest),
+    "ready": ("ServerReady", pb.ServerReadyRequest),
+    "metadata": ("ModelMetadata", pb.ModelMetadataRequest),
+    "config": ("ModelConfig", pb.ModelConfigRequest),
 }
-# How gRPC itself says that nobody was there; a server says it in other words.
-_NEVER_ARRIVED = ("failed to connect", "Socket closed", "Connection reset", "recvmsg")
 
 
-class GrpcClient(Calls):
-    """Speaks to one server's gRPC port. Any number of threads may use it.
+class Message(NamedTuple):
+    """What is sent, by which method, and what goes beside it."""
 
-    ``timeout_s`` bounds a call and its repetitions; ``retries``: how often a call is repeated that found
-    the server unavailable. Failures are ``HpsError``s, as ``Client``'s are. ``tls``: the file of the roots
-    that the server's certificate must lead to; None speaks plain text.
-    """
+    method: str
+    content: Any
+    metadata: tuple[tuple[str, str], ...]
 
-    def __init__(
-        self,
-        address: str = "127.0.0.1:8001",
-        *,
-        api_key: str | None = None,
-        timeout_s: float = 30.0,
-        retries: int = 0,
-        tls: str | None = None,
-    ) -> None:
-        from tritonclient import grpc
 
-        self.address = address
-        self._timeout_s, self._retries = timeout_s, retries
-        self._wire = _Wire(address, api_key)
-        self._triton = grpc.InferenceServerClient(
-            address, ssl=tls is not None, root_certificates=tls, channel_args=_CHANNEL
-        )
+class GrpcChannel:
+    """A connection to one server. Any number of threads may use it."""
 
-    def __enter__(self) -> GrpcClient:
-        return self
+    def __init__(self, at: Address) -> None:
+        self._at = at
+        self._channel = _channel(grpc, at, _credentials(at))
+        self._stub = GRPCInferenceServiceStub(self._channel)
 
-    def __exit__(self, *_error: object) -> None:
-        self.close()
+    def send(self, message: Message, until: float) -> Any:
+        """The response. Raises the status that the call ended with, and DeadlineExceeded at ``until``."""
+        method, content, metadata = message
+        try:
+            return getattr(self._stub, method)(content, timeout=left_s(until), metadata=metadata)
+        except grpc.RpcError as error:
+            raise _told(error, self._at) from None
 
     def close(self) -> None:
-        """Close the connection; idempotent."""
-        self._triton.close()
-
-    def ready(self) -> bool:
-        """Whether the server answers requests by now; ``Unavailable`` when nobody is there."""
-        with self._wire.telling():
-            return bool(self._triton.is_server_ready(client_timeout=self._timeout_s))
-
-    def _ask(self, call: Call) -> Answer:
-        patience = Patience(self._timeout_s, self._retries)
-        while True:
-            try:
-                with self._wire.telling():
-                    return self._wire.answer(
-                        self._triton.infer(**self._wire.infer(call, patience.left_s))
-                    )
-            except HpsError as error:
-                time.sleep(patience.pause_s(error))
-
-    def _datatypes(self, model: str) -> Mapping[str, Any]:
-        if model not in self._wire.types:
-            with self._wire.telling():
-                about = self._triton.get_model_metadata(
-                    model, headers=self._wire.headers, client_timeout=self._timeout_s
-                )
-            self._wire.learn(model, about)
-        return self._wire.types[model]
+        self._channel.close()
 
 
-class AsyncGrpcClient(AsyncCalls):
-    """``GrpcClient`` for asyncio: the same methods, awaited. Used on one event loop."""
+class AsyncGrpcChannel:
+    """Used on the event loop of its first call: a channel belongs to the one that runs when it is made."""
 
-    def __init__(
-        self,
-        address: str = "127.0.0.1:8001",
-        *,
-        api_key: str | None = None,
-        timeout_s: float = 30.0,
-        retries: int = 0,
-        tls: str | None = None,
-    ) -> None:
-        from tritonclient.grpc import aio
+    def __init__(self, at: Address) -> None:
+        self._at = at
+        self._credentials = _credentials(at)
+        self._channel: Any = None
+        self._stub: Any = None
 
-        self.address = address
-        self._timeout_s, self._retries = timeout_s, retries
-        self._wire = _Wire(address, api_key)
-        self._triton = aio.InferenceServerClient(
-            address, ssl=tls is not None, root_certificates=tls, channel_args=_CHANNEL
-        )
-
-    async def __aenter__(self) -> AsyncGrpcClient:
-        return self
-
-    async def __aexit__(self, *_error: object) -> None:
-        await self.close()
+    async def send(self, message: Message, until: float) -> Any:
+        """See ``GrpcChannel.send``."""
+        if self._channel is None:
+            self._channel = _channel(grpc.aio, self._at, self._credentials)
+            self._stub = GRPCInferenceServiceStub(self._channel)
+        method, content, metadata = message
+        try:
+            return await getattr(self._stub, method)(
+                content, timeout=left_s(until), metadata=metadata
+            )
+        except grpc.RpcError as error:
+            raise _told(error, self._at) from None
 
     async def close(self) -> None:
-        """Close the connection."""
-        await self._triton.close()
-
-    async def ready(self) -> bool:
-        """Whether the server answers requests by now; ``Unavailable`` when nobody is there."""
-        with self._wire.telling():
-            return bool(await self._triton.is_server_ready(client_timeout=self._timeout_s))
-
-    async def _ask(self, call: Call) -> Answer:
-        patience = Patience(self._timeout_s, self._retries)
-        while True:
-            try:
-                with self._wire.telling():
-                    return self._wire.answer(
-                        await self._triton.infer(**self._wire.infer(call, patience.left_s))
-                    )
-            except HpsError as error:
-                await asyncio.sleep(patience.pause_s(error))
-
-    async def _datatypes(self, model: str) -> Mapping[str, Any]:
-        if model not in self._wire.types:
-            with self._wire.telling():
-                about = await self._triton.get_model_metadata(
-                    model, headers=self._wire.headers, client_timeout=self._timeout_s
-                )
-            self._wire.learn(model, about)
-        return self._wire.types[model]
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
 
 
-class _Wire:
-    """Calls, answers and errors as Triton's client has them."""
+class GrpcWire:
+    """Calls and questions of one client as messages, and what is answered."""
 
-    def __init__(self, address: str, api_key: str | None) -> None:
-        from tritonclient import grpc
+    def __init__(self, _url: str, api_key: str | None) -> None:
+        self._metadata = (("x-api-key", api_key),) if api_key else ()
 
-        self._address, self._kind = address, grpc
-        self.headers = {"x-api-key": api_key} if api_key else None
-        self.types: dict[str, dict[str, Any]] = {}
+    def question(self, what: str, model: str) -> Message:
+        method, request = _QUESTIONS[what]
+        return Message(method, request(name=model) if model else request(), self._metadata)
 
-    def infer(self, call: Call, timeout_s: float) -> dict[str, Any]:
-        """The arguments of ``infer``."""
-        from tritonclient.utils import np_to_triton_dtype
+    def told(self, what: str, response: Any) -> dict[str, Any]:
+        """As HTTP has it: protobuf's JSON form writes 64-bit numbers as text, leaves out what is false."""
+        if what == "ready":
+            return {"ready": response.ready}
+        found: dict[str, Any] = MessageToDict(response, preserving_proto_field_name=True)
+        if what == "metadata":
+            for tensor in (*found.get("inputs", ()), *found.get("outputs", ())):
+                tensor["shape"] = [int(size) for size in tensor["shape"]]
+        return dict(found["config"]) if what == "config" else found
 
-        tensors = []
+    def request(self, call: Call) -> Message:
+        """Its deadline travels with the call."""
+        request = pb.ModelInferRequest(model_name=call.model, id=call.request_id)
         for name, value in call.inputs.items():
-            tensor = self._kind.InferInput(name, list(value.shape), np_to_triton_dtype(value.dtype))
-            tensors.append(tensor.set_data_from_numpy(value))
-        wanted = call.outputs
-        return {
-            "model_name": call.model,
-            "inputs": tensors,
-            "outputs": None
-            if wanted is None
-            else [self._kind.InferRequestedOutput(n) for n in wanted],
-            "headers": self.headers,
-            "client_timeout": timeout_s,
-            "parameters": dict(call.parameters) if call.parameters else None,
-        }
+            datatype, tensor = encoded(value)
+            request.inputs.add(name=name, datatype=datatype, shape=value.shape)
+            request.raw_input_contents.append(tensor.tobytes())
+        for name in call.outputs or ():
+            request.outputs.add(name=name)
+        for name, value in call.parameters.items():
+            kind = _KINDS.get(type(value), "string_param")
+            setattr(request.parameters[name], kind, value)
+        return Message("ModelInfer", request, (*self._metadata, *trace_headers().items()))
 
-    def answer(self, result: Any) -> Answer:
-        reply = result.get_response()
-        arrays = {out.name: result.as_numpy(out.name) for out in reply.outputs}
+    def answer(self, response: Any) -> Answer:
+        """The arrays own their memory."""
+        if len(response.raw_output_contents) != len(response.outputs):
+            raise HpsError("the server's outputs are not raw; is it an hps server?")
+        arrays = {
+            out.name: decoded(out.datatype, raw).reshape(tuple(out.shape))
+            for out, raw in zip(response.outputs, response.raw_output_contents, strict=True)
+        }
         parameters = {
             name: getattr(value, value.WhichOneof("parameter_choice"))
-            for name, value in reply.parameters.items()
+            for name, value in response.parameters.items()
         }
-        return Answer(arrays, parameters, reply.model_version)
-
-    def learn(self, model: str, about: Any) -> None:
-        """NumPy's type of every input of ``model``."""
-        from tritonclient.utils import triton_to_np_dtype
-
-        self.types[model] = {t.name: triton_to_np_dtype(t.datatype) for t in about.inputs}
-
-    @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Triton's errors as ours."""
-        from tritonclient.utils import InferenceServerException
-
-        try:
-            yield
-        except InferenceServerException as error:
-            status, message = str(error.status()).removeprefix("StatusCode."), error.message()
-            if status == "UNAVAILABLE" and any(sign in message for sign in _NEVER_ARRIVED):
-                raise Unreachable(f"{self._address} cannot be reached: {message}") from None
-            raise _ERRORS.get(status, HpsError)(message) from None
+        return Answer(arrays, parameters, response.model_version)
 
 
-def is_hps(address: str, api_key: str | None = None) -> bool:
-    """Whether an hps server answers at ``host:port``, in plain text. Raises ``Unauthenticated``."""
-    from tritonclient.grpc import InferenceServerClient
-    from tritonclient.utils import InferenceServerException
+_KINDS = {bool: "bool_param", int: "int64_param", float: "double_param"}
 
-    headers = {"x-api-key": api_key} if api_key else None
-    try:
-        with InferenceServerClient(address) as client:
-            about = client.get_server_metadata(headers, client_timeout=_ASK_S)
-    except InferenceServerException as error:
-        if error.status() == "StatusCode.UNAUTHENTICATED":
-            raise Unauthenticated(error.message()) from None
-        return False
-    return bool(about.name == "hps")
+
+def _channel(kind: Any, at: Address, credentials: grpc.ChannelCredentials | None) -> Any:
+    if credentials is None:
+        return kind.insecure_channel(at.target, _OPTIONS)
+    return kind.secure_channel(at.target, credentials, _OPTIONS)
+
+
+def _credentials(at: Address) -> grpc.ChannelCredentials | None:
+    return None if at.tls is None else grpc.ssl_channel_credentials(*at.tls.contents())
+
+
+def _told(error: Any, at: Address) -> HpsError:
+    trailing: Mapping[str, Any] = dict(error.trailing_metadata() or ())
+    pushback = trailing.get("grpc-retry-pushback-ms")
+    return ended(at.base, error.code().name, error.details() or "", pushback)

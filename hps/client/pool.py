@@ -1,4 +1,4 @@
-"""Several requests to one server at a time, each on a thread and a connection of its own."""
+"""Several requests to one server at a time, each on a thread of its own."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from hps.client.rest import Client
+from hps.client.client import Client
 
 T = TypeVar("T")
 _Job = tuple[Future[Any], Callable[[Client], Any]]
 
 
 class ClientPool:
-    """``threads`` clients made by ``make``, each used and closed by the thread that it belongs to.
+    """``threads`` threads that ask with ``client``, which stays its owner's to close.
 
     Any thread may call ``submit``; it never waits, so the caller bounds what is under way. Leaving
     the context gives up what no thread has begun; it waits for the rest unless an error ended it. The
     threads are daemons: a server that hangs keeps no process from ending.
     """
 
-    def __init__(self, make: Callable[[], Client], threads: int) -> None:
-        self._make = make
+    def __init__(self, client: Client, threads: int) -> None:
+        self._client = client
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._serve, name=f"hps-client-{i}", daemon=True)
@@ -52,12 +52,11 @@ class ClientPool:
         return future
 
     def _serve(self) -> None:
-        with self._make() as client:
-            while (job := self._jobs.get()) is not None:
-                future, work = job
-                if not future.set_running_or_notify_cancel():
-                    continue
-                try:
-                    future.set_result(work(client))
-                except BaseException as error:
-                    future.set_exception(error)
+        while (job := self._jobs.get()) is not None:
+            future, work = job
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(work(self._client))
+            except BaseException as error:
+                future.set_exception(error)

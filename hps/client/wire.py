@@ -59,6 +59,34 @@ def parse_sample(line: str) -> Sample | None:
     return Sample(found[1], labels, float(found[3]))
 
 
+def numpy_type(datatype: str) -> np.dtype[Any]:
+    """The protocol's name of a type as NumPy has it."""
+    from tritonclient.utils import triton_to_np_dtype
+
+    dtype: np.dtype[Any] = np.dtype(triton_to_np_dtype(datatype))
+    return dtype
+
+
+def encoded(array: NDArray[Any]) -> tuple[str, NDArray[Any]]:
+    """The protocol's name of an array's type, and its elements as they travel, C-contiguous."""
+    from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
+
+    datatype = np_to_triton_dtype(array.dtype)
+    if datatype == "BYTES":
+        array = np.frombuffer(serialize_byte_tensor(array).tobytes(), np.uint8)
+    return datatype, np.ascontiguousarray(array)
+
+
+def decoded(datatype: str, raw: bytes) -> NDArray[Any]:
+    """The elements of an array, flat."""
+    from tritonclient.utils import deserialize_bytes_tensor
+
+    if datatype == "BYTES":
+        elements: NDArray[Any] = deserialize_bytes_tensor(raw)
+        return elements
+    return np.frombuffer(raw, numpy_type(datatype)).copy()
+
+
 def tensors_of(features: Mapping[str, Keys]) -> dict[str, NDArray[Any]]:
     """Features as tensors: ``f [batch, hotness]``; jagged: ``f [n]``, ``f.offsets``, ``f.weights``."""
     tensors: dict[str, NDArray[Any]] = {}

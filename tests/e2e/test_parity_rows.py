@@ -10,7 +10,7 @@ import tritonclient.http as triton
 from benchmarks.peers.hps_server import Hps, start_hps
 from examples.ctr.data import FEATURES, Samples
 from examples.ctr.export import defaults, tables
-from hps.client import Client
+from hps.client import Admin, Client
 
 pytestmark = pytest.mark.data
 
@@ -53,11 +53,11 @@ def test_unknown_keys_are_counted_and_reported(example, served):
     def counted() -> float:
         return sum(
             s.value
-            for s in client.metrics()
+            for s in admin.metrics()
             if s.name == "hps_lookup_keys_total" and s.labels["tier"] == "default"
         )
 
-    with Client(f"http://{served.address}", admin_url=f"http://{served.admin}") as client:
+    with Client(f"http://{served.address}") as client, Admin(f"http://{served.admin}") as admin:
         before = counted()
         reported = sum(
             client.predict("ctr", batch.keys, batch.inputs).defaulted

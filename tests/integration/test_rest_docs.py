@@ -1,4 +1,4 @@
-"""Every example of docs/rest.md and docs/grpc.md works against a real server."""
+"""Every example of docs/rest.md, docs/grpc.md and docs/clients.md works against a real server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-TEXT = (DOCS / "rest.md").read_text() + (DOCS / "grpc.md").read_text()
+TEXT = "".join((DOCS / f"{name}.md").read_text() for name in ("rest", "grpc", "clients"))
 BLOCKS = re.findall(r"^```(sh|python)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 CURLS = [
     words
@@ -46,10 +46,10 @@ def test_python(small_server, code):
     code = code.replace("localhost:8000", small_server.address)
     exec(code.replace("localhost:8001", small_server.grpc), names)
     for each in ("client", "server"):
-        if each in names:
+        if hasattr(names.get(each), "close"):
             names[each].close()
 
 
 def test_there_are_examples_of_both_kinds():
     assert len(CURLS) > 10
-    assert sum(kind == "python" for kind, _ in BLOCKS) == 3
+    assert sum(kind == "python" for kind, _ in BLOCKS) == 5

@@ -19,7 +19,7 @@ import pytest
 
 import hps
 from benchmarks.peers.hps_server import Hps, start_hps
-from hps.client import Client
+from hps.client import Admin, Client
 from hps.native import COMPILED
 from tests.integration.conftest import write_models
 from tests.support.waiting import until
@@ -63,7 +63,7 @@ def workers(server: Hps) -> list[dict[str, Any]]:
 
 
 def counted(server: Hps, name: str, **labels: str) -> float:
-    with Client(admin_url=f"http://{server.admin}") as client:
+    with Admin(f"http://{server.admin}") as client:
         return sum(
             sample.value
             for sample in client.metrics()

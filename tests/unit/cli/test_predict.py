@@ -106,7 +106,7 @@ class Meeting(Client):
 def test_a_server_has_several_requests_at_a_time() -> None:
     assert IN_FLIGHT > 1
     score = _Scores("ctr", MODEL)
-    with ServerTarget(Meeting(), Meeting).submitting(IN_FLIGHT) as submit:
+    with ServerTarget(Meeting()).submitting(IN_FLIGHT) as submit:
         results = list(score.in_order(batches(2 * IN_FLIGHT, []), submit))
     firsts = [float(result.outputs["score"][0, 0]) for result, _ in results]
     assert firsts == [10 * i + 0.5 for i in range(2 * IN_FLIGHT)]

@@ -12,7 +12,7 @@ from hps.cli.main import app
 from hps.cli.serve import processes
 from hps.cli.status import _show, _show_processes, _show_tiers, keys_by_tier, requests
 from hps.cli.tables import flatten, show
-from hps.client import Client
+from hps.client import Admin
 from hps.client.wire import Sample
 
 
@@ -115,7 +115,7 @@ def test_a_loading_server_tells_how_far_it_is(capsys: pytest.CaptureFixture[str]
 
 def test_tables_of_a_loading_server_are_told_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
     loading = {"phase": "loading", "ready": False, "uptime_s": 1.0, "loading": []}
-    monkeypatch.setattr(Client, "status", lambda _self: loading)
+    monkeypatch.setattr(Admin, "status", lambda _self: loading)
     result = CliRunner().invoke(app, ["tables"])
     assert result.exit_code == 1
     assert result.stderr.startswith("error: the server is still loading its tables; hps status")

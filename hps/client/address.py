@@ -1,0 +1,79 @@
+"""Where a server is and how it is spoken to."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from hps.errors import ConfigError
+
+_PORTS = {"http": 80, "https": 443, "grpc": 8001, "grpcs": 8001}
+
+
+class Tls(NamedTuple):
+    """PEM files: the roots that the server's certificate must lead to (None: the system's), and the
+    certificate and key that the client shows."""
+
+    ca_file: Path | str | None = None
+    certificate_file: Path | str | None = None
+    key_file: Path | str | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """ConfigError when a file cannot be used."""
+        try:
+            context = ssl.create_default_context(cafile=self.ca_file)
+            if self.certificate_file is not None:
+                context.load_cert_chain(self.certificate_file, self.key_file)
+        except (OSError, ssl.SSLError) as error:
+            files = ", ".join(str(file) for file in self if file is not None)
+            raise ConfigError(f"{files}: not usable for TLS: {error}") from None
+        return context
+
+    def contents(self) -> tuple[bytes | None, bytes | None, bytes | None]:
+        """Of the roots, the key and the certificate. ConfigError when one cannot be read."""
+        try:
+            ca, certificate, key = (None if f is None else Path(f).read_bytes() for f in self)
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: {error.strerror}") from None
+        return ca, key, certificate
+
+
+class Address(NamedTuple):
+    """``base`` is what paths are added to."""
+
+    base: str
+    scheme: str
+    host: str
+    port: int
+    path: str
+    tls: Tls | None
+
+    @property
+    def is_grpc(self) -> bool:
+        return self.scheme.startswith("grpc")
+
+    @property
+    def target(self) -> str:
+        """``host:port``."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+def address(url: str, tls: Tls | None = None, schemes: tuple[str, ...] = tuple(_PORTS)) -> Address:
+    """What ``url`` says; ``host:port`` alone means http. ConfigError for what is no address."""
+    base = (url if "://" in url else f"http://{url}").rstrip("/")
+    parts = urlsplit(base)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if parts.scheme not in schemes or not host:
+        known = " or ".join(f"{scheme}://host:port" for scheme in schemes if scheme[-1] != "s")
+        raise ConfigError(f"server address {url!r} must look like {known}")
+    secured = parts.scheme.endswith("s")
+    if tls is not None and not secured:
+        raise ConfigError(f"server address {url!r} is not secured; write {parts.scheme}s://…")
+    used = (tls or Tls()) if secured else None
+    return Address(base, parts.scheme, host, port or _PORTS[parts.scheme], parts.path, used)

@@ -1,0 +1,130 @@
+"""The protocol over HTTP: calls as requests, replies as answers. Tensors are binary both ways."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+import numpy as np
+
+from hps.client.calls import Call
+from hps.client.errors import replied, said
+from hps.client.trace import trace_headers
+from hps.client.wire import Answer, decoded, encoded, numpy_type
+from hps.errors import HpsError
+
+_HEADER_SIZE = "Inference-Header-Content-Length"
+_PATHS = {
+    "server": "/v2",
+    "ready": "/v2/health/ready",
+    "metadata": "/v2/models/{}",
+    "config": "/v2/models/{}/config",
+}
+
+
+class Request(NamedTuple):
+    """``path`` begins with a slash; ``body`` None: there is none."""
+
+    verb: str
+    path: str
+    headers: Mapping[str, str]
+    body: bytes | None = None
+
+
+class Reply(NamedTuple):
+    """An answer; ``headers`` by their names in lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    def checked(self, url: str) -> Reply:
+        """Raises what an answer that is no success says."""
+        if self.status == 200:
+            return self
+        message = said(self.body) or f"{url} answered {self.status}"
+        raise replied(self.status, message, self.headers.get("retry-after"))
+
+    def json(self, url: str) -> Any:
+        """What a success says."""
+        self.checked(url)
+        try:
+            return json.loads(self.body) if self.body else {}
+        except ValueError:
+            raise HpsError(f"{url} did not answer with JSON; is it an hps server?") from None
+
+
+def key_headers(api_key: str | None) -> dict[str, str]:
+    """Who asks."""
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+class HttpWire:
+    """Calls and questions of one client as requests, and what their replies say. The same bytes go out
+    again for calls that differ in their elements alone, but for a request id, which is a header, and the
+    caller's trace: a server may recognise them."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        self._url = url
+        self._headers = key_headers(api_key)
+
+    def question(self, what: str, model: str) -> Request:
+        return Request("GET", _PATHS[what].format(quote(model, safe="")), self._headers)
+
+    def told(self, what: str, reply: Reply) -> dict[str, Any]:
+        """The answer to a question. Triton says by its status alone that it is ready."""
+        found = reply.json(self._url)
+        return {"ready": True} if what == "ready" else dict(found)
+
+    def request(self, call: Call) -> Request:
+        inputs: list[Any] = []
+        tensors: list[Any] = []
+        for name, value in call.inputs.items():
+            datatype, tensor = encoded(value)
+            binary = {"binary_data_size": tensor.nbytes}
+            inputs.append(
+                {"name": name, "shape": value.shape, "datatype": datatype, "parameters": binary}
+            )
+            tensors.append(tensor.reshape(-1))
+        parameters = dict(call.parameters)
+        if call.timeout_s is not None:
+            parameters["timeout"] = round(call.timeout_s * 1e6)
+        head: dict[str, Any] = {"inputs": inputs, "parameters": parameters}
+        if call.outputs is None:
+            parameters["binary_data_output"] = True
+        else:
+            wanted = {"binary_data": True}
+            head["outputs"] = [{"name": name, "parameters": wanted} for name in call.outputs]
+        text = json.dumps(head).encode()
+        sent = {**self._headers, _HEADER_SIZE: str(len(text)), **trace_headers()}
+        if call.request_id:
+            sent["X-Request-ID"] = call.request_id
+        path = f"/v2/models/{quote(call.model, safe='')}/infer"
+        return Request("POST", path, sent, b"".join([text, *tensors]))
+
+    def answer(self, reply: Reply) -> Answer:
+        """The arrays own their memory."""
+        reply.checked(self._url)
+        try:
+            size = int(reply.headers.get(_HEADER_SIZE.lower(), len(reply.body)))
+            head = json.loads(reply.body[:size])
+            arrays = {}
+            for out in head.get("outputs", []):
+                arrays[out["name"]], size = _array(out, reply.body, size)
+            return Answer(arrays, head.get("parameters") or {}, head.get("model_version", ""))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise HpsError(
+                f"{self._url} answered otherwise than the protocol has it ({error}); is it an hps "
+                "server?"
+            ) from None
+
+
+def _array(out: dict[str, Any], body: bytes, start: int) -> tuple[Any, int]:
+    """An output, and where the next one begins."""
+    size = (out.get("parameters") or {}).get("binary_data_size")
+    if size is None:
+        return np.array(out["data"], numpy_type(out["datatype"])).reshape(out["shape"]), start
+    end = start + size
+    return decoded(out["datatype"], body[start:end]).reshape(out["shape"]), end

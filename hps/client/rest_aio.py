@@ -1,0 +1,52 @@
+"""HTTP for asyncio, by aiohttp."""
+
+from __future__ import annotations
+
+import aiohttp
+
+from hps.client.address import Address
+from hps.client.calls import left_s
+from hps.client.errors import unreachable
+from hps.client.http_wire import Reply, Request
+
+
+class AsyncHttp:
+    """Connections to one server. Used on the event loop of its first call."""
+
+    def __init__(self, at: Address) -> None:
+        self._base = at.base
+        self._ssl = True if at.tls is None else at.tls.context()
+        self._session: aiohttp.ClientSession | None = None
+
+    async def send(self, request: Request, until: float) -> Reply:
+        """The reply, whatever its status. Raises Unreachable, and DeadlineExceeded at ``until``."""
+        if self._session is None:  # no bound on connections: a call must not wait for another's
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        try:
+            async with self._session.request(
+                request.verb,
+                self._base + request.path,
+                data=request.body,
+                headers=request.headers,
+                timeout=aiohttp.ClientTimeout(total=left_s(until)),
+                ssl=self._ssl,
+                skip_auto_headers=("User-Agent", "Content-Type"),
+            ) as reply:
+                headers = {name.lower(): value for name, value in reply.headers.items()}
+                return Reply(reply.status, headers, await reply.read())
+        except (OSError, aiohttp.ClientError) as error:
+            raise unreachable(self._base, _plain(error)) from None
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+def _plain(error: Exception) -> Exception:
+    """The error that the standard library would have raised, as far as anybody asks for it."""
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return error.certificate_error
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return error.os_error
+    return error
