@@ -63,6 +63,8 @@ class DenseSettings(Strict):
     """What a GPU computes in; `float16` narrows the network when it is loaded, inputs and outputs stay."""
     tf32: bool = False
     """Let a GPU round factors of float32 products to 10 bits: faster, but scores differ from the CPU's."""
+    graphs: bool = True
+    """Record what a repeated batch asks of the GPU, and ask for it in one launch (a CUDA graph)."""
     lanes: int = Field(2, ge=1, le=64)
     """Runs at a time on each GPU that holds the rows; each has a copy of the network."""
     threads: int = Field(1, ge=0)

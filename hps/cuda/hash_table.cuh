@@ -169,10 +169,15 @@ __device__ __forceinline__ Found look(char* lines, u32 buckets, u64 key, u64 has
   found.lane = holder(found.slot, key, tile);
   if (found.lane >= 0) return found;
   const u32 second = second_half(hash, buckets, home);
-  const Half<T> a = load_half<T, KEEP>(lines, home ^ 1, tile, policy),
-                b = load_half<T, KEEP>(lines, second, tile, policy),
+  const Half<T> a = load_half<T, KEEP>(lines, home ^ 1, tile, policy);
+  if (T > HALF) {  // wide rows: bytes count for more than the time until the next look
+    pick(found, a, lines, home ^ 1, key, tile);
+    found.lane = holder(found.slot, key, tile);
+    if (found.lane >= 0) return found;
+  }
+  const Half<T> b = load_half<T, KEEP>(lines, second, tile, policy),
                 c = load_half<T, KEEP>(lines, second + 1, tile, policy);
-  pick(found, a, lines, home ^ 1, key, tile);
+  if (T <= HALF) pick(found, a, lines, home ^ 1, key, tile);
   pick(found, b, lines, second, key, tile);
   pick(found, c, lines, second + 1, key, tile);
   found.lane = holder(found.slot, key, tile);

@@ -150,8 +150,8 @@ class TwinTable:
 
     def _choose(self, key: int, score: int) -> Place | None:
         """An empty slot, of the home half (unless it is the bucket's last and half of the second bucket
-        is empty, or 2 slots where none makes room), else of the emptier bucket; without any the lowest score, of the home half before others by
-        an `AGE`. None when ``score`` is lower than all."""
+        is empty, or 2 slots where none makes room), else of the emptier bucket; without any the lowest
+        score, of the home half before others by an `AGE`. None when ``score`` is lower than all."""
         halves = self._halves(key)
         vacant = [np.flatnonzero(self.words[half] & EMPTY) for half in halves]
         here, there = len(vacant[0]) + len(vacant[1]), len(vacant[2]) + len(vacant[3])

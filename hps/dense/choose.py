@@ -52,7 +52,7 @@ def _here(
             f"{name}: dense.onnx is missing, but model.yaml describes a dense part; add the file, or have a "
             "Triton run the network (dense.triton, without fallback)"
         )
-    gpu = OnGpu(device, settings.precision, settings.tf32)
+    gpu = OnGpu(device, settings.precision, settings.tf32, settings.graphs)
     network = OnnxModel(path, settings.provider, settings.threads, settings.inline_us, gpu)
     check(network)
     network.warm_up(fed)

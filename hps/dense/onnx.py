@@ -45,6 +45,7 @@ class OnGpu:
     device: int = 0
     precision: Literal["float32", "float16"] = "float32"
     tf32: bool = False
+    graphs: bool = True
 
 
 class OnnxModel:
@@ -99,7 +100,7 @@ class OnnxModel:
         """Whether what a run asks of the device may be recorded and repeated. ONNX Runtime's own recording
         is not used: any call that another thread makes meanwhile, for a write into the cache say, makes it
         fail, and with it the request."""
-        return self.provider == _PROVIDERS["cuda"]
+        return self._gpu.graphs and self.provider == _PROVIDERS["cuda"]
 
     def session_on(self, device: int, stream: int) -> Any:
         """One more session of the network on a stream of a device, for `lanes.py`."""

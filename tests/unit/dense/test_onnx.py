@@ -203,6 +203,14 @@ def test_a_session_of_a_lane_runs_on_its_stream(monkeypatch):
     assert options["user_compute_stream"] == "4711"
 
 
+def test_runs_on_cuda_are_recorded_unless_the_settings_say_otherwise(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", _Runtime([CUDA, CPU], None))
+    assert OnnxModel(Path("x.onnx"), "cuda").records
+    assert not OnnxModel(Path("x.onnx"), "cuda", gpu=OnGpu(graphs=False)).records
+    monkeypatch.setitem(sys.modules, "onnxruntime", _Runtime([RT, CUDA, CPU], None))
+    assert not OnnxModel(Path("x.onnx"), "tensorrt").records
+
+
 def test_tensorrt_narrows_by_itself(monkeypatch):
     runtime = _Runtime([RT, CUDA, CPU], None)
     monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
