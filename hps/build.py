@@ -37,11 +37,12 @@ from hps.tiers.cpu_cache import CacheMemory, CpuCache
 from hps.tiers.cpu_segments import Segments
 from hps.tiers.node import NodeServer
 from hps.tiers.wrappers import Metered
+from hps.tiers.ranking import HotKeys, RankedTogether
 from hps.types import EmbeddingTable, KeyArray, NoProgress, Progress, Source
 from hps.updates.arrivals import LOOK_EVERY_S
 from hps.updates.freshness import Freshness
 from hps.updates.lifting import Lifting
-from hps.updates.snapshot import HotKeys, Snapshots, hot_keys_at_start
+from hps.updates.snapshot import Snapshots, hot_keys_at_start
 from hps.updates.warm import Warming, promote_keys
 from hps.updates.writer import CacheWriter
 
@@ -219,11 +220,12 @@ class _Builder:
         if chosen.snapshot.path is not None:
             self._hot = hot_keys_at_start(chosen.snapshot.path)
             snapshots = Snapshots(
-                cache,
+                RankedTogether([on_gpu, cache]) if on_gpu else cache,
                 self._tables,
                 chosen.snapshot.path,
                 interval_s=chosen.snapshot.interval_s,
                 most=chosen.snapshot.keys,
+            on_gpu = self._devices.replicas
                 bytes_per_s=chosen.snapshot.bytes_per_s,
             )
             self._resources.callback(snapshots.close)

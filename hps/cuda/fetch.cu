@@ -210,5 +210,8 @@ __global__ void __launch_bounds__(BLOCK) sweep_kernel(const __grid_constant__ Fe
   if (i >= p.n) return;
   const u32 row = a.later[p.base + i];
   if (row == NO_ROW || window_of(a, p, row) != a.window) return;
+#ifdef HPS_SLOW_READS
+  if (is_slow(mix(row))) __nanosleep(HPS_SLOW_READS);
+#endif
   copy_row<T, UNIT, MOVES>(p, row, p.positions ? (size_t)p.positions[i] : i, tile);
 }

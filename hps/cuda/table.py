@@ -16,13 +16,17 @@ from hps.cuda.layout import (
     COUNT_BITS,
     POLICY_BITS,
     TICKS_A_TURN,
+    WAYS,
     Policy,
     Shape,
     shape_of,
 )
 from hps.cuda.loader import Struct, cupy, kernel
 from hps.errors import ConfigError
-from hps.types import EmbeddingTable
+from hps.types import EmbeddingTable, KeyArray
+
+_RANKED_AT_ONCE = 1 << 20
+"""Slots that `GpuTable.ranks` looks at in one go."""
 
 
 class GpuTable:
@@ -144,6 +148,23 @@ class GpuTable:
         counts = self._scan(stream)
         return int(counts[0]), int(counts[1])
 
+    def ranks(self, stream: Any) -> tuple[KeyArray, NDArray[np.uint32]]:
+        """Host arrays of the resident rows' keys (n,) and scores (n,), in no order; what a writer beside it
+        changes may be told before or after, or twice. Waits for ``stream``. From any thread; takes
+        little memory of the device."""
+        cp, pieces = cupy(), []
+        room = min(self.shape.slots, _RANKED_AT_ONCE)
+        with stream:
+            keys, numbers = cp.empty(room, np.int64), cp.empty(room, np.uint32)
+            scores = cp.empty(room, np.uint32)
+            to = {"keys": keys.data.ptr, "numbers": numbers.data.ptr, "scores": scores.data.ptr}
+            for first in range(0, self.shape.buckets, room // WAYS):
+                buckets = min(room // WAYS, self.shape.buckets - first)
+                lines = self.lines.data.ptr + first * BUCKET_BYTES
+                n = int(self._scan(stream, lines=lines, buckets=buckets, limit=room, **to)[0])
+                pieces.append((keys[:n].get(), scores[:n].get()))
+        return np.concatenate([k for k, _ in pieces]), np.concatenate([s for _, s in pieces])
+
     def export(
         self, stream: Any, least: int = 0, *, with_versions: bool = True
     ) -> tuple[Any, Any, Any, Any]:
@@ -184,7 +205,8 @@ class GpuTable:
         with stream:
             count = cp.zeros(2, np.uint64)
             args = self.scan_args(count=count.data.ptr, **fields)
-            kernel("export_kernel").launch(blocks_of(self.shape.slots), args, stream.ptr)
+            slots = int(args["buckets"]) * WAYS
+            kernel("export_kernel").launch(blocks_of(slots), args, stream.ptr)
             counts: NDArray[np.uint64] = count.get()
         return counts
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hps.cuda.fetch import PARTS, Direct, Workspace
 from hps.cuda.layout import NO_ROW, Policy
@@ -23,7 +24,8 @@ from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.gpu_asks import ask_of, bags_of, hand_out
 from hps.tiers.gpu_checks import Pooling, check_part, check_pooling, checked
 from hps.tiers.gpu_space import DeviceSpace
-from hps.types import EmbeddingTable, Source, oldest_tombstone
+from hps.tiers.ranking import hottest
+from hps.types import EmbeddingTable, KeyArray, Source, oldest_tombstone
 
 _INFO = TierInfo("gpu", Source.GPU, memory="cuda", cache=True)
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
@@ -334,6 +336,18 @@ class GpuCache:
                 misses = cp.empty(4, np.uint32)
                 self.direct.fetch(held, cp.asarray(keys), out, misses, form=2, stamp=False)
         return out
+
+    def top_k(self, table: EmbeddingTable, n: int) -> tuple[KeyArray, NDArray[np.uint8]]:
+        """As `CpuCache.top_k`, by the policy's own score: how many ticks ago a row was used, how often in the
+        epoch, or what the caller said. From any thread."""
+        held = self._tables.get(table)
+        if held is None or not n:
+            return np.empty(0, np.int64), np.empty(0, np.uint8)
+        with self._device:
+            stream = self.space.take_stream()
+            keys, scores = held.ranks(stream)
+            self.space.give_back(stream)
+        return hottest(keys, scores, n)
 
     def export(
         self, table: EmbeddingTable, least: int = 0, *, with_versions: bool = True

@@ -10,6 +10,7 @@ import numpy as np
 
 from hps.errors import BadRequest
 from hps.tiers.base import FetchContext, Part, TierInfo
+from hps.tiers.ranking import HotKeys
 from hps.types import EmbeddingTable, KeyArray, Source, SourceArray, VectorArray, VersionArray
 
 _INFO = TierInfo("gpu", Source.GPU, cache=True)
@@ -77,6 +78,13 @@ class GpuReplicas:
     def capacity(self, table: EmbeddingTable) -> int:
         rows: int = self.caches[0].capacity(table)
         return rows
+
+    def top_k(self, table: EmbeddingTable, n: int) -> HotKeys:
+        """As `CpuCache.top_k`, of the first device: each sees a like share of the requests. Nothing of a
+        static table, of which every key is there whatever was asked for."""
+        sealed = self.caches[0].sealed(table)
+        found: HotKeys = self.caches[0].top_k(table, 0 if sealed else n)
+        return found
 
     def rows(self, table: EmbeddingTable) -> int:
         """Rows held, on the first device. Waits for it."""

@@ -15,28 +15,16 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hps.types import EmbeddingTable, KeyArray
+from hps.tiers.ranking import HotKeys, Ranked
+from hps.types import EmbeddingTable
 
 log = logging.getLogger(__name__)
 _MAGIC = b"HPSHOT1\n"
 _CHUNK_BYTES = 1 << 20
 _ENTRY_BYTES = 9
-
-HotKeys = tuple[KeyArray, NDArray[np.uint8]]
-"""Keys (n,), hottest first, and their scores (n,)."""
-
-
-class Ranked(Protocol):
-    """A cache that knows its hottest keys; `CpuCache` does."""
-
-    def top_k(self, table: EmbeddingTable, n: int) -> HotKeys: ...
-
-    def capacity(self, table: EmbeddingTable) -> int: ...
 
 
 def write_hot_keys(

@@ -136,6 +136,11 @@ class Cache(MemoryTier):
             for key in list(held)[: max(0, len(held) - self.capacity(table))]:
                 del held[key]
 
+    def top_k(self, table: Any, n: int) -> Any:
+        held = [k for k, entry in self._tables.get(table, {}).items() if entry.row is not None]
+        keys = np.array(held[::-1][:n], np.int64)
+        return keys, np.full(len(keys), 255, np.uint8)
+
     def fetch(self, parts: Any, ctx: Any) -> None:
         self.fetched.append(sum(len(part.missing) for part in parts))
         super().fetch(parts, ctx)

@@ -19,6 +19,7 @@ from hps.metric_names import LOOKUP_KEYS
 from hps.models.writer import write_version
 from hps.tiers import gpu_space
 from hps.types import JaggedKeys, Source, version_now
+from hps.updates.snapshot import read_hot_keys
 from tests.support import twin_device
 from tests.support.waiting import until
 
@@ -443,6 +444,24 @@ def test_hot_keys_of_the_last_run_come_first(open_node, tmp_path):
         node.writer.flush()
     node.close()
     node, (cache,) = open_node(cpu=snapshot, gpu={"share": 0.05})
+    assert set(hot.tolist()) <= set(cache.keys_of(table_of(node, "users")))
+
+
+def test_keys_that_only_the_gpu_answers_are_hot_too(open_node, tmp_path):
+    """What a GPU answers the CPU cache is not asked for, and in time drops."""
+    path = tmp_path / "hot"
+    cpu = {"share": 0.1, "snapshot": {"path": str(path), "interval_s": 1e6}}
+    node, (cache,) = open_node(cpu=cpu, gpu={"share": 0.05})
+    users, hot = table_of(node, "users"), np.arange(700, 720)
+    cache.insert(users, hot, rows(hot, 4), np.ones(20, np.uint64))
+    assert not np.isin(hot, node.tiers[0].tier.top_k(users, HELD)[0]).any()
+    node.close()
+    written = read_hot_keys(path)[users.id][0]
+    assert sorted(written[:20].tolist()) == hot.tolist()
+    assert (
+        len(written) == len(set(written.tolist())) == 120
+    )  # the CPU cache's after them, each once
+    node, (cache,) = open_node(cpu=cpu, gpu={"share": 0.05})
     assert set(hot.tolist()) <= set(cache.keys_of(table_of(node, "users")))
 
 

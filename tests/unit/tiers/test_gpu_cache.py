@@ -283,6 +283,31 @@ def test_export_can_leave_out_what_is_old():
     assert not np.isin(old, exported).any()
 
 
+@pytest.mark.parametrize("policy", [Policy.LRU, Policy.LFU], ids=lambda p: p.name)
+def test_the_hottest_keys_come_first(policy, monkeypatch):
+    monkeypatch.setattr("hps.cuda.table._RANKED_AT_ONCE", 1 << 12)
+    table, keys = EmbeddingTable.make("t", 4), np.arange(-8000, 8000)
+    cache = GpuCache({})
+    cache.add_table(table, 24_000, policy=policy)
+    held = cache.held(table)
+    cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
+    cache.delete(table, keys[:10].copy(), versions_of(keys[:10], 1))
+    present = keys[cache.contains(table, keys).get()]
+    for n, step in ((3000, held.age or 1), (300, held.age or 1)):
+        held.clock += step
+        fetch(cache, table, present[-n:])
+    found, scores = cache.top_k(table, 5000)
+    assert set(found[:300].tolist()) == set(present[-300:].tolist())
+    assert set(found[300:3000].tolist()) == set(present[-3000:-300].tolist())
+    assert scores[0] == 255
+    assert (np.diff(scores.astype(int)) <= 0).all()
+    assert scores[299] > scores[300] > scores[2999] - 1
+    assert scores[2999] > scores[3000]
+    everything, _ = cache.top_k(table, 1 << 30)
+    assert sorted(everything.tolist()) == present.tolist()
+    assert len(cache.top_k(EmbeddingTable.make("other", 4), 9)[0]) == 0
+
+
 def test_find_or_insert_gives_what_is_there_and_keeps_what_is_not():
     table = EmbeddingTable.make("t", 8)
     cache = GpuCache({table: 5000})
@@ -472,9 +497,15 @@ SLOW = ("HPS_SLOW_READS=500000",)
 
 
 @pytest.mark.parametrize("defines", [(), SLOW], ids=["as shipped", "slow reads"])
-def test_readers_beside_the_writer_see_whole_rows_of_their_keys(defines):
+@pytest.mark.parametrize("windows", [False, True], ids=["", "windows"])
+def test_readers_beside_the_writer_see_whole_rows_of_their_keys(windows, defines, monkeypatch):
     table = EmbeddingTable.make("t", DIM)
-    cache = GpuCache({table: CAPACITY})
+    cache = GpuCache({})
+    if windows:
+        monkeypatch.setattr(layout, "WINDOW_SHIFT", 21)
+    cache.add_table(table, CAPACITY, host_rows=CAPACITY if windows else 0)
+    if windows:
+        assert launch.windows_of(cache.held(table).shape.host_bytes, BATCH) == 4
     rounds, wrong, found = race(cache, table, 6.0, defines)
     assert wrong == 0
     assert rounds > 100
