@@ -16,6 +16,8 @@ AGE_BUCKETS = (
     86_400.0,
 )  # fmt: skip
 
+BATCH_BUCKETS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
@@ -34,6 +36,11 @@ WORKERS = "hps_workers"
 WORKER_RESTARTS = "hps_worker_restarts_total"
 REQUEST_SECONDS = "hps_request_duration_seconds"
 REQUESTS_REFUSED = "hps_requests_refused_total"
+RUNNING_REQUESTS = "hps_running_requests"
+QUEUE_REQUESTS = "hps_queue_requests"
+QUEUE_BYTES = "hps_queue_bytes"
+QUEUE_SECONDS = "hps_queue_wait_seconds"
+BATCH_REQUESTS = "hps_batch_requests"
 LOOKUP_KEYS = "hps_lookup_keys_total"
 LOOKUP_SECONDS = "hps_lookup_duration_seconds"
 LOOKUP_DEGRADED = "hps_lookup_degraded_total"
@@ -76,7 +83,37 @@ METRICS: tuple[MetricSpec, ...] = (
         "Time from a request's last byte to its answer's first, by protocol status.",
     ),
     MetricSpec(
-        REQUESTS_REFUSED, "counter", ("reason",), "Requests refused before they were looked at."
+        REQUESTS_REFUSED,
+        "counter",
+        ("reason",),
+        "Requests refused before they were looked at; of an overloaded server reason=queue_full, queue_wait "
+        "or queue_bytes, of a client that asks too much client_running or client_rate.",
+    ),
+    MetricSpec(
+        RUNNING_REQUESTS,
+        "gauge",
+        ("model",),
+        "Inference requests that are worked at, without those that memory answers at once.",
+    ),
+    MetricSpec(QUEUE_REQUESTS, "gauge", ("model",), "Inference requests that wait for their turn."),
+    MetricSpec(
+        QUEUE_BYTES,
+        "gauge",
+        (),
+        "Bytes of inference requests that wait, and of those whose bodies are still coming.",
+    ),
+    MetricSpec(
+        QUEUE_SECONDS,
+        "histogram",
+        ("model",),
+        "Time that inference requests waited for their turn, those that need not wait left out.",
+    ),
+    MetricSpec(
+        BATCH_REQUESTS,
+        "histogram",
+        ("model",),
+        "Requests answered together (server.batching); those that found nothing under way left out.",
+        BATCH_BUCKETS,
     ),
     MetricSpec(
         LOOKUP_KEYS,

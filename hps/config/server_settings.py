@@ -8,6 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from hps.config import checks
+from hps.config.admission_settings import AdmissionSettings, BatchingSettings
 from hps.config.model_schema import Strict
 
 KEY_PATTERN = r"^[\x21-\x7e]{16,512}$"
@@ -33,19 +34,35 @@ class TlsSettings(Strict):
     """Roots that clients' certificates must lead to; null asks for none."""
 
 
-class GrpcSettings(Strict):
-    """The port of the Open Inference Protocol over gRPC."""
+class GrpcListener(Strict):
+    """A port that speaks gRPC."""
 
     host: str = Field("127.0.0.1", min_length=1)
     """Address to listen on; beyond loopback `auth.mode` must be stated."""
-    port: int = Field(8001, ge=0, le=65_535)
+    port: int = Field(ge=0, le=65_535)
     """0 picks a free port, printed at start."""
-    threads: int = Field(64, ge=1, le=1024)
-    """Inference requests under way at a time; more wait."""
     reflection: bool = True
     """Tell tools like grpcurl what can be called."""
     tls: TlsSettings | None = None
     """Certificates; null speaks plain text."""
+
+
+class GrpcAdminSettings(GrpcListener):
+    """The port of `hps.v1.Updates` and `hps.v1.Admin`."""
+
+    port: int = Field(8003, ge=0, le=65_535)
+    """0 picks a free port, printed at start."""
+
+
+class GrpcSettings(GrpcListener):
+    """The port of the Open Inference Protocol over gRPC."""
+
+    port: int = Field(8001, ge=0, le=65_535)
+    """0 picks a free port, printed at start."""
+    threads: int = Field(64, ge=1, le=1024)
+    """Inference requests under way at a time; more wait."""
+    admin: GrpcAdminSettings | None = None
+    """The port of updates and administration over gRPC; null offers none."""
 
 
 class AdminSettings(Strict):
@@ -76,6 +93,10 @@ class ServerSettings(Strict):
     """Most keys in one request; more get 413, over gRPC INVALID_ARGUMENT."""
     request_timeout_ms: float = Field(10_000.0, gt=0)
     """Deadline of a request that brings none."""
+    admission: AdmissionSettings = AdmissionSettings()
+    """How many requests are worked at, and how many wait."""
+    batching: BatchingSettings | None = None
+    """Requests that wait at the same time, answered as one; null: each by itself."""
     drain_s: float = Field(10.0, ge=0)
     """How long a stopping server finishes what it has accepted."""
     docs: bool = True
@@ -87,7 +108,12 @@ class ServerSettings(Strict):
     def _check(self) -> Self:
         listeners = {
             name: (at.host, at.port)
-            for name, at in (("http", self.http), ("grpc", self.grpc), ("admin", self.admin))
+            for name, at in (
+                ("http", self.http),
+                ("grpc", self.grpc),
+                ("admin", self.admin),
+                ("grpc.admin", self.grpc and self.grpc.admin),
+            )
             if at is not None
         }
         return self.consistent(checks.ports(listeners))

@@ -3,31 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from hps.lookup.base import Feature
-from hps.types import JaggedKeys, LookupRequest, LookupResult, Source
+from hps.lookup.checks import check_keys
+from hps.types import JaggedKeys, LookupRequest, LookupResult, Source, SourceArray, as_keys
 
 
 def kind(request: LookupRequest) -> Hashable | None:
     """Equal for requests that may be merged: those by table, and those of the same features in the same
-    form. None for a request that must be alone, because its caller owns the answer's arrays."""
+    form. None for a request that must be alone: its caller owns the answer's arrays, or its features have
+    different batches (candidates with their context)."""
+    asked = request.features
     if request.out is not None:
         return None
     if request.by_table:
-        return "by table"
-    return tuple(
-        (name, keys.hotness, keys.weights is not None) for name, keys in request.features.items()
-    )
+        plain = all(keys.offsets is None and keys.weights is None for keys in asked.values())
+        return "by table" if plain else None
+    if len({keys.batch for keys in asked.values()}) != 1:
+        return None
+    return tuple((name, keys.hotness, keys.weights is not None) for name, keys in asked.items())
+
+
+def checked(request: LookupRequest, features: Mapping[str, Feature]) -> LookupRequest:
+    """``request`` with its keys in the form that can be joined. Raises ``BadRequest`` where a request's
+    offsets, sizes or types are wrong: joined, they would be another request's."""
+    if request.by_table:
+        return request  # they have no form but their number
+    known = {name: keys for name, keys in request.features.items() if name in features}
+    fit = {name: check_keys(features[name], keys) for name, keys in known.items()}
+    if all(fit[name] is keys for name, keys in known.items()):
+        return request
+    return replace(request, features={**request.features, **fit})
 
 
 class Merged:
-    """One request for those of ``requests``, which are of one ``kind``; ``features`` are the model's."""
+    """One request for those of ``requests``, which are of one ``kind`` and ``checked``; ``features`` are the
+    model's. Without ``want_source`` it can't be told whose keys were answered with a default."""
 
-    def __init__(self, requests: Sequence[LookupRequest], features: Mapping[str, Feature]) -> None:
+    def __init__(
+        self,
+        requests: Sequence[LookupRequest],
+        features: Mapping[str, Feature],
+        *,
+        want_source: bool = True,
+    ) -> None:
         self._requests = requests
         by_table = requests[0].by_table
         self._shares: dict[str, list[_Share]] = {}
@@ -38,31 +62,50 @@ class Merged:
             ]
             joined[name] = _joined([keys for _, keys in given])
             by_key = by_table or features[name].pooling == "none"
-            rows = _bounds([len(keys.keys) if by_key else keys.batch for _, keys in given])
-            asked = _bounds([len(keys.keys) for _, keys in given])
+            rows = bounds([len(keys.keys) if by_key else keys.batch for _, keys in given])
+            asked = bounds([len(keys.keys) for _, keys in given])
             self._shares[name] = [
                 _Share(i, r, k) for (i, _), r, k in zip(given, rows, asked, strict=True)
             ]
         deadlines = [each.deadline for each in requests]
         latest = None if None in deadlines else max(d for d in deadlines if d is not None)
-        # Sources tell whose keys were answered with a default.
-        self.request = LookupRequest(joined, latest, True, None, by_table)
+        self.request = LookupRequest(joined, latest, want_source, None, by_table)
 
     def split(self, result: LookupResult) -> list[LookupResult]:
         """What each request is answered with: parts of the arrays of ``result``."""
         answers = [
-            LookupResult({}, degraded=result.degraded, stale_s=result.stale_s)
-            for _ in self._requests
+            LookupResult({}, {}, {}, told.defaulted, result.degraded, result.stale_s)
+            for told in self.told(result.sources)
         ]
         for name, shares in self._shares.items():
-            vectors, sources = result.vectors[name], result.sources[name]
+            vectors = result.vectors[name]
             for index, rows, keys in shares:
-                answer, mine = answers[index], sources[keys]
+                answer = answers[index]
                 answer.vectors[name] = vectors[rows]
-                answer.defaulted += int(np.count_nonzero(mine == Source.DEFAULT))
                 if self._requests[index].want_source:
-                    answer.sources[name] = mine
+                    answer.sources[name] = result.sources[name][keys]
+                    if name in result.versions:
+                        answer.versions[name] = result.versions[name][keys]
         return answers
+
+    def told(self, sources: Mapping[str, SourceArray]) -> list[Told]:
+        """What ``sources``, of all keys, tell each request of its own."""
+        told = [Told({}, 0) for _ in self._requests]
+        for name, codes in sources.items():
+            for index, _, keys in self._shares[name]:
+                mine = codes[keys]
+                found, defaulted = told[index]
+                found[name] = mine
+                defaulted += int(np.count_nonzero(mine == Source.DEFAULT))
+                told[index] = Told(found, defaulted)
+        return told
+
+
+class Told(NamedTuple):
+    """Where a request's rows came from, and how many keys were answered with a default."""
+
+    sources: dict[str, SourceArray]
+    defaulted: int
 
 
 class _Share(NamedTuple):
@@ -76,7 +119,7 @@ class _Share(NamedTuple):
 def _joined(keys: Sequence[JaggedKeys]) -> JaggedKeys:
     if len(keys) == 1:
         return keys[0]
-    flat = np.concatenate([each.keys for each in keys])
+    flat = np.concatenate([as_keys(each.keys) for each in keys])
     batch = sum(each.batch for each in keys)
     weights = offsets = None
     if keys[0].weights is not None:
@@ -93,5 +136,6 @@ def _joined(keys: Sequence[JaggedKeys]) -> JaggedKeys:
     return JaggedKeys(flat, batch, offsets, weights)
 
 
-def _bounds(sizes: Sequence[int]) -> list[slice]:
+def bounds(sizes: Sequence[int]) -> list[slice]:
+    """Where each of several arrays of these ``sizes`` is when they are joined."""
     return [slice(int(a), int(b)) for a, b in pairwise(np.cumsum([0, *sizes]))]

@@ -15,8 +15,9 @@ EXEMPT = ("/v2/health/", "/metrics", "/docs", "/openapi.json")
 class Guard(Protocol):
     enabled: bool
 
-    def check(self, headers: Mapping[bytes, bytes], role: Role) -> None:
-        """Raises ``Unauthenticated`` or ``Forbidden`` unless the caller may do what needs ``role``."""
+    def check(self, headers: Mapping[bytes, bytes], role: Role) -> str:
+        """Who the caller is, "" when that was not asked. Raises ``Unauthenticated`` or ``Forbidden`` unless
+        the caller may do what needs ``role``."""
         ...
 
 
@@ -25,8 +26,8 @@ class OpenGuard:
 
     enabled = False
 
-    def check(self, headers: Mapping[bytes, bytes], role: Role) -> None:
-        pass
+    def check(self, headers: Mapping[bytes, bytes], role: Role) -> str:
+        return ""
 
 
 class KeyGuard:
@@ -37,8 +38,10 @@ class KeyGuard:
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys
 
-    def check(self, headers: Mapping[bytes, bytes], role: Role) -> None:
-        self._keys.require(self._keys.authenticate(_key(headers)), role)
+    def check(self, headers: Mapping[bytes, bytes], role: Role) -> str:
+        caller = self._keys.authenticate(_key(headers))
+        self._keys.require(caller, role)
+        return caller.name
 
 
 def guard(keys: ApiKeys) -> Guard:

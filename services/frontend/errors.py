@@ -43,6 +43,22 @@ class UnknownEncoding(BadRequest):
     """A ``Content-Encoding`` that is not spoken here."""
 
 
+class Overloaded(Unavailable):
+    """There is no room for the request. ``reason`` is the metric's."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class TooManyRequests(HpsError):
+    """The client has more requests under way, or sends more a second, than it may. ``reason`` as above."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class Status(NamedTuple):
     """How a protocol calls a kind of error: HTTP by number, gRPC by the name of a code."""
 
@@ -59,6 +75,7 @@ STATUS: dict[type[HpsError], Status] = {
     TooSlow: Status(408, "INVALID_ARGUMENT"),
     TooLarge: Status(413, "INVALID_ARGUMENT"),
     UnknownEncoding: Status(415, "INVALID_ARGUMENT"),
+    TooManyRequests: Status(429, "RESOURCE_EXHAUSTED"),
     Unsupported: Status(501, "UNIMPLEMENTED"),
     Unavailable: Status(503, "UNAVAILABLE"),
     TierError: Status(503, "UNAVAILABLE"),
@@ -84,6 +101,13 @@ def http_status(error: HpsError) -> int:
 
 # Requests that were refused before they were looked at, for the metric, by HTTP's status.
 REFUSED = {401: "unauthenticated", 403: "forbidden", 413: "too_large", 503: "unavailable"}
+
+
+def refused_for(error: BaseException) -> str | None:
+    """Why a request that ends with ``error`` was refused before it was looked at; None when it was not."""
+    if isinstance(error, Overloaded | TooManyRequests):
+        return error.reason
+    return REFUSED.get(http_status(error)) if isinstance(error, HpsError) else None
 
 
 def told(error: BaseException, request_id: str) -> HpsError:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.errors import BadRequest
+from hps.lookup.base import Lookup
 from hps.node import ServedModel
 from hps.types import JaggedKeys, LookupRequest, LookupResult
 from hps.workers import Done
@@ -26,10 +27,11 @@ class LookupEndpoint:
     """Embedding lookup in two forms: a tensor per feature, or HPS's ``KEYS`` and ``NUMKEYS``, which
     go by the model's tables in their order and come back as one flat ``OUTPUT0``."""
 
-    def __init__(self, served: ServedModel, name: str) -> None:
+    def __init__(self, served: ServedModel, name: str, engine: Lookup | None = None) -> None:
+        """``engine`` answers in place of the model's own."""
         self.name = name
         self.version = str(served.version)
-        self._engine = served.engine
+        self._engine = engine or served.engine
         self._freshness = served.freshness
         self._inputs = FeatureInputs(served.engine.features)
         self._tables = list(served.engine.tables)

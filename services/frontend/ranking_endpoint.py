@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from hps.dense.base import DATATYPES
@@ -14,17 +15,20 @@ from services.frontend.datatypes import InputRule
 from services.frontend.endpoints import Output, asked_for, unexpected_output
 from services.frontend.features import FeatureInputs
 
+Scores = Callable[[PredictRequest], Future[PredictResult]]
+
 
 class RankingEndpoint:
     """Features and dense inputs in, the network's named outputs out."""
 
-    def __init__(self, served: ServedModel) -> None:
+    def __init__(self, served: ServedModel, scores: Scores | None = None) -> None:
+        """``scores`` answers in place of the model's own pipeline."""
         dense = served.spec.dense
         assert dense is not None
         assert served.pipeline is not None
         self.name = served.name
         self.version = str(served.version)
-        self._pipeline = served.pipeline
+        self._score = scores or served.pipeline.submit
         self._freshness = served.freshness
         self._inputs = FeatureInputs(served.engine.features)
         self._dense = {tensor.name: tensor.shape for tensor in dense.inputs}
@@ -59,7 +63,7 @@ class RankingEndpoint:
             names = call.form.outputs
             outputs = tuple(name for name in names if name in self._scores) or None
             want_source = self._check_outputs(names, call.form.top_k)
-        return self._pipeline.submit(
+        return self._score(
             PredictRequest(
                 features, dense, call.form.top_k, deadline, want_source, outputs, call.id
             )

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from hps.config import Settings
 from hps.errors import NotFound
+from hps.metrics import Metrics
 from hps.open_models import OpenModels, ServedModel
-from services.frontend.endpoints import Endpoint
-from services.frontend.lookup_endpoint import LookupEndpoint
-from services.frontend.metadata import ModelInfo, lookup_info, ranking_info, tables_info
-from services.frontend.ranking_endpoint import RankingEndpoint
+from services.frontend.admission import Admission, Line
+from services.frontend.batching import endpoints
+from services.frontend.metadata import ModelInfo
 from services.frontend.statistics import Statistics
 from services.server_state import ServerState
+
+# Requests worked at at a time where they are batched: what waits for its batch counts.
+_BATCHED = 64
 
 Sums = Callable[[], Mapping[str, dict[str, Any]] | None]
 """The numbers of `Statistics` of all processes together, by name; None when this one is alone."""
@@ -22,7 +26,7 @@ class Entry:
     """One name (``<m>`` or ``<m>.lookup``) with what answers it and what is counted of it, however it is
     asked: what belongs to one protocol is kept by that protocol."""
 
-    def __init__(self, served: ServedModel, endpoint: Endpoint, info: ModelInfo) -> None:
+    def __init__(self, served: ServedModel, endpoint: Line, info: ModelInfo) -> None:
         self.served = served
         self.endpoint = endpoint
         self.info = info
@@ -35,8 +39,10 @@ class Entry:
 class State(ServerState[OpenModels]):
     """The server's phase, its models and the names it answers to."""
 
-    def __init__(self, role: str = "node") -> None:
+    def __init__(self, role: str = "node", settings: Settings | None = None) -> None:
         super().__init__(role)
+        self._settings = settings = settings or Settings()
+        self.admission = Admission(settings.server.admission)
         self._sums: Sums = lambda: None
         self.entries: dict[str, Entry] = {}
         self._watchers: list[Callable[[], None]] = []
@@ -48,8 +54,9 @@ class State(ServerState[OpenModels]):
         self.entries = {
             entry.name: entry
             for served in node.models.values()
-            for entry in self._kept(served) or _entries(served)
+            for entry in self._kept(served) or self._entries(served, node.metrics)
         }
+        self.admission.keep(self.entries)
         self.node = node
         for changed in self._watchers:
             changed()
@@ -64,6 +71,16 @@ class State(ServerState[OpenModels]):
 
     def _kept(self, served: ServedModel) -> list[Entry]:
         return [entry for entry in self.entries.values() if entry.served is served]
+
+    def _entries(self, served: ServedModel, metrics: Metrics) -> list[Entry]:
+        """The names of a model, each behind its line."""
+        settings = self._settings
+        threads = max(settings.tiers.lookup_threads, settings.dense.runs)
+        running = threads if settings.server.batching is None else max(threads, _BATCHED)
+        return [
+            Entry(served, self.admission.line(endpoint, running, metrics), info)
+            for endpoint, info in endpoints(served, settings.server, metrics)
+        ]
 
     def own_statistics(self) -> dict[str, dict[str, Any]]:
         """The numbers of this process's `Statistics`, by name."""
@@ -97,12 +114,3 @@ class State(ServerState[OpenModels]):
                 f"{entry.version} is served"
             )
         return entry
-
-
-def _entries(served: ServedModel) -> list[Entry]:
-    if served.pipeline is not None:
-        first = Entry(served, RankingEndpoint(served), ranking_info(served))
-    else:
-        first = Entry(served, LookupEndpoint(served, served.name), tables_info(served))
-    lookup = LookupEndpoint(served, f"{served.name}.lookup")
-    return [first, Entry(served, lookup, lookup_info(served))]

@@ -20,7 +20,7 @@ import hps
 from hps.config import load_config
 from hps.dense.base import DATATYPES
 from hps.errors import BadRequest, ConfigError, HpsError
-from hps.lookup.merged import Merged, kind
+from hps.lookup.merged import Merged, checked, kind
 from hps.types import LookupRequest, LookupResult
 from services.frontend import faults
 from services.frontend.call import Call, Form
@@ -99,7 +99,8 @@ class Backend:
             try:
                 call = self._call(each)
                 request = self._endpoint.request(call, self._deadline(each))
-                groups[kind(request)].append((index, call, request))
+                request = checked(request, self._served.engine.features)
+                groups[kind(request) or index].append((index, call, request))
             except HpsError as error:
                 answers[index] = error
         for group in groups.values():

@@ -42,7 +42,7 @@ def test_the_table_of_names():
         assert spec.help.endswith(".")
         assert spec.name.endswith("_total") == (spec.kind == "counter")
         if spec.kind == "histogram":
-            assert spec.name.endswith("_seconds")
+            assert spec.name.endswith(("_seconds", "_requests"))
     assert list(SECONDS_BUCKETS) == sorted(SECONDS_BUCKETS)
     assert SECONDS_BUCKETS[0] < 1e-3
 

@@ -17,6 +17,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 # An extension, and the type of its one message: ``reply`` is a whole ``Reply``.
 WHOLE = "hps.response.whole"
 EXTENSIONS: dict[str, Any] = {WHOLE: {}}
+# A key of the scope of ours: takes what is to be called when the client hangs up before it is answered.
+GONE = "hps.gone"
 
 
 class Application(Protocol):
@@ -29,7 +31,7 @@ class Application(Protocol):
 
     def read(self, scope: Mapping[str, Any], body_size: int, text: bytes) -> Head | None: ...
 
-    def begin(self, head: Head, body: bytes) -> Inference: ...
+    def begin(self, head: Head, body: bytes, address: Any) -> Inference: ...
 
 
 class Plain:
@@ -47,5 +49,5 @@ class Plain:
     def read(self, scope: Mapping[str, Any], body_size: int, text: bytes) -> Head | None:
         return None
 
-    def begin(self, head: Head, body: bytes) -> Inference:
+    def begin(self, head: Head, body: bytes, address: Any) -> Inference:
         raise AssertionError("no head is known")

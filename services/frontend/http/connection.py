@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import httptools
@@ -13,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from services.frontend.http.asgi import EXTENSIONS, Application
+from services.frontend.http.asgi import EXTENSIONS, GONE, Application
 from services.frontend.http.cycle import Cycle, go_on
 from services.frontend.http.errors import error_body, error_headers
 from services.frontend.http.head import Head
@@ -45,6 +46,7 @@ class Protocol(HttpToolsProtocol):
     _head_bytes = 0
     _ended = False
     _last = False
+    _give_up: Callable[[], None] | None = None
     # The first lines of an answer, and the headers they were made of.
     _opening = b""
     _dated: Any = None
@@ -135,7 +137,7 @@ class Protocol(HttpToolsProtocol):
         """Answer an inference request or begin to; False when it has a fault, which the ordinary way
         tells. ``cycle`` is uvicorn's if the parser has seen the request."""
         try:
-            inference = self.app.begin(head, body)
+            inference = self.app.begin(head, body, self.client)
         except Exception:
             return False
         reply = None if self.flow.write_paused else inference.at_once()
@@ -204,17 +206,30 @@ class Protocol(HttpToolsProtocol):
         cycle.__class__ = Cycle  # its task has not begun yet
         cycle.protocol = self  # type: ignore[attr-defined] # a Cycle now
         cycle.scope["extensions"] = EXTENSIONS
+        cycle.scope[GONE] = self._when_gone  # type: ignore[literal-required] # ours
         if self._last:
             cycle.keep_alive = False
 
     def on_response_complete(self) -> None:
         """uvicorn's, without a timer for the connection when it is idle: sweeps see to that."""
         self.server_state.total_requests += 1
+        self._give_up = None
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._give_up is not None:
+            self._give_up()
+
+    def _when_gone(self, give_up: Callable[[], None]) -> None:
+        """Have ``give_up`` called when the client hangs up before the request at hand is answered."""
+        self._give_up = give_up
+        if self.transport.is_closing():
+            give_up()
 
     # -- ending ------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import orjson
 _HEADERS: dict[int, list[tuple[bytes, bytes]]] = {
     401: [(b"www-authenticate", b'Bearer realm="hps"')],
     415: [(b"accept-encoding", b"gzip, deflate")],
+    429: [(b"retry-after", b"1")],
     503: [(b"retry-after", b"1")],
 }
 

@@ -6,7 +6,7 @@ import logging
 from time import perf_counter_ns
 
 from hps import metric_names as m
-from services.frontend.errors import REFUSED, http_status, told
+from services.frontend.errors import http_status, refused_for, told
 from services.frontend.http.asgi import Receive, Send
 from services.frontend.http.body import ClientGone, discard
 from services.frontend.http.errors import error_body, error_headers
@@ -37,8 +37,7 @@ async def fail(
     metrics.histogram(m.REQUEST_SECONDS, "http", "infer", name, str(status)).observe(
         (done - started) * 1e-9
     )
-    reason = REFUSED.get(status)
-    if reason is not None:
+    if (reason := refused_for(error)) is not None:
         metrics.counter(m.REQUESTS_REFUSED, reason).add()
     reply = error_headers(status, body)
     if head.request_id:

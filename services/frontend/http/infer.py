@@ -19,7 +19,7 @@ from hps.config.server_settings import ServerSettings
 from hps.errors import BadRequest, DeadlineExceeded, HpsError, Unavailable
 from services.frontend.auth import Guard
 from services.frontend.errors import TooLarge, TooSlow
-from services.frontend.http.asgi import WHOLE, App, Receive, Scope, Send
+from services.frontend.http.asgi import GONE, WHOLE, App, Receive, Scope, Send
 from services.frontend.http.body import COMPRESS_FROM_BYTES, compress, in_task, read_body
 from services.frontend.http.failures import fail, log_request
 from services.frontend.http.head import Head
@@ -46,6 +46,7 @@ class InferApp:
         self._rest = rest
         self._max_body = settings.max_body_bytes
         self._max_keys = settings.max_keys
+        self._clients = state.admission.clients
         self._routes: dict[str, Route] = {}
         # Heads that were read, by their bytes. They hold on to their routes.
         self._heads: dict[bytes, Head] = {}
@@ -73,15 +74,19 @@ class InferApp:
             await self._rest(scope, receive, send)
             return
         head = Head(route, dict(scope["headers"]))
-        permitted = False
+        admitted, client = False, None
         try:
-            self._guard.check(head.headers, "read")
-            permitted = True
-            body = await read_body(receive, head.headers, self._max_body, self.timeout_s)
+            client = self._enter(self._guard.check(head.headers, "read"), scope.get("client"))
+            size = _announced(head.headers)
+            route.entry.endpoint.require_room(size)
+            admitted = True
+            with self.state.admission.room.holding(size):
+                body = await read_body(receive, head.headers, self._max_body, self.timeout_s)
             arrived = perf_counter_ns()  # what the client took to send is not ours
-            inference = Inference(self, head, body, arrived)
+            inference = Inference(self, head, body, arrived, client)
         except (Exception, asyncio.CancelledError) as error:
-            unread = receive if not permitted or _is_unread(error) else None
+            self.leave(client)
+            unread = receive if not admitted or _is_unread(error) else None
             await fail(error, head, self.state, send, arrived, unread)
             return
         await inference(scope, receive, send)
@@ -108,11 +113,33 @@ class InferApp:
             self._heads[text] = head
         return head
 
-    def begin(self, head: Head, body: bytes) -> Inference:
-        """Begin a request that is all there. Raises what is wrong with it: nothing has happened then."""
+    def begin(self, head: Head, body: bytes, address: Any) -> Inference:
+        """Begin a request that is all there, from the client at ``address``. Raises what is wrong with it:
+        nothing has happened then."""
         started = perf_counter_ns()
-        self._guard.check(head.headers, "read")
-        return Inference(self, head, body, started)
+        caller = self._guard.check(head.headers, "read")
+        if self._clients is None:
+            return Inference(self, head, body, started)
+        client = self._enter(caller, address)
+        try:
+            return Inference(self, head, body, started, client)
+        except BaseException:
+            if client is not None:
+                self._clients.undo(client)
+            raise
+
+    def _enter(self, caller: str, address: Any) -> str | None:
+        """One more request of a client begins: who it is, None where that does not matter."""
+        if self._clients is None:
+            return None
+        client = caller or (address[0] if address else "")
+        self._clients.enter(client)
+        return client
+
+    def leave(self, client: str | None) -> None:
+        """A request of ``client`` is answered."""
+        if client is not None and self._clients is not None:
+            self._clients.leave(client)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send, arrived: int) -> None:
         """An inference request for a name that is not served, now or ever."""
@@ -131,15 +158,33 @@ class Inference:
     """A request that has been begun. As an ASGI application it waits for what is still missing, and
     answers. ``started``, ``parsed`` and ``inferred`` are instants in ns."""
 
-    __slots__ = ("_call", "_deadline", "_future", "_head", "_parsed", "_started", "_state")
+    __slots__ = (
+        "_app",
+        "_call",
+        "_client",
+        "_deadline",
+        "_future",
+        "_gone",
+        "_head",
+        "_parsed",
+        "_started",
+        "_state",
+    )
 
-    def __init__(self, app: InferApp, head: Head, body: bytes, started: int) -> None:
-        """Raises what is wrong with the request."""
+    def __init__(
+        self, app: InferApp, head: Head, body: bytes, started: int, client: str | None = None
+    ) -> None:
+        """Raises what is wrong with the request. ``client``: who is to leave when it is answered."""
+        self._app = app
         self._head = head
+        self._client = client
+        self._gone = False
         self._state = app.state
         self._started = started
         route = head.route
         assert route is not None
+        if route.entry.endpoint.waiting:
+            route.entry.endpoint.require_room(len(body))
         size = _header_size(head.headers.get(b"inference-header-content-length"), len(body))
         if size == 0:
             call = route.parser.raw(body, route.entry.endpoint.raw_input)
@@ -162,10 +207,24 @@ class Inference:
         if self._head.coding is not None and reply.size >= COMPRESS_FROM_BYTES:
             return None
         self._count(inferred)
+        self._app.leave(self._client)
         return reply
 
+    def give_up(self) -> None:
+        """The client is gone."""
+        self._gone = True
+        self._future.cancel()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._answer(scope, send)
+        finally:
+            self._app.leave(self._client)
+
+    async def _answer(self, scope: Scope, send: Send) -> None:
         head, future = self._head, self._future
+        if not future.done() and GONE in scope:
+            scope[GONE](self.give_up)
         try:
             result = future.result() if future.done() else await outcome(future, self._deadline)
             inferred = perf_counter_ns()
@@ -174,7 +233,8 @@ class Inference:
                 reply = await _compressed(reply, head.coding)
             self._count(inferred)
         except (Exception, asyncio.CancelledError) as error:
-            await fail(error, head, self._state, send, self._started)
+            if not self._gone:
+                await fail(error, head, self._state, send, self._started)
             return
         log_request(head, 200, self._started)
         if WHOLE in scope.get("extensions", ()):
@@ -210,6 +270,12 @@ async def _compressed(reply: Reply, coding: str) -> Reply:
     length = b"content-length", b"%d" % len(body)
     coded = b"content-encoding", coding.encode()
     return Reply.make([*reply.headers[:-1], coded, length], [body], len(body))
+
+
+def _announced(headers: dict[bytes, bytes]) -> int:
+    """The bytes of a body that is coming; what comes in chunks is taken to have a million."""
+    length = headers.get(b"content-length")
+    return int(length) if length is not None and length.isdigit() else 1 << 20
 
 
 def _is_unread(error: BaseException) -> bool:

@@ -46,7 +46,7 @@ class Worker(Process[OpenModels]):
     def __init__(
         self, configuration: Configuration, http: socket.socket, *, replaces: bool = False
     ) -> None:
-        self.state = State(role="worker")
+        self.state = State("worker", configuration.settings)
         super().__init__(configuration, self.state, None)
         self._http = http
         self._guard = guard(load_api_keys(configuration.settings.auth))

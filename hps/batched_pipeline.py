@@ -1,0 +1,134 @@
+"""Predictions that are batched: one lookup and one run of the network for several requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.lookup.base import Feature
+from hps.lookup.batched import keys_size
+from hps.lookup.batching import Batcher, Bounds, Size
+from hps.lookup.merged import Merged, bounds, checked, kind
+from hps.types import LookupRequest, PredictRequest, PredictResult
+from hps.workers import Done, then
+
+
+class Pipeline(Protocol):
+    """What answers predictions: `InferencePipeline`, or one that batches them."""
+
+    def submit(self, request: PredictRequest) -> Future[PredictResult]: ...
+
+
+class BatchedPipeline:
+    """``pipeline``, several requests at a time; see `Batcher`. A request with ``top_k``, or with candidates
+    beside their context, is alone. Any number of threads may call it."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        features: Mapping[str, Feature],
+        limits: Bounds,
+        observe: Callable[[float], None] = lambda _requests: None,
+    ) -> None:
+        """``features`` are the model's."""
+        self._batcher: Batcher[PredictRequest, PredictResult] = Batcher(
+            _Predictions(pipeline, features), limits, observe
+        )
+
+    def submit(self, request: PredictRequest) -> Future[PredictResult]:
+        """See ``InferencePipeline.submit``."""
+        return self._batcher.submit(request)
+
+    def predict(self, request: PredictRequest) -> PredictResult:
+        """As ``submit``, waiting for the answer."""
+        return self.submit(request).result()
+
+
+class _Predictions:
+    """Predictions as the work of a `Batcher`."""
+
+    def __init__(self, pipeline: Pipeline, features: Mapping[str, Feature]) -> None:
+        self._pipeline = pipeline
+        self._features = features
+        self.alone = pipeline.submit
+        self._defaults = False  # as with lookups: sources are asked for while they tell something
+
+    def kind(self, request: PredictRequest) -> Hashable | None:
+        if request.top_k is not None or request.features.keys() != self._features.keys():
+            return None
+        keys = kind(checked(_lookup(request), self._features))
+        batch = keys_size(request.features).rows
+        if keys is None or any(np.shape(a)[:1] != (batch,) for a in request.dense.values()):
+            return None
+        dense = tuple(
+            (name, np.asarray(a).dtype, np.shape(a)[1:]) for name, a in request.dense.items()
+        )
+        return keys, dense, request.outputs
+
+    def size(self, request: PredictRequest) -> Size:
+        return keys_size(request.features)
+
+    def deadline(self, request: PredictRequest) -> float | None:
+        return request.deadline
+
+    def together(self, requests: Sequence[PredictRequest]) -> Future[list[PredictResult]]:
+        sourced = self._defaults or any(request.want_source for request in requests)
+        merged = _Merged(requests, self._features, want_source=sourced)
+
+        def split(result: PredictResult) -> Future[list[PredictResult]]:
+            self._defaults = result.defaulted > 0
+            if self._defaults and not sourced:
+                return self.together(requests)
+            return Done(merged.split(result))
+
+        asked = self._pipeline.submit(merged.request)
+        return split(asked.result()) if asked.done() else then(asked, split)
+
+
+class _Merged:
+    """One request for those of ``requests``, which are of one kind."""
+
+    def __init__(
+        self,
+        requests: Sequence[PredictRequest],
+        features: Mapping[str, Feature],
+        *,
+        want_source: bool,
+    ) -> None:
+        self._requests = requests
+        lookups = [checked(_lookup(request), features) for request in requests]
+        self._lookups = Merged(lookups, features, want_source=want_source)
+        self._rows = bounds([keys_size(request.features).rows for request in requests])
+        joined = self._lookups.request
+        dense: dict[str, NDArray[Any]] = {
+            name: np.concatenate([request.dense[name] for request in requests])
+            for name in requests[0].dense
+        }
+        self.request = PredictRequest(
+            joined.features, dense, None, joined.deadline, want_source, requests[0].outputs
+        )
+
+    def split(self, result: PredictResult) -> list[PredictResult]:
+        """What each request is answered with: parts of the arrays of ``result``."""
+        told = self._lookups.told(result.sources)
+        return [
+            PredictResult(
+                {name: values[rows] for name, values in result.outputs.items()},
+                mine.sources if request.want_source else {},
+                mine.defaulted,
+                result.degraded,
+                result.stale_s,
+            )
+            for request, rows, mine in zip(self._requests, self._rows, told, strict=True)
+        ]
+
+
+def _lookup(request: PredictRequest) -> LookupRequest:
+    return LookupRequest(request.features, request.deadline, request.want_source)
+
+
+__all__ = ["BatchedPipeline", "Pipeline"]

@@ -1,0 +1,112 @@
+"""A lookup whose requests are batched: keys that several of them ask for are fetched once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+from hps.lookup.base import Feature, Lookup, Submit
+from hps.lookup.batching import Batcher, Bounds, Size
+from hps.lookup.merged import Merged, checked, kind
+from hps.types import EmbeddingTable, JaggedKeys, KeyArray, LookupRequest, LookupResult
+from hps.workers import Done, then
+
+
+class BatchedLookup:
+    """``lookup``, several requests at a time; see `Batcher`. Answers are to the bit those of each request
+    alone, but for `degraded`, which is the batch's. Any number of threads may call it."""
+
+    def __init__(
+        self,
+        lookup: Lookup,
+        bounds: Bounds,
+        observe: Callable[[float], None] = lambda _requests: None,
+    ) -> None:
+        self._lookup = lookup
+        self._batcher: Batcher[LookupRequest, LookupResult] = Batcher(
+            _Lookups(lookup), bounds, observe
+        )
+
+    @property
+    def features(self) -> Mapping[str, Feature]:
+        return self._lookup.features
+
+    @property
+    def tables(self) -> Mapping[str, EmbeddingTable]:
+        return self._lookup.tables
+
+    def lookup(self, request: LookupRequest) -> LookupResult:
+        """See ``Lookup.lookup``."""
+        return self.submit(request).result()
+
+    def submit(self, request: LookupRequest) -> Future[LookupResult]:
+        """See ``Lookup.submit``."""
+        return self._batcher.submit(request)
+
+    def prepare(self, request: LookupRequest) -> Submit:
+        """See ``Lookup.prepare``."""
+        alone, batcher = self._lookup.prepare(request), self._batcher
+        batches = [(name, keys.batch) for name, keys in request.features.items()]
+        bare = replace(request, features={})
+
+        def submit(keys: Sequence[KeyArray], deadline: float | None) -> Future[LookupResult]:
+            if batcher.is_idle:
+                return batcher.began(alone(keys, deadline))
+            features = {
+                name: JaggedKeys(mine, batch)
+                for (name, batch), mine in zip(batches, keys, strict=True)
+            }
+            return batcher.submit(replace(bare, features=features, deadline=deadline))
+
+        return submit
+
+
+class _Lookups:
+    """Lookups as the work of a `Batcher`."""
+
+    def __init__(self, lookup: Lookup) -> None:
+        self._lookup = lookup
+        self.alone = lookup.submit
+        # Asking for sources takes the longer way through the engine. So it is done only while there are
+        # keys without a row, whose requests have to be told.
+        self._defaults = False
+
+    def kind(self, request: LookupRequest) -> Hashable | None:
+        known = self._lookup.tables if request.by_table else self._lookup.features
+        if not request.features.keys() <= known.keys():
+            return None  # asked alone, it is told what is wrong
+        checked(request, self._lookup.features)
+        return kind(request)
+
+    def size(self, request: LookupRequest) -> Size:
+        return keys_size(request.features)
+
+    def deadline(self, request: LookupRequest) -> float | None:
+        return request.deadline
+
+    def together(self, requests: Sequence[LookupRequest]) -> Future[list[LookupResult]]:
+        features = self._lookup.features
+        fit = [checked(request, features) for request in requests]
+        sourced = self._defaults or any(request.want_source for request in requests)
+        merged = Merged(fit, features, want_source=sourced)
+
+        def split(result: LookupResult) -> Future[list[LookupResult]]:
+            self._defaults = result.defaulted > 0
+            if self._defaults and not merged.request.want_source:
+                return self.together(requests)
+            return Done(merged.split(result))
+
+        asked = self._lookup.submit(merged.request)
+        return split(asked.result()) if asked.done() else then(asked, split)
+
+
+def keys_size(features: Mapping[str, JaggedKeys]) -> Size:
+    """Samples and keys of a request."""
+    rows = keys = 0
+    for each in features.values():
+        rows, keys = max(rows, each.batch), keys + len(each.keys)
+    return Size(rows, keys)
+
+
+__all__ = ["BatchedLookup", "keys_size"]

@@ -1,0 +1,305 @@
+"""Requests that wait at the same time, answered as one: dynamic batching.
+
+While as many batches are under way as may be, requests wait; those of one kind that do are the next batch. So
+a request meets no delay where nothing else is under way, and batches grow with the load. With a delay, each
+request waits that long for others to come, as with Triton's ``max_queue_delay_microseconds``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from hps.errors import DeadlineExceeded, TierError, Unavailable
+
+Request = TypeVar("Request")
+Taken = TypeVar("Taken", contravariant=True)
+Result = TypeVar("Result")
+# A timer that nothing needs for so long ends.
+_TIMER_IDLE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """At most ``rows`` samples and ``keys`` keys a batch, a larger request being one alone; ``delay_s`` to
+    wait for others; ``at_once`` batches under way."""
+
+    rows: int
+    keys: int
+    delay_s: float = 0.0
+    at_once: int = 1
+
+
+class Size(NamedTuple):
+    """What a request adds to a batch."""
+
+    rows: int
+    keys: int
+
+
+class Work(Protocol[Taken, Result]):
+    """What is batched. Any thread may call it."""
+
+    def kind(self, request: Taken) -> Hashable | None:
+        """Equal for requests that may be in one batch, None for one that must be alone. Raises
+        ``BadRequest`` for one at fault."""
+        ...
+
+    def size(self, request: Taken) -> Size: ...
+
+    def deadline(self, request: Taken) -> float | None: ...
+
+    def alone(self, request: Taken) -> Future[Result]:
+        """Begin one request; it may be done already."""
+        ...
+
+    def together(self, requests: Sequence[Taken]) -> Future[list[Result]]:
+        """Begin several of one kind: an answer for each."""
+        ...
+
+
+class Batcher(Generic[Request, Result]):
+    """Batches ``work`` within ``bounds``; ``observe`` is told of the requests in each batch. Any number of
+    threads may call it.
+
+    What fails a batch fails all of it when it is the server's state (overload, deadline, a store); else each
+    of its requests is tried alone, so that only the one at fault fails.
+    """
+
+    def __init__(
+        self,
+        work: Work[Request, Result],
+        bounds: Bounds,
+        observe: Callable[[float], None] = lambda _requests: None,
+    ) -> None:
+        self._work = work
+        self._bounds = bounds
+        self._observe = observe
+        self._under_way = 0
+        self._lines: dict[Hashable, _Line] = {}
+        self._changed = threading.Condition()
+        self._timer: threading.Thread | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a request may begin alone, at once."""
+        bounds = self._bounds
+        return not (bounds.delay_s or self._lines) and self._under_way < bounds.at_once
+
+    def submit(self, request: Request) -> Future[Result]:
+        """Begin ``request``, alone or with others. Raises as ``Work.kind`` and ``Work.alone`` do."""
+        if self.is_idle:
+            return self.began(self._work.alone(request))
+        kind = self._work.kind(request)
+        if kind is None:
+            return self._work.alone(request)
+        size, deadline = self._work.size(request), self._work.deadline(request)
+        waiting = _Waiting(request, size, deadline, time.monotonic() + self._bounds.delay_s)
+        with self._changed:
+            line = self._lines.get(kind)
+            if line is None:
+                line = self._lines[kind] = _Line(self._bounds)
+            line.add(waiting)
+            if self._bounds.delay_s:
+                self._wake_timer()
+        waiting.future.add_done_callback(lambda future: self._forget(kind, waiting, future))
+        self._begin_batches()
+        return waiting.future
+
+    def began(self, future: Future[Result]) -> Future[Result]:
+        """``future``, of a request that began alone; others wait until it is done."""
+        if not future.done():
+            with self._changed:
+                self._under_way += 1
+            future.add_done_callback(self._ended)
+        return future
+
+    def _ended(self, _: Future[Any] | None = None) -> None:
+        with self._changed:
+            self._under_way -= 1
+            self._changed.notify()
+        self._begin_batches()
+
+    def _begin_batches(self) -> None:
+        """Begin what may begin. Not recursive: a batch may be done when it has begun."""
+        while batch := self._next():
+            self._observe(len(batch))
+            future = self._begin(batch)
+            if future is not None and not future.done():
+                future.add_done_callback(partial(self._answer, batch))
+                future.add_done_callback(self._ended)
+                continue
+            if future is not None:
+                self._answer(batch, future)
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify()
+
+    def _next(self) -> list[_Waiting]:
+        """The requests of the next batch; it counts as under way. Empty when none may begin yet."""
+        now = time.monotonic()
+        with self._changed:
+            while self._under_way < self._bounds.at_once:
+                kind = self._ready(now)
+                if kind is None:
+                    break
+                line = self._lines[kind]
+                batch = [each for each in line.take() if each.starts(now)]
+                if not line.waiting:
+                    del self._lines[kind]
+                if batch:
+                    self._under_way += 1
+                    return batch
+        return []
+
+    def _ready(self, now: float) -> Hashable | None:
+        """The kind that may begin and has waited for longest."""
+        found, since = None, float("inf")
+        for kind, line in self._lines.items():
+            if line.due < since and (line.due <= now or line.is_full):
+                found, since = kind, line.due
+        return found
+
+    def _begin(self, batch: list[_Waiting]) -> Future[Any] | None:
+        """What will answer ``batch``; None when it has failed already."""
+        try:
+            if len(batch) == 1:
+                return self._work.alone(batch[0].request)
+            return self._work.together([each.request for each in batch])
+        except BaseException as error:  # whatever it was, those who asked must hear of it
+            self._fail(batch, error)
+            return None
+
+    def _answer(self, batch: list[_Waiting], future: Future[Any]) -> None:
+        if (error := future.exception()) is not None:
+            self._fail(batch, error)
+            return
+        results = [future.result()] if len(batch) == 1 else future.result()
+        for each, result in zip(batch, results, strict=True):
+            each.future.set_result(result)
+
+    def _fail(self, batch: list[_Waiting], error: BaseException) -> None:
+        ours = isinstance(error, Unavailable | DeadlineExceeded | TierError)
+        if len(batch) == 1 or ours or not isinstance(error, Exception):
+            for each in batch:
+                each.future.set_exception(error)
+            return
+        for each in batch:
+            try:
+                self._work.alone(each.request).add_done_callback(each.copy)
+            except Exception as its_own:
+                each.future.set_exception(its_own)
+
+    def _forget(self, kind: Hashable, waiting: _Waiting, future: Future[Any]) -> None:
+        """A request that was given up makes room."""
+        if not future.cancelled():
+            return
+        with self._changed:
+            line = self._lines.get(kind)
+            if line is not None and waiting in line.waiting:
+                line.remove(waiting)
+                if not line.waiting:
+                    del self._lines[kind]
+
+    def _wake_timer(self) -> None:
+        if self._timer is None:
+            self._timer = threading.Thread(target=self._time, name="hps-batches", daemon=True)
+            self._timer.start()
+        else:
+            self._changed.notify()
+
+    def _time(self) -> None:
+        """Begin batches when they are due, as long as there are some now and then."""
+        while True:
+            with self._changed:
+                due = min((line.due for line in self._lines.values()), default=None)
+                left_s = _TIMER_IDLE_S if due is None else due - time.monotonic()
+                if left_s <= 0 and self._under_way >= self._bounds.at_once:
+                    left_s = _TIMER_IDLE_S  # what ends will begin them
+                if left_s > 0 and not self._changed.wait(left_s) and not self._lines:
+                    self._timer = None
+                    return
+            self._begin_batches()
+
+
+class _Line:
+    """Requests of one kind, in the order they came."""
+
+    __slots__ = ("_bounds", "keys", "rows", "waiting")
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self.waiting: deque[_Waiting] = deque()
+        self.rows = self.keys = 0
+
+    @property
+    def due(self) -> float:
+        """When the first may begin, though the batch is not full."""
+        return self.waiting[0].due
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is enough for a batch."""
+        return self.rows >= self._bounds.rows or self.keys >= self._bounds.keys
+
+    def add(self, waiting: _Waiting) -> None:
+        self.waiting.append(waiting)
+        self._count(waiting, 1)
+
+    def remove(self, waiting: _Waiting) -> None:
+        self.waiting.remove(waiting)
+        self._count(waiting, -1)
+
+    def take(self) -> list[_Waiting]:
+        """The next batch: as many as fit, at least one."""
+        taken: list[_Waiting] = []
+        rows = keys = 0
+        while self.waiting:
+            size = self.waiting[0].size
+            rows, keys = rows + size.rows, keys + size.keys
+            if taken and (rows > self._bounds.rows or keys > self._bounds.keys):
+                break
+            taken.append(self.waiting.popleft())
+            self._count(taken[-1], -1)
+        return taken
+
+    def _count(self, waiting: _Waiting, sign: int) -> None:
+        self.rows += sign * waiting.size.rows
+        self.keys += sign * waiting.size.keys
+
+
+class _Waiting:
+    """A request that waits for its batch. ``due``: when it may begin, though the batch is not full."""
+
+    __slots__ = ("deadline", "due", "future", "request", "size")
+
+    def __init__(self, request: Any, size: Size, deadline: float | None, due: float) -> None:
+        self.request = request
+        self.size = size
+        self.deadline = deadline
+        self.due = due
+        self.future: Future[Any] = Future()
+
+    def starts(self, now: float) -> bool:
+        """Whether anybody still waits for it. Those whose time is up are told so."""
+        if not self.future.set_running_or_notify_cancel():
+            return False
+        if self.deadline is None or now <= self.deadline:
+            return True
+        self.future.set_exception(
+            DeadlineExceeded("the deadline passed while the request waited for its batch")
+        )
+        return False
+
+    def copy(self, future: Future[Any]) -> None:
+        """Be answered as ``future`` was."""
+        if (error := future.exception()) is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(future.result())

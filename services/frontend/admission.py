@@ -1,0 +1,261 @@
+"""How many inference requests are worked at, how many wait, and which are refused.
+
+Each name has a line of its own, so that one model's load does not hold up another's requests. What needs
+nobody else's time, such as a lookup of rows in memory, is answered where it comes and stands in no line;
+health, metadata and administration never do.
+
+A request is refused when it comes rather than after a wait: where it would wait for longer than it may, by
+what each place in the line has taken of late, it costs least then and its client can still ask elsewhere.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Container, Iterable, Mapping
+from concurrent.futures import CancelledError, Future
+from typing import Any
+
+from hps import metric_names as m
+from hps.config.admission_settings import AdmissionSettings
+from hps.errors import DeadlineExceeded, Unavailable
+from hps.metrics import Metrics
+from services.frontend.call import Call
+from services.frontend.clients import Clients
+from services.frontend.datatypes import InputRule
+from services.frontend.endpoints import Endpoint, Output
+from services.frontend.errors import Overloaded
+from services.frontend.room import Expiry, Room
+
+# How much of what is known of waiting the latest wait makes up.
+_LATEST = 0.25
+
+
+class Admission:
+    """The lines of one process. ``clients`` is None where clients have no bounds."""
+
+    def __init__(self, settings: AdmissionSettings) -> None:
+        self._settings = settings
+        self.room = Room(settings.queue_bytes)
+        self.expiry = Expiry(settings.max_wait_ms / 1e3)
+        bounds = settings.client
+        self.clients: Clients | None = None
+        if bounds.running is not None or bounds.per_second is not None:
+            self.clients = Clients(bounds)
+        self._lines: dict[str, Line] = {}
+        self._published: Metrics | None = None
+
+    def line(self, endpoint: Endpoint, running: int, metrics: Metrics) -> Line:
+        """``endpoint`` behind a line; ``running`` where the settings leave it open."""
+        line = Line(endpoint, self._settings, self._settings.running or running, self, metrics)
+        self._lines[endpoint.name] = line
+        if metrics is not self._published:
+            self._published = metrics
+            metrics.gauges(m.QUEUE_REQUESTS, lambda: self._each("waiting"))
+            metrics.gauges(m.RUNNING_REQUESTS, lambda: self._each("running"))
+            metrics.gauge(m.QUEUE_BYTES, lambda: self.room.held)
+        return line
+
+    def keep(self, names: Container[str]) -> None:
+        """Tell no more of lines whose name is not served any more."""
+        self._lines = {name: line for name, line in self._lines.items() if name in names}
+
+    def _each(self, what: str) -> Iterable[tuple[tuple[str, ...], float]]:
+        return [((name,), getattr(line, what)) for name, line in list(self._lines.items())]
+
+
+class Line:
+    """An `Endpoint` whose requests wait while as many are worked at as may be. Any thread may call it."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        settings: AdmissionSettings,
+        running: int,
+        shared: Admission,
+        metrics: Metrics,
+    ) -> None:
+        self.name = endpoint.name
+        self.version = endpoint.version
+        self.raw_input = endpoint.raw_input
+        self._endpoint = endpoint
+        self._most_running = running
+        self._most_waiting = settings.queue
+        self._max_wait_s = settings.max_wait_ms / 1e3
+        self._room = shared.room
+        self._expiry = shared.expiry
+        self._observe = metrics.histogram(m.QUEUE_SECONDS, endpoint.name).observe
+        self._line: deque[_Waiting] = deque()
+        self._place_s = 0.0
+        self._lock = threading.Lock()
+        self.running = 0
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the line."""
+        return len(self._line)
+
+    @property
+    def rules(self) -> Mapping[str, InputRule]:
+        return self._endpoint.rules
+
+    def outputs(self, call: Call, result: Any) -> list[Output]:
+        """See ``Endpoint.outputs``."""
+        return self._endpoint.outputs(call, result)
+
+    def require_room(self, size: int = 0) -> None:
+        """Raises ``Overloaded`` when a request of ``size`` bytes would be refused now."""
+        if self.running < self._most_running and not self._line and self._room.fits(size):
+            return
+        places, limit_ms = len(self._line), self._max_wait_s * 1e3
+        if places >= self._most_waiting and self.running >= self._most_running:
+            raise Overloaded(
+                f"overloaded: Exceeds maximum queue size ({places} requests to '{self.name}' wait already, "
+                "server.admission.queue); retry later, or ask another replica",
+                "queue_full",
+            )
+        # One may always wait: it tells how long that takes now.
+        if places and (places + 1) * self._place_s > self._max_wait_s:
+            raise Overloaded(
+                f"overloaded: a request to '{self.name}' would wait longer than {limit_ms:g} ms "
+                "(server.admission.max_wait_ms); retry later, or ask another replica",
+                "queue_wait",
+            )
+        if not self._room.fits(size):
+            raise Overloaded(
+                f"overloaded: waiting requests hold {self._room.held} bytes (server.admission.queue_bytes); "
+                "retry later, or ask another replica",
+                "queue_bytes",
+            )
+
+    def submit(self, call: Call, deadline: float) -> Future[Any]:
+        """See ``Endpoint.submit``. Raises ``Overloaded`` when the request may not wait."""
+        if self.running < self._most_running and not self._line:
+            future = self._endpoint.submit(call, deadline)
+            if not future.done():
+                with self._lock:
+                    self.running += 1
+                future.add_done_callback(self._end)
+            return future
+        size = sum(array.nbytes for array in call.inputs.values())
+        with self._lock:
+            self.require_room(size)
+            waiting = _Waiting(self, call, deadline, size, len(self._line) + 1)
+            self._line.append(waiting)
+            self._room.add(size)
+        waiting.add_done_callback(self._give_up)
+        self._expiry.add(waiting)
+        self._begin()  # one may have ended meanwhile
+        return waiting
+
+    def _end(self, _: Future[Any]) -> None:
+        with self._lock:
+            self.running -= 1
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin what may begin. Not recursive: it may be done when it has begun."""
+        while (waiting := self._next()) is not None:
+            work = self._start(waiting)
+            if work is not None and not work.done():
+                work.add_done_callback(waiting.copy)
+                work.add_done_callback(self._end)
+                continue
+            if work is not None:
+                waiting.copy(work)
+            with self._lock:
+                self.running -= 1
+
+    def _next(self) -> _Waiting | None:
+        """The next request; it counts as running."""
+        with self._lock:
+            while self._line and self.running < self._most_running:
+                waiting = self._line.popleft()
+                self._room.add(-waiting.size)
+                if waiting.set_running_or_notify_cancel():
+                    self.running += 1
+                    break
+            else:
+                return None
+        self._learn(waiting)
+        return waiting
+
+    def _learn(self, waiting: _Waiting) -> None:
+        waited_s = time.monotonic() - waiting.since
+        self._place_s += _LATEST * (waited_s / waiting.places - self._place_s)
+        self._observe(waited_s)
+
+    def _start(self, waiting: _Waiting) -> Future[Any] | None:
+        """What will answer; None when there will be no answer."""
+        try:
+            if time.monotonic() > waiting.deadline:
+                raise DeadlineExceeded("the deadline passed while the request waited for its turn")
+            waiting.work = work = self._endpoint.submit(waiting.call, waiting.deadline)
+            return work
+        except BaseException as error:  # whatever it was, the caller must hear of it
+            waiting.set_exception(error)
+            return None
+
+    def _give_up(self, future: Future[Any]) -> None:
+        """A request whose client no longer waits leaves the line."""
+        assert isinstance(future, _Waiting)
+        if future.cancelled():
+            self._remove(future)
+
+    def _remove(self, waiting: _Waiting) -> bool:
+        with self._lock:
+            try:
+                self._line.remove(waiting)
+            except ValueError:
+                return False
+            self._room.add(-waiting.size)
+            return True
+
+    def expire(self, waiting: _Waiting) -> None:
+        """``waiting`` has waited for as long as it may."""
+        if self._remove(waiting) and waiting.set_running_or_notify_cancel():
+            self._learn(waiting)
+            waiting.set_exception(
+                Overloaded(
+                    f"overloaded: the request to '{self.name}' has waited for {self._max_wait_s * 1e3:g} ms "
+                    "(server.admission.max_wait_ms); retry later, or ask another replica",
+                    "queue_wait",
+                )
+            )
+
+
+class _Waiting(Future[Any]):
+    """A request in a line, and the future of its answer."""
+
+    def __init__(self, line: Line, call: Call, deadline: float, size: int, places: int) -> None:
+        super().__init__()
+        self.call = call
+        self.deadline = deadline
+        self.size = size
+        self.places = places
+        self.since = time.monotonic()
+        self.work: Future[Any] | None = None
+        self._of = line
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it waits no more."""
+        return self.running() or self.done()
+
+    def expire(self) -> None:
+        self._of.expire(self)
+
+    def cancel(self) -> bool:
+        """Wait no more, or have the work stopped if it has not begun in earnest."""
+        return super().cancel() if self.work is None else self.work.cancel()
+
+    def copy(self, work: Future[Any]) -> None:
+        """Be answered as ``work`` was."""
+        try:
+            if (error := work.exception()) is not None:
+                self.set_exception(error)
+            else:
+                self.set_result(work.result())
+        except CancelledError:
+            self.set_exception(Unavailable("the request was cancelled"))

@@ -1,0 +1,45 @@
+"""The endpoints of a model, with its lookups and predictions batched where the settings say so."""
+
+from __future__ import annotations
+
+from hps import metric_names as m
+from hps.batched_pipeline import BatchedPipeline
+from hps.config.admission_settings import BatchingSettings
+from hps.config.server_settings import ServerSettings
+from hps.lookup.batched import BatchedLookup
+from hps.lookup.batching import Bounds
+from hps.metrics import Metrics
+from hps.open_models import ServedModel
+from services.frontend.endpoints import Endpoint
+from services.frontend.lookup_endpoint import LookupEndpoint
+from services.frontend.metadata import ModelInfo, lookup_info, ranking_info, tables_info
+from services.frontend.ranking_endpoint import RankingEndpoint
+
+
+def endpoints(
+    served: ServedModel, settings: ServerSettings, metrics: Metrics
+) -> list[tuple[Endpoint, ModelInfo]]:
+    """What answers to ``<m>`` and ``<m>.lookup``."""
+    engine, pipeline, lookup_name = served.engine, served.pipeline, f"{served.name}.lookup"
+    if settings.batching is not None:
+        bounds = _bounds(settings.batching, served, settings.max_keys)
+        engine = BatchedLookup(
+            engine, bounds, metrics.histogram(m.BATCH_REQUESTS, lookup_name).observe
+        )
+    lookup = LookupEndpoint(served, lookup_name, engine), lookup_info(served)
+    if pipeline is None:
+        return [(LookupEndpoint(served, served.name, engine), tables_info(served)), lookup]
+    scores = pipeline.submit
+    if settings.batching is not None:
+        observe = metrics.histogram(m.BATCH_REQUESTS, served.name).observe
+        scores = BatchedPipeline(pipeline, served.engine.features, bounds, observe).submit
+    return [(RankingEndpoint(served, scores), ranking_info(served)), lookup]
+
+
+def _bounds(settings: BatchingSettings, served: ServedModel, max_keys: int) -> Bounds:
+    return Bounds(
+        min(settings.max_rows, served.spec.max_batch_size),
+        min(settings.max_keys, max_keys),
+        settings.max_delay_us * 1e-6,
+        settings.at_once,
+    )

@@ -1,0 +1,307 @@
+"""Requests answered together: who waits, who goes with whom, and what becomes of faults."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import numpy as np
+import pytest
+
+from hps.errors import BadRequest, DeadlineExceeded, Unavailable
+from hps.lookup.batched import BatchedLookup
+from hps.lookup.batching import Batcher, Bounds, Size
+from hps.types import JaggedKeys, LookupRequest
+from hps.workers import Done
+from tests.support.waiting import until
+
+LARGE = Bounds(rows=100, keys=10_000)
+
+
+class Asked:
+    """A request of ``size`` samples; ``fault`` is raised by every run it is in."""
+
+    def __init__(self, size=1, *, kind="k", fault=None, deadline=None):
+        self.rows, self.kind, self.fault, self.deadline = size, kind, fault, deadline
+
+
+class Works:
+    """Runs end when the test says so, or at once."""
+
+    def __init__(self, *, at_once=False):
+        self.runs, self.futures, self.at_once = [], [], at_once
+
+    def kind(self, request):
+        return request.kind
+
+    def size(self, request):
+        return Size(request.rows, request.rows)
+
+    def deadline(self, request):
+        return request.deadline
+
+    def alone(self, request):
+        return self.began([request], single=True)
+
+    def together(self, requests):
+        return self.began(list(requests), single=False)
+
+    def began(self, requests, *, single):
+        self.runs.append(requests)
+        faults = [each.fault for each in requests if each.fault]
+        if self.at_once:
+            if faults:
+                raise faults[0]
+            return Done(requests[0] if single else requests)
+        future = Future()
+        self.futures.append((future, faults, requests, single))
+        return future
+
+    def end(self):
+        """The run that began first ends."""
+        future, faults, requests, single = self.futures.pop(0)
+        if faults:
+            future.set_exception(faults[0])
+        else:
+            future.set_result(requests[0] if single else requests)
+
+
+def test_a_request_that_finds_nothing_under_way_begins_alone():
+    works = Works()
+    batcher = Batcher(works, LARGE)
+    first = batcher.submit(Asked())
+    assert len(works.runs) == 1
+    assert not first.done()
+
+
+def test_what_waits_is_the_next_batch():
+    works, seen = Works(), []
+    batcher = Batcher(works, LARGE, seen.append)
+    asked = [Asked() for _ in range(4)]
+    answers = [batcher.submit(each) for each in asked]
+    assert [len(run) for run in works.runs] == [1]
+    works.end()
+    assert works.runs[1] == asked[1:]
+    assert seen == [3]
+    works.end()
+    assert [answer.result(0) for answer in answers] == asked
+    assert batcher.is_idle
+
+
+def test_batches_keep_their_bounds_and_the_order_of_requests():
+    works = Works()
+    batcher = Batcher(works, Bounds(rows=5, keys=100))
+    sizes = [1, 2, 2, 4, 1, 9, 1]
+    answers = [batcher.submit(Asked(size)) for size in sizes]
+    while works.futures:
+        works.end()
+    assert [[each.rows for each in run] for run in works.runs] == [[1], [2, 2], [4, 1], [9], [1]]
+    assert [answer.result(0).rows for answer in answers] == sizes
+
+
+def test_kinds_are_not_mixed_and_none_is_starved():
+    works = Works()
+    batcher = Batcher(works, LARGE)
+    for kind in "xabab":
+        batcher.submit(Asked(kind=kind))
+    works.end()
+    works.end()
+    assert ["".join(each.kind for each in run) for run in works.runs] == ["x", "aa", "bb"]
+
+
+def test_a_request_that_may_not_be_merged_is_alone():
+    works = Works()
+    batcher = Batcher(works, LARGE)
+    batcher.submit(Asked())
+    alone = batcher.submit(Asked(kind=None))
+    assert len(works.runs) == 2
+    works.end()
+    works.end()
+    assert alone.result(0).kind is None
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_fault_fails_its_own_request_alone(at_once):
+    works = Works()
+    batcher = Batcher(works, LARGE)
+    batcher.submit(Asked())
+    asked = [Asked(), Asked(fault=BadRequest("yours")), Asked()]
+    answers = [batcher.submit(each) for each in asked]
+    if at_once:
+        works.at_once = True
+    works.end()
+    while works.futures:
+        works.end()
+    assert answers[0].result(0) is asked[0]
+    assert answers[2].result(0) is asked[2]
+    with pytest.raises(BadRequest, match="yours"):
+        answers[1].result(0)
+    assert batcher.is_idle
+
+
+def test_what_fails_everybody_is_not_tried_again():
+    works = Works()
+    batcher = Batcher(works, LARGE)
+    batcher.submit(Asked())
+    answers = [batcher.submit(Asked(fault=Unavailable("full"))) for _ in range(3)]
+    works.end()
+    works.end()
+    assert len(works.runs) == 2
+    for answer in answers:
+        with pytest.raises(Unavailable):
+            answer.result(0)
+
+
+def test_deadlines_and_cancellation_while_waiting():
+    works = Works()
+    batcher = Batcher(works, LARGE)
+    batcher.submit(Asked())
+    late = batcher.submit(Asked(deadline=time.monotonic() - 1))
+    gone = batcher.submit(Asked())
+    stays = Asked()
+    batcher.submit(stays)
+    assert gone.cancel()
+    works.end()
+    assert works.runs[1:] == [[stays]]
+    with pytest.raises(DeadlineExceeded, match="while the request waited"):
+        late.result(0)
+
+
+def test_a_delay_waits_for_others_or_for_a_full_batch():
+    works = Works(at_once=True)
+    long = Batcher(works, Bounds(rows=3, keys=100, delay_s=60.0))
+    first, second = long.submit(Asked()), long.submit(Asked())
+    assert not works.runs
+    third = long.submit(Asked())
+    assert [len(run) for run in works.runs] == [3]
+    assert all(each.done() for each in (first, second, third))
+    short = Batcher(works, Bounds(rows=3, keys=100, delay_s=0.01))
+    wait([short.submit(Asked()), short.submit(Asked())], timeout=60)
+    until(lambda: sum(map(len, works.runs)) == 5)
+
+
+def requests(random, n):
+    """Lookups of various forms, keys in memory, in the store and nowhere."""
+    made = []
+    for _ in range(n):
+        batch, by_table = int(random.integers(0, 5)), bool(random.random() < 0.2)
+        names = ["user", "item"] if random.random() < 0.7 else ["user"]
+        features = {}
+        for name in names:
+            if not by_table and random.random() < 0.4:
+                bags = random.integers(0, 4, batch)
+                offsets = np.concatenate([[0], np.cumsum(bags)])
+                features[name] = JaggedKeys(random.integers(0, 60, offsets[-1]), batch, offsets)
+            else:
+                features[name] = JaggedKeys(random.integers(0, 60, 2 * batch), batch)
+        made.append(
+            LookupRequest(features, want_source=bool(random.random() < 0.3), by_table=by_table)
+        )
+    return made
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.001])
+def test_batched_lookups_are_those_of_each_alone_to_the_bit(make_world, delay_s):
+    world = make_world(threads=4, queued=1000)
+    for name in ("user", "item"):
+        world.put(world.cache, name, range(20))
+        world.put(world.store, name, range(40))
+    seen = []
+    batched = BatchedLookup(world.engine, Bounds(16, 10_000, delay_s), seen.append)
+    asked = requests(np.random.default_rng(5), 400)
+    alone = [world.engine.lookup(each) for each in asked]
+    world.store.seconds = 0.002
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(batched.lookup, asked))
+    assert max(seen) > 1
+    for mine, expected in zip(answers, alone, strict=True):
+        assert mine.defaulted == expected.defaulted
+        for report in ("vectors", "sources", "versions"):
+            got, wanted = getattr(mine, report), getattr(expected, report)
+            assert got.keys() == wanted.keys()
+            for name, values in wanted.items():
+                np.testing.assert_array_equal(got[name], values, strict=True)
+
+
+def held(world, batched):
+    """A lookup that keeps the batcher busy until the store may answer."""
+    world.store.leave.clear()
+    future = batched.submit(LookupRequest({"user": JaggedKeys.dense([30])}))
+    until(lambda: world.store.calls)
+    return future
+
+
+def test_offsets_of_one_request_do_not_reach_into_another(make_world):
+    world = make_world()
+    world.put(world.store, "user", range(40))
+    batched = BatchedLookup(world.engine, LARGE)
+    held(world, batched)
+    good = JaggedKeys(np.array([1, 2]), 1, np.array([0, 2]))
+    wrong = JaggedKeys(np.array([7, 8, 9]), 1, np.array([0, 2]))
+    first = batched.submit(LookupRequest({"user": good}))
+    with pytest.raises(BadRequest, match="offsets run from 0 to 2"):
+        batched.submit(LookupRequest({"user": wrong}))
+    second = batched.submit(LookupRequest({"user": good}))
+    world.store.leave.set()
+    for answer in (first, second):
+        rows = world.row(world.tables["user"], [1, 2])
+        np.testing.assert_array_equal(answer.result(60).vectors["user"][0], rows.sum(axis=0))
+
+
+def test_unsigned_keys_stay_what_they_are(make_world):
+    world = make_world()
+    key = 2**63 + 5
+    world.put(world.store, "user", np.array([key], np.uint64).view(np.int64))
+    batched = BatchedLookup(world.engine, LARGE)
+    held(world, batched)
+    asked = [np.array([key], np.uint64), np.array([3], np.int64), np.array([key], np.uint64)]
+    answers = [
+        batched.submit(LookupRequest({"user": JaggedKeys(keys, 1)}, by_table=by_table))
+        for by_table in (False, True)
+        for keys in asked
+    ]
+    world.store.leave.set()
+    found = [answer.result(60).defaulted for answer in answers]
+    assert found == [0, 1, 0, 0, 1, 0]
+
+
+def test_a_feature_that_is_not_there_is_told_at_once(make_world):
+    world = make_world()
+    batched = BatchedLookup(world.engine, LARGE)
+    held(world, batched)
+    with pytest.raises(BadRequest, match="no feature 'users'"):
+        batched.submit(LookupRequest({"users": JaggedKeys.dense([1])}))
+    world.store.leave.set()
+
+
+def test_prepared_lookups_join_batches(make_world):
+    world = make_world()
+    world.put(world.cache, "user", range(5))
+    world.put(world.store, "user", range(40))
+    seen = []
+    batched = BatchedLookup(world.engine, LARGE, seen.append)
+    submit = batched.prepare(LookupRequest({"user": JaggedKeys.dense([1])}))
+    assert submit([np.array([4])], None).done()
+    held(world, batched)
+    asked = [np.array([key]) for key in (4, 30, 31)]
+    answers = [submit([keys], None) for keys in asked]
+    world.store.leave.set()
+    for keys, answer in zip(asked, answers, strict=True):
+        rows = world.row(world.tables["user"], keys)
+        np.testing.assert_array_equal(answer.result(60).vectors["user"], rows)
+    assert seen == [3]
+
+
+def test_a_timer_serves_many_threads():
+    works = Works(at_once=True)
+    batcher = Batcher(works, Bounds(rows=8, keys=100, delay_s=0.002))
+    start = threading.Barrier(8)
+
+    def ask(_):
+        start.wait(60)
+        return [batcher.submit(Asked()).result(60) for _ in range(20)]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(map(len, pool.map(ask, range(8)))) == 160
+    assert sum(map(len, works.runs)) == 160

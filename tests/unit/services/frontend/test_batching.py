@@ -1,0 +1,156 @@
+"""Predictions and lookups answered together, as the settings say."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from hps import metric_names as m
+from hps.config import Settings
+from hps.config.admission_settings import BatchingSettings
+from hps.config.server_settings import ServerSettings
+from hps.errors import BadRequest
+from services.frontend.call import Call, Form
+from services.frontend.state import State
+from tests.support.waiting import until
+
+FAR = 1e12
+
+
+@pytest.fixture
+def batched(small):
+    """``batched(**settings)``: the small node's endpoints, batched."""
+
+    def make(**settings):
+        batching = BatchingSettings(**{"at_once": 1, **settings})
+        state = State(settings=Settings(server=ServerSettings(batching=batching)))
+        state.serve(small.node)
+        return {name: entry.endpoint for name, entry in state.entries.items()}
+
+    return make
+
+
+def call(items, *, users=None, top_k=None, outputs=None, offsets=None):
+    n = len(items)
+    users = [5] * n if users is None else users
+    inputs = {
+        "user": np.array(users, np.int64),
+        "item": np.array(items, np.int64),
+        "history": np.repeat(np.array(items, np.int64), 2),
+        "dense": np.linspace(0, 1, 3 * n, dtype=np.float32),
+    }
+    shapes = {"user": [len(users), 1], "item": [n, 1], "history": [n, 2], "dense": [n, 3]}
+    if offsets is not None:
+        inputs["history.offsets"] = np.array(offsets, np.int64)
+        shapes |= {"history": [2 * n], "history.offsets": [len(offsets)]}
+    return Call(Form(shapes=shapes, outputs=outputs, top_k=top_k), inputs)
+
+
+def runs(small, name):
+    """How many batches of how many requests."""
+    counts, requests = small.node.metrics.histogram(m.BATCH_REQUESTS, name).read()
+    return sum(counts), requests
+
+
+def answers(endpoint, result):
+    asked, future = result
+    return dict(endpoint.outputs(asked, future.result(60)))
+
+
+def test_predictions_that_wait_are_one_run(small, batched):
+    endpoint, plain = batched()["ctr"], small.state.entries["ctr"].endpoint
+    small.store.gate.clear()
+    first = endpoint.submit(call([15]), FAR)
+    asked = [
+        call([1, 2]),
+        call([12], outputs=("logit", "item.source")),
+        call([99, 3, 17], outputs=("logit", "item.source")),
+        call([4, 6]),
+        call([7, 8], offsets=[0, 1, 4]),
+        call([1, 2, 3], top_k=2),
+        call([1, 2, 3], users=[4]),
+    ]
+    futures = [endpoint.submit(each, FAR) for each in asked]
+    small.store.gate.set()
+    until(first.done)
+    for each, future in zip(asked, futures, strict=True):
+        mine, alone = future.result(60), plain.submit(each, FAR).result(60)
+        assert mine.defaulted == alone.defaulted
+        got, wanted = dict(endpoint.outputs(each, mine)), dict(plain.outputs(each, alone))
+        assert list(got) == list(wanted)
+        for name, values in wanted.items():
+            np.testing.assert_allclose(got[name], values, rtol=1e-6, atol=1e-6)
+    # Candidates with their context and top_k were alone, and not counted.
+    assert runs(small, "ctr") == (3, 5.0)
+
+
+def test_a_request_at_fault_fails_alone(small, batched):
+    endpoint = batched()["ctr"]
+    small.store.gate.clear()
+    endpoint.submit(call([15]), FAR)
+    good = endpoint.submit(call([1], offsets=[0, 2]), FAR)
+    with pytest.raises(BadRequest, match="offsets run from 0 to 1"):
+        endpoint.submit(call([1], offsets=[0, 1]), FAR)
+    second = endpoint.submit(call([1], offsets=[0, 2]), FAR)
+    small.store.gate.set()
+    np.testing.assert_array_equal(
+        good.result(60).outputs["logit"], second.result(60).outputs["logit"]
+    )
+
+
+def test_a_network_that_chokes_on_one_request_fails_that_one(small, batched, monkeypatch):
+    pipeline = small.node.models["ctr"].pipeline
+    run = pipeline.dense.predict
+
+    def picky(inputs, outputs=None, deadline=None):
+        if (inputs["item"][:, 0] == 9).any():
+            raise RuntimeError("no nines")
+        return run(inputs, outputs, deadline)
+
+    monkeypatch.setattr(pipeline.dense, "predict", picky, raising=False)
+    endpoint = batched()["ctr"]
+    small.store.gate.clear()
+    endpoint.submit(call([15]), FAR)
+    one, nine, two = (endpoint.submit(call([k]), FAR) for k in (1, 9, 2))
+    small.store.gate.set()
+    assert one.result(60).outputs["logit"].shape == two.result(60).outputs["logit"].shape == (1,)
+    with pytest.raises(RuntimeError, match="no nines"):
+        nine.result(60)
+
+
+@pytest.mark.parametrize("delay_us", [0, 500])
+def test_scores_under_concurrency(small, batched, delay_us):
+    endpoint = batched(max_rows=16, max_delay_us=delay_us)["ctr"]
+    plain = small.state.entries["ctr"].endpoint
+    random = np.random.default_rng(3)
+    asked = [call(random.integers(0, 22, random.integers(1, 9)).tolist()) for _ in range(200)]
+    wanted = [plain.submit(each, FAR).result(60) for each in asked]
+    with ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(lambda each: endpoint.submit(each, FAR).result(60), asked))
+    for mine, alone in zip(got, wanted, strict=True):
+        assert mine.defaulted == alone.defaulted
+        np.testing.assert_allclose(
+            mine.outputs["logit"], alone.outputs["logit"], rtol=1e-6, atol=1e-6
+        )
+
+
+def test_lookups_share_the_settings(small, batched):
+    endpoints = batched()
+    small.store.gate.clear()
+    kept = Form(shapes={"left": [1, 1]}, kept=True)
+
+    def ask(key):
+        return endpoints["words"].submit(Call(kept, {"left": np.array([key])}), FAR)
+
+    assert ask(3).done()  # memory has it, and nothing is under way
+    first, *others = (ask(key) for key in (15, 3, 16))
+    assert not any(future.done() for future in others)
+    small.store.gate.set()
+    assert [f.result(60).vectors["left"][0, 0] for f in (first, *others)] == [15, 3, 16]
+
+
+def test_the_settings_bound_a_batch_and_the_model_too(batched):
+    bounds = batched(max_rows=1000)["halves"]._endpoint._engine._batcher._bounds
+    assert bounds.rows == 8
