@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE_SOURCES := pyproject.toml $(shell find hps/native -name '*.?pp' -o -name CMakeLists.txt)
 
-.PHONY: help setup demo test test-gpu test-services check check-native check-aarch64 soak format bench bench-peers lock clean
+.PHONY: help setup demo test test-gpu test-services check check-native check-aarch64 soak format proto bench bench-peers lock clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -3
@@ -88,6 +88,10 @@ check: setup
 format: setup
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format --quiet .
 	@find hps -name '*.?pp' -o -name '*.cu*' | xargs $(BIN)/clang-format -i
+
+# What Python has of hps/v1/*.proto; to be made again after a change of those.
+proto: setup
+	@$(BIN)/python -m grpc_tools.protoc -I. --python_out=. hps/v1/*.proto
 
 bench: setup
 	@$(BIN)/python -m benchmarks $(ARGS)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hps.attached import Attached, attach
     from hps.build import open
     from hps.config import Settings
+    from hps.connected import Connected, connect
     from hps.errors import HpsError
     from hps.node import Node
     from hps.types import (
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Attached",
+    "Connected",
     "HpsError",
     "JaggedKeys",
     "LookupRequest",
@@ -44,6 +46,7 @@ __all__ = [
     "Source",
     "__version__",
     "attach",
+    "connect",
     "open",
 ]
 
@@ -52,6 +55,8 @@ _HOMES = {
     "open": "hps.build",
     "attach": "hps.attached",
     "Attached": "hps.attached",
+    "connect": "hps.connected",
+    "Connected": "hps.connected",
     "Node": "hps.node",
     "Settings": "hps.config",
     "HpsError": "hps.errors",

@@ -19,6 +19,7 @@ from hps.config.cache_settings import CpuCacheSettings
 from hps.config.runtime import attachable
 from hps.config.schema import ModelOverride, TableOverride
 from hps.devices import Devices
+from hps.errors import ConfigError
 from hps.lookup.engine import Promote
 from hps.meters import TierMeter
 from hps.metrics import Metrics
@@ -63,6 +64,11 @@ def open_node(configuration: Configuration, progress: Progress | None = None) ->
     within seconds. Raises ``ConfigError``, ``ModelError`` or ``TierError``; nothing stays open then.
     """
     settings = attachable(configuration.settings)
+    if settings.tiers.remote is not None:
+        raise ConfigError(
+            "tiers.remote is for processes without tiers of their own, which hps.connect opens; a node has "
+            "its rows itself: leave it out"
+        )
     with ExitStack() as resources:
         versions = open_versions(configuration)
         opened = [open_model(version, settings, resources) for version in versions]

@@ -238,7 +238,7 @@ class InferencePipeline:
             best = top_k(scores, request.top_k)
             outputs = {name: outputs[name][best] for name in wanted}
             outputs[TOP_K_INDEX] = best
-        return PredictResult(outputs, rows.sources, rows.defaulted, rows.degraded)
+        return PredictResult(outputs, rows.sources, rows.defaulted, rows.degraded, rows.stale_s)
 
     def _feed(self, inputs: Arrays, rows: LookupResult, batch: int) -> Arrays:
         """What the network takes: every array contiguous, of its type, with the full batch."""

@@ -197,8 +197,13 @@ def check_exposure(settings: Settings) -> None:
         return
     server = settings.server
     exposed = [
-        Problem("", ("server", name, "host"), _exposed(at.host))
-        for name, at in (("http", server.http), ("grpc", server.grpc), ("admin", server.admin))
+        Problem("", ("server", *name, "host"), _exposed(at.host))
+        for name, at in (
+            (("http",), server.http),
+            (("grpc",), server.grpc),
+            (("grpc", "admin"), server.grpc and server.grpc.admin),
+            (("admin",), server.admin),
+        )
         if at is not None and not is_loopback(at.host)
     ]
     if exposed:

@@ -152,8 +152,9 @@ def ports(listeners: Mapping[str, tuple[str, int]]) -> list[Finding]:
                 message = (
                     f"is {port}, the same as server.{other}.port; every listener needs its own"
                 )
-                also = ((other, "port"), (other, "host"), (name, "host"))
-                findings.append(Finding((name, "port"), message, also))
+                one, two = tuple(name.split(".")), tuple(other.split("."))
+                also = ((*two, "port"), (*two, "host"), (*one, "host"))
+                findings.append(Finding((*one, "port"), message, also))
         seen.append((name, host, port))
     return findings
 

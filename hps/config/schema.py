@@ -20,6 +20,7 @@ from hps.config.cache_settings import (
 )
 from hps.config.dense_settings import DenseSettings
 from hps.config.model_schema import DenseSpec, MissPolicySpec, Name, Strict
+from hps.config.remote_settings import RemoteSettings
 from hps.config.server_settings import AuthSettings, ServerSettings
 from hps.config.store_settings import RedisSettings, RocksDbSettings
 from hps.config.update_settings import UpdatesSettings
@@ -83,6 +84,8 @@ class TiersSettings(Strict):
     """The store on the local disk."""
     redis: RedisSettings | None = None
     """A store that all nodes share, asked before the local one; null: none."""
+    remote: RemoteSettings | None = None
+    """Nodes that answer the lookups of a process without tiers of its own (`hps.connect`); null: none."""
     lookup_threads: int = Field(4, ge=1)
     """Threads for lookups that must ask a store."""
     lookup_queue: int = Field(1024, ge=1)

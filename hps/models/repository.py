@@ -120,6 +120,18 @@ class Repository:
             self.root / name / str(version), version, apply_override(self.spec(name), override)
         )
 
+    def without_rows(
+        self, name: str, version: int, override: ModelOverride | None = None
+    ) -> ModelVersion:
+        """A version for a process whose rows are elsewhere: its description and its network, if they are
+        here. Needs no version folder where there is no network."""
+        spec = apply_override(self.spec(name), override)
+        folder = self.root / name / str(version)
+        path = folder / FILE_NAME
+        manifest = read_manifest(path) if path.is_file() else None
+        dense = _dense(folder, spec, manifest)
+        return ModelVersion(name, version, spec, folder, {}, dense, manifest, digest_of({}))
+
     def _model_folder(self, name: str) -> Path:
         folder = self.root / name
         if not _NAME.fullmatch(name) or not (folder / SPEC_FILE).is_file():

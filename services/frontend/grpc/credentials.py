@@ -13,20 +13,22 @@ from hps.errors import ConfigError
 log = logging.getLogger(__name__)
 
 
-def credentials(tls: TlsSettings) -> grpc.ServerCredentials:
-    """What a server shows and asks of its clients; ``ConfigError`` naming a file that cannot be read.
+def credentials(tls: TlsSettings, setting: str = "server.grpc") -> grpc.ServerCredentials:
+    """What a port, by its ``setting``, shows and asks of its clients; ``ConfigError`` naming a file that
+    cannot be read.
 
     Files that changed are taken over by the next connection; while they cannot be read, the former
     certificates stay in force.
     """
-    read = _Certificates(tls)
+    read = _Certificates(tls, setting)
     return grpc.dynamic_ssl_server_credentials(
         read.now(), read.changed, require_client_authentication=tls.client_ca_file is not None
     )
 
 
 class _Certificates:
-    def __init__(self, tls: TlsSettings) -> None:
+    def __init__(self, tls: TlsSettings, setting: str) -> None:
+        self._setting = setting
         self._files = [
             path for path in (tls.key_file, tls.certificate_file, tls.client_ca_file) if path
         ]
@@ -51,11 +53,11 @@ class _Certificates:
         return self.now()
 
     def _read(self) -> list[bytes]:
-        return [_bytes(path) for path in self._files]
+        return [_bytes(path, self._setting) for path in self._files]
 
 
-def _bytes(path: Path) -> bytes:
+def _bytes(path: Path, setting: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"server.grpc.tls: {path}: {error.strerror}") from None
+        raise ConfigError(f"{setting}.tls: {path}: {error.strerror}") from None
