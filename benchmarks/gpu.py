@@ -58,13 +58,14 @@ class Clock:
 
 @dataclass
 class Filled:
-    """A cache of one table that holds most of the keys 0 … held - 1."""
+    """A cache of one table that holds most of the keys from ``first`` to ``first + held - 1``."""
 
     cache: GpuCache
     table: EmbeddingTable
     held: int
     clock: Clock
     version: int = NOW
+    first: int = 0
 
     @staticmethod
     def make(dim: int, capacity: int, **options: Any) -> Filled:
@@ -87,7 +88,7 @@ class Filled:
         getattr(self.cache, verb)(self.table, keys, vectors, stamps)
 
     def keys(self, n: int) -> Any:
-        return cupy().random.randint(0, self.held, n, np.int64)
+        return cupy().random.randint(self.first, self.first + self.held, n, np.int64)
 
     def fetch_time(self, n: int, *, form: int = launch.ROWS, ticks: int = 0) -> float:
         cp, held = cupy(), self.cache.held(self.table)
@@ -111,8 +112,9 @@ class Filled:
         """Let every row have the current stamp, as when the clock has stood still for a while."""
         cp, held = cupy(), self.cache.held(self.table)
         out, misses = cp.empty((CALL, self.table.dim), np.float32), cp.zeros(4 + CALL, np.uint32)
-        for start in range(0, self.held, CALL):
-            keys = cp.arange(start, min(start + CALL, self.held))
+        end = self.first + self.held
+        for start in range(self.first, end, CALL):
+            keys = cp.arange(start, min(start + CALL, end))
             self.cache.direct.fetch(held, keys, out, misses)
         cp.cuda.get_current_stream().synchronize()
 

@@ -23,7 +23,9 @@ from benchmarks.common import Bar, Benchmark, Options, Report, main
 from benchmarks.gpu import (
     CALL,
     NOW,
+    ROUNDS,
     SMALL_CALL,
+    WARM_UP,
     Filled,
     exact_lru,
     hit_rate,
@@ -165,26 +167,58 @@ def against_peers(
 
 
 def beside_writer(report: Report, filled: Filled, quiet: float) -> float:
-    """Fetch while another thread writes without a pause, at least 1 % of the rows between any two
-    fetches: updates and replacements in turn. The table stays three quarters full: rows that only came
-    would fill it meanwhile, and fetches from a full table take longer with nobody beside."""
-    cp = cupy()
-    hundredth = filled.held // 100
-    stop, rounds, old = threading.Event(), 0, 0
+    """Fetch beside a thread that updates 1 % of the rows, then replaces 1 %, in turns: one such write begins
+    with each fetch and ends before the next. A figure tells of a writer that makes no pause. The table
+    stays three quarters full: rows that only came would fill it, and fetches from a full table take longer
+    with nobody beside. Rows that replace others have not the places of those that came first; a figure
+    tells what that alone costs."""
+    changes = Changes(filled)
+    busy = fetch_beside(changes, paced=True)
+    before = changes.rounds
+    report.figures["writer without a pause: of the quiet rate"] = quiet / fetch_beside(changes)
+    writes = (changes.rounds - before) / (ROUNDS + WARM_UP)
+    report.figures["writer without a pause: writes of 1 % a fetch"] = writes
+    filled.settle()
+    settled = filled.fetch_time(CALL)
+    report.figures["after these writes, quiet: of the quiet rate before"] = quiet / settled
+    return quiet / busy
+
+
+class Changes:
+    """Writes of 1 % of a table's rows."""
+
+    def __init__(self, filled: Filled) -> None:
+        self.filled = filled
+        self.rounds = 0
+
+    def write(self) -> None:
+        filled, cp = self.filled, cupy()
+        hundredth = filled.held // 100
+        filled.version += 1
+        if self.rounds % 2:
+            filled.write(filled.keys(hundredth), "update")
+        else:
+            oldest = cp.arange(filled.first, filled.first + hundredth)
+            filled.cache.evict(filled.table, oldest)
+            filled.write(oldest + filled.held)
+            filled.first += hundredth
+        self.rounds += 1
+
+
+def fetch_beside(changes: Changes, *, paced: bool = False) -> float:
+    """Seconds of a fetch beside a thread that writes: once with each fetch, or without a pause."""
+    cp, filled = cupy(), changes.filled
+    stop, begun = threading.Event(), cp.cuda.Event()
+    go, written = threading.Semaphore(0), threading.Semaphore(1)
 
     def write() -> None:
-        nonlocal rounds, old
         with cp.cuda.Stream(non_blocking=True):
             while not stop.is_set():
-                filled.version += 1
-                end = old + filled.held
-                if rounds % 2:
-                    filled.write(cp.random.randint(old, end, hundredth, np.int64), "update")
-                else:
-                    filled.cache.evict(filled.table, cp.arange(old, old + hundredth))
-                    filled.write(cp.arange(end, end + hundredth))
-                    old += hundredth
-                rounds += 1
+                if paced:
+                    go.acquire()
+                    begun.synchronize()
+                changes.write()
+                written.release()
 
     usual = sys.getswitchinterval()
     sys.setswitchinterval(2e-5)  # the writer's Python must not hold up the launch that is timed
@@ -196,20 +230,25 @@ def beside_writer(report: Report, filled: Filled, quiet: float) -> float:
         misses = cp.zeros(4 + CALL, np.uint32)
 
         def prepare() -> Any:
-            done = rounds
-            while rounds == done:
+            done = changes.rounds
+            if paced:
+                written.acquire()
+            while not paced and changes.rounds == done:
                 time.sleep(1e-4)
             misses[:4] = 0
-            return cp.random.randint(old, old + filled.held, CALL, np.int64)
+            return filled.keys(CALL)
 
-        busy = filled.clock.median(
-            prepare, lambda keys: filled.cache.direct.fetch(held, keys, out, misses)
-        )
+        def fetch(keys: Any) -> None:
+            begun.record()
+            go.release()
+            filled.cache.direct.fetch(held, keys, out, misses)
+
+        busy = filled.clock.median(prepare, fetch)
     stop.set()
+    go.release()
     writer.join()
     sys.setswitchinterval(usual)
-    report.figures["writes of 1 % beside the fetches"] = rounds
-    return quiet / busy
+    return busy
 
 
 def measure_writes(report: Report, capacity: int, dims: tuple[int, ...]) -> None:
