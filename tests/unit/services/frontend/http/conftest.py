@@ -83,6 +83,13 @@ class Http:
         return (head + body).encode()
 
     @staticmethod
+    def post(path, asked, *, more=""):
+        """A request of JSON."""
+        body = json.dumps(asked)
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{more}Content-Length: {len(body)}\r\n\r\n"
+        return (head + body).encode()
+
+    @staticmethod
     def binary(keys, *, more="", length=None):
         tensor = {
             "name": "left",

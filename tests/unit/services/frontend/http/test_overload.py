@@ -1,0 +1,258 @@
+"""More requests than can be answered: who is refused, with what, and what goes on meanwhile."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from hps import metric_names as m
+from hps.config import Settings
+from hps.config.admission_settings import AdmissionSettings, ClientSettings
+from hps.config.server_settings import ServerSettings
+from services.frontend.auth import OpenGuard
+from services.frontend.http.app import data_app
+from services.frontend.state import State
+
+CTR = "/v2/models/ctr/infer"
+
+
+class SlowNetwork:
+    """A network whose runs take until the test lets them end."""
+
+    def __init__(self, network, monkeypatch):
+        self.leave = threading.Event()
+        self.runs = 0
+        run = network.predict
+
+        def predict(*args):
+            self.runs += 1
+            assert self.leave.wait(60)
+            return run(*args)
+
+        monkeypatch.setattr(network, "predict", predict, raising=False)
+        monkeypatch.setattr(network, "runs_inline", lambda _batch: False, raising=False)
+
+
+@pytest.fixture
+def slow(small, monkeypatch):
+    made = SlowNetwork(small.node.models["ctr"].pipeline.dense, monkeypatch)
+    yield made
+    made.leave.set()
+
+
+@pytest.fixture
+def limited(small):
+    """``limited(**settings)``: the data port with these of `server.admission`; two requests are worked at and
+    three wait."""
+
+    def make(guard=None, **settings):
+        admission = AdmissionSettings(**{"running": 2, "queue": 3, **settings})
+        chosen = ServerSettings(admission=admission)
+        state = State(settings=Settings(server=chosen))
+        state.serve(small.node)
+        return data_app(state, chosen, guard or OpenGuard())
+
+    return make
+
+
+def predict(http, *, timeout_us=None, more=""):
+    """The bytes of a request of one sample."""
+    inputs = [
+        {"name": name, "shape": [1, 1], "datatype": "INT64", "data": [1]}
+        for name in ("user", "item", "history")
+    ]
+    inputs.append({"name": "dense", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]})
+    asked = {"inputs": inputs}
+    if timeout_us is not None:
+        asked["parameters"] = {"timeout": timeout_us}
+    return http.post(CTR, asked, more=more)
+
+
+def line_of(app):
+    return app.state.entries["ctr"].endpoint
+
+
+def refused(small):
+    counted = small.node.metrics.numbers()[m.REQUESTS_REFUSED]
+    return {labels[0]: n for labels, n in counted.items()}
+
+
+def test_an_overloaded_model_refuses_at_once_and_answers_the_others(small, slow, limited, http):
+    app = limited()
+    line = line_of(app)
+
+    async def overload():
+        asked = [http.connect(app) for _ in range(40)]
+        for protocol, _ in asked:
+            await http.read(protocol, predict(http))
+        wires = [wire for _, wire in asked]
+        await http.until(lambda: sum(bool(wire.data) for wire in wires) == 35)
+        # All of this while not one prediction has ended.
+        assert [wire.statuses for wire in wires] == [[]] * 5 + [[503]] * 35
+        assert b"retry-after: 1\r\n" in wires[-1].data
+        assert b"Exceeds maximum queue size" in wires[-1].data
+        assert (line.running, line.waiting) == (2, 3)
+        protocol, wire = http.connect(app)
+        await http.read(protocol, b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\n\r\n")
+        await http.until(lambda: wire.statuses)
+        await http.read(protocol, http.request([1]))
+        assert wire.statuses == [200, 200]
+        slow.leave.set()
+        await http.until(lambda: all(wire.statuses for wire in wires))
+        assert [wire.statuses for wire in wires[:5]] == [[200]] * 5
+
+    http.run(overload)
+    assert slow.runs == 5
+    assert refused(small) == {"queue_full": 35}
+    assert (line.running, line.waiting) == (0, 0)
+
+
+def test_a_refused_request_is_not_waited_for(small, slow, limited, http):
+    """Its body is not: the answer is there when the head is."""
+    app = limited(running=1, queue=0)
+
+    async def head_alone():
+        first, _ = http.connect(app)
+        await http.read(first, predict(http))
+        protocol, wire = http.connect(app)
+        head, _, body = predict(http).partition(b"\r\n\r\n")
+        await http.read(protocol, head + b"\r\n\r\n")
+        await http.until(lambda: wire.statuses)
+        assert wire.statuses == [503]
+        await http.read(protocol, body)
+        slow.leave.set()
+        await http.until(lambda: line_of(app).running == 0)
+        await http.read(protocol, predict(http))
+        await http.until(lambda: len(wire.statuses) == 2)
+        assert wire.statuses == [503, 200]
+
+    http.run(head_alone)
+
+
+def test_bodies_that_are_coming_hold_room(small, limited, http):
+    app = limited(queue_bytes=1 << 20)
+
+    async def two_bodies():
+        size = 900_000
+        head = f"POST {CTR} HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n".encode()
+        first, one = http.connect(app)
+        second, other = http.connect(app)
+        await http.read(first, head + b"{")
+        await http.read(second, head + b"{")
+        await http.until(lambda: other.statuses)
+        assert (one.statuses, other.statuses) == ([], [503])
+        first.connection_lost(None)
+        await http.until(lambda: app.state.admission.room.held == 0)
+
+    http.run(two_bodies)
+    assert refused(small) == {"queue_bytes": 1}
+
+
+def test_a_client_that_hangs_up_leaves_the_line(small, slow, limited, http):
+    app = limited(running=1)
+    line = line_of(app)
+
+    async def hang_up():
+        connections = [http.connect(app)[0] for _ in range(3)]
+        for protocol in connections:
+            await http.read(protocol, predict(http))
+        await http.until(lambda: line.waiting == 2)
+        connections[1].connection_lost(None)
+        assert line.waiting == 1
+        slow.leave.set()
+        await http.until(lambda: line.running == 0)
+
+    http.run(hang_up)
+    assert slow.runs == 2
+
+
+def test_a_requests_time_runs_while_it_waits(small, slow, limited, http):
+    app = limited(running=1)
+
+    async def late():
+        first, _ = http.connect(app)
+        await http.read(first, predict(http))
+        protocol, wire = http.connect(app)
+        await http.read(protocol, predict(http, timeout_us=2000))
+        await http.until(lambda: wire.statuses)
+        assert wire.statuses == [504]
+        assert line_of(app).waiting == 0
+
+    http.run(late)
+
+
+def test_a_wait_that_is_too_long_ends(small, slow, limited, http):
+    app = limited(running=1, max_wait_ms=10)
+
+    async def wait():
+        first, _ = http.connect(app)
+        await http.read(first, predict(http))
+        protocol, wire = http.connect(app)
+        await http.read(protocol, predict(http))
+        await http.until(lambda: wire.statuses)
+        assert wire.statuses == [503]
+
+    http.run(wait)
+    assert refused(small) == {"queue_wait": 1}
+
+
+def test_a_client_that_asks_too_much(small, slow, limited, http, key_guard):
+    app = limited(key_guard, running=8, client=ClientSettings(running=2))
+
+    async def greedy():
+        def ask(key):
+            return predict(http, more=f"X-API-Key: {key * 16}\r\n")
+
+        wires = []
+        for key in "rrrw":
+            protocol, wire = http.connect(app)
+            wires.append(wire)
+            await http.read(protocol, ask(key))
+        await http.until(lambda: wires[2].statuses)
+        assert [wire.statuses for wire in wires] == [[], [], [429], []]
+        assert b"retry-after: 1\r\n" in wires[2].data
+        slow.leave.set()
+        await http.until(lambda: all(wire.statuses for wire in wires))
+        protocol, wire = http.connect(app)
+        for count in (1, 2, 3):
+            await http.read(protocol, ask("r"))
+            await http.until(lambda count=count: len(wire.statuses) == count)
+        assert wire.statuses == [200] * 3
+
+    http.run(greedy)
+    assert refused(small) == {"client_running": 1}
+
+
+def test_clients_without_keys_are_known_by_address(small, limited, http):
+    app = limited(client=ClientSettings(per_second=1e-3, burst=3))
+
+    async def ask():
+        statuses = []
+        for _ in range(4):
+            protocol, wire = http.connect(app)
+            await http.read(protocol, http.binary([1]))
+            await http.until(lambda wire=wire: wire.statuses)
+            statuses += wire.statuses
+        assert statuses == [200, 200, 200, 429]
+
+    http.run(ask)
+    assert refused(small) == {"client_rate": 1}
+
+
+def test_a_faulty_request_counts_once(small, limited, http):
+    app = limited(client=ClientSettings(running=1))
+
+    async def ask():
+        for body in ({"inputs": []}, {"inputs": "?"}):
+            protocol, wire = http.connect(app)
+            await http.read(protocol, http.post(CTR, body))
+            await http.until(lambda wire=wire: wire.statuses)
+            assert wire.statuses == [400]
+        protocol, wire = http.connect(app)
+        await http.read(protocol, predict(http))
+        await http.until(lambda: wire.statuses)
+        assert wire.statuses == [200]
+
+    http.run(ask)
+    assert not any(c.running for c in app.state.admission.clients._known.values())

@@ -1,0 +1,301 @@
+"""The line before a name, and what one client may ask."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from hps import metric_names as m
+from hps.config.admission_settings import AdmissionSettings, ClientSettings
+from hps.errors import BadRequest, DeadlineExceeded, Unavailable
+from hps.metrics import Metrics
+from hps.workers import Done
+from services.frontend.admission import Admission
+from services.frontend.call import Call, Form
+from services.frontend.clients import Clients
+from services.frontend.errors import Overloaded, TooManyRequests, http_status, status_of
+from tests.support.waiting import until
+
+FAR = 1e12
+
+
+class Works:
+    """An endpoint whose work ends when the test says so. A call without inputs is answered at once."""
+
+    name, version, raw_input, rules = "m", "1", None, {}
+
+    def __init__(self):
+        self.begun, self.lock = [], threading.Lock()
+
+    def submit(self, call, deadline):
+        if call.id == "wrong":
+            raise BadRequest("wrong")
+        if not call.inputs:
+            return Done("at once")
+        future = Future()
+        with self.lock:
+            self.begun.append((call.id, future))
+        return future
+
+    def outputs(self, call, result):
+        return [("echo", result)]
+
+    def end(self):
+        """The work that began first ends."""
+        known_as, future = self.begun.pop(0)
+        future.set_result(known_as)
+
+
+def call(known_as="", size=1):
+    return Call(Form(), {"x": np.zeros(size, np.uint8)}, known_as)
+
+
+@pytest.fixture
+def made():
+    """``made(**settings)``: an endpoint, its line, what lines share and the metrics."""
+
+    def make(**settings):
+        works, metrics = Works(), Metrics()
+        shared = Admission(AdmissionSettings(**{"running": 1, **settings}))
+        return works, shared.line(works, 16, metrics), shared, metrics
+
+    return make
+
+
+def gauge(metrics, name):
+    return metrics.numbers()[name]
+
+
+def test_work_is_bounded_and_the_rest_waits_in_order(made):
+    works, line, shared, metrics = made(running=2)
+    futures = [line.submit(call(str(i), size=100), FAR) for i in range(5)]
+    assert [name for name, _ in works.begun] == ["0", "1"]
+    assert gauge(metrics, m.QUEUE_REQUESTS) == {("m",): 3}
+    assert gauge(metrics, m.RUNNING_REQUESTS) == {("m",): 2}
+    assert gauge(metrics, m.QUEUE_BYTES) == {(): 300}
+    for i in range(5):
+        works.end()
+        assert futures[i].result(0) == str(i)
+    assert (line.running, line.waiting, shared.room.held) == (0, 0, 0)
+    assert sum(metrics.histogram(m.QUEUE_SECONDS, "m").read()[0]) == 3
+
+
+def test_the_settings_may_leave_open_how_many(made):
+    works, line, *_ = made(running=None)
+    for _ in range(20):
+        line.submit(call(), FAR)
+    assert len(works.begun) == 16
+
+
+def test_what_is_answered_at_once_takes_no_place(made):
+    works, line, *_ = made()
+    for _ in range(3):
+        assert line.submit(Call(Form(), {}), FAR).result(0) == "at once"
+    line.submit(call(), FAR)
+    later = line.submit(Call(Form(), {}), FAR)
+    assert not later.done()
+    works.end()
+    assert later.result(0) == "at once"
+    assert line.running == 0
+
+
+def test_a_full_line_refuses(made):
+    _, line, *_ = made(queue=2)
+    for _ in range(3):
+        line.submit(call(), FAR)
+    with pytest.raises(Overloaded, match=r"Exceeds maximum queue size \(2 requests") as refused:
+        line.submit(call(), FAR)
+    assert refused.value.reason == "queue_full"
+    assert status_of(refused.value) == (503, "UNAVAILABLE")
+    with pytest.raises(Overloaded):
+        line.require_room()
+
+
+def test_no_line_at_all(made):
+    works, line, *_ = made(queue=0)
+    line.submit(call(), FAR)
+    with pytest.raises(Overloaded):
+        line.submit(call(), FAR)
+    works.end()
+    line.submit(call(), FAR)
+
+
+def test_bytes_are_bounded_over_all_lines(made):
+    _, line, shared, metrics = made(queue_bytes=1 << 20)
+    other = shared.line(Works(), 1, metrics)
+    for each in (line, other):
+        each.submit(call(), FAR)
+    line.submit(call(size=2 << 20), FAR)  # alone it may be larger
+    for each in (line, other):
+        with pytest.raises(Overloaded, match=r"hold 2097152 bytes") as refused:
+            each.submit(call(), FAR)
+        assert refused.value.reason == "queue_bytes"
+    with pytest.raises(Overloaded):
+        other.require_room(1)
+
+
+def test_who_would_wait_too_long_is_refused_at_once(made):
+    works, line, *_ = made(max_wait_ms=60_000)
+    line.submit(call(), FAR)
+    waits = [line.submit(call(), FAR) for _ in range(2)]
+    for each in waits:
+        each.since -= 45  # as if it had come then
+    works.end()
+    waits[1].since += 45
+    line._place_s = 25.0  # as if each place had taken that long
+    line.submit(call(), FAR)
+    with pytest.raises(Overloaded, match="would wait longer than 60000 ms") as refused:
+        line.submit(call(), FAR)
+    assert refused.value.reason == "queue_wait"
+
+
+def test_one_may_always_wait_and_tells_how_long_it_takes(made):
+    works, line, *_ = made(max_wait_ms=60_000)
+    line._place_s = 1e6
+    line.submit(call(), FAR)
+    line.submit(call(), FAR)
+    with pytest.raises(Overloaded):
+        line.submit(call(), FAR)
+    for _ in range(60):
+        works.end()
+        line.submit(call(), FAR)
+    line.submit(call(), FAR)
+    assert line.waiting == 2
+
+
+def test_what_has_waited_too_long_is_refused(made):
+    _, line, shared, _ = made(max_wait_ms=20)
+    line.submit(call(), FAR)
+    waits = [line.submit(call(), FAR) for _ in range(2)]
+    for each in waits:
+        with pytest.raises(Overloaded, match="has waited for 20 ms") as refused:
+            each.result(60)
+        assert refused.value.reason == "queue_wait"
+    assert (line.waiting, shared.room.held) == (0, 0)
+
+
+def test_deadlines_hold_in_the_line(made):
+    works, line, *_ = made()
+    line.submit(call("first"), FAR)
+    late, good = line.submit(call("late"), time.monotonic() - 1), line.submit(call("good"), FAR)
+    works.end()
+    with pytest.raises(DeadlineExceeded, match="while the request waited for its turn"):
+        late.result(0)
+    assert [name for name, _ in works.begun] == ["good"]
+    works.end()
+    assert good.result(0) == "good"
+
+
+def test_who_gives_up_makes_room(made):
+    works, line, shared, _ = made(queue=1)
+    line.submit(call(), FAR)
+    gone = line.submit(call("gone"), FAR)
+    assert gone.cancel()
+    assert shared.room.held == 0
+    stays = line.submit(call("stays"), FAR)
+    works.end()
+    assert [name for name, _ in works.begun] == ["stays"]
+    works.end()
+    assert stays.result(0) == "stays"
+
+
+def test_who_gives_up_later_stops_the_work(made):
+    works, line, *_ = made()
+    line.submit(call(), FAR)
+    waits = line.submit(call(), FAR)
+    works.end()
+    assert waits.cancel()
+    assert works.begun[0][1].cancelled()
+    with pytest.raises(Unavailable, match="cancelled"):
+        waits.result(0)
+    assert line.running == 0
+
+
+def test_a_fault_in_the_line_is_its_own(made):
+    works, line, *_ = made()
+    line.submit(call(), FAR)
+    wrong, good = line.submit(call("wrong"), FAR), line.submit(call("good"), FAR)
+    works.end()
+    with pytest.raises(BadRequest):
+        wrong.result(0)
+    works.end()
+    assert good.result(0) == "good"
+
+
+def test_nothing_is_lost_under_concurrency(made):
+    works, line, shared, _ = made(running=3, queue=10_000)
+    over = threading.Event()
+
+    def finish():
+        while not over.is_set() or works.begun:
+            with works.lock:
+                ended, works.begun = works.begun, []
+            for name, future in ended:
+                future.set_result(name)
+
+    finisher = threading.Thread(target=finish)
+    finisher.start()
+
+    def ask(i):
+        return line.submit(call(str(i)), FAR).result(60)
+
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(ask, range(2000))) == [str(i) for i in range(2000)]
+    finally:
+        over.set()
+        finisher.join(60)
+    until(lambda: (line.running, line.waiting, shared.room.held) == (0, 0, 0))
+
+
+def test_names_that_are_gone_are_told_of_no_more(made):
+    _, _, shared, metrics = made()
+    shared.keep([])
+    assert gauge(metrics, m.QUEUE_REQUESTS) == {}
+
+
+def test_a_client_has_so_many_requests_at_a_time():
+    clients = Clients(ClientSettings(running=2))
+    clients.enter("a")
+    clients.enter("a")
+    with pytest.raises(TooManyRequests, match="2 requests of yours") as refused:
+        clients.enter("a")
+    assert refused.value.reason == "client_running"
+    assert http_status(refused.value) == 429
+    assert status_of(refused.value).grpc == "RESOURCE_EXHAUSTED"
+    clients.enter("b")
+    clients.leave("a")
+    clients.enter("a")
+
+
+def test_a_client_has_so_many_requests_a_second(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    clients = Clients(ClientSettings(per_second=10, burst=3))
+    for _ in range(3):
+        clients.enter("a")
+    with pytest.raises(TooManyRequests, match="10 requests a second") as refused:
+        clients.enter("a")
+    assert refused.value.reason == "client_rate"
+    now[0] += 0.1
+    clients.enter("a")
+    with pytest.raises(TooManyRequests):
+        clients.enter("a")
+    now[0] += 60
+    for _ in range(3):
+        clients.enter("a")
+
+
+def test_clients_that_ask_no_more_are_forgotten():
+    clients = Clients(ClientSettings(running=1))
+    clients.enter("busy")
+    for i in range(10_000):
+        clients.enter(str(i))
+        clients.leave(str(i))
+    assert len(clients._known) <= 4097
+    with pytest.raises(TooManyRequests):
+        clients.enter("busy")
