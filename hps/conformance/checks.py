@@ -1,0 +1,14 @@
+"""All checks there are."""
+
+from __future__ import annotations
+
+from hps.conformance import clients, grpc_checks, http_checks, http_faults
+from hps.conformance.target import Check
+
+CHECKS: tuple[Check, ...] = (
+    *http_checks.SUITE.checks,
+    *http_faults.SUITE.checks,
+    *clients.HTTP.checks,
+    *grpc_checks.SUITE.checks,
+    *clients.GRPC.checks,
+)

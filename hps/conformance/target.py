@@ -1,0 +1,124 @@
+"""Who is checked, with which requests, and what a check is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from tritonclient.utils import np_to_triton_dtype
+
+Protocol = Literal["http", "grpc"]
+_NOTED: ContextVar[list[str]] = ContextVar("noted")
+
+
+class Deviation(AssertionError):
+    """The server does something else than the protocol says: ``found``, a text for each such thing."""
+
+    def __init__(self, *found: str) -> None:
+        super().__init__("\n".join(found))
+        self.found = found
+
+
+class NotOffered(Exception):
+    """The server does not claim what the check is about."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A request that ``model`` answers: ``inputs`` by name, the batch first, and the ``outputs`` it asks for.
+    BYTES tensors are arrays of objects."""
+
+    model: str
+    inputs: Mapping[str, NDArray[Any]]
+    outputs: tuple[str, ...]
+
+    def datatype(self, name: str) -> str:
+        return str(np_to_triton_dtype(self.inputs[name].dtype))
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server: ``host:port`` of its protocols, and requests it can answer. The first sample is the one that
+    most checks send. ``headers`` (``x-api-key``, say) go with every request."""
+
+    http: str
+    grpc: str
+    samples: tuple[Sample, ...]
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def sample(self) -> Sample:
+        return self.samples[0]
+
+
+@dataclass(frozen=True)
+class Check:
+    """``text`` says in a sentence what the server must do; ``body`` is what is done to find out."""
+
+    name: str
+    protocol: Protocol
+    text: str
+    body: Callable[[Target], None]
+
+    def run(self, target: Target) -> None:
+        """Raises Deviation with all that was found, NotOffered, or what a client raises."""
+        found: list[str] = []
+        noted = _NOTED.set(found)
+        try:
+            self.body(target)
+        except Deviation as error:
+            found += error.found
+        finally:
+            _NOTED.reset(noted)
+        if found:
+            raise Deviation(*found)
+
+
+class Suite:
+    """Checks of one protocol, in the order in which they are written down."""
+
+    def __init__(self, protocol: Protocol) -> None:
+        self.protocol = protocol
+        self.checks: list[Check] = []
+
+    def check(self, run: Callable[[Target], None]) -> Callable[[Target], None]:
+        """A decorator; the function's docstring is what the check says."""
+        text = " ".join((run.__doc__ or "").split())
+        name = f"{self.protocol}: {run.__name__.replace('_', ' ')}"
+        self.checks.append(Check(name, self.protocol, text, run))
+        return run
+
+
+def note(holds: object, text: str) -> None:
+    """Unless ``holds``, ``text`` is a deviation, after which the check goes on."""
+    if not holds:
+        _NOTED.get().append(text)
+
+
+def require(holds: object, text: str) -> None:
+    """Raises Deviation with ``text`` unless ``holds``."""
+    if not holds:
+        raise Deviation(text)
+
+
+def same(
+    found: Mapping[str, NDArray[Any]], expected: Mapping[str, NDArray[Any]], what: str
+) -> None:
+    """Raises Deviation unless both have the same arrays, to the bit."""
+    require(set(found) == set(expected), f"{what}: outputs {list(found)} for {list(expected)}")
+    for name, array in expected.items():
+        other = found[name]
+        require(
+            (other.dtype, other.shape) == (array.dtype, array.shape),
+            f"{what}: {name!r} is {other.dtype} {other.shape}, was {array.dtype} {array.shape}",
+        )
+        equal = (
+            other.tolist() == array.tolist()
+            if array.dtype == np.object_
+            else other.tobytes() == array.tobytes()
+        )
+        require(equal, f"{what}: {name!r} has other values")

@@ -1,0 +1,152 @@
+"""Two servers of the same models for the whole package: ours, and a real Triton whose lookups are instances
+attached to ours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.peers.hps_server import Hps, start_hps
+from benchmarks.peers.triton import Triton, start_triton
+from hps.config.model_schema import ModelSpec
+from hps.conformance import Sample, Target
+from hps.models.repository import Repository
+from hps.models.writer import write_version
+from hps.native import COMPILED
+from hps.triton.export import export_dense, export_ensemble, export_lookup
+from tests.integration.conftest import write_models
+
+RNG = np.random.default_rng(7)
+# Tensors of the types that clicks and words lack.
+TYPES = {
+    "name": "types",
+    "tables": [{"name": "halves", "dim": 4, "dtype": "float16"}],
+    "features": [{"name": "half", "table": "halves", "hotness": 2}],
+    "dense": {
+        "inputs": [
+            {"name": "flags", "shape": [-1, 2], "datatype": "BOOL"},
+            {"name": "numbers", "shape": [-1, 3], "datatype": "FP16"},
+            {"name": "counts", "shape": [-1, 1], "datatype": "INT32"},
+        ],
+        "outputs": [
+            {"name": "not", "shape": [-1, 2], "datatype": "BOOL"},
+            {"name": "twice", "shape": [-1, 3], "datatype": "FP16"},
+            {"name": "negative", "shape": [-1, 1], "datatype": "INT32"},
+            {"name": "vectors", "shape": [-1, 4], "datatype": "FP32"},
+        ],
+    },
+    "max_batch_size": 64,
+}
+
+
+def _network() -> bytes:
+    from onnx import TensorProto, helper
+
+    def tensor(name: str, kind: int, width: int) -> object:
+        return helper.make_tensor_value_info(name, kind, ["batch", width])
+
+    graph = helper.make_graph(
+        [
+            helper.make_node("Not", ["flags"], ["not"]),
+            helper.make_node("Add", ["numbers", "numbers"], ["twice"]),
+            helper.make_node("Neg", ["counts"], ["negative"]),
+            helper.make_node("Cast", ["half"], ["vectors"], to=TensorProto.FLOAT),
+        ],
+        "types",
+        [
+            tensor("half", TensorProto.FLOAT16, 4),
+            tensor("flags", TensorProto.BOOL, 2),
+            tensor("numbers", TensorProto.FLOAT16, 3),
+            tensor("counts", TensorProto.INT32, 1),
+        ],
+        [
+            tensor("not", TensorProto.BOOL, 2),
+            tensor("twice", TensorProto.FLOAT16, 3),
+            tensor("negative", TensorProto.INT32, 1),
+            tensor("vectors", TensorProto.FLOAT, 4),
+        ],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return bytes(model.SerializeToString())
+
+
+def _samples() -> tuple[Sample, ...]:
+    clicks = {
+        "user": RNG.integers(0, 110, (3, 1)),
+        "item": RNG.integers(-60, 60, (3, 1)),
+        "history": RNG.integers(-60, 60, (3, 2)),
+    }
+    types = {
+        "half": RNG.integers(0, 100, (2, 2)),
+        "flags": RNG.integers(0, 2, (2, 2)).astype(bool),
+        "numbers": RNG.standard_normal((2, 3)).astype(np.float16),
+        "counts": RNG.integers(-9, 9, (2, 1)).astype(np.int32),
+    }
+    dense = {"dense": RNG.standard_normal((3, 3)).astype(np.float32)}
+    return (
+        Sample("clicks", clicks | dense, ("score", "logit")),
+        Sample("types", types, ("not", "twice", "negative", "vectors")),
+        Sample("types.lookup", {"half": types["half"]}, ("half",)),
+        Sample("clicks.lookup", clicks, ("user", "history")),
+        Sample("words.lookup", {"word": RNG.integers(0, 1000, (1, 26))}, ("word",)),
+    )
+
+
+SAMPLES = _samples()
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of our server, with its models."""
+    folder = tmp_path_factory.mktemp("conformance")
+    write_models(folder / "models")
+    keys = np.arange(100)
+    rows = (keys[:, None] + np.arange(4) / 8).astype(np.float32)
+    spec = ModelSpec.model_validate(TYPES)
+    write_version(folder / "models", spec, 1, {"halves": (keys, rows)}, dense=_network())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def ours(home: Path) -> Iterator[Hps]:
+    """``hps serve``, with a shared cache and a socket for those that attach."""
+    runtime = home / "run"
+    runtime.mkdir(mode=0o700)
+    shared = {"cpu_cache": {"shared": {"name": f"conformance-{os.getpid()}"}}} if COMPILED else {}
+    with start_hps(home, limits={"runtime": str(runtime)}, tiers=shared) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def triton(
+    ours: Hps, home: Path, triton_ready: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Triton]:
+    """Triton, its models loaded and unloaded by request."""
+    if not COMPILED:
+        pytest.skip("a shared cache needs the native core")
+    folder = tmp_path_factory.mktemp("triton")
+    repository = Repository(home / "models")
+    for model in ("clicks", "types", "words"):
+        version = repository.open(model)
+        export_lookup(version, folder, home / "config.yaml")
+        if version.dense is not None:
+            export_dense(version, folder, "python")
+            export_ensemble(version, folder)
+    explicit = ("--model-control-mode=explicit", "--load-model=*")
+    with start_triton(folder, arguments=explicit) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def target_of(request: pytest.FixtureRequest) -> Callable[[str], Target]:
+    """``target_of("ours")`` or ``("triton")``."""
+
+    def find(server: str) -> Target:
+        running = request.getfixturevalue(server)
+        return Target(running.address, running.grpc, SAMPLES)
+
+    return find
