@@ -102,7 +102,11 @@ class ServerSettings(Strict):
     docs: bool = True
     """Serve /docs and /openapi.json on the admin port."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """`debug` also logs every request, one line each."""
+    """`debug` also logs every request, one line each; `POST /v2/logging` changes it while the server runs."""
+    log_format: Literal["text", "json"] = "text"
+    """Lines to be read, or a JSON object each."""
+    access_log: float = Field(0.0, ge=0, le=1)
+    """Share of the inference requests that get a log line: 1 is all, 0.01 one in a hundred."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -16,8 +16,9 @@ from hps.config.model_schema import ModelSpec
 from hps.config.problems import leaves
 from hps.config.ps_keys import KEYS
 from hps.config.reference import renewed, shown_key
+from hps.config.remote_settings import RemoteSettings, RemoteTlsSettings
 from hps.config.schema import Settings
-from hps.config.server_settings import ApiKey
+from hps.config.server_settings import ApiKey, GrpcAdminSettings
 from hps.config.shape import settings_of
 from hps.config.shown import json_schema
 from hps.config.store_settings import RedisSettings, RedisTlsSettings
@@ -129,13 +130,18 @@ def test_the_example_shows_every_setting_with_its_default() -> None:
     assert settings.models.serve is not None
     apart: Any = {
         "models": True,
-        "tiers": {"rocksdb": {"path"}, "redis": True},
+        "tiers": {"rocksdb": {"path"}, "redis": True, "remote": True},
         "updates": {"kafka", "directory"},
-        "server": {"grpc": {"tls"}},
+        "server": {"grpc": {"tls", "admin"}},
         "dense": {"triton"},
     }
     assert settings.model_dump(exclude=apart) == Settings().model_dump(exclude=apart)
     assert settings.tiers.redis == RedisSettings(tls=RedisTlsSettings())
+    assert settings.tiers.remote is not None
+    targets = settings.tiers.remote.targets
+    assert settings.tiers.remote == RemoteSettings(targets=targets, tls=RemoteTlsSettings())
+    assert settings.server.grpc is not None
+    assert settings.server.grpc.admin == GrpcAdminSettings()
     assert settings.models.repository == EXAMPLE.parent / Settings().models.repository
     assert settings.tiers.rocksdb.path == EXAMPLE.parent / Settings().tiers.rocksdb.path
 
