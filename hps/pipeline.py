@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
 from typing import Any, Protocol
@@ -126,7 +127,7 @@ class InferencePipeline:
                 request.features,
                 request.deadline,
                 request.want_source,
-                request_id=request.request_id,
+                origin=request.origin,
             )
         )
         score = partial(self._score, request, inputs, batch, wanted, device)
@@ -206,11 +207,12 @@ class InferencePipeline:
         else:
             start = time.perf_counter()
             if device is None:
-                outputs = self.dense.predict(
-                    self._feed(inputs, rows, batch), names, request.deadline
-                )
+                feed = self._feed(inputs, rows, batch)
+                with _part(request, "dense"):
+                    outputs = self.dense.predict(feed, names, request.deadline)
             else:
-                outputs = device.run(rows, inputs, batch, names)
+                with _part(request, "dense"):
+                    outputs = device.run(rows, inputs, batch, names)
             self._judge(outputs, batch, time.perf_counter() - start)
         return self._result(request, wanted, outputs, batch, rows)
 
@@ -262,6 +264,10 @@ class InferencePipeline:
                 )
             if values.dtype.kind == "f" and not (finite := np.isfinite(values)).all():
                 self._meter.not_finite(name, int(finite.size - np.count_nonzero(finite)))
+
+
+def _part(request: PredictRequest, name: str) -> AbstractContextManager[object]:
+    return nullcontext() if request.origin is None else request.origin.part(name)
 
 
 def top_k(scores: NDArray[Any], k: int) -> NDArray[np.int64]:

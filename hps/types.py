@@ -18,6 +18,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hps.tracing import Origin
+
 KeyArray = NDArray[np.int64]
 VectorArray = NDArray[Any]
 VersionArray = NDArray[np.uint64]
@@ -156,6 +158,7 @@ class LookupRequest:
     ``deadline`` is a ``time.monotonic()`` instant or None. ``out`` optionally names caller-owned
     arrays per feature that receive the vectors. ``want_source`` asks for the per-key report.
     ``by_table``: the names are tables, keys are taken as they are and vectors come back unpooled.
+    ``origin``: on whose behalf, where anybody cares.
     """
 
     features: Mapping[str, JaggedKeys]
@@ -163,7 +166,7 @@ class LookupRequest:
     want_source: bool = False
     out: Mapping[str, VectorArray] | None = None
     by_table: bool = False
-    request_id: str = ""
+    origin: Origin | None = None
 
 
 @dataclass(slots=True)
@@ -198,7 +201,7 @@ class PredictRequest:
     deadline: float | None = None
     want_source: bool = False
     outputs: tuple[str, ...] | None = None
-    request_id: str = ""
+    origin: Origin | None = None
 
 
 @dataclass(slots=True)

@@ -64,7 +64,7 @@ def ingest(
     from services.frontend import logs
     from services.ingest.main import IngestServer
 
-    logs.setup(configuration.settings.server.log_level)
+    logs.setup_for(configuration.settings.server)
     server = IngestServer(configuration, ConsoleProgress())
 
     def ready(admin: str) -> None:

@@ -71,7 +71,7 @@ def serve(
     from services.frontend import logs
     from services.frontend.main import Addresses, Frontend
 
-    logs.setup(configuration.settings.server.log_level)
+    logs.setup_for(configuration.settings.server)
     frontend = Frontend(configuration, ConsoleProgress())
 
     def ready(addresses: Addresses) -> None:

@@ -11,12 +11,21 @@ from hps.errors import ConfigError
 
 # HPS__SERVER__HTTP__PORT sets server.http.port.
 PREFIX = "HPS__"
+_OTEL = (
+    "OTEL_SDK_DISABLED",
+    "OTEL_TRACES_EXPORTER",
+    "OTEL_EXPORTER_OTLP_PROTOCOL",
+    "OTEL_EXPORTER_OTLP_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+)
 _NEAR_MISS = re.compile(r"(?i)^HPS_(models|tiers|updates|dense|server|auth)_")
 
 VARIABLES = {
     "HPS_NATIVE": "`auto` uses the compiled core when it is there, `on` fails without it, `off` takes "
     "the NumPy twins.",
     "HPS_API_KEY": "The key that `hps` sends to a server that asks for one, as `--api-key`.",
+    "OTEL_EXPORTER_OTLP_ENDPOINT": "Where spans are sent, as OpenTelemetry has it; the package needs its "
+    "extra `otel`. The other `OTEL_…` act, too.",
     "HPS__A__B": "Sets `a.b` over the configuration file: two underscores before every part, in any "
     "case, the value as YAML. Names of models and tables are taken as written.",
 }
@@ -45,6 +54,18 @@ def near_misses(environ: Mapping[str, str] | None = None) -> list[str]:
         for name in source
         if _NEAR_MISS.match(name) and "__" in name
     ]
+
+
+def traces_exporter() -> str | None:
+    """By which exporter spans go out, as OpenTelemetry names it; None: they don't. The other
+    variables ``OTEL_…`` are read by OpenTelemetry itself."""
+    given = {name: os.environ.get(name, "").strip() for name in _OTEL}
+    disabled, named, protocol, *endpoints = given.values()
+    if disabled.lower() == "true" or named == "none" or not (named or any(endpoints)):
+        return None
+    if named not in ("", "otlp"):
+        return named
+    return "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"
 
 
 def keep_onnxruntime_quiet() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from hps.errors import BadRequest, DeadlineExceeded
 from hps.lookup.base import Feature, LookupModel, Submit
@@ -24,6 +25,7 @@ from hps.meters import LookupMeter
 from hps.metrics import Metrics
 from hps.tiers.base import Part, Tier
 from hps.tiers.fused import fused
+from hps.tracing import followed
 from hps.types import (
     EmbeddingTable,
     IndexArray,
@@ -95,6 +97,16 @@ class LookupEngine:
         The future fails with ``DeadlineExceeded`` or with what a store without a guard raised. Until
         it is done, arrays in ``request.out`` belong to the engine.
         """
+        if request.origin is not None and request.origin.is_recorded:
+            part = request.origin.begin("lookup")
+            part.note(
+                model=self.model.name, keys=sum(len(k.keys) for k in request.features.values())
+            )
+            of_part = replace(request, origin=part)
+            return followed(part, partial(self._submit, of_part), _described)
+        return self._submit(request)
+
+    def _submit(self, request: LookupRequest) -> Future[LookupResult]:
         form = self._short.form(request) if self._short else None
         if form is None or _is_past(request.deadline):
             return self._ordinary(request)
@@ -246,6 +258,11 @@ class LookupEngine:
                 self._plans.clear()
             self._plans[names] = plan
         return plan
+
+
+def _described(result: LookupResult) -> dict[str, Any]:
+    """What a span tells of an answer."""
+    return {"defaulted": result.defaulted, "degraded": ",".join(result.degraded)}
 
 
 def _is_past(deadline: float | None) -> bool:

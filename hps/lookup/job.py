@@ -29,7 +29,7 @@ class Job(ABC):
     def __init__(self, request: LookupRequest, parts: list[Part], started: float) -> None:
         self.request = request
         self.parts = parts
-        self.context = FetchContext(request.deadline)
+        self.context = FetchContext(request.deadline, origin=request.origin)
         self.started = started
 
     @property

@@ -26,6 +26,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from hps.tracing import Origin
 from hps.types import (
     EmbeddingTable,
     IndexArray,
@@ -92,12 +93,13 @@ class Part:
 
 @dataclass(slots=True)
 class FetchContext:
-    """What accompanies one batch: its deadline (``time.monotonic()``), the CUDA stream if any, and
-    the names of the tiers that were skipped as broken, late or full (``degraded``)."""
+    """What accompanies one batch: its deadline (``time.monotonic()``), the CUDA stream if any, the names
+    of the tiers that were skipped as broken, late or full (``degraded``), and whom it is fetched for."""
 
     deadline: float | None = None
     stream: Any = None
     degraded: list[str] = field(default_factory=list)
+    origin: Origin | None = None
 
 
 class Tier(Protocol):

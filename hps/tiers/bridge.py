@@ -62,7 +62,7 @@ class HostBridge:
                     Part(a.table, k, a.rows, a.versions, a.sources, np.arange(len(k)))
                     for a, (k, _) in zip(answers, wanted, strict=True)
                 ]
-                self.inner.fetch(asked, FetchContext(ctx.deadline, None, ctx.degraded))
+                self.inner.fetch(asked, FetchContext(ctx.deadline, None, ctx.degraded, ctx.origin))
                 for part, answer, below, (_, picks) in zip(
                     parts, answers, asked, wanted, strict=True
                 ):

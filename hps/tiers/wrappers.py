@@ -86,9 +86,18 @@ class Metered(Wrapper):
         asked = [len(part.missing) for part in parts]
         before = len(ctx.degraded)
         start = time.perf_counter()
-        self.inner.fetch(parts, ctx)
+        part = None if ctx.origin is None else ctx.origin.begin(self.info.name)
+        try:
+            self.inner.fetch(parts, ctx)
+        except BaseException as error:
+            if part is not None:
+                part.end(error)
+            raise
         seconds = time.perf_counter() - start
         counts = [(p.table, n, n - len(p.missing)) for p, n in zip(parts, asked, strict=True)]
+        if part is not None:
+            part.note(asked=sum(asked), found=sum(found for _, _, found in counts))
+            part.end()
         self.observe(counts, seconds, self.info.name in ctx.degraded[before:])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from hps.lookup.base import Submit
+from hps.tracing import Origin
 
 
 @dataclass(slots=True)
@@ -31,9 +32,10 @@ class Form:
 class Call:
     """A request. ``inputs`` are the elements of each, ``(n,)``, flat and aligned, and may be read-only; the
     form has their shapes. ``id`` is the client's name for the request, or empty. ``batch`` is filled in by
-    the endpoint: samples, for statistics."""
+    the endpoint: samples, for statistics. ``origin`` is on whose behalf it is, where anybody cares."""
 
     form: Form
     inputs: dict[str, NDArray[Any]]
     id: str = ""
     batch: int = 1
+    origin: Origin | None = None

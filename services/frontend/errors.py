@@ -103,6 +103,11 @@ def http_status(error: HpsError) -> int:
 REFUSED = {401: "unauthenticated", 403: "forbidden", 413: "too_large", 503: "unavailable"}
 
 
+def is_refusal(error: BaseException) -> bool:
+    """Whether ``error`` only says that there were too many requests."""
+    return isinstance(error, Overloaded | TooManyRequests)
+
+
 def refused_for(error: BaseException) -> str | None:
     """Why a request that ends with ``error`` was refused before it was looked at; None when it was not."""
     if isinstance(error, Overloaded | TooManyRequests):
@@ -117,10 +122,10 @@ def told(error: BaseException, request_id: str) -> HpsError:
         return Unavailable("the server has shut down before it could answer; ask another replica")
     if isinstance(error, HpsError):
         if http_status(error) == 500:
-            log.error("request failed %s", fields(id=request_id, error=str(error)))
+            log.error("request failed %s", fields(request_id=request_id, error=str(error)))
         return error
     known_as = request_id or secrets.token_hex(8)
-    log.error("internal error %s", fields(id=known_as), exc_info=error)
+    log.error("internal error %s", fields(request_id=known_as), exc_info=error)
     return HpsError(f"internal error; the server's log has it under id {known_as}")
 
 

@@ -1,6 +1,6 @@
-"""Log lines: one line each, ``time level logger message key=value …``, made to be grepped.
+"""Log lines, one for each event: as text, ``time level logger message key=value …``, or as a JSON object.
 
-A traceback goes into the same line, with ``\n`` for its line ends, so that one event is one line.
+A traceback goes into the same line, so that one event is one line.
 """
 
 from __future__ import annotations
@@ -8,16 +8,30 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from typing import Any
+from typing import Any, Literal
+
+import orjson
+
+from hps.config.server_settings import ServerSettings
 
 log = logging.getLogger("hps.frontend")
 
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:/@+,")
 
+Level = Literal["debug", "info", "warning", "error"]
+Format = Literal["text", "json"]
 
-def fields(**values: Any) -> str:
-    """``key=value`` pairs in logfmt; empty ones are left out, what is not plain is quoted."""
-    return " ".join(f"{key}={_quoted(value)}" for key, value in values.items() if value != "")
+
+class Fields(dict[str, Any]):
+    """What an event is told with, in logfmt as text."""
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={_quoted(value)}" for key, value in self.items())
+
+
+def fields(**values: Any) -> Fields:
+    """The last argument of a log message that ends in ``%s``; empty ones are left out."""
+    return Fields({key: value for key, value in values.items() if value != ""})
 
 
 def _quoted(value: Any) -> str:
@@ -28,36 +42,72 @@ def _quoted(value: Any) -> str:
     return f'"{escaped}"'
 
 
-class OneLine(logging.Formatter):
+class Line(logging.Formatter):
     """UTC time with milliseconds, level, logger, message; the traceback as a field, and ``always`` the same
     ones."""
 
-    def __init__(self, always: str = "") -> None:
+    def __init__(self, always: Fields | None = None) -> None:
         super().__init__()
-        self._always = always and f" {always}"
+        self._always = always or Fields()
 
     def format(self, record: logging.LogRecord) -> str:
-        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        head = f"{seconds}.{int(record.msecs):03d}Z {record.levelname} {record.name}"
-        line = f"{head} {_single(record.getMessage())}{self._always}"
+        more = Fields(self._always)
         if record.exc_info:
-            line += " " + fields(traceback=self.formatException(record.exc_info))
-        return line
+            more["traceback"] = self.formatException(record.exc_info)
+        return self._line(record, _time(record), more)
+
+    def _line(self, record: logging.LogRecord, when: str, more: Fields) -> str:
+        message = _single(record.getMessage())
+        return f"{when} {record.levelname} {record.name} {message}{more and ' '}{more or ''}"
+
+
+class JsonLine(Line):
+    """The same as a JSON object: ``ts``, ``level``, ``logger``, ``msg`` and the event's fields by name."""
+
+    def _line(self, record: logging.LogRecord, when: str, more: Fields) -> str:
+        given = record.args if isinstance(record.args, Fields) else {}
+        message = record.getMessage()
+        if given and isinstance(record.msg, str):
+            message = record.msg.removesuffix("%s").rstrip()
+        head = {"ts": when, "level": record.levelname.lower(), "logger": record.name}
+        event = {**more, **given, **head, "msg": message}
+        ordered = {name: event[name] for name in (*head, "msg", *given, *more)}
+        return orjson.dumps(ordered, default=str).decode()
+
+
+def _time(record: logging.LogRecord) -> str:
+    seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    return f"{seconds}.{int(record.msecs):03d}Z"
 
 
 def _single(message: str) -> str:
     return message.replace("\\", "\\\\").replace("\n", "\\n") if "\n" in message else message
 
 
-def setup(level: str, **always: Any) -> None:
+def setup(level: Level, form: Format = "text", **always: Any) -> None:
     """Send the process's log lines to standard error from ``level`` upwards, each with the fields
     ``always``."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLine(fields(**always)))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(level.upper())
-    # uvicorn warns of every malformed request; those are answered and are no news to an operator.
-    logging.getLogger("uvicorn").setLevel("DEBUG" if level == "debug" else "ERROR")
+    handler.setFormatter((JsonLine if form == "json" else Line)(fields(**always)))
+    logging.getLogger().handlers[:] = [handler]
     for chatty in ("asyncio", "concurrent.futures"):
         logging.getLogger(chatty).setLevel("WARNING")
+    set_level(level)
+
+
+def setup_for(settings: ServerSettings, **always: Any) -> None:
+    """As they say."""
+    setup(settings.log_level, settings.log_format, **always)
+
+
+def level() -> Level:
+    """From which one on lines are written."""
+    held = logging.getLogger().level
+    return "debug" if held <= 10 else "info" if held <= 20 else "warning" if held <= 30 else "error"
+
+
+def set_level(level: Level) -> None:
+    """Write lines from ``level`` upwards from now on."""
+    logging.getLogger().setLevel(level.upper())
+    # uvicorn warns of every malformed request; those are answered and are no news to an operator.
+    logging.getLogger("uvicorn").setLevel("DEBUG" if level == "debug" else "ERROR")

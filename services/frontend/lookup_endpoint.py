@@ -52,7 +52,7 @@ class LookupEndpoint:
         form = call.form
         if self._freshness.refusal is not None:
             self._freshness.require()
-        if form.prepared is not None:
+        if form.prepared is not None and (call.origin is None or not call.origin.is_recorded):
             submit, call.batch = form.prepared
             return submit([*call.inputs.values()], deadline)
         request = self.request(call, deadline)
@@ -80,7 +80,7 @@ class LookupEndpoint:
             features = self._inputs.gather(call)
             if not features:
                 raise self._nothing_asked()
-        return LookupRequest(features, deadline, want_source, None, by_table, call.id)
+        return LookupRequest(features, deadline, want_source, None, by_table, call.origin)
 
     def _nothing_asked(self) -> BadRequest:
         names = ", ".join(f"'{n}'" for n in list(self._inputs.rules)[::3][:8])

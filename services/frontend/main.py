@@ -60,7 +60,7 @@ def run(
     on a thread of their own, so they may ask the server. Raises ``ConfigError`` (a port is taken, the
     configuration is wrong) or ``ModelError`` before anything is served.
     """
-    logs.setup(configuration.settings.server.log_level)
+    logs.setup_for(configuration.settings.server)
     Frontend(configuration, progress).run(on_ready, on_listening)
 
 

@@ -65,7 +65,7 @@ class RankingEndpoint:
             want_source = self._check_outputs(names, call.form.top_k)
         return self._score(
             PredictRequest(
-                features, dense, call.form.top_k, deadline, want_source, outputs, call.id
+                features, dense, call.form.top_k, deadline, want_source, outputs, call.origin
             )
         )
 

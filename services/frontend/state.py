@@ -12,6 +12,7 @@ from hps.open_models import OpenModels, ServedModel
 from services.frontend.admission import Admission, Line
 from services.frontend.batching import endpoints
 from services.frontend.metadata import ModelInfo
+from services.frontend.observer import Observer
 from services.frontend.statistics import Statistics
 from services.server_state import ServerState
 
@@ -44,6 +45,7 @@ class State(ServerState[OpenModels]):
         self._settings = settings = settings or Settings()
         self.admission = Admission(settings.server.admission)
         self._sums: Sums = lambda: None
+        self.observer = Observer(settings.server.access_log)
         self.entries: dict[str, Entry] = {}
         self._watchers: list[Callable[[], None]] = []
 

@@ -23,6 +23,7 @@ DOORS = {
     "cupy": ["hps/cuda/", "hps/tiers/gpu_cache.py", "hps/tiers/bridge.py"],
     "redis": ["hps/tiers/redis/"],
     "confluent_kafka": ["hps/updates/kafka/"],
+    "opentelemetry": ["hps/otel.py", "hps/client/trace.py"],
     "rich": ["hps/cli/"],
     "typer": ["hps/cli/"],
 }

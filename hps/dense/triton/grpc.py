@@ -15,6 +15,7 @@ from hps.dense.triton.transport import (
     Placed,
     arrays_of,
     info_of,
+    on_behalf,
     tensors_in,
     tensors_out,
     told,
@@ -76,12 +77,15 @@ class GrpcTransport:
         timeout_s: float,
         shared: Placed | None = None,
     ) -> dict[str, NDArray[Any]]:
+        request_id, headers = on_behalf()
         try:
             result = self._client().infer(
                 self._model,
                 tensors_in(self._grpc, inputs, shared),
                 self._version,
                 tensors_out(self._grpc, outputs, shared),
+                request_id=request_id,
+                headers=headers or None,
                 client_timeout=timeout_s,
             )
         except InferenceServerException as error:

@@ -17,6 +17,7 @@ from hps.dense.triton.transport import (
     Placed,
     arrays_of,
     info_of,
+    on_behalf,
     tensors_in,
     tensors_out,
     told,
@@ -61,12 +62,15 @@ class HttpTransport:
         shared: Placed | None = None,
     ) -> dict[str, NDArray[Any]]:
         client = self._http.InferenceServerClient
+        request_id, headers = on_behalf()
         body, length = client.generate_request_body(
             tensors_in(self._http, inputs, shared),
             outputs=tensors_out(self._http, outputs, shared),
+            request_id=request_id,
             timeout=int(timeout_s * 1e6),
         )
-        headers = {} if length is None else {_HEADER_LENGTH: str(length)}
+        if length is not None:
+            headers[_HEADER_LENGTH] = str(length)
         reply = self._ask("POST", f"{self._model}/infer", timeout_s, body, headers)
         size = reply.headers.get(_HEADER_LENGTH)
         result = client.parse_response_body(

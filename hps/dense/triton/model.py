@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hps.dense.base import DenseModel, TensorInfo
 from hps.dense.triton.memory import Regions
 from hps.dense.triton.transport import Transport, Unreachable
 from hps.errors import DeadlineExceeded, ModelError, NotFound, Unavailable
+from hps.tracing import current
 
 log = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 0.02
@@ -81,7 +83,8 @@ class TritonModel:
             try:
                 if not self._known:
                     self._get_to_know(until)
-                return self._run(inputs, names, until)
+                with self._part():
+                    return self._run(inputs, names, until)
             except ModelError as error:
                 # It served other models before it served this one, or will be mended while we run.
                 raise Unavailable(f"{error}; ask again") from None
@@ -103,6 +106,10 @@ class TritonModel:
         if self._regions is not None:
             self._regions.close(self._transport)
         self._transport.close()
+
+    def _part(self) -> AbstractContextManager[object]:
+        origin = current()
+        return nullcontext() if origin is None else origin.part("triton_infer")
 
     def _get_to_know(self, until: float) -> None:
         if not self._lock.acquire(timeout=_left(until)):

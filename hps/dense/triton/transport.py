@@ -15,6 +15,7 @@ from tritonclient.utils import InferenceServerException
 
 from hps.dense.base import DATATYPES, TensorInfo
 from hps.errors import DeadlineExceeded, DenseModelError, ModelError, NotFound
+from hps.tracing import current
 
 _TOO_LATE = "StatusCode.DEADLINE_EXCEEDED"
 _UNREACHABLE = {"StatusCode.UNAVAILABLE", "503"}
@@ -71,6 +72,12 @@ class Transport(Protocol):
     def unregister(self, region: str, timeout_s: float) -> None: ...
 
     def close(self) -> None: ...
+
+
+def on_behalf() -> tuple[str, dict[str, str]]:
+    """The id of the request that is worked for, and what Triton is told of its trace."""
+    origin = current()
+    return ("", {}) if origin is None else (origin.request_id, origin.headers())
 
 
 def tensors_in(

@@ -18,6 +18,7 @@ from services.frontend.auth import Guard
 from services.frontend.errors import TooLarge
 from services.frontend.http.errors import error_body, error_headers
 from services.frontend.http.failures import describe
+from services.frontend.http.head import request_id
 
 # Bodies of the routes here are small; only inference takes large ones.
 _MAX_BODY = 1 << 20
@@ -119,7 +120,7 @@ def install_errors(api: FastAPI) -> None:
         return failure(400, "; ".join(faults))
 
     async def on_other(request: Request, error: Exception) -> Response:
-        status, body = describe(error, dict(request.scope["headers"]))
+        status, body = describe(error, request_id(dict(request.scope["headers"])))
         response = Response(body, status)
         response.raw_headers = error_headers(status, body)
         return response

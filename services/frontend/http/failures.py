@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from time import perf_counter_ns
 
 from hps import metric_names as m
+from hps.tracing import Origin
 from services.frontend.errors import http_status, refused_for, told
 from services.frontend.http.asgi import Receive, Send
 from services.frontend.http.body import ClientGone, discard
 from services.frontend.http.errors import error_body, error_headers
-from services.frontend.http.head import Head, request_id
-from services.frontend.logs import fields, log
+from services.frontend.http.head import Head
 from services.frontend.state import State
 
 
@@ -22,16 +21,19 @@ async def fail(
     send: Send,
     started: int,
     unread: Receive | None = None,
+    origin: Origin | None = None,
 ) -> None:
     """Answer an inference request that began at ``started`` (ns) with what went wrong. ``unread``: where
-    the rest of its body comes from."""
+    the rest of its body comes from. ``origin``: as far as it was known by then."""
     if isinstance(error, ClientGone):
         return
-    status, body = describe(error, head.headers)
+    name = "" if head.route is None else head.route.entry.name
+    if origin is None:
+        named = head.request_id, head.traceparent, head.tracestate
+        origin = state.observer.begin(name, started, *named)
+    status, body = describe(error, origin.request_id)
     done = perf_counter_ns()
-    name = ""
     if head.route is not None:
-        name = head.route.entry.name
         head.route.entry.statistics.failed(started, done)
     metrics = state.metrics
     metrics.histogram(m.REQUEST_SECONDS, "http", "infer", name, str(status)).observe(
@@ -42,7 +44,8 @@ async def fail(
     reply = error_headers(status, body)
     if head.request_id:
         reply.append((b"x-request-id", head.request_id.encode()))
-    log_request(head, status, started)
+    endpoint = None if head.route is None else head.route.entry.endpoint
+    state.observer.failed("http", origin, endpoint, status, error, started)
     await send({"type": "http.response.start", "status": status, "headers": reply})
     if unread is not None and b"expect" not in head.headers:
         # The client reads the answer only when it has sent its request: let it finish.
@@ -52,15 +55,7 @@ async def fail(
     await send({"type": "http.response.body", "body": body})
 
 
-def describe(error: BaseException, headers: dict[bytes, bytes]) -> tuple[int, bytes]:
-    """Status and body for an error of a request with these headers."""
-    answer = told(error, request_id(headers))
+def describe(error: BaseException, known_as: str) -> tuple[int, bytes]:
+    """Status and body for an error of the request ``known_as``."""
+    answer = told(error, known_as)
     return http_status(answer), error_body(str(answer))
-
-
-def log_request(head: Head, status: int, started: int) -> None:
-    """At log level debug, a line for each inference request."""
-    if log.isEnabledFor(logging.DEBUG):
-        us = (perf_counter_ns() - started) // 1000
-        model = head.route.entry.name if head.route else ""
-        log.debug("request %s", fields(id=head.request_id, model=model, status=status, us=us))

@@ -7,7 +7,6 @@ straight line; every failure ends in ``failures.fail``.
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import time
 from collections.abc import Mapping
@@ -18,14 +17,13 @@ from typing import Any
 from hps.config.server_settings import ServerSettings
 from hps.errors import BadRequest, DeadlineExceeded, HpsError, Unavailable
 from services.frontend.auth import Guard
-from services.frontend.errors import TooLarge, TooSlow
+from services.frontend.errors import TooLarge, TooSlow, is_refusal
 from services.frontend.http.asgi import GONE, WHOLE, App, Receive, Scope, Send
 from services.frontend.http.body import COMPRESS_FROM_BYTES, compress, in_task, read_body
-from services.frontend.http.failures import fail, log_request
-from services.frontend.http.head import Head
+from services.frontend.http.failures import fail
+from services.frontend.http.head import Head, apart, repeatable, without_own
 from services.frontend.http.response import Reply
 from services.frontend.http.routes import Route
-from services.frontend.logs import log
 from services.frontend.state import State
 
 _INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
@@ -86,7 +84,7 @@ class InferApp:
             inference = Inference(self, head, body, arrived, client)
         except (Exception, asyncio.CancelledError) as error:
             self.leave(client)
-            unread = receive if not admitted or _is_unread(error) else None
+            unread = receive if not admitted and not is_refusal(error) or _is_unread(error) else None
             await fail(error, head, self.state, send, arrived, unread)
             return
         await inference(scope, receive, send)
@@ -95,7 +93,12 @@ class InferApp:
         """The head of ``request``, if it was read before and what follows is its body and no more."""
         size = request.find(b"\r\n\r\n") + 4
         head = self._heads.get(request[:size])
-        return head if head is not None and len(request) - size == head.body_size else None
+        if head is None:
+            text, own = apart(request[:size])
+            if not own or (head := self._heads.get(text)) is None:
+                return None
+            head = head.named(own)
+        return head if len(request) - size == head.body_size else None
 
     def read(self, scope: Mapping[str, Any], body_size: int, text: bytes) -> Head | None:
         """The head of a request that is there with its body, to be kept if ``text``, its bytes, may come
@@ -106,11 +109,13 @@ class InferApp:
         head = Head(route, dict(scope["headers"]))
         if b"content-encoding" in head.headers:
             return None
-        if text and len(text) <= _HEAD_BYTES and head.comes_again:
+        if text.startswith(b"POST ") and len(text) <= _HEAD_BYTES and head.comes_again:
             if len(self._heads) >= _HEADS_KEPT:
                 self._heads.clear()
             head.body_size = body_size
-            self._heads[text] = head
+            bare = head.named({})
+            bare.headers = without_own(head.headers)
+            self._heads[apart(text)[0]] = bare
         return head
 
     def begin(self, head: Head, body: bytes, address: Any) -> Inference:
@@ -192,21 +197,31 @@ class Inference:
             call = route.parser.parse(body, size)
         self._call = call
         self._parsed = perf_counter_ns()
+        observer = app.state.observer
+        if call.id or head.is_named or observer.watches:
+            call.origin = observer.begin(
+                route.entry.name,
+                started,
+                call.id or head.request_id,
+                head.traceparent,
+                head.tracestate,
+            )
         self._deadline = time.monotonic() + (call.form.timeout_us * 1e-6 or app.timeout_s)
         self._future = route.entry.endpoint.submit(call, self._deadline)
 
     def at_once(self) -> Reply | None:
         """The answer, if nothing has to be waited for; else go on as an application."""
-        if not self._future.done() or log.isEnabledFor(logging.DEBUG):
+        if not self._future.done():
             return None
         try:
             inferred = perf_counter_ns()
-            reply = self._reply(self._future.result())
+            result = self._future.result()
+            reply = self._reply(result)
         except Exception:
             return None  # the application says what is wrong
         if self._head.coding is not None and reply.size >= COMPRESS_FROM_BYTES:
             return None
-        self._count(inferred)
+        self._count(inferred, result)
         self._app.leave(self._client)
         return reply
 
@@ -231,12 +246,11 @@ class Inference:
             reply = self._reply(result)
             if head.coding is not None and reply.size >= COMPRESS_FROM_BYTES:
                 reply = await _compressed(reply, head.coding)
-            self._count(inferred)
+            self._count(inferred, result)
         except (Exception, asyncio.CancelledError) as error:
             if not self._gone:
-                await fail(error, head, self._state, send, self._started)
+                await fail(error, head, self._state, send, self._started, origin=self._call.origin)
             return
-        log_request(head, 200, self._started)
         if WHOLE in scope.get("extensions", ()):
             await send({"type": WHOLE, "reply": reply})
             return
@@ -251,18 +265,29 @@ class Inference:
         freshness = route.entry.freshness
         stale_s = freshness.flag() if freshness.stale_s else 0
         reply = route.encoder.encode(call.form, result.defaulted, result.degraded, stale_s, outputs)
-        if not head.request_id:
-            return reply
-        known_as = b"x-request-id", head.request_id.encode()
-        return Reply.make([known_as, *reply.headers], reply.pieces, reply.size)
+        known_as = head.request_id or repeatable(call.id)
+        return reply.known_as(known_as) if known_as else reply
 
-    def _count(self, inferred: int) -> None:
+    def _count(self, inferred: int, result: Any) -> None:
         """The statistics know of an answer that is ready to be sent."""
         route = self._head.route
         assert route is not None
         done, started = perf_counter_ns(), self._started
         route.entry.statistics.succeeded(self._call.batch, started, self._parsed, inferred, done)
         route.observe_ok((done - started) * 1e-9)
+        call = self._call
+        if call.origin is not None:
+            self._state.observer.answered(
+                "http",
+                call.origin,
+                route.entry.endpoint,
+                call,
+                result,
+                started,
+                self._parsed,
+                inferred,
+                done,
+            )
 
 
 async def _compressed(reply: Reply, coding: str) -> Reply:

@@ -37,6 +37,11 @@ class Reply(NamedTuple):
         lines = b"".join([b"%b: %b\r\n" % header for header in headers])
         return Reply(headers, lines, pieces, size)
 
+    def known_as(self, request_id: str) -> Reply:
+        """The same with ``X-Request-ID``, of characters that may stand there."""
+        header = b"x-request-id", request_id.encode()
+        return Reply([header, *self.headers], b"%b: %b\r\n%b" % (*header, self.lines), *self[2:])
+
     @property
     def body(self) -> bytes:
         return b"".join(self.pieces)

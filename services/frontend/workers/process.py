@@ -114,7 +114,7 @@ def main() -> None:
     number, control, http = map(int, sys.argv[1:])
     channel = Answering(socket.socket(fileno=control), lambda: worker.alone())
     configuration, replaces = pickle.loads(channel.receive())
-    logs.setup(configuration.settings.server.log_level, worker=number)
+    logs.setup_for(configuration.settings.server, worker=number)
     try:
         worker = Worker(configuration, socket.socket(fileno=http), replaces=replaces)
         worker.run(channel)

@@ -25,20 +25,22 @@ def test_an_unexpected_error_is_logged_and_not_told(small, ask, monkeypatch, cap
     assert reply.error == "internal error; the server's log has it under id r-9"
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
-    assert "id=r-9" in record.getMessage()
+    assert "request_id=r-9" in record.getMessage()
     assert record.exc_info
     reply = ask(small.app(), "POST", PATH, GOOD)
     assert reply.error.rpartition(" ")[2] in caplog.records[1].getMessage()
 
 
 def test_requests_are_logged_at_debug_level(small, ask, caplog):
-    with caplog.at_level("DEBUG", "hps.frontend"):
+    with caplog.at_level("DEBUG", "hps.access"):
         ask(small.app(), "POST", PATH, GOOD, {"X-Request-ID": "r-1"})
         ask(small.app(), "POST", PATH, b"")
-    with caplog.at_level("INFO", "hps.frontend"):
+    with caplog.at_level("INFO", "hps.access"):
         ask(small.app(), "POST", PATH, GOOD)
     first, second = (record.getMessage() for record in caplog.records)
-    assert first.startswith("request id=r-1 model=words.lookup status=200 us=")
+    told = "request request_id=r-1 protocol=http model=words.lookup model_version=1 status=200 dur_ms="
+    assert first.startswith(told)
+    assert first.endswith(" keys=2 misses=1")
     assert "status=400" in second
 
 

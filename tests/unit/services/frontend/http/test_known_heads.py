@@ -189,8 +189,6 @@ def test_a_known_request_that_has_to_wait_keeps_its_place(small, http, connect):
 @pytest.mark.parametrize(
     "more",
     [
-        "X-Request-ID: a\r\n",
-        "Traceparent: 00-1-2-00\r\n",
         "Expect: 100-continue\r\n",
         "Content-Encoding: identity\r\n",
         "Connection: close\r\n",
@@ -205,6 +203,62 @@ def test_heads_that_are_not_kept(http, connect, more):
             await http.until(lambda wire=wire: 200 in wire.statuses)
             assert protocol.parser.fed == 1
             assert wire.closed == ("close" in more)
+
+    http.run(scenario)
+
+
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def named(http, keys, **own):
+    """A request with lines of its own in the middle of its head."""
+    lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in own.items())
+    return http.binary(keys, more=f"A: 1\r\n{lines}B: 2\r\n")
+
+
+def ids(wire):
+    return re.findall(rb"x-request-id: (\S+)", wire.data)
+
+
+def test_a_head_is_known_by_what_requests_have_in_common(small, http, connect):
+    async def scenario():
+        protocol, wire = connect()
+        await http.read(protocol, named(http, [1, 2], X_Request_ID="a"))
+        await http.read(protocol, named(http, [3, 4], x_request_id="b", Traceparent=TRACE))
+        await http.read(protocol, named(http, [5, 6], traceparent=TRACE, tracestate="v=1"))
+        await http.read(protocol, named(http, [7, 8], X_Request_Id="c  "))
+        await http.read(protocol, named(http, [9, 1], X_Request_ID=""))
+        assert protocol.parser.fed == 1
+        assert ids(wire) == [b"a", b"b", b"c"]
+        await http.read(protocol, named(http, [1, 2]))  # has none
+        assert protocol.parser.fed == 1
+        assert ids(wire) == [b"a", b"b", b"c"]
+        assert http.vectors(wire) == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 1], [1, 2]]
+
+    http.run(scenario)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "X-Request-ID: a\r\n b\r\n",  # goes on in the next line
+        "X-Request-ID : a\r\n",
+        "X-Request-ID: \x01\r\n",
+        "\r\nX-Request-ID: a\r\n",
+        "X-Request-IDs: a\r\n",
+    ],
+)
+def test_what_is_no_line_of_its_own_is_left_to_the_parser(http, connect, line):
+    async def scenario():
+        protocol, _ = connect()
+        plain = http.binary([1, 2], more="A: 1\r\nB: 2\r\n")
+        await http.read(protocol, plain)
+        assert protocol.parser.fed == 1
+        await http.read(protocol, plain.replace(b"B: 2", line.encode() + b"B: 2"))
+        assert protocol.parser.fed == 2
+        front = connect()[0]
+        await http.read(front, b"\r\nX-Request-ID: a\r\n" + plain)
+        assert front.parser.fed == 1
 
     http.run(scenario)
 

@@ -1,0 +1,119 @@
+"""On whose behalf something is done: a request's id, and its place in a trace.
+
+A request that has neither is no object at all (None), and costs nothing. Spans are recorded where
+OpenTelemetry is switched on (`hps.otel`); everywhere else a trace that came with a request is passed on to
+those who are asked on its behalf, as W3C Trace Context has it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_TRACEPARENT = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
+)
+_TRACESTATE = re.compile(r"[\x20-\x7e]{1,512}")
+_current: ContextVar[Origin | None] = ContextVar("hps_origin", default=None)
+
+
+class Origin:
+    """A request as those know it who work for it. May be used by any thread."""
+
+    __slots__ = ("request_id", "traceparent", "tracestate")
+
+    is_recorded = False
+    """Whether spans are kept."""
+
+    def __init__(self, request_id: str = "", traceparent: str = "", tracestate: str = "") -> None:
+        self.request_id = request_id
+        self.traceparent = traceparent
+        self.tracestate = tracestate
+
+    @property
+    def trace_id(self) -> str:
+        """32 hexadecimal digits; empty without a trace."""
+        return self.traceparent[3:35]
+
+    @property
+    def span_id(self) -> str:
+        """16 hexadecimal digits; empty without a trace."""
+        return self.traceparent[36:52]
+
+    def headers(self) -> dict[str, str]:
+        """What others are told of the trace, HTTP's headers or gRPC's metadata."""
+        if not self.traceparent:
+            return {}
+        state = {"tracestate": self.tracestate} if self.tracestate else {}
+        return {"traceparent": self.traceparent, **state}
+
+    def begin(self, name: str) -> Origin:
+        """A part of the work, to be ended by ``end``."""
+        return self
+
+    def note(self, **attributes: Any) -> None:
+        """Tell something of it."""
+
+    def end(self, error: BaseException | None = None) -> None:
+        """It is done, or has failed."""
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[Origin]:
+        """A part of the work, done by this thread: `current` meanwhile."""
+        begun = self.begin(name)
+        token = _current.set(begun)
+        try:
+            yield begun
+        except BaseException as error:
+            begun.end(error)
+            raise
+        else:
+            begun.end()
+        finally:
+            _current.reset(token)
+
+
+def traceparent_of(header: str) -> str:
+    """A header ``traceparent`` that is one, else ""; of a later version, the part that is known."""
+    found = _TRACEPARENT.match(header)
+    if found is None or (found.end() < len(header) and header[:3] == "00-"):
+        return ""
+    return found[0]
+
+
+def tracestate_of(header: str) -> str:
+    """A header ``tracestate`` that may be passed on, else ""."""
+    return header if _TRACESTATE.fullmatch(header) else ""
+
+
+def current() -> Origin | None:
+    """On whose behalf this thread works, where that was said."""
+    return _current.get()
+
+
+def followed(
+    part: Origin, begin: Callable[[], Future[T]], describe: Callable[[T], Any]
+) -> Future[T]:
+    """What ``begin`` starts; ``part`` ends with it, having noted what ``describe`` says of its result."""
+
+    def ended(future: Future[T]) -> None:
+        if future.cancelled():
+            part.end(TimeoutError("cancelled"))
+        elif (error := future.exception()) is not None:
+            part.end(error)
+        else:
+            part.note(**describe(future.result()))
+            part.end()
+
+    try:
+        future = begin()
+    except BaseException as error:
+        part.end(error)
+        raise
+    future.add_done_callback(ended)
+    return future

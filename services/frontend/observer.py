@@ -1,0 +1,129 @@
+"""What is told of single requests, whatever protocol they came by: log lines and spans."""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+from time import perf_counter_ns
+from typing import Any
+
+from hps.otel import Tracer, stages
+from hps.tracing import Origin
+from services.frontend.call import Call
+from services.frontend.endpoints import Endpoint
+from services.frontend.logs import fields
+
+access = logging.getLogger("hps.access")
+
+
+class Observer:
+    """Any thread may call it. ``share`` of the requests get a log line, at level debug all."""
+
+    def __init__(self, share: float = 0.0, tracer: Tracer | None = None) -> None:
+        self._share = share
+        self._tracer = tracer
+
+    @property
+    def watches(self) -> bool:
+        """Whether anything is told of a request that names neither itself nor a trace."""
+        return self._share > 0.0 or self._tracer is not None or access.isEnabledFor(logging.DEBUG)
+
+    def begin(
+        self, model: str, started: int, request_id: str, traceparent: str, tracestate: str
+    ) -> Origin:
+        """A request to ``model`` that began at ``started`` (``time.perf_counter_ns``). It gets an id if it
+        has none and may be told of."""
+        if not request_id and self.watches:
+            request_id = secrets.token_hex(8)
+        if self._tracer is not None:
+            begun = self._tracer.request(
+                f"infer {model}", started, request_id, traceparent, tracestate
+            )
+            begun.note(model=model)
+            return begun
+        return Origin(request_id, traceparent, tracestate)
+
+    def answered(
+        self,
+        protocol: str,
+        origin: Origin,
+        endpoint: Endpoint,
+        call: Call,
+        result: Any,
+        started: int,
+        parsed: int,
+        inferred: int,
+        done: int,
+    ) -> None:
+        """``call`` has its answer; the instants at which its stages ended."""
+        if origin.is_recorded:
+            stages(origin, decode=(started, parsed), encode=(inferred, done))
+            origin.note(batch=call.batch, defaulted=result.defaulted)
+            origin.end()
+        if (level := self._level()) is not None:
+            keys = sum(array.size for name, array in call.inputs.items() if _keys(endpoint, name))
+            self._log(
+                level,
+                origin,
+                protocol,
+                endpoint,
+                (done - started) * 1e-6,
+                200 if protocol == "http" else "OK",
+                keys=keys,
+                misses=result.defaulted,
+            )
+
+    def failed(
+        self,
+        protocol: str,
+        origin: Origin,
+        endpoint: Endpoint | None,
+        status: int | str,
+        error: BaseException,
+        started: int,
+    ) -> None:
+        """It was answered with ``error``."""
+        origin.end(error)
+        if (level := self._level()) is not None:
+            ms = (perf_counter_ns() - started) * 1e-6
+            self._log(level, origin, protocol, endpoint, ms, status, error=str(error))
+
+    def close(self) -> None:
+        """Send what has been recorded."""
+        if self._tracer is not None:
+            self._tracer.close()
+
+    def _level(self) -> int | None:
+        """At which level the request at hand is told of; None: it is not."""
+        if self._share and random.random() < self._share:
+            return logging.INFO
+        return logging.DEBUG if access.isEnabledFor(logging.DEBUG) else None
+
+    def _log(
+        self,
+        level: int,
+        origin: Origin,
+        protocol: str,
+        endpoint: Endpoint | None,
+        ms: float,
+        status: int | str,
+        **more: Any,
+    ) -> None:
+        told = fields(
+            request_id=origin.request_id,
+            trace_id=origin.trace_id,
+            span_id=origin.span_id,
+            protocol=protocol,
+            model="" if endpoint is None else endpoint.name,
+            model_version="" if endpoint is None else endpoint.version,
+            status=status,
+            dur_ms=round(ms, 3),
+            **more,
+        )
+        access.log(level, "request %s", told)
+
+
+def _keys(endpoint: Endpoint, name: str) -> bool:
+    rule = endpoint.rules.get(name)
+    return rule is not None and rule.is_keys
