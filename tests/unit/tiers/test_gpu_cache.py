@@ -195,8 +195,8 @@ def test_what_is_used_stays():
         fetch(cache, table, hot)
         keys = np.arange(start, start + 1000)
         cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
-    # Of 1,000 buckets, one or two are crowded with hot keys.
-    assert len(fetch(cache, table, hot).missing) < 0.005 * len(hot)
+    # Of 1,000 buckets, one or two are crowded with hot keys: 10 to 17 keys, by the order of the inserts.
+    assert len(fetch(cache, table, hot).missing) < 0.01 * len(hot)
 
 
 @pytest.mark.parametrize("tile", [2, 4, 8])
