@@ -37,8 +37,8 @@ from hps.tiers.chain import TierChain
 from hps.tiers.cpu_cache import CacheMemory, CpuCache
 from hps.tiers.cpu_segments import Segments
 from hps.tiers.node import NodeServer
-from hps.tiers.wrappers import Metered
 from hps.tiers.ranking import HotKeys, RankedTogether
+from hps.tiers.wrappers import Metered
 from hps.types import EmbeddingTable, KeyArray, NoProgress, Progress, Source
 from hps.updates.arrivals import LOOK_EVERY_S
 from hps.updates.freshness import Freshness
@@ -225,13 +225,13 @@ class _Builder:
         self._resources.callback(cache.close)
         if chosen.snapshot.path is not None:
             self._hot = hot_keys_at_start(chosen.snapshot.path)
+            on_gpu = self._devices.replicas
             snapshots = Snapshots(
                 RankedTogether([on_gpu, cache]) if on_gpu else cache,
                 self._tables,
                 chosen.snapshot.path,
                 interval_s=chosen.snapshot.interval_s,
                 most=chosen.snapshot.keys,
-            on_gpu = self._devices.replicas
                 bytes_per_s=chosen.snapshot.bytes_per_s,
             )
             self._resources.callback(snapshots.close)
