@@ -75,7 +75,7 @@ check-aarch64: setup
 # What the tests use beside the product. What can't be had here is named and its tests skip; in
 # continuous integration (CI is set) they fail.
 test-services: setup
-	@for part in perf_analyzer kafka triton; do $(BIN)/python -m benchmarks.peers $$part || echo "Its tests will be skipped."; done
+	@for part in perf_analyzer kafka triton kserve; do $(BIN)/python -m benchmarks.peers $$part || echo "Its tests will be skipped."; done
 	@for tool in redis-server openssl curl; do command -v $$tool >/dev/null || tools/install $$tool || echo "Its tests will be skipped."; done
 
 check: setup

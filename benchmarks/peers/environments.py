@@ -145,4 +145,5 @@ PERF_ANALYZER = Environment("perf_analyzer", _finish_perf_analyzer)
 FEAST = Environment("feast", lambda _folder: None)
 FBGEMM = Environment("fbgemm", lambda _folder: None)
 TFRA = Environment("tfra", lambda _folder: None)
-ENVIRONMENTS = {each.name: each for each in (TRITON, PERF_ANALYZER, FEAST, FBGEMM, TFRA)}
+KSERVE = Environment("kserve", lambda _folder: None)
+ENVIRONMENTS = {each.name: each for each in (TRITON, PERF_ANALYZER, FEAST, FBGEMM, TFRA, KSERVE)}

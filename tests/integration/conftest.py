@@ -159,6 +159,12 @@ def triton_ready() -> None:
     _ready("triton")
 
 
+@pytest.fixture(scope="session")
+def kserve_ready() -> None:
+    """The same of KServe's client."""
+    _ready("kserve")
+
+
 def _ready(peer: str) -> None:
     if not ENVIRONMENTS[peer].ready():
         message = f"{peer} is not set up: run `make test-services`"

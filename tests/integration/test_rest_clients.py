@@ -144,26 +144,6 @@ def test_jagged_keys(client):
     assert found.tolist() == [[1.5, 1.625], [0, 0], [-5, -4.875]]
 
 
-@pytest.mark.parametrize("request_coding", [None, "gzip", "deflate"])
-@pytest.mark.parametrize("response_coding", [None, "gzip", "deflate"])
-def test_compression(client, request_coding, response_coding):
-    keys = RNG.integers(0, 1000, (50, 4))
-    result = client.infer(
-        "words.lookup",
-        [tensor("word", keys)],
-        request_compression_algorithm=request_coding,
-        response_compression_algorithm=response_coding,
-    )
-    assert result.as_numpy("word").tobytes() == row(keys, 8).tobytes()
-
-
-def test_empty_tensors(client):
-    result = client.infer("words.lookup", [tensor("word", np.zeros((0, 3), np.int64))])
-    assert result.as_numpy("word").shape == (0, 8)
-    result = client.infer("words.lookup", [tensor("word", np.zeros((2, 0), np.int64))])
-    assert result.as_numpy("word").shape == (0, 8)
-
-
 def test_errors_reach_the_caller(client):
     cases = [
         ("nope", [tensor("word", [[1]])], "404", "Request for unknown model: 'nope' is not found"),
@@ -182,17 +162,6 @@ def test_errors_reach_the_caller(client):
         assert caught.value.status() == status
 
 
-def test_statistics_only_grow(client):
-    def count():
-        (stats,) = client.get_inference_statistics("words.lookup")["model_stats"]
-        return stats["inference_stats"]["success"]["count"], stats["inference_count"]
-
-    before = count()
-    client.infer("words.lookup", [tensor("word", np.ones((3, 1), np.int64))])
-    after = count()
-    assert (after[0] - before[0], after[1] - before[1]) == (1, 3)
-
-
 def test_many_at_once(small_server):
     async def flood():
         async with triton_aio.InferenceServerClient(small_server.address) as client:
@@ -208,13 +177,6 @@ def test_many_at_once(small_server):
             await asyncio.gather(*(one(i) for i in range(300)))
 
     asyncio.run(asyncio.wait_for(flood(), 120))
-
-
-def test_async_infer_of_the_synchronous_client(small_server):
-    with triton.InferenceServerClient(small_server.address, concurrency=4) as client:
-        pending = [client.async_infer("words.lookup", [tensor("word", [[i]])]) for i in range(8)]
-        found = [each.get_result().as_numpy("word")[0, 0] for each in pending]
-    assert found == list(range(8))
 
 
 def test_the_admin_port_shows_rows(small_server):

@@ -1,0 +1,103 @@
+"""Programs that others wrote, unchanged, against both servers: curl, KServe's client, perf_analyzer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.peers.environments import ENVIRONMENTS
+from benchmarks.peers.perf_analyzer import perf_analyzer
+from hps.conformance.http_wire import LENGTH, Http, request, tensors_of
+
+CLIENT = Path(__file__).parents[2] / "support/kserve_client.py"
+SERVERS = ("ours", "triton")
+
+
+def answered(target, sample):
+    with Http(target) as http:
+        return http.send(sample).outputs()
+
+
+def equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert np.array_equal(np.array(found[name], array.dtype).reshape(array.shape), array)
+
+
+@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("binary", [False, True])
+def test_curl(target_of, program, tmp_path, server, binary):
+    target = target_of(server)
+    body, length = request(target.sample, binary=binary)
+    sent, head = tmp_path / "body", tmp_path / "head"
+    sent.write_bytes(body)
+    command = [
+        program("curl"),
+        "--silent",
+        "--fail",
+        "--max-time",
+        "30",
+        "--dump-header",
+        str(head),
+    ]
+    if length is not None:
+        command += ["--header", f"{LENGTH}: {length}"]
+    command += ["--data-binary", f"@{sent}"]
+    url = f"http://{target.http}/v2/models/{target.sample.model}/infer"
+    answer = subprocess.run([*command, url], capture_output=True, check=True).stdout
+    headers = dict(
+        line.lower().split(": ", 1) for line in head.read_text().splitlines() if ": " in line
+    )
+    start = int(headers.get(LENGTH.lower(), len(answer)))
+    assert (start < len(answer)) is binary
+    equal(tensors_of(json.loads(answer[:start]), answer[start:]), answered(target, target.sample))
+
+
+def test_kserves_client(target_of, kserve_ready):
+    targets = {server: target_of(server) for server in SERVERS}
+    sample = targets["ours"].sample
+    given = {
+        "servers": {server: target.http for server, target in targets.items()},
+        "request": {
+            "model": sample.model,
+            "inputs": {
+                name: (sample.datatype(name), array.shape, array.reshape(-1).tolist())
+                for name, array in sample.inputs.items()
+            },
+            "outputs": sample.outputs,
+        },
+    }
+    done = subprocess.run(
+        [ENVIRONMENTS["kserve"].python, CLIENT],
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout)
+    assert answers["ours"]["health"] is True
+    assert answers["triton"]["health"] is None  # its health has no body, which this client reads
+    for server, answer in answers.items():
+        expected = answered(targets[server], sample)
+        for outputs in answer["outputs"]:
+            equal(outputs, expected)
+
+
+@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_perf_analyzer(target_of, perf_analyzer_ready, server, protocol):
+    """It compares every score with the one that the server gave before."""
+    target = target_of(server)
+    sample = target.sample
+    scores = answered(target, sample)
+    steps = [
+        ({n: a[i] for n, a in sample.inputs.items()}, {n: a[i] for n, a in scores.items()})
+        for i in range(len(sample.inputs["user"]))
+    ]
+    row = perf_analyzer(getattr(target, protocol), sample.model, steps, protocol=protocol)
+    assert row["Inferences/Second"] > 10
