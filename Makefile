@@ -108,7 +108,7 @@ bench-peers: setup
 
 # Rewrites the locks from pyproject.toml; run it after changing a dependency.
 lock: setup
-	@for part in build runtime dev; do tools/lock $$part; done
+	@for part in build runtime otel dev; do tools/lock $$part; done
 
 clean:
 	rm -rf $(VENV) build

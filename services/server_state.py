@@ -48,6 +48,8 @@ class ServerState(Generic[Node]):
         """Why the server is not ready although it has opened all; empty when it is."""
         self.processes: Callable[[], list[dict[str, Any]]] = list
         """The other processes, ready for JSON."""
+        self.spread_level: Callable[[Any], None] | None = lambda _level: None
+        """Has other processes take over a log level; None: somebody else is to be asked for that."""
         self._role = role
         self._phase: Phase = "starting"
         self._phase_watchers: list[Callable[[], None]] = []

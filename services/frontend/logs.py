@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import orjson
 
@@ -19,6 +19,7 @@ log = logging.getLogger("hps.frontend")
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:/@+,")
 
 Level = Literal["debug", "info", "warning", "error"]
+LEVELS: tuple[Level, ...] = get_args(Level)
 Format = Literal["text", "json"]
 
 
@@ -103,7 +104,7 @@ def setup_for(settings: ServerSettings, **always: Any) -> None:
 def level() -> Level:
     """From which one on lines are written."""
     held = logging.getLogger().level
-    return "debug" if held <= 10 else "info" if held <= 20 else "warning" if held <= 30 else "error"
+    return next((level for level in LEVELS if held <= logging.getLevelName(level.upper())), "error")
 
 
 def set_level(level: Level) -> None:

@@ -108,6 +108,7 @@ class Frontend(Process[OpenModels]):
         if self._settings.workers:
             workers = self._workers = Supervisor(self._configuration)
             self.state.hindrance = lambda: workers.hindrance
+            self.state.spread_level = workers.set_level
             self.state.processes = lambda: [worker.describe() for worker in workers.workers]
             elsewhere = {"grpc": Elsewhere(workers.grpc_url)} if workers.grpc_url else {}
             return {"http": workers, **elsewhere}

@@ -22,7 +22,7 @@ from services.frontend.lookup_endpoint import KEYS, KEYS_SOURCE, NUMKEYS, OUTPUT
 SERVER_NAME = "hps"
 PLATFORM = "hps"
 # Only what is implemented; in Triton's words.
-EXTENSIONS = ("binary_tensor_data", "model_configuration", "parameters", "statistics")
+EXTENSIONS = ("binary_tensor_data", "model_configuration", "parameters", "statistics", "logging")
 
 SOURCE_CODES = {source.name.lower(): int(source) for source in Source}
 

@@ -8,6 +8,7 @@ from services.frontend.auth import Guard
 from services.frontend.http.admin import metrics_route, status_routes
 from services.frontend.http.app import Contained, bare_api
 from services.frontend.http.asgi import Plain
+from services.frontend.http.logging import logging_routes
 from services.frontend.http.protocol import health_routes
 from services.frontend.http.updates import updates_routes
 from services.server_state import ServerState
@@ -21,4 +22,5 @@ def ingest_app(state: ServerState[Ingest], settings: ServerSettings, guard: Guar
     api.include_router(metrics_route(state))
     api.include_router(status_routes(state, guard))
     api.include_router(updates_routes(state, guard))
+    api.include_router(logging_routes(state, guard))
     return Plain(Contained(api))

@@ -6,7 +6,7 @@ What is told of models is what HTTP tells of them: protobuf's JSON form of the s
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import grpc
@@ -20,6 +20,8 @@ from hps.errors import Unsupported
 from services.frontend.auth import Guard
 from services.frontend.errors import status_of, told
 from services.frontend.grpc.callers import check
+from services.frontend.log_settings import change
+from services.frontend.log_settings import told as told_of_logs
 from services.frontend.metadata import server_metadata
 from services.frontend.state import State
 
@@ -59,8 +61,9 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
             "RepositoryIndex",
         ):
             setattr(self, name, answering(guard, "read", getattr(self, name)))
+        self.LogSettings = answering(guard, "read", partial(self._log_settings, guard))
         for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
-            if method.name not in type(self).__dict__:
+            if method.name not in self.__dict__ and method.name not in type(self).__dict__:
                 setattr(self, method.name, answering(guard, "read", _not_offered(method.name)))
 
     def ServerLive(self, request: Any, context: grpc.ServicerContext) -> Any:
@@ -103,6 +106,21 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
         status = "READY" if self._state.ready else "UNAVAILABLE"
         for entry in self._state.entries.values():
             response.models.add(name=entry.name, version=entry.version, state=status)
+        return response
+
+    def _log_settings(self, guard: Guard, request: Any, context: grpc.ServicerContext) -> Any:
+        """Without settings, tells what they are."""
+        given = {
+            name: getattr(value, value.WhichOneof("parameter_choice"))
+            for name, value in request.settings.items()
+            if value.WhichOneof("parameter_choice") is not None
+        }
+        if given:
+            check(guard, context, "admin")
+        response = pb.LogSettingsResponse()
+        for name, value in (change(given, self._state) if given else told_of_logs()).items():
+            kind = {bool: "bool_param", int: "uint32_param"}.get(type(value), "string_param")
+            setattr(response.settings[name], kind, value)
         return response
 
 

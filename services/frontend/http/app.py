@@ -16,6 +16,7 @@ from services.frontend.http.api import install_errors
 from services.frontend.http.asgi import App, Receive, Scope, Send
 from services.frontend.http.head import request_id
 from services.frontend.http.infer import InferApp
+from services.frontend.http.logging import logging_routes
 from services.frontend.http.openapi import document
 from services.frontend.http.protocol import health_routes, model_routes, repository_routes
 from services.frontend.http.rows import row_writes, rows_routes
@@ -49,6 +50,7 @@ def _api(title: str, state: State, settings: ServerSettings, guard: Guard) -> Fa
     api.include_router(health_routes(state))
     api.include_router(model_routes(state, guard))
     api.include_router(repository_routes(state, guard))
+    api.include_router(logging_routes(state, guard))
     return api
 
 

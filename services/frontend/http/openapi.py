@@ -136,6 +136,15 @@ SCHEMAS: dict[str, Any] = {
     "UpdatesSeek": _object(
         ["topic", "partition", "offset"], topic=_TEXT, partition=_COUNT, offset=_COUNT, group=_TEXT
     ),
+    "LogSettings": _object(
+        [],
+        log_file=_TEXT,
+        log_info={"type": "boolean"},
+        log_warning={"type": "boolean"},
+        log_error={"type": "boolean"},
+        log_verbose_level=_COUNT,
+        log_format=_TEXT,
+    ),
     "InferInput": _object(
         ["name", "shape", "datatype"],
         name=_TEXT,

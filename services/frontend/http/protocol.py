@@ -143,7 +143,6 @@ _UNSUPPORTED = (
     "/v2/repository/{repository}/models/{model}/{verb}",
     "/v2/systemsharedmemory/{rest:path}",
     "/v2/cudasharedmemory/{rest:path}",
-    "/v2/logging",
     "/v2/trace/setting",
     "/v2/models/{model}/trace/setting",
     "/v2/models/{model}/generate",

@@ -48,6 +48,7 @@ class Worker(Process[OpenModels]):
     ) -> None:
         self.state = State("worker", configuration.settings)
         super().__init__(configuration, self.state, None)
+        self.state.spread_level = None  # the node's process has all of them
         self._http = http
         self._guard = guard(load_api_keys(configuration.settings.auth))
         self._replaces = replaces
@@ -55,7 +56,8 @@ class Worker(Process[OpenModels]):
 
     def run(self, control: Answering) -> None:
         """Answer requests until told to stop, or the node's process has ended."""
-        control.start({"numbers": self._numbers})
+        levels = {f"log {level}": partial(logs.set_level, level) for level in logs.LEVELS}
+        control.start({"numbers": self._numbers, **levels})
         if self._replaces:
             # Unavailable when it is told to stop meanwhile: what runs below ends at once then.
             with suppress(Unavailable):

@@ -9,11 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from hps.config import Configuration
 from hps.metrics import Numbers
-from services.frontend.logs import fields, log
+from services.frontend.logs import Level, fields, log
 from services.frontend.statistics import Statistics
 from services.frontend.workers.channel import Asking
 from services.frontend.workers.process import BROKEN
@@ -105,6 +107,17 @@ class Supervised:
             for name, before in self._statistics_before.items():
                 found.setdefault(name, []).append(before.numbers())
         return found
+
+    def set_level(self, level: Level) -> None:
+        """Have it, and those after it, write log lines from ``level`` upwards."""
+        settings = self._configuration.settings
+        server = settings.server.model_copy(update={"log_level": level})
+        settings = settings.model_copy(update={"server": server})
+        self._configuration = replace(self._configuration, settings=settings)
+        channel = self._channel
+        if self.ready and channel is not None:
+            with suppress(OSError):  # it has ended, or hangs
+                channel.ask(f"log {level}", _PATIENCE_S)
 
     def _ask(self) -> None:
         """What it has counted by now, as far as it tells."""

@@ -16,6 +16,7 @@ from hps.config.server_settings import GrpcSettings, HttpSettings
 from hps.errors import ConfigError
 from hps.metrics import Numbers
 from services.frontend.http.server import host_of, listen, reserve, url_of
+from services.frontend.logs import Level
 from services.frontend.workers.supervised import Supervised
 
 # Beyond the time that a worker is given to end, for its process to go.
@@ -130,6 +131,11 @@ class Supervisor:
         for worker in self.workers:
             found.add(worker.metrics())
         return found
+
+    def set_level(self, level: Level) -> None:
+        """Have all of them, and those to come, write log lines from ``level`` upwards."""
+        for worker in self.workers:
+            worker.set_level(level)
 
     def statistics(self) -> Mapping[str, list[Any]]:
         """The numbers of `Statistics` of each of them, by name."""

@@ -20,6 +20,7 @@ from tritonclient.utils import InferenceServerException
 from hps import metric_names as m
 from hps.config.server_settings import GrpcSettings, TlsSettings
 from hps.errors import ConfigError
+from services.frontend import log_settings
 from services.frontend.auth import OpenGuard
 from services.frontend.grpc import infer as infer_module
 from services.frontend.grpc.server import GrpcServer
@@ -54,6 +55,18 @@ def test_a_lookup(client):
     assert (response.model_name, response.model_version, response.id) == ("words.lookup", "1", "a7")
     assert response.parameters["hps_defaulted"].int64_param == 0
     assert response.parameters["hps_degraded"].string_param == ""
+
+
+def test_log_settings(client, monkeypatch):
+    set_to = []
+    monkeypatch.setattr(log_settings, "set_level", set_to.append)
+    told = client.get_log_settings(as_json=True)["settings"]
+    assert told["log_error"] == {"bool_param": True}
+    assert client.update_log_settings({"log_verbose_level": 1}, as_json=True)["settings"] == told
+    assert set_to == ["debug"]
+    status, message = refused(client.update_log_settings, {"log_x": True})
+    assert status == "StatusCode.INVALID_ARGUMENT"
+    assert "there is no log setting" in message
 
 
 def test_hps_own_form_and_sources(client):

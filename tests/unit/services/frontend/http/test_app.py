@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from services.frontend import log_settings
 from services.frontend.auth import OpenGuard
 from services.frontend.http.app import admin_app, data_app
 from services.frontend.state import State
@@ -52,7 +53,20 @@ def test_server_metadata_names_only_what_there_is(data, call):
             "model_configuration",
             "parameters",
             "statistics",
+            "logging",
         ]
+
+
+def test_log_settings(data, call, error, monkeypatch):
+    set_to = []
+    monkeypatch.setattr(log_settings, "set_level", set_to.append)
+    told = call(data, "GET", "/v2/logging").json()
+    assert (told["log_file"], told["log_error"]) == ("", True)
+    assert call(data, "POST", "/v2/logging", json={"log_verbose_level": 3}).json() == told
+    assert set_to == ["debug"]
+    reply = call(data, "POST", "/v2/logging", json={"log_inof": True})
+    assert reply.status_code == 400
+    assert "there is no log setting" in error(reply)
 
 
 def test_names(data, call):
@@ -88,7 +102,6 @@ def test_an_index_request_that_is_too_large(data, call):
         ("POST", "/v2/repository/mine/index"),
         ("GET", "/v2/systemsharedmemory/status"),
         ("POST", "/v2/cudasharedmemory/region/x/unregister"),
-        ("GET", "/v2/logging"),
         ("POST", "/v2/trace/setting"),
         ("POST", "/v2/models/words/generate"),
     ],

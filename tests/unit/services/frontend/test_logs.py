@@ -1,0 +1,158 @@
+"""Log lines as text and as JSON, and what is told of single requests."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from hps.errors import BadRequest, Unsupported
+from hps.tracing import Origin, traceparent_of
+from services.frontend import log_settings, logs
+from services.frontend.call import Call, Form
+from services.frontend.datatypes import INTEGERS, InputRule
+from services.frontend.observer import Observer
+from services.server_state import ServerState
+
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def line(form, message, *args, error=None):
+    told = error and (type(error), error, None)
+    record = logging.LogRecord("hps.x", logging.WARNING, "", 0, message, args, told)
+    return (logs.JsonLine if form == "json" else logs.Line)(logs.fields(worker=1)).format(record)
+
+
+def test_a_json_line_has_the_fields_of_the_text():
+    args = logs.fields(model="m", keys=3, empty="", text='a "b"')
+    text = line("text", "serving %s", args)
+    assert text.endswith('WARNING hps.x serving model=m keys=3 text="a \\"b\\"" worker=1')
+    told = json.loads(line("json", "serving %s", args))
+    assert told.pop("ts").endswith("Z")
+    assert told == {
+        "level": "warning",
+        "logger": "hps.x",
+        "msg": "serving",
+        "model": "m",
+        "keys": 3,
+        "text": 'a "b"',
+        "worker": 1,
+    }
+    told = json.loads(line("json", "%s of %d\nfailed", "two", 3, error=ValueError("x\ny")))
+    assert told["msg"] == "two of 3\nfailed"
+    assert told["traceback"] == "ValueError: x\ny"
+    assert json.loads(line("json", "nothing %s", logs.fields()))["msg"].rstrip() == "nothing"
+    # What an event calls like the line's own does not take its place.
+    assert json.loads(line("json", "a %s", logs.fields(level="mine")))["level"] == "warning"
+
+
+@pytest.fixture
+def levels():
+    held = {name: logging.getLogger(name).level for name in (None, "uvicorn")}
+    yield
+    for name, level in held.items():
+        logging.getLogger(name).setLevel(level)
+
+
+def test_the_level_is_changed_while_the_server_runs(levels):
+    state, spread = ServerState("node"), []
+    state.spread_level = spread.append
+    logs.set_level("info")
+    assert log_settings.told()["log_verbose_level"] == 0
+    now = log_settings.change({"log_verbose_level": 1}, state)
+    assert logs.level() == "debug"
+    assert now["log_info"] is True
+    assert now["log_verbose_level"] == 1
+    log_settings.change({"log_verbose_level": 0, "log_info": False}, state)
+    assert logs.level() == "warning"
+    now = log_settings.change({"log_warning": False}, state)
+    assert (now["log_info"], now["log_warning"], now["log_error"]) == (False, False, True)
+    assert spread == ["debug", "warning", "error"]
+    for wrong, kind in {
+        ("log_error", False): BadRequest,
+        ("log_info", 1): BadRequest,
+        ("log_verbose_level", -1): BadRequest,
+        ("log_x", True): BadRequest,
+        ("log_file", "/etc/x"): Unsupported,
+    }.items():
+        with pytest.raises(kind):
+            log_settings.change(dict([wrong]), state)
+    state.spread_level = None
+    with pytest.raises(Unsupported, match="ask the admin port"):
+        log_settings.change({"log_info": True}, state)
+
+
+@dataclass
+class Endpoint:
+    name: str = "m.lookup"
+    version: str = "3"
+    rules: dict = field(default_factory=lambda: {"f": InputRule(INTEGERS, is_keys=True)})
+
+
+@dataclass
+class Result:
+    defaulted: int = 2
+
+
+def tell(observer, origin):
+    call = Call(Form(), {"f": np.arange(5), "dense": np.ones(7)})
+    observer.answered("grpc", origin, Endpoint(), call, Result(), 0, 10, 20, 5_000_000)
+
+
+def test_a_share_of_the_requests_is_told(caplog, monkeypatch):
+    monkeypatch.setattr("random.random", iter([0.4, 0.6, 0.4, 0.6]).__next__)
+    caplog.set_level("INFO", "hps.access")
+    observer = Observer(0.5)
+    assert observer.watches
+    for origin in (Origin("r-1", TRACE), Origin("r-2")):
+        tell(observer, origin)
+    for origin in (Origin("r-3"), Origin("r-4")):
+        observer.failed("http", origin, None, 503, RuntimeError("busy"), 0)
+    first, second = caplog.records
+    assert first.args == {
+        "request_id": "r-1",
+        "trace_id": TRACE[3:35],
+        "span_id": TRACE[36:52],
+        "protocol": "grpc",
+        "model": "m.lookup",
+        "model_version": "3",
+        "status": "OK",
+        "dur_ms": 5.0,
+        "keys": 5,
+        "misses": 2,
+    }
+    assert second.args["request_id"] == "r-3"
+    assert second.args["error"] == "busy"
+
+
+def test_nothing_is_told_unless_asked_for(caplog):
+    caplog.set_level("INFO", "hps.access")
+    observer = Observer()
+    assert not observer.watches
+    tell(observer, observer.begin("m", 0, "r-1", "", ""))
+    assert not caplog.records
+    assert observer.begin("m", 0, "", "", "").request_id == ""
+    with caplog.at_level("DEBUG", "hps.access"):
+        assert len(observer.begin("m", 0, "", "", "").request_id) == 16  # who logs needs a name
+        tell(observer, Origin("r-1"))
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("header", "is_one"),
+    [
+        (TRACE, True),
+        (TRACE.upper(), False),
+        (TRACE + "-x", False),
+        ("01" + TRACE[2:] + "-x", True),
+        ("ff" + TRACE[2:], False),
+        (f"00-{'0' * 32}-b7ad6b7169203331-01", False),
+        ("00-1-2-00", False),
+        ("", False),
+    ],
+)
+def test_a_trace_is_taken_over_when_it_is_one(header, is_one):
+    assert traceparent_of(header) == (header[:55] if is_one else "")
