@@ -87,7 +87,9 @@ class Form:
 
     def _run(self) -> None:
         try:
-            self._lane.session.run_with_iobinding(self._io, self._options)
+            # ONNX Runtime leaves its device behind as this thread's.
+            with self._lane.space.device:
+                self._lane.session.run_with_iobinding(self._io, self._options)
         except Exception as error:
             raise DenseModelError(f"the dense model failed: {first_line(error)}") from error
 
@@ -106,7 +108,8 @@ class Lane:
         self.space = space
         self.sent = sent
         self.stream = space.take_stream()
-        self.session = network.session_on(device, self.stream.ptr)
+        with space.device:
+            self.session = network.session_on(device, self.stream.ptr)
         self.kept: dict[Any, Any] = {}
         self.pinned = space.pinned(1 << 16)
         self._block = space.bytes(1 << 16)

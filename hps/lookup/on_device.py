@@ -101,7 +101,8 @@ class DeviceLookup(LookupEngine):
         result = self.submit(request).result()
         assert isinstance(result, DeviceResult)
         stream = self._device.space.take_stream()
-        types = {name: f.table.dtype for name, f in self._known(request).items()}
+        groups = self._plan(tuple(request.features), request.by_table)
+        types = {each.name: table.dtype for table, features in groups for each in features}
         outs = {
             name: self._device.space.empty(shape, types[name], stream)
             for name, shape in result.shapes.items()
@@ -140,9 +141,6 @@ class DeviceLookup(LookupEngine):
             check_keys(feature, request.features[feature.name])
         held = all(self._device.capacity(table) for table, _ in groups)
         return features if held else []
-
-    def _known(self, request: LookupRequest) -> Mapping[str, Feature]:
-        return self._by_table if request.by_table else self.features
 
     def _ordinary(self, request: LookupRequest) -> Future[LookupResult]:
         groups = self._plan(tuple(request.features), request.by_table)

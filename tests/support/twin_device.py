@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import queue
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,11 +38,23 @@ class Stream:
         pass
 
 
+class Current:
+    """The device that the threads inside work on."""
+
+    inside = 0
+
+    def __enter__(self) -> None:
+        Current.inside += 1
+
+    def __exit__(self, *_: Any) -> None:
+        Current.inside -= 1
+
+
 class Space:
     kind = "cpu"
-    device = nullcontext()
 
     def __init__(self) -> None:
+        self.device = Current()
         self.lent = 0
         self.recorded = 0
 

@@ -12,6 +12,7 @@ from onnx import helper as h
 import hps
 from hps.config.model_schema import DenseSpec, FeatureSpec, ModelSpec, TableSpec, TensorSpec
 from hps.cuda import recording
+from hps.cuda.loader import cupy
 from hps.dense.onnx import OnnxModel
 from hps.devices import device_count
 from hps.errors import BadRequest, ConfigError, DeadlineExceeded
@@ -416,6 +417,27 @@ def test_all_gpus_of_this_machine(open_node):
             asked = request_of(np.arange(last), 30)
             same(node.predict("m", *asked), plain.predict("m", *asked))
     assert node.tiers[1].tier.rows(users) >= 499
+    assert cupy().cuda.Device().id == 0
+
+
+def test_a_network_leaves_no_device_behind(open_node, monkeypatch):
+    """ONNX Runtime makes its device the thread's own, and leaves it at that."""
+    inside = []
+
+    class Session:
+        def __init__(self, session):
+            self._session = session
+            self.io_binding = session.io_binding
+            inside.append(twin_device.Current.inside)
+
+        def run_with_iobinding(self, *given):
+            inside.append(twin_device.Current.inside)
+            self._session.run_with_iobinding(*given)
+
+    monkeypatch.setattr(OnnxModel, "session_on", lambda self, *_: Session(self._open([])))
+    node, _ = open_node(dense={"lanes": 1})
+    node.predict("m", *request_of(np.arange(200), 5))
+    assert inside == [1, 1]
 
 
 def test_lookups_on_the_host_use_it_below_the_cpu_cache(open_node):
