@@ -317,3 +317,28 @@ def error() -> Any:
         return str(found["error"])
 
     return error
+
+
+class SlowNetwork:
+    """A network whose runs take until the test lets them end."""
+
+    def __init__(self, network: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.leave = threading.Event()
+        self.runs = 0
+        run = network.predict
+
+        def predict(*args: Any) -> Any:
+            self.runs += 1
+            assert self.leave.wait(60)
+            return run(*args)
+
+        monkeypatch.setattr(network, "predict", predict, raising=False)
+        monkeypatch.setattr(network, "runs_inline", lambda _batch: False, raising=False)
+
+
+@pytest.fixture
+def slow(small: Small, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowNetwork]:
+    """The network of `ctr`, slow."""
+    made = SlowNetwork(small.node.models["ctr"].pipeline.dense, monkeypatch)
+    yield made
+    made.leave.set()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from hps import metric_names as m
@@ -15,30 +13,6 @@ from services.frontend.http.app import data_app
 from services.frontend.state import State
 
 CTR = "/v2/models/ctr/infer"
-
-
-class SlowNetwork:
-    """A network whose runs take until the test lets them end."""
-
-    def __init__(self, network, monkeypatch):
-        self.leave = threading.Event()
-        self.runs = 0
-        run = network.predict
-
-        def predict(*args):
-            self.runs += 1
-            assert self.leave.wait(60)
-            return run(*args)
-
-        monkeypatch.setattr(network, "predict", predict, raising=False)
-        monkeypatch.setattr(network, "runs_inline", lambda _batch: False, raising=False)
-
-
-@pytest.fixture
-def slow(small, monkeypatch):
-    made = SlowNetwork(small.node.models["ctr"].pipeline.dense, monkeypatch)
-    yield made
-    made.leave.set()
 
 
 @pytest.fixture
