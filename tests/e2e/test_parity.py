@@ -29,7 +29,9 @@ from hps.node import Node
 pytestmark = pytest.mark.data
 
 OUTPUTS = ("click", "logit")
-TO_TRAINER, TO_EACH_OTHER = 1e-5, 1e-6
+TO_EACH_OTHER = 1e-6
+# A logit's last bit is worth up to 4.8e-7.
+TO_TRAINER = {"click": 1e-6, "logit": 2e-6}
 
 Scores = dict[str, np.ndarray]
 
@@ -180,7 +182,7 @@ def test_scores_are_the_trainers(example, answers, way):
     assert len(example.test) == 7989
     for name in OUTPUTS:
         np.testing.assert_allclose(
-            answers[way][name], example.scores[name], rtol=0, atol=TO_TRAINER, err_msg=name
+            answers[way][name], example.scores[name], rtol=0, atol=TO_TRAINER[name], err_msg=name
         )
 
 
@@ -234,6 +236,6 @@ def test_candidates_share_the_user_and_the_query(example, served, node):
             assert best["top_k_index"].tolist() == order.tolist()
             for name in OUTPUTS:
                 np.testing.assert_allclose(
-                    everyone[name].ravel(), expected[name], rtol=0, atol=TO_TRAINER
+                    everyone[name].ravel(), expected[name], rtol=0, atol=TO_TRAINER[name]
                 )
                 assert best[name].tobytes() == everyone[name][order].tobytes()

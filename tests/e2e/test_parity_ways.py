@@ -111,7 +111,7 @@ def answers(example, served, working, triton, with_triton):
 def test_scores_are_the_trainers(example, answers, way):
     for name in OUTPUTS:
         np.testing.assert_allclose(
-            answers[way][name], example.scores[name], rtol=0, atol=TO_TRAINER, err_msg=name
+            answers[way][name], example.scores[name], rtol=0, atol=TO_TRAINER[name], err_msg=name
         )
 
 
