@@ -17,6 +17,7 @@ from typing import Any, Generic, Protocol
 
 import uvloop
 
+from hps import otel
 from hps.config import Configuration
 from hps.config.auth import check_exposure
 from hps.config.server_settings import AdminSettings, HttpSettings
@@ -94,8 +95,16 @@ class Process(ABC, Generic[Node]):
 
     def _run(self, on_ready: OnUrls | None, on_listening: OnUrls | None) -> None:
         """Serve until stopped; both are called on a thread of their own, so they may ask the server."""
+        tracer = otel.tracer(self._state.role)
+        if tracer is not None:
+            self._trace(tracer)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._serve(on_ready, on_listening))
+        if tracer is not None:
+            tracer.close()
+
+    def _trace(self, tracer: otel.Tracer) -> None:
+        """Have what is done here recorded."""
 
     def stop(self) -> None:
         """Begin the orderly end; thread-safe, returns at once. The second call drops what is open. One that

@@ -17,7 +17,7 @@ Phase = Literal["starting", "ready", "empty", "stopping"]
 
 _REASONS: dict[Phase, str] = {
     "starting": "the server is loading its models; /v1/status on the admin port tells how far it is",
-    "empty": "the server has no model to serve; add one to the model repository and start it again",
+    "empty": "the server has no model to serve; add one to the model repository and load it",
     "stopping": "the server is shutting down; ask another replica",
 }
 
@@ -50,7 +50,7 @@ class ServerState(Generic[Node]):
         """The other processes, ready for JSON."""
         self.spread_level: Callable[[Any], None] | None = lambda _level: None
         """Has other processes take over a log level; None: somebody else is to be asked for that."""
-        self._role = role
+        self.role = role
         self._phase: Phase = "starting"
         self._phase_watchers: list[Callable[[], None]] = []
         self.node: Node | None = None
@@ -102,7 +102,7 @@ class ServerState(Generic[Node]):
 
     def status(self) -> dict[str, Any]:
         """``/v1/status``: the node's status, or how far loading is."""
-        me = {"role": self._role, "pid": os.getpid(), "state": self.phase}
+        me = {"role": self.role, "pid": os.getpid(), "state": self.phase}
         status: dict[str, Any] = {
             "phase": self.phase,
             "ready": self.ready,

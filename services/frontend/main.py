@@ -17,6 +17,7 @@ from hps.config.server_settings import AdminSettings, HttpSettings
 from hps.errors import ConfigError
 from hps.node import Node
 from hps.open_models import OpenModels
+from hps.otel import Tracer
 from hps.types import Progress
 from services.frontend import logs
 from services.frontend.auth import guard
@@ -24,6 +25,7 @@ from services.frontend.grpc.server import GrpcServer
 from services.frontend.http.app import admin_app, data_app
 from services.frontend.http.asgi import Application
 from services.frontend.logs import fields, log
+from services.frontend.observer import Observer
 from services.frontend.state import State
 from services.frontend.statistics import Statistics
 from services.frontend.workers.supervisor import Elsewhere, Supervisor
@@ -73,7 +75,7 @@ class Frontend(Process[OpenModels]):
         progress: Progress | None = None,
         open_node: OpenNode = open_node,
     ) -> None:
-        self.state = State()
+        self.state = State(settings=configuration.settings)
         self._own_runtime: Path | None = None
         if configuration.settings.server.workers:
             given = configuration.settings.server.runtime
@@ -132,6 +134,9 @@ class Frontend(Process[OpenModels]):
         super()._opened(node)
         for entry in self.state.entries.values():
             log.info("serving %s", fields(model=entry.name, version=entry.version))
+
+    def _trace(self, tracer: Tracer) -> None:
+        self.state.observer = Observer(self._settings.access_log, tracer)
 
     async def _settle(self) -> None:
         """Until all workers answer."""

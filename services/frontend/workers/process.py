@@ -20,6 +20,7 @@ from hps.config.auth import load_api_keys
 from hps.config.server_settings import AdminSettings, HttpSettings
 from hps.errors import ConfigError, HpsError, ModelError, TierError, Unavailable
 from hps.open_models import OpenModels
+from hps.otel import Tracer
 from hps.types import Progress
 from services.frontend import logs
 from services.frontend.auth import guard
@@ -28,6 +29,7 @@ from services.frontend.http.app import data_app
 from services.frontend.http.asgi import Application
 from services.frontend.http.server import HttpServer
 from services.frontend.logs import log
+from services.frontend.observer import Observer
 from services.frontend.state import State
 from services.frontend.workers.channel import Answering
 from services.frontend.workers.slices import ask_for_short_slices
@@ -93,6 +95,9 @@ class Worker(Process[OpenModels]):
         attached = attach(self._configuration, wait_s=_PATIENCE_S, progress=progress)
         self.state.sum_up(partial(_sums, attached))
         return attached
+
+    def _trace(self, tracer: Tracer) -> None:
+        self.state.observer = Observer(self._settings.access_log, tracer)
 
     def _numbers(self) -> dict[str, Any]:
         """What was counted here."""

@@ -28,6 +28,7 @@ from hps.tier_status import TierStatus
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.memory import MemoryTier
+from hps.tiers.wrappers import Metered
 from hps.types import EmbeddingTable, Source, make_version
 from hps.updates.writer import CacheWriter
 from hps.workers import Workers
@@ -149,7 +150,7 @@ def _served(spec: ModelSpec, caches: Any, stores: Any, workers: Workers) -> Serv
 
 def make_small() -> Small:
     memory, store = MemoryTier(TierInfo("cpu", Source.CPU, cache=True)), GatedTier()
-    caches, stores = TierChain([memory]), TierChain([store])
+    caches, stores = TierChain([memory]), TierChain([Metered(store, lambda *_: None)])
     workers = Workers(2, 64, name="test", setting="tiers.lookup_queue")
     specs = [ModelSpec.model_validate(each) for each in (CTR, WORDS, HALVES)]
     models = {spec.name: _served(spec, caches, stores, workers) for spec in specs}
