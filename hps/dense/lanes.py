@@ -87,9 +87,7 @@ class Form:
 
     def _run(self) -> None:
         try:
-            # ONNX Runtime leaves its device behind as this thread's.
-            with self._lane.space.device:
-                self._lane.session.run_with_iobinding(self._io, self._options)
+            self._lane.session.run_with_iobinding(self._io, self._options)
         except Exception as error:
             raise DenseModelError(f"the dense model failed: {first_line(error)}") from error
 
@@ -108,7 +106,7 @@ class Lane:
         self.space = space
         self.sent = sent
         self.stream = space.take_stream()
-        with space.device:
+        with space.device:  # ONNX Runtime leaves its own behind as the thread's
             self.session = network.session_on(device, self.stream.ptr)
         self.kept: dict[Any, Any] = {}
         self.pinned = space.pinned(1 << 16)
