@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from hps import metric_names as m
+from hps.cache_plan import eviction_of, planned_rows
 from hps.config import Configuration, Settings, as_configuration
 from hps.config.cache_settings import CpuCacheSettings
 from hps.config.runtime import attachable
-from hps.config.schema import ModelOverride, TableOverride
 from hps.devices import Devices
 from hps.errors import ConfigError
 from hps.lookup.engine import Promote
 from hps.meters import TierMeter
 from hps.metrics import Metrics
+from hps.model_control import ModelControl
 from hps.models.tables import TableFiles
 from hps.native import COMPILED, dedup
 from hps.node import Node, ServedModel
@@ -32,7 +33,6 @@ from hps.storage import Stores, count_promotion
 from hps.streams import Streams, node_group
 from hps.tier_status import TierStatus, publish_tiers
 from hps.tiers.base import Tier
-from hps.tiers.capacity import plan_capacity
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu_cache import CacheMemory, CpuCache
 from hps.tiers.cpu_segments import Segments
@@ -106,6 +106,7 @@ class _Builder:
 
     def node(self, warnings: tuple[str, ...]) -> Node:
         tiers = self._settings.tiers
+        later = self._resources.enter_context(ExitStack())
         # Both fastest first; every tier that is asked, promoted into or reported on stands in them.
         stores = self._stores
         on_gpu = self._devices.open()  # cheap to check, so before rows are loaded
@@ -154,6 +155,19 @@ class _Builder:
         self._publish(node, serving)
         self._read_updates(node.streams, writer)
         node.socket = self._let_attach(node, serving)
+        node.control = ModelControl(
+            self._settings,
+            node,
+            serving,
+            stores,
+            in_memory[0] if in_memory else None,
+            self._devices,
+            self._freshness,
+            self._opened,
+            self._tables,
+            later,
+        )
+        self._resources.callback(node.control.close)
         return node
 
     def _let_attach(self, node: Node, serving: Serving) -> NodeServer | None:
@@ -205,20 +219,12 @@ class _Builder:
     def _make_cpu_cache(self) -> TierStatus:
         """The CPU cache, its memory shared out over the tables; overrides by table come first."""
         chosen = self._settings.tiers.cpu_cache
-        table_rows = {table: self._stores.rows(table) for table in self._tables}
-        overrides = {table: self._override(table) for table in self._tables}
-        plan = plan_capacity(
-            table_rows,
-            capacity_bytes=chosen.capacity_bytes,
-            share=chosen.share,
-            rows={t: o.cache_rows for t, o in overrides.items() if o.cache_rows is not None},
-            shares={t: o.cache_share for t, o in overrides.items() if o.cache_share is not None},
-        )
-        evictions = {t: o.cache_eviction for t, o in overrides.items() if o.cache_eviction}
+        settings = self._settings
+        evictions = {table: eviction_of(settings, table) for table in self._tables}
         cache = CpuCache(
-            plan,
+            planned_rows(settings, {table: self._stores.rows(table) for table in self._tables}),
             eviction=chosen.eviction,
-            evictions=evictions,
+            evictions={table: given for table, given in evictions.items() if given},
             memory=cache_memory(chosen),
             threads=chosen.threads,
         )
@@ -236,11 +242,6 @@ class _Builder:
             )
             self._resources.callback(snapshots.close)
         return TierStatus(cache, cache.size, cache.capacity, facts=cache.facts)
-
-    def _override(self, table: EmbeddingTable) -> TableOverride:
-        models = self._settings.models.serve or {}
-        override = models.get(table.model) or ModelOverride()
-        return override.tables.get(table.name) or TableOverride()
 
     def _lifting(
         self, in_memory: list[TierStatus], on_gpu: TierStatus | None, writer: CacheWriter

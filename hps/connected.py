@@ -172,7 +172,9 @@ def _certificates(tls: RemoteTlsSettings | None) -> Certificates | None:
         "key_file": tls.key_file,
         "certificate_file": tls.certificate_file,
     }
-    return Certificates(*[None if path is None else _read(path, f"tls.{name}") for name, path in files.items()])
+    return Certificates(
+        *[None if path is None else _read(path, f"tls.{name}") for name, path in files.items()]
+    )
 
 
 def _read(path: Path, setting: str) -> bytes:

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from hps.errors import BadRequest, NotFound
+from hps.errors import BadRequest, NotFound, Unsupported
 from hps.given import Features, jagged, tensor
 from hps.open_models import OpenModels, ServedModel, deadline_in
 from hps.streams import Streams
@@ -21,7 +21,20 @@ from hps.tiers.node import NodeServer
 from hps.types import KeyArray, LookupRequest, LookupResult, as_keys
 from hps.updates.writer import CacheWriter
 
-__all__ = ["Node", "ServedModel"]
+__all__ = ["Control", "Node", "ServedModel"]
+
+
+class Control(Protocol):
+    """What changes a node's models while it serves: `hps.model_control.ModelControl`."""
+
+    @property
+    def loading(self) -> Mapping[str, int]: ...
+
+    def available(self) -> Mapping[str, Sequence[int]]: ...
+
+    def load(self, name: str, version: int | None = None) -> int: ...
+
+    def unload(self, name: str) -> None: ...
 
 
 @dataclass(slots=True, repr=False, kw_only=True)
@@ -35,6 +48,7 @@ class Node(OpenModels):
     """Keys waiting to be copied from one store into another, by the latter's name."""
     socket: NodeServer | None = None
     """By which other processes attach; None where `server.runtime` is not set."""
+    control: Control | None = None
     _turn: Iterator[int] = field(default_factory=count)
 
     def lookup_on_device(
@@ -76,6 +90,22 @@ class Node(OpenModels):
         if rows.dtype.kind not in "fiu" or rows.ndim != 2:
             raise BadRequest(f"vectors must be numbers (n, dim), not {rows.shape} {rows.dtype}")
         return self.streams.write(found, _keys("keys", keys), rows, _keys("deleted", deleted))
+
+    def load(self, model: str, version: int | None = None) -> int:
+        """Serve ``version`` of a model of the repository in place of the one that is served, if any: made
+        ready beside it, then switched to at once, rows and network together. None is the version that the
+        settings state, else the highest. Returns the version once it is served. Raises as
+        `ModelControl.load`."""
+        return self._controlled().load(model, version)
+
+    def unload(self, model: str) -> None:
+        """Serve a model no more; requests under way are answered."""
+        self._controlled().unload(model)
+
+    def _controlled(self) -> Control:
+        if self.control is None:
+            raise Unsupported("the models of this node do not change")
+        return self.control
 
     def hot_keys(
         self, model: str | None = None, table: str | None = None, limit: int = 20

@@ -83,6 +83,29 @@ class Stores:
         if tiers.redis is not None:
             self.statuses.insert(0, self._open_redis(tiers.redis, progress))
 
+    def add(self, model: OpenedTables, progress: Progress) -> None:
+        """Hold another model's tables too, with their rows, while those there are asked. Raises as `open`;
+        what was loaded by then stays, and is not loaded again."""
+        self._files |= {table: model.version.tables[name] for name, table in model.tables.items()}
+        self._opened = [*self._opened, model]
+        try:
+            if self._rocksdb is not None:
+                self._load_rocksdb(self._rocksdb, [model], progress)
+            if self._redis is not None:
+                self._load_redis(self._redis, self._redis_share, progress, [model])
+        except BaseException:
+            self.leave(model)
+            raise
+
+    def leave(self, model: OpenedTables, *, drop: bool = False) -> None:
+        """Have nothing more to do with a model's tables, which nobody asks for. Their rows stay where they
+        are; ``drop``: but in the node's own RocksDB. Other nodes may need those in Redis."""
+        self._opened = [each for each in self._opened if each is not model]
+        tables = list(model.tables.values())
+        self._files = {t: files for t, files in self._files.items() if t not in tables}
+        if drop and self._rocksdb is not None and self._rocksdb.access == "primary":
+            self._rocksdb.drop(*tables)
+
     @property
     def tiers(self) -> list[Tier]:
         """The guarded stores, fastest first."""
@@ -173,18 +196,24 @@ class Stores:
         # The lookups and two cache writers.
         guarded = self._guarded(store, chosen.guard, self._settings.tiers.lookup_threads + 2)
         store.open_tables(list(self._files))
-        if chosen.load:
-            for model in self._opened:
-                load_tables(model.version, model.tables, store, progress)
-        else:
-            for table in self._files:
-                store.check(table)
+        self._load_rocksdb(store, self._opened, progress)
         return TierStatus(
             guarded,
             store.rows,
             state=lambda: guarded.state,
             facts=lambda: {"layout": chosen.layout, **_figures(store)},
         )
+
+    def _load_rocksdb(
+        self, store: RocksDbTier, models: Sequence[OpenedTables], progress: Progress
+    ) -> None:
+        for model in models:
+            if self._settings.tiers.rocksdb.load:
+                load_tables(model.version, model.tables, store, progress)
+            else:
+                store.open_tables(list(model.tables.values()))
+                for table in model.tables.values():
+                    store.check(table)
 
     # -- Redis -------------------------------------------------------------------------------------
 
@@ -193,7 +222,7 @@ class Stores:
 
         redis = self._redis = RedisTier(chosen)
         guarded = self._guarded(redis, chosen.guard, self._redis_threads(chosen))
-        self._load_redis(redis, self._redis_share, progress)
+        self._load_redis(redis, self._redis_share, progress, self._opened)
         if self._rocksdb is not None and chosen.cache_missed_embeddings:
             self._into_redis = CacheWriter(
                 _Promoted(redis),
@@ -202,7 +231,7 @@ class Stores:
                 partial(count_promotion, self._metrics, redis.info.name),
             )
             self._resources.callback(self._into_redis.close)
-        usage = Remembered(partial(_usage, redis, list(self._files)), _LOOK_AGAIN_S, "redis-usage")
+        usage = Remembered(lambda: _usage(redis, list(self._files)), _LOOK_AGAIN_S, "redis-usage")
         self._resources.callback(usage.close)
         return TierStatus(
             guarded,
@@ -225,11 +254,13 @@ class Stores:
             return min(threads + 1, chosen.connections)
         return max(1, min(threads - 1, chosen.connections - 1))
 
-    def _load_redis(self, redis: RedisTier, share: float, progress: Progress) -> None:
+    def _load_redis(
+        self, redis: RedisTier, share: float, progress: Progress, models: Sequence[OpenedTables]
+    ) -> None:
         """Look at the tables and put a share of their rows there; later, if Redis is not there now."""
 
         def load(progress: Progress) -> None:
-            for model in self._opened:
+            for model in models:
                 if share > 0:
                     preload_tables(model.version, model.tables, redis, share, progress)
                 for table in model.tables.values():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -42,6 +42,8 @@ from hps.workers import Repeated
 # A node without a store of its own: updates that others may not have written yet when its caches were
 # filled.
 _OVERLAP_S = 600.0
+# What waits for less than this is as good as applied: under load there is always something.
+_NEARLY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,7 @@ class Streams:
         self._resources = resources
         self._meter = UpdateMeter(metrics)
         self._streams: list[Stream] = []
+        self._begin: list[Callable[[], None]] = []
         self._direct: DirectWriter | None = None
         self._opened_s = time.time()
         metrics.gauges(m.UPDATE_LAG, self._lags)
@@ -106,6 +109,16 @@ class Streams:
         caches: CacheWriter | None,
     ) -> None:
         """Start a reader. Raises ConfigError; never because Kafka is not there."""
+        self._begin.append(partial(self._read_kafka, settings, group, stores, caches))
+        self._begin[-1]()
+
+    def _read_kafka(
+        self,
+        settings: KafkaSettings,
+        group: str,
+        stores: Sequence[Store],
+        caches: CacheWriter | None,
+    ) -> None:
         topics = Topics(self._tables, settings.takes)
         since = None if stores else time.time() - _OVERLAP_S
         source = KafkaSource(settings, group, topics, lambda t, p: ingestor.begin(t, p), since)
@@ -126,6 +139,12 @@ class Streams:
         self, settings: DirectorySettings, stores: Sequence[Store], caches: CacheWriter
     ) -> None:
         """Start a reader of a folder's files. Raises ConfigError."""
+        self._begin.append(partial(self._read_folder, settings, stores, caches))
+        self._begin[-1]()
+
+    def _read_folder(
+        self, settings: DirectorySettings, stores: Sequence[Store], caches: CacheWriter
+    ) -> None:
         topics = Topics(self._tables, settings.takes)
         source = DirectorySource(settings, topics.tables)
         ingestor = Ingestor(
@@ -149,21 +168,56 @@ class Streams:
         self._resources.callback(thread.close)
         thread.start()
 
+    def follow(
+        self,
+        tables: Iterable[EmbeddingTable],
+        watermarks: Mapping[EmbeddingTable, Mapping[str, Mapping[str, int]]],
+    ) -> None:
+        """Have the readers change ``tables``, and no others, from now on: they end and begin anew, where the
+        stores are in the streams. A reader that is paused stays so."""
+        ended, self._streams = self._streams, []
+        for stream in ended:
+            stream.thread.close()
+        self._tables, self._watermarks = list(tables), watermarks
+        for begin in self._begin:
+            begin()
+        paused = {stream.group for stream in ended if stream.thread.paused}
+        for stream in self._streams:
+            if stream.group in paused:
+                stream.thread.pause()
+
+    def behind(self, tables: Iterable[EmbeddingTable]) -> str:
+        """What ``tables`` may still lack of the streams; empty when that is nothing to speak of, or when
+        nobody reads. Never waits."""
+        for stream in self._streams:
+            if stream.thread.paused:
+                continue
+            lag = stream.source.lag()
+            if lag is None or None in lag.values():
+                why = stream.ingestor.problem or stream.source.problem
+                return f"{stream.group} does not know yet how far it is{f': {why}' if why else ''}"
+            waiting = sum(filter(None, lag.values()))
+            age_s = max((self.age_s(table) for table in tables), default=0.0)
+            if waiting and not 0 < age_s < _NEARLY_S:
+                return f"{stream.group} has {waiting} messages to apply"
+        return ""
+
     def watch(self, limits: Mapping[str, Freshness], every_s: float = LOOK_EVERY_S) -> None:
         """Have the models of ``limits``, by name, know how fresh they are. Called once, after the readers
         were started; without any it does nothing."""
         if not self._streams:
             return
-        tables: dict[str, list[EmbeddingTable]] = {}
-        for table in self._tables:
-            tables.setdefault(table.model, []).append(table)
 
         def look() -> None:
             for stream in self._streams:
                 with suppress(OSError):  # a folder that cannot be read: its source says so
                     stream.waits.look()
-            for model, freshness in limits.items():
-                freshness.judge({table: self.age_s(table) for table in tables[model]})
+            tables: dict[str, dict[EmbeddingTable, float]] = {}
+            for table in self._tables:
+                tables.setdefault(table.model, {})[table] = self.age_s(table)
+            for model, freshness in list(limits.items()):
+                if model in tables:
+                    freshness.judge(tables[model])
 
         watch = Repeated(look, every_s, "hps-update-age")
         self._resources.callback(watch.close)

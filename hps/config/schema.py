@@ -7,7 +7,7 @@ what is in force and where each value came from.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -71,6 +71,10 @@ class ModelsSettings(Strict):
     """Folder of the model repository."""
     serve: dict[Name, ModelOverride] | None = None
     """The models to serve, with overrides; null: every model of the repository."""
+    control: Literal["admin", "all"] = "admin"
+    """Ports that take `load` and `unload`: those of administration, or all, as Triton's clients want it."""
+    catch_up_s: float = Field(60.0, gt=0)
+    """Longest wait for the update streams before a version that was loaded is served."""
 
 
 class TiersSettings(Strict):

@@ -14,12 +14,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hps.errors import BadRequest, DeadlineExceeded
+from hps.errors import DeadlineExceeded
 from hps.lookup.base import Feature, LookupModel, Submit
-from hps.lookup.checks import check_keys, check_out_names, check_sizes, check_targets, unknown
-from hps.lookup.fused import Group, ShortWay
+from hps.lookup.checks import check_keys, check_out_names, check_sizes, check_targets
+from hps.lookup.fused import ShortWay
 from hps.lookup.gaps import GapJob, Gaps
 from hps.lookup.job import Job, WholeJob
+from hps.lookup.plans import Plans
 from hps.lookup.share import Share, make_share
 from hps.meters import LookupMeter
 from hps.metrics import Metrics
@@ -40,7 +41,6 @@ from hps.workers import Done, Lanes, Workers, then
 # A request with more keys than this is worth a thread hop even when memory holds them all: it would
 # hold up an event loop for milliseconds.
 INLINE_KEYS = 16_384
-_PLANS_KEPT = 256
 # A promotion takes about as long.
 _ASK_AGAIN_S = 0.002
 _DEFAULT = int(Source.DEFAULT)
@@ -71,10 +71,8 @@ class LookupEngine:
         self._lanes = workers if isinstance(workers, Lanes) else Lanes(workers, workers)
         self._promote = promote
         self._meter = meter or LookupMeter(Metrics(), model.name)
-        self._plans: dict[tuple[str, ...], tuple[Group, ...]] = {}
-        self._by_table = {
-            name: Feature(name, table, pooling="none") for name, table in model.tables.items()
-        }
+        # Not a method of ours: whoever drops a model waits until nothing refers to its engine.
+        self._plan = Plans(model)
         self._short: ShortWay | None = None
         if tier := fused(caches):
             self._short = ShortWay(model, tier, self._plan, self._meter, INLINE_KEYS)
@@ -237,27 +235,6 @@ class LookupEngine:
                 check_targets(table, features, keys, out)
             shares.append(make_share(table, features, keys, out))
         return shares, total
-
-    def _plan(self, names: tuple[str, ...], by_table: bool) -> tuple[Group, ...]:
-        """The features of a request by table; kept, because requests of a model look alike."""
-        plan = None if by_table else self._plans.get(names)
-        if plan is not None:
-            return plan
-        if not names:
-            raise BadRequest(f"the request names no feature of model {self.model.name!r}")
-        known = self._by_table if by_table else self.model.features
-        groups: dict[EmbeddingTable, list[Feature]] = {}
-        for name in names:
-            feature = known.get(name)
-            if feature is None:
-                raise unknown("table" if by_table else "feature", name, known, self.model.name)
-            groups.setdefault(feature.table, []).append(feature)
-        plan = tuple((table, tuple(features)) for table, features in groups.items())
-        if not by_table:
-            if len(self._plans) >= _PLANS_KEPT:
-                self._plans.clear()
-            self._plans[names] = plan
-        return plan
 
 
 def _described(result: LookupResult) -> dict[str, Any]:

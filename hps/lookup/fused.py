@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.checks import check_keys, check_sizes
 from hps.lookup.gaps import Gaps, TableGaps
+from hps.lookup.plans import Group
 from hps.lookup.pooling import divisors, is_pooled
 from hps.meters import LookupMeter
 from hps.tiers.fused import POOLED_DTYPES, Ask, Bags, FusedLookup, Gather, gather_alike
@@ -37,8 +38,6 @@ from hps.types import (
 _INT64 = np.dtype(np.int64)
 _FORMS_KEPT = 256
 
-# The features of one request that share a table.
-Group = tuple[EmbeddingTable, tuple[Feature, ...]]
 Plan = Callable[[tuple[str, ...], bool], tuple[Group, ...]]
 
 

@@ -88,7 +88,7 @@ class Snapshots:
     """Writes ``cache``'s hot keys of ``tables`` to ``path`` every ``interval_s`` seconds and when it is
     closed, on a thread of its own. Neither readers nor the writer of the cache wait for it.
 
-    ``most``: keys per table, None for all.
+    ``most``: keys per table, None for all. ``tables`` may change meanwhile.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Snapshots:
         bytes_per_s: float = float("inf"),
     ) -> None:
         self._cache = cache
-        self._tables = tuple(tables)
+        self._tables = tables
         self._path = path
         self._interval_s = interval_s
         self._most = most
@@ -124,7 +124,7 @@ class Snapshots:
     def _write(self) -> None:
         try:
             hot = {}
-            for table in self._tables:
+            for table in tuple(self._tables):
                 n = self._cache.capacity(table)
                 hot[table.id] = self._cache.top_k(table, n if self._most is None else self._most)
             if not any(len(keys) for keys, _ in hot.values()):

@@ -141,6 +141,7 @@ class Frontend(Process[OpenModels]):
     async def _settle(self) -> None:
         """Until all workers answer."""
         while not (self.state.ready or self._stopping.is_set()):
+        self.state.loop = asyncio.get_running_loop()
             if not self.state.hindrance():
                 return
             await asyncio.sleep(_LOOK_S)

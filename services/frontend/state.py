@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from hps.config import Settings
@@ -44,10 +46,14 @@ class State(ServerState[OpenModels]):
         super().__init__(role)
         self._settings = settings = settings or Settings()
         self.admission = Admission(settings.server.admission)
+        self.control_everywhere = settings.models.control == "all"
+        """Whether every port may load and unload models, and not those of administration alone."""
         self._sums: Sums = lambda: None
         self.observer = Observer(settings.server.access_log)
         self.entries: dict[str, Entry] = {}
         self._watchers: list[Callable[[], None]] = []
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """Which alone changes what is served, while there is one."""
 
     def serve(self, node: OpenModels) -> None:
         """Answer for the node's models, as they are now, from now on; never ready without one. To be called
@@ -64,6 +70,25 @@ class State(ServerState[OpenModels]):
             changed()
         if self.phase != "stopping":
             self.phase = "ready" if node.models else "empty"
+
+    def renew(self) -> None:
+        """Answer for the node's models as they are now; for any thread but the event loop's, which does
+        it."""
+        done: Future[None] = Future()
+
+        def now() -> None:
+            try:
+                self.serve(self.require_node())
+            except BaseException as error:  # whatever it was, the caller must hear of it
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        if self.loop is None:
+            now()
+        else:
+            self.loop.call_soon_threadsafe(now)
+        done.result()
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Have ``changed`` called now and whenever ``entries`` are others, before the server says that it is

@@ -86,7 +86,8 @@ def decoded(
         rows = len(keys.keys) if feature.pooling == "none" else keys.batch
         values = given.vectors
         dtype = _DATATYPES.get(given.datatype)
-        if dtype is None or dtype != table.dtype or given.dim != table.dim or len(values) != rows * table.row_bytes:
+        fits = given.dim == table.dim and len(values) == rows * table.row_bytes
+        if dtype is None or dtype != table.dtype or not fits:
             raise HpsError(
                 f"a lookup node answered {len(values)} bytes of {given.datatype} and dim {given.dim} for "
                 f"{name!r}, not {rows} rows of {table.dtype} and dim {table.dim}"

@@ -23,6 +23,7 @@ from services.frontend.grpc.callers import check
 from services.frontend.log_settings import change
 from services.frontend.log_settings import told as told_of_logs
 from services.frontend.metadata import server_metadata
+from services.frontend.model_control import index, load, unload
 from services.frontend.state import State
 
 SERVICE = "inference.GRPCInferenceService"
@@ -61,6 +62,8 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
             "RepositoryIndex",
         ):
             setattr(self, name, answering(guard, "read", getattr(self, name)))
+        for name in ("RepositoryModelLoad", "RepositoryModelUnload"):
+            setattr(self, name, answering(guard, "admin", getattr(self, name)))
         self.LogSettings = answering(guard, "read", partial(self._log_settings, guard))
         for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
             if method.name not in self.__dict__ and method.name not in type(self).__dict__:
@@ -100,13 +103,30 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
     def RepositoryIndex(self, request: Any, context: grpc.ServicerContext) -> Any:
         if request.repository_name:
             raise Unsupported("there is one repository; leave 'repository_name' out")
-        response = pb.RepositoryIndexResponse()
-        if request.ready and not self._state.ready:
-            return response
-        status = "READY" if self._state.ready else "UNAVAILABLE"
-        for entry in self._state.entries.values():
-            response.models.add(name=entry.name, version=entry.version, state=status)
-        return response
+        models = index(self._state, only_ready=request.ready)
+        return ParseDict({"models": models}, pb.RepositoryIndexResponse())
+
+    def RepositoryModelLoad(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._require_control(request, "RepositoryModelLoad")
+        version = None
+        if "version" in request.parameters:
+            given = request.parameters["version"]
+            version = getattr(given, given.WhichOneof("parameter_choice") or "string_param")
+        load(self._state, request.model_name, version)
+        return pb.RepositoryModelLoadResponse()
+
+    def RepositoryModelUnload(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._require_control(request, "RepositoryModelUnload")
+        unload(self._state, request.model_name)
+        return pb.RepositoryModelUnloadResponse()
+
+    def _require_control(self, request: Any, call: str) -> None:
+        if not self._state.control_everywhere:
+            raise Unsupported(
+                f"{call} is not offered here; ask the admin port, or set models.control: all"
+            )
+        if request.repository_name:
+            raise Unsupported("there is one repository; leave 'repository_name' out")
 
     def _log_settings(self, guard: Guard, request: Any, context: grpc.ServicerContext) -> Any:
         """Without settings, tells what they are."""
@@ -126,9 +146,6 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
 
 def _not_offered(name: str) -> Behavior:
     def refuse(request: Any, context: grpc.ServicerContext) -> Any:
-        hint = ""
-        if name.startswith("RepositoryModel"):
-            hint = "; models are served as the repository holds them when the server starts"
-        raise Unsupported(f"{name} is not offered{hint}")
+        raise Unsupported(f"{name} is not offered")
 
     return refuse

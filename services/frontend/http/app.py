@@ -29,13 +29,13 @@ _ERRORS = ' Every error is `{"error": "<cause and mend>"}`.'
 
 def data_app(state: State, settings: ServerSettings, guard: Guard) -> InferApp:
     """Inference, and what clients ask about it."""
-    api = _api("hps", state, settings, guard)
+    api = _api("hps", state, settings, guard, control=state.control_everywhere)
     return InferApp(state, settings, guard, Contained(api))
 
 
 def admin_app(state: State, settings: ServerSettings, guard: Guard) -> InferApp:
     """All of the data port's answers, metrics, and ``/v1``."""
-    api = _api("hps admin", state, settings, guard)
+    api = _api("hps admin", state, settings, guard, control=True)
     api.include_router(metrics_route(state))
     api.include_router(status_routes(state, guard))
     api.include_router(hot_keys_route(state, guard))
@@ -45,11 +45,13 @@ def admin_app(state: State, settings: ServerSettings, guard: Guard) -> InferApp:
     return InferApp(state, settings, guard, Contained(api))
 
 
-def _api(title: str, state: State, settings: ServerSettings, guard: Guard) -> FastAPI:
+def _api(
+    title: str, state: State, settings: ServerSettings, guard: Guard, *, control: bool
+) -> FastAPI:
     api = bare_api(title, _ABOUT, settings, guard)
     api.include_router(health_routes(state))
     api.include_router(model_routes(state, guard))
-    api.include_router(repository_routes(state, guard))
+    api.include_router(repository_routes(state, guard, control=control))
     api.include_router(logging_routes(state, guard))
     return api
 

@@ -54,11 +54,12 @@ class InferApp:
         """Take over the names that are served now. A name that is served as before keeps its route, which
         knows the requests it has seen."""
         known = {route.entry: route for route in self._routes.values()}
-        self._heads.clear()
-        self._routes = {}
+        routes: dict[str, Route] = {}
         for entry in self.state.entries.values():
             route = known.get(entry) or Route(entry, self.state.metrics, self._max_keys)
-            self._routes.update(dict.fromkeys(route.paths, route))
+            routes.update(dict.fromkeys(route.paths, route))
+        self._heads.clear()
+        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = perf_counter_ns()

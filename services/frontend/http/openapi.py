@@ -136,6 +136,10 @@ SCHEMAS: dict[str, Any] = {
     "UpdatesSeek": _object(
         ["topic", "partition", "offset"], topic=_TEXT, partition=_COUNT, offset=_COUNT, group=_TEXT
     ),
+    "ModelLoad": _object([], parameters=_object([], version=_COUNT)),
+    "ModelLoaded": _object(["name", "version"], name=_TEXT, version=_TEXT),
+    "ModelUnload": _object([], parameters={"type": "object"}),
+    "ModelUnloaded": _object(["name"], name=_TEXT),
     "LogSettings": _object(
         [],
         log_file=_TEXT,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from hps import __version__
 from hps.errors import BadRequest, Unavailable, Unsupported
 from services.frontend.auth import Guard
-from services.frontend.http.api import Json, answers, failure, json_body, needs
+from services.frontend.http.api import Json, answers, failure, json_body, needs, takes
 from services.frontend.metadata import server_metadata
+from services.frontend.model_control import index as listed
+from services.frontend.model_control import load, unload
 from services.frontend.state import State
 from services.server_state import ServerState
 
@@ -94,47 +98,81 @@ def model_routes(state: State, guard: Guard) -> APIRouter:
     return router
 
 
-def repository_routes(state: State, guard: Guard) -> APIRouter:
-    """The repository's index. Models are loaded at start: load and unload are answered with 501."""
+def repository_routes(state: State, guard: Guard, *, control: bool) -> APIRouter:
+    """The repository's index; with ``control`` also `load` and `unload`, which need role admin."""
     router = APIRouter(tags=["repository"], dependencies=needs(guard, "read"))
 
     @router.post("/v2/repository/index", responses=answers("RepositoryIndex", [400]))
     async def index(request: Request) -> Response:
-        """Every served name with its state. ``{"ready": true}`` leaves out those not ready."""
+        """Every served name, and models of the repository that are not served, with their states.
+        ``{"ready": true}`` leaves out those not ready."""
         only_ready = (await json_body(request)).get("ready", False)
         if not isinstance(only_ready, bool):
             raise BadRequest("'ready' must be true or false")
-        status = "READY" if state.ready else "UNAVAILABLE"
-        if only_ready and not state.ready:
-            return Json([])
-        return Json(
-            [
-                {"name": entry.name, "version": entry.version, "state": status, "reason": ""}
-                for entry in state.entries.values()
-            ]
-        )
+        return Json(await run_in_threadpool(partial(listed, state, only_ready=only_ready)))
 
     async def unsupported(request: Request) -> Response:
         hint = ""
-        if "/repository/" in request.url.path:
-            hint = "; models are served as the repository holds them when the server starts"
+        if request.url.path.endswith(("/load", "/unload")):
+            hint = " here; ask the admin port, or set models.control: all"
         raise Unsupported(f"{request.method} {request.url.path} is not offered{hint}")
 
-    async def change(request: Request, model: str) -> Response:
-        """Not offered: models are served as the repository holds them when the server starts."""
+    async def elsewhere(request: Request, model: str) -> Response:
+        """Not offered on this port: models are loaded and unloaded on the admin port."""
         return await unsupported(request)
 
-    for verb in ("load", "unload"):
-        router.add_api_route(
-            f"/v2/repository/models/{{model}}/{verb}",
-            change,
-            methods=["POST"],
-            status_code=501,
-            responses={501: answers("Error", [501])[501]},
-        )
+    if control:
+        router.include_router(_control_routes(state, guard))
+    else:
+        for verb in ("load", "unload"):
+            router.add_api_route(
+                f"/v2/repository/models/{{model}}/{verb}",
+                elsewhere,
+                methods=["POST"],
+                status_code=501,
+                responses={501: answers("Error", [501])[501]},
+            )
     for path in _UNSUPPORTED:
         router.add_api_route(path, unsupported, methods=["GET", "POST"], include_in_schema=False)
     return router
+
+
+def _control_routes(state: State, guard: Guard) -> APIRouter:
+    router = APIRouter(dependencies=needs(guard, "admin"))
+    errors = [400, 404, 501, 503]
+
+    @router.post(
+        "/v2/repository/models/{model}/load",
+        responses=answers("ModelLoaded", errors),
+        openapi_extra=takes("ModelLoad"),
+    )
+    async def load_model(request: Request, model: str) -> Response:
+        """Serve a model of the repository, or another version of it: the parameter ``version``, else the one
+        that the settings state, else the highest. The version is made ready beside the one that is served;
+        answers when it is served in its place."""
+        given = _parameters(await json_body(request))
+        version = await run_in_threadpool(load, state, model, given.get("version"))
+        return Json({"name": model, "version": str(version)})
+
+    @router.post(
+        "/v2/repository/models/{model}/unload",
+        responses=answers("ModelUnloaded", errors),
+        openapi_extra=takes("ModelUnload"),
+    )
+    async def unload_model(request: Request, model: str) -> Response:
+        """Serve a model no more. Requests under way are answered; its rows stay in the stores."""
+        _parameters(await json_body(request))
+        await run_in_threadpool(unload, state, model)
+        return Json({"name": model})
+
+    return router
+
+
+def _parameters(body: dict[str, Any]) -> dict[str, Any]:
+    given = body.get("parameters", {})
+    if not isinstance(given, dict):
+        raise BadRequest("'parameters' must be an object")
+    return given
 
 
 # Parts of Triton's protocol that are told apart from paths nobody knows.

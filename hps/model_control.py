@@ -1,0 +1,300 @@
+"""Models that come and go while a node serves: a version made ready beside the one that is served, then in
+its place, rows and network together.
+
+In this order, so that nothing is seen before it is whole, and a failure leaves all as it was: the version's
+files are checked and its network opened; its rows go into the stores; the CPU cache gets its tables, filled
+with what is hot in those of the version that is served; the update streams are followed for the new tables,
+from where their files end; once those have caught up, requests go to the new version. Requests under way end
+on the version they began with: when nothing refers to its lookups any more, its caches and network are let
+go. Its rows stay in RocksDB, so that going back takes no load, until the next version takes its place.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+from hps.cache_plan import eviction_of, planned_rows
+from hps.config import Settings
+from hps.devices import Devices
+from hps.errors import NotFound, Unavailable, Unsupported
+from hps.models.repository import ModelVersion, Repository
+from hps.node import Node, ServedModel
+from hps.opening import OpenedModel, open_model, watermarks_of
+from hps.serving import Serving
+from hps.storage import Stores
+from hps.tier_status import TierStatus
+from hps.tiers.cpu_cache import CpuCache
+from hps.types import EmbeddingTable, NoProgress, Progress
+from hps.updates.freshness import Freshness
+from hps.updates.warm import Warming
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.05
+# Cycles of garbage may hold the last reference to what has ended.
+_COLLECT_EVERY_S = 2.0
+
+
+class _Former(NamedTuple):
+    """A version that was served, and who waits for its requests."""
+
+    model: OpenedModel
+    thread: threading.Thread
+
+
+class ModelControl:
+    """Of one open node. Any thread may call it; one change is made at a time, others wait for it.
+
+    ``opened``, its ``tables`` and ``freshness``, by model, are the node's own, and kept up to date.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        node: Node,
+        serving: Serving,
+        stores: Stores,
+        cache: TierStatus | None,
+        devices: Devices,
+        freshness: dict[str, Freshness],
+        opened: list[OpenedModel],
+        tables: list[EmbeddingTable],
+        resources: ExitStack,
+    ) -> None:
+        """``resources`` close the networks of versions that come later; after all threads of the node."""
+        self._settings = settings
+        self._node = node
+        self._serving = serving
+        self._stores = stores
+        self._status = cache
+        self._devices = devices
+        self._freshness = freshness
+        self._opened = opened
+        self._tables = tables
+        self._repository = Repository(settings.models.repository)
+        root = settings.models.repository
+        self._legacy = {m.version.name for m in opened if root not in m.version.folder.parents}
+        self._turn = threading.Lock()
+        self._closed = threading.Event()
+        self._to_close = resources
+        self._resources: dict[str, ExitStack] = {}  # of versions that came later, by model
+        # The version before, by model, whose rows RocksDB still has.
+        self._former: dict[str, _Former] = {}
+        self._retiring: list[threading.Thread] = []
+        self.loading: dict[str, int] = {}
+        """Versions that are being made ready, by model."""
+
+    def available(self) -> dict[str, list[int]]:
+        """The versions in the repository, by model."""
+        return {name: self._repository.versions(name) for name in self._repository.names()}
+
+    def load(self, name: str, version: int | None = None, progress: Progress | None = None) -> int:
+        """Serve ``version`` of a model, else the one the settings state, else the highest there is. Returns
+        the version once it is served; nothing happens where it is already.
+
+        Raises ``NotFound``, ``ModelError``, ``ConfigError``, ``TierError``, ``Unsupported`` where models
+        cannot change, or ``Unavailable`` when the update streams do not catch up; all is as before then.
+        """
+        with self._change():
+            override = (self._settings.models.serve or {}).get(name)
+            found = self._repository.open(name, version, override)
+            self._require_possible(name)
+            served = self._node.models.get(name)
+            if served is not None and served.version == found.version:
+                return found.version
+            self.loading = {**self.loading, name: found.version}
+            try:
+                self._serve(found, served, progress or NoProgress())
+            finally:
+                self.loading = {n: v for n, v in self.loading.items() if n != name}
+            return found.version
+
+    def unload(self, name: str) -> None:
+        """Serve a model no more. Its rows stay in the stores. Raises ``NotFound`` and ``Unsupported``."""
+        with self._change():
+            self._require_possible(name)
+            served = self._node.models.get(name)
+            if served is None:
+                raise NotFound(f"Request for unknown model: '{name}' is not found")
+            old = self._opened_as(served)
+            self._node.models = {n: m for n, m in self._node.models.items() if n != name}
+            self._now([each for each in self._opened if each is not old])
+            self._follow(self._opened)
+            self._retire(old, self._resources.pop(name, None), weakref.ref(served.engine))
+
+    def close(self) -> None:
+        """Wait for no requests any more; the node is closed."""
+        self._closed.set()
+        for thread in self._retiring:
+            thread.join()
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        with self._turn:
+            if self._closed.is_set():
+                raise Unavailable("the node is being closed; ask another replica")
+            yield
+
+    def _require_possible(self, name: str) -> None:
+        why = ""
+        if self._devices.replicas is not None:
+            why = "a node with GPU caches (tiers.gpu.use) serves the models it was started with"
+        elif self._node.socket is not None:
+            why = (
+                "processes that are attached to a node (server.workers, server.runtime) serve the models it "
+                "was started with"
+            )
+        elif "hps" in self._layouts():
+            why = "rows in the layout 'hps' have no version, so that two cannot be side by side"
+        elif name in self._legacy:
+            why = f"'{name}' is a model of a ps.json, which has no versions"
+        if why:
+            raise Unsupported(f"{why}; start the server again, one replica after the other")
+
+    def _layouts(self) -> list[str]:
+        tiers = self._settings.tiers
+        layouts = [tiers.rocksdb.layout] if tiers.rocksdb.enabled else []
+        return layouts if tiers.redis is None else [*layouts, tiers.redis.layout]
+
+    def _opened_as(self, served: ServedModel) -> OpenedModel:
+        return next(each for each in self._opened if each.version.name == served.name)
+
+    # -- a version comes ---------------------------------------------------------------------------
+
+    def _serve(self, found: ModelVersion, served: ServedModel | None, progress: Progress) -> None:
+        began, node = time.monotonic(), self._node
+        old = None if served is None else self._opened_as(served)
+        with ExitStack() as undo:
+            own = undo.enter_context(ExitStack())
+            model = open_model(found, self._settings, own)
+            undo.callback(self._stores.leave, model)
+            self._stores.add(model, progress)
+            undo.callback(self._forget, model)
+            self._fill(model, old, progress)
+            others = [each for each in self._opened if each is not old]
+            undo.callback(self._follow, self._opened)
+            self._follow([*others, model])
+            self._catch_up(model)
+            self._freshness.setdefault(found.name, self._new_freshness(found.name))
+            ready = self._serving.serve(model, node.metrics, self._devices, self._freshness)
+            node.models = {**node.models, found.name: ready}
+            self._now([*others, model])
+            before = self._resources.pop(found.name, None)
+            self._resources[found.name] = self._to_close.enter_context(own.pop_all())
+            undo.pop_all()
+        log.info(
+            "model %s: version %d is served after %.1f s",
+            found.name,
+            found.version,
+            time.monotonic() - began,
+        )
+        if old is not None and served is not None:
+            self._retire(old, before, weakref.ref(served.engine))
+
+    def _now(self, opened: list[OpenedModel]) -> None:
+        self._opened[:] = opened
+        self._tables[:] = [table for each in opened for table in each.tables.values()]
+
+    def _fill(self, model: OpenedModel, old: OpenedModel | None, progress: Progress) -> None:
+        """Give the version's tables room in the CPU cache, and the rows that are hot in the other's."""
+        cache = self._cache
+        if cache is None:
+            return
+        gone = () if old is None else old.tables.values()
+        tables = [
+            table
+            for each in (*self._opened, model)
+            for table in each.tables.values()
+            if table not in gone
+        ]
+        plan = planned_rows(self._settings, {table: self._stores.rows(table) for table in tables})
+        warming = Warming(self._node.writer, progress)
+        for name, table in model.tables.items():
+            cache.add_table(table, plan[table], eviction_of(self._settings, table))
+            rows = cache.capacity(table)
+            if not rows or not self._settings.tiers.cpu_cache.warm:
+                continue
+            files = model.version.tables[name]
+            before = None if old is None else old.tables.get(name)
+            hot = cache.top_k(before, rows)[0] if before is not None else ()
+            if len(hot) and rows < files.rows:
+                warming.hottest(table, hot, cache)
+            else:
+                known = self._stores.version_of_rows(table)
+                rows = min(rows, files.rows)
+                warming.fill(table, files.keys(0, rows), files.vectors, known)
+
+    def _follow(self, opened: list[OpenedModel]) -> None:
+        tables = [table for each in opened for table in each.tables.values()]
+        self._node.streams.follow(tables, watermarks_of(opened))
+
+    def _catch_up(self, model: OpenedModel) -> None:
+        tables, wait_s = list(model.tables.values()), self._settings.models.catch_up_s
+        until = time.monotonic() + wait_s
+        while behind := self._node.streams.behind(tables):
+            if time.monotonic() > until:
+                raise Unavailable(
+                    f"model '{model.version.name}' version {model.version.version} was not brought up to "
+                    f"date within {wait_s:g} s (models.catch_up_s): {behind}; the former version is served on"
+                )
+            if self._closed.wait(_LOOK_S):
+                raise Unavailable("the node is being closed; ask another replica")
+
+    def _new_freshness(self, name: str) -> Freshness:
+        updates = self._settings.updates
+        return Freshness(name, updates.max_staleness_s, updates.on_stale, self._node.metrics)
+
+    # -- a version goes ----------------------------------------------------------------------------
+
+    def _retire(
+        self, old: OpenedModel, resources: ExitStack | None, engine: weakref.ref[object]
+    ) -> None:
+        """Let go of what a version has in memory, once nothing refers to its lookups."""
+
+        def wait() -> None:
+            collect = time.monotonic() + _COLLECT_EVERY_S
+            while engine() is not None and not self._closed.wait(_LOOK_S):
+                if time.monotonic() > collect:
+                    gc.collect()
+                    collect = time.monotonic() + _COLLECT_EVERY_S
+            self._forget(old)
+            self._stores.leave(old)
+            if resources is not None:
+                resources.close()
+            log.info("model %s: version %d is gone", old.version.name, old.version.version)
+
+        thread = threading.Thread(target=wait, name="hps-retire", daemon=True)
+        self._retiring = [*(each for each in self._retiring if each.is_alive()), thread]
+        self._drop_rows_before(_Former(old, thread))
+        thread.start()
+
+    def _drop_rows_before(self, old: _Former) -> None:
+        """RocksDB keeps the rows of ``old`` from now on, and no more those of the version before it: unless
+        that is the one that is served now, or some request still is on it."""
+        name = old.model.version.name
+        before, self._former[name] = self._former.get(name), old
+        served = self._node.models.get(name)
+        if before is None or before.thread.is_alive():
+            return
+        if before.model.version.version not in (
+            old.model.version.version,
+            None if served is None else served.version,
+        ):
+            self._stores.leave(before.model, drop=True)
+
+    def _forget(self, model: OpenedModel) -> None:
+        if self._cache is not None:
+            for table in model.tables.values():
+                self._cache.drop_table(table)
+
+    @property
+    def _cache(self) -> CpuCache | None:
+        tier = None if self._status is None else self._status.tier
+        return tier if isinstance(tier, CpuCache) else None

@@ -1,0 +1,69 @@
+"""The protocol's repository extension, whatever it came by: models listed, loaded, unloaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hps.errors import BadRequest, Unsupported
+from hps.node import Control, Node
+from services.frontend.state import State
+
+
+def index(state: State, *, only_ready: bool = False) -> list[dict[str, str]]:
+    """Every name that is served, then models of the repository that are not, each with its state."""
+    ready = state.ready
+    if only_ready and not ready:
+        return []
+    served = "READY" if ready else "UNAVAILABLE"
+    found = [_told(entry.name, entry.version, served) for entry in state.entries.values()]
+    control = _control_of(state)
+    if control is None or only_ready:
+        return found
+    names = {entry.served.name for entry in state.entries.values()}
+    for name, version in control.loading.items():
+        found.append(_told(name, str(version), "LOADING"))
+    for name, versions in control.available().items():
+        if name not in names and name not in control.loading and versions:
+            found.append(_told(name, str(versions[-1]), "UNAVAILABLE", "unloaded"))
+    return found
+
+
+def load(state: State, name: str, version: Any = None) -> int:
+    """Serve a model, or another version of it; the version that is served then. May take long; for a thread
+    that may wait."""
+    served = _control(state).load(name, _number(version))
+    state.renew()
+    return served
+
+
+def unload(state: State, name: str) -> None:
+    """Serve a model no more."""
+    _control(state).unload(name)
+    state.renew()
+
+
+def _told(name: str, version: str, state: str, reason: str = "") -> dict[str, str]:
+    return {"name": name, "version": version, "state": state, "reason": reason}
+
+
+def _control(state: State) -> Control:
+    state.require_node()
+    control = _control_of(state)
+    if control is None:
+        raise Unsupported("this process has its models from a node; ask that node's admin port")
+    return control
+
+
+def _control_of(state: State) -> Control | None:
+    return state.node.control if isinstance(state.node, Node) else None
+
+
+def _number(version: Any) -> int | None:
+    """The parameter ``version``: a whole number, or one as text; None for none."""
+    if version is None or version == "":
+        return None
+    if isinstance(version, str) and version.isascii() and version.isdigit():
+        version = int(version)
+    if type(version) is not int or not 0 < version < 2**63:
+        raise BadRequest(f"parameter 'version' must be a whole number from 1, got {version!r}")
+    return version

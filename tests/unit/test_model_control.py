@@ -1,0 +1,250 @@
+"""Models that come and go on an open node."""
+
+import threading
+
+import numpy as np
+import pytest
+
+import hps
+from hps.config.model_schema import ModelSpec
+from hps.errors import ModelError, NotFound, Unavailable, Unsupported
+from hps.models.writer import write_version
+from tests.support.waiting import until
+
+SPEC = {"name": "words", "tables": [{"name": "left", "dim": 4}, {"name": "right", "dim": 2}]}
+ROWS = 500
+
+
+def write(root, version, rows=ROWS, spec=SPEC):
+    """Row ``k`` of version ``v`` is full of ``1000 * v + k``."""
+    keys = np.arange(rows)
+    tables = {
+        table["name"]: (
+            keys,
+            np.full((rows, table["dim"]), 1000 * version, np.float32) + keys[:, None],
+        )
+        for table in spec["tables"]
+    }
+    write_version(root, ModelSpec.model_validate(spec), version, tables)
+
+
+@pytest.fixture
+def repository(tmp_path):
+    write(tmp_path / "models", 1)
+    return tmp_path / "models"
+
+
+@pytest.fixture
+def settings(repository, tmp_path):
+    return {
+        "models": {"repository": str(repository)},
+        "tiers": {"rocksdb": {"path": str(tmp_path / "db")}, "cpu_cache": {"share": 0.5}},
+    }
+
+
+@pytest.fixture
+def node(settings):
+    with hps.open(settings) as opened:
+        yield opened
+
+
+def value(node, key=7):
+    found = node.lookup("words", {"left": [key], "right": [key]})
+    assert found.vectors["left"][0, 0] == found.vectors["right"][0, 0]
+    assert not found.degraded
+    return float(found.vectors["left"][0, 0])
+
+
+def families(node):
+    rocksdb = node.control._stores._rocksdb
+    return {name for name in rocksdb._database.opened.families if "/" in name}
+
+
+def settled(node):
+    """Once what has ended is gone from memory."""
+    until(lambda: not any(thread.is_alive() for thread in node.control._retiring))
+
+
+def cached(node):
+    return {table.version for table in node.tiers[0].tier._tables}
+
+
+def test_a_version_takes_the_place_of_another_and_goes_back(node, repository):
+    assert value(node) == 1007
+    write(repository, 2)
+    write(repository, 3)
+    assert node.load("words", 2) == 2
+    assert value(node) == 2007
+    settled(node)
+    assert cached(node) == {2}
+    assert families(node) == {f"words/{v}/{t}" for v in (1, 2) for t in ("left", "right")}
+    assert node.load("words", 1) == 1
+    assert value(node) == 1007
+    settled(node)
+    assert families(node) == {f"words/{v}/{t}" for v in (1, 2) for t in ("left", "right")}
+    assert node.load("words") == 3
+    settled(node)
+    # The one before stays for going back, what was before that does not.
+    assert families(node) == {f"words/{v}/{t}" for v in (1, 3) for t in ("left", "right")}
+    assert cached(node) == {3}
+    assert node.status()["models"][0]["version"] == 3
+
+
+def test_what_was_hot_is_in_the_cache_from_the_start(node, repository):
+    node.lookup("words", {"left": list(range(250, 500)), "right": [1] * 250})
+    node.writer.flush()
+    hot, _ = node.hot_keys("words", "left", 250)[0]["keys"], None
+    write(repository, 2)
+    node.load("words")
+    found = node.lookup("words", {"left": hot}, want_source=True)
+    assert np.mean(found.sources["left"] == hps.Source.CPU) > 0.9
+
+
+def test_a_lookup_under_way_ends_on_the_version_it_began_with(node, repository):
+    write(repository, 2)
+    gate, entered = threading.Event(), threading.Event()
+    rocksdb = node.control._stores._rocksdb
+    fetch = rocksdb.fetch
+
+    def gated(parts, ctx):
+        if not gate.is_set() and parts[0].table.version == 1:
+            entered.set()
+            assert gate.wait(60)
+        fetch(parts, ctx)
+
+    rocksdb.fetch = gated
+    cold = [
+        key for key in range(ROWS) if key not in node.hot_keys("words", "left", ROWS)[0]["keys"]
+    ]
+    found = []
+    asking = threading.Thread(
+        target=lambda: found.append(node.lookup("words", {"left": cold[:1]}, timeout_s=60))
+    )
+    node.control._stores.statuses[0].tier._deadline_s = 60
+    asking.start()
+    assert entered.wait(60)
+    assert node.load("words") == 2
+    assert value(node, cold[0]) == 2000 + cold[0]
+    assert cached(node) == {1, 2}
+    gate.set()
+    asking.join()
+    assert found[0].vectors["left"][0, 0] == 1000 + cold[0]
+    found.clear()
+    settled(node)
+    assert cached(node) == {2}
+
+
+def test_lookups_while_versions_change(node, repository):
+    """Each answer is of one version, and none fails."""
+    write(repository, 2)
+    ended, wrong, count = threading.Event(), [], [0]
+
+    def ask(seed):
+        rng = np.random.default_rng(seed)
+        while not ended.is_set():
+            keys = rng.integers(0, ROWS, 40)
+            try:
+                found = node.lookup("words", {"left": keys, "right": keys})
+                both = {int(v) for n in found.vectors for v in found.vectors[n][:, 0] - keys}
+            except Exception as error:
+                wrong.append(error)
+                return
+            count[0] += 1
+            if both not in ({1000}, {2000}) or found.defaulted or found.degraded:
+                wrong.append(both)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for version in (2, 1, 2):
+        before = count[0]
+        node.load("words", version)
+        until(lambda before=before: count[0] > before + 20 or wrong)
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    settled(node)
+
+
+def test_models_come_and_go(node, repository):
+    write(repository, 1, spec={"name": "more", "tables": [{"name": "t", "dim": 3}]})
+    assert node.control.available() == {"more": [1], "words": [1]}
+    assert node.load("more") == 1
+    assert node.lookup("more", {"t": [5]}).vectors["t"].tolist() == [[1005.0] * 3]
+    node.unload("more")
+    with pytest.raises(NotFound, match="'more' is not found"):
+        node.lookup("more", {"t": [5]})
+    settled(node)
+    assert {table.model for table in node.tiers[0].tier._tables} == {"words"}
+    assert node.load("more") == 1
+    assert node.lookup("more", {"t": [5]}).vectors["t"].tolist() == [[1005.0] * 3]
+    with pytest.raises(NotFound):
+        node.unload("none")
+
+
+def test_a_version_that_is_served_is_not_loaded_again(node):
+    served = node.models["words"]
+    assert node.load("words") == 1
+    assert node.models["words"] is served
+
+
+def test_what_cannot_be_loaded_leaves_all_as_it_was(node, repository):
+    with pytest.raises(NotFound, match="has no version 9"):
+        node.load("words", 9)
+    with pytest.raises(NotFound, match="no model 'none'"):
+        node.load("none")
+    write(repository, 2)
+    (repository / "words" / "2" / "tables" / "left" / "emb_vector").write_bytes(b"short")
+    with pytest.raises(ModelError):
+        node.load("words", 2)
+    assert (value(node), node.control.loading) == (1007, {})
+    assert cached(node) == {1}
+
+
+def test_written_rows_go_to_the_version_that_is_served(node, repository):
+    write(repository, 2)
+    node.write("words", "left", [7], [[5.0] * 4])
+    node.load("words")
+    assert node.lookup("words", {"left": [7]}).vectors["left"][0, 0] == 2007
+    node.write("words", "left", [7], [[6.0] * 4])
+    assert node.lookup("words", {"left": [7]}).vectors["left"][0, 0] == 6
+    node.load("words", 1)
+    assert node.lookup("words", {"left": [7]}).vectors["left"][0, 0] == 5
+
+
+class _Behind:
+    def __init__(self, streams):
+        self._streams, self.why = streams, "hps.node.x has 3 messages to apply"
+        self.followed = []
+
+    def __getattr__(self, name):
+        return getattr(self._streams, name)
+
+    def follow(self, tables, watermarks):
+        self.followed.append({table.version for table in tables})
+
+    def behind(self, tables):
+        return self.why
+
+
+def test_a_version_that_is_not_brought_up_to_date_is_not_served(settings, repository):
+    settings["models"]["catch_up_s"] = 0.05
+    with hps.open(settings) as node:
+        write(repository, 2)
+        streams = node.streams = _Behind(node.streams)
+        with pytest.raises(
+            Unavailable, match=r"within 0\.05 s \(models\.catch_up_s\): hps\.node\.x has 3"
+        ):
+            node.load("words")
+        assert value(node) == 1007
+        assert streams.followed == [{2}, {1}]
+        streams.why = ""
+        assert node.load("words") == 2
+
+
+def test_where_models_cannot_change(settings, repository, tmp_path):
+    write(repository, 2)
+    settings["tiers"]["rocksdb"]["layout"] = "hps"
+    with hps.open(settings) as node, pytest.raises(Unsupported, match="layout 'hps'"):
+        node.load("words", 1)
