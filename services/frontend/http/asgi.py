@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from services.frontend.http.head import Head
     from services.frontend.http.infer import Inference
+    from services.frontend.http.response import Reply
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -33,6 +34,8 @@ class Application(Protocol):
 
     def begin(self, head: Head, body: bytes, address: Any) -> Inference: ...
 
+    def refuse(self, head: Head, error: Exception) -> Reply: ...
+
 
 class Plain:
     """``app`` as an `Application`."""
@@ -51,3 +54,6 @@ class Plain:
 
     def begin(self, head: Head, body: bytes, address: Any) -> Inference:
         raise AssertionError("no head is known")
+
+    def refuse(self, head: Head, error: Exception) -> Reply:
+        raise AssertionError("nothing is begun")

@@ -14,6 +14,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
+from services.frontend.errors import is_refusal
 from services.frontend.http.asgi import EXTENSIONS, GONE, Application
 from services.frontend.http.cycle import Cycle, go_on
 from services.frontend.http.errors import error_body, error_headers
@@ -47,7 +48,7 @@ class Protocol(HttpToolsProtocol):
     _ended = False
     _last = False
     _give_up: Callable[[], None] | None = None
-    # The first lines of an answer, and the headers they were made of.
+    # Lines that each answer has, and the headers they were made of.
     _opening = b""
     _dated: Any = None
     # Arrivals; how many there were at the last sweep, what the client had not taken then, and the sweeps
@@ -138,9 +139,12 @@ class Protocol(HttpToolsProtocol):
         tells. ``cycle`` is uvicorn's if the parser has seen the request."""
         try:
             inference = self.app.begin(head, body, self.client)
-        except Exception:
-            return False
-        reply = None if self.flow.write_paused else inference.at_once()
+        except Exception as error:
+            if self.flow.write_paused or not is_refusal(error):
+                return False
+            reply: Reply | None = self.app.refuse(head, error)
+        else:
+            reply = None if self.flow.write_paused else inference.at_once()
         if reply is None:
             if cycle is None:
                 cycle = self.cycle = self._new_cycle()
@@ -153,14 +157,14 @@ class Protocol(HttpToolsProtocol):
         return True
 
     def write_reply(self, reply: Reply, *, keep_alive: bool) -> None:
-        """Send an answer with status 200, in one write to the socket."""
+        """Send an answer, in one write to the socket."""
         headers = self.server_state.default_headers  # another list whenever the date has changed
         if headers is not self._dated:
             lines = [b"%b: %b\r\n" % header for header in headers]
-            self._opening, self._dated = b"".join([STATUS_LINE[200], *lines]), headers
+            self._opening, self._dated = b"".join(lines), headers
         end = b"\r\n" if keep_alive else b"connection: close\r\n\r\n"
         text, *arrays = reply.pieces
-        head = (self._opening, reply.lines, end, text)
+        head = (STATUS_LINE[reply.status], self._opening, reply.lines, end, text)
         if reply.size < _COPIED_BYTES:
             self.transport.write(b"".join((*head, *arrays)))
         else:

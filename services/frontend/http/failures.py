@@ -11,6 +11,7 @@ from services.frontend.http.asgi import Receive, Send
 from services.frontend.http.body import ClientGone, discard
 from services.frontend.http.errors import error_body, error_headers
 from services.frontend.http.head import Head
+from services.frontend.http.response import Reply
 from services.frontend.state import State
 
 
@@ -27,6 +28,21 @@ async def fail(
     the rest of its body comes from. ``origin``: as far as it was known by then."""
     if isinstance(error, ClientGone):
         return
+    reply = failure(error, head, state, started, origin)
+    body = reply.body
+    await send({"type": "http.response.start", "status": reply.status, "headers": reply.headers})
+    if unread is not None and b"expect" not in head.headers:
+        # The client reads the answer only when it has sent its request: let it finish.
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        await discard(unread)
+        body = b""
+    await send({"type": "http.response.body", "body": body})
+
+
+def failure(
+    error: BaseException, head: Head, state: State, started: int, origin: Origin | None = None
+) -> Reply:
+    """What `fail` answers; it is counted and told of."""
     name = "" if head.route is None else head.route.entry.name
     if origin is None:
         named = head.request_id, head.traceparent, head.tracestate
@@ -46,13 +62,7 @@ async def fail(
         reply.append((b"x-request-id", head.request_id.encode()))
     endpoint = None if head.route is None else head.route.entry.endpoint
     state.observer.failed("http", origin, endpoint, status, error, started)
-    await send({"type": "http.response.start", "status": status, "headers": reply})
-    if unread is not None and b"expect" not in head.headers:
-        # The client reads the answer only when it has sent its request: let it finish.
-        await send({"type": "http.response.body", "body": body, "more_body": True})
-        await discard(unread)
-        body = b""
-    await send({"type": "http.response.body", "body": body})
+    return Reply.make(reply, [body], len(body), status)
 
 
 def describe(error: BaseException, known_as: str) -> tuple[int, bytes]:

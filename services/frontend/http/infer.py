@@ -20,7 +20,7 @@ from services.frontend.auth import Guard
 from services.frontend.errors import TooLarge, TooSlow, is_refusal
 from services.frontend.http.asgi import GONE, WHOLE, App, Receive, Scope, Send
 from services.frontend.http.body import COMPRESS_FROM_BYTES, compress, in_task, read_body
-from services.frontend.http.failures import fail
+from services.frontend.http.failures import fail, failure
 from services.frontend.http.head import Head, apart, repeatable, without_own
 from services.frontend.http.response import Reply
 from services.frontend.http.routes import Route
@@ -85,7 +85,9 @@ class InferApp:
             inference = Inference(self, head, body, arrived, client)
         except (Exception, asyncio.CancelledError) as error:
             self.leave(client)
-            unread = receive if not admitted and not is_refusal(error) or _is_unread(error) else None
+            unread = (
+                receive if (not admitted and not is_refusal(error)) or _is_unread(error) else None
+            )
             await fail(error, head, self.state, send, arrived, unread)
             return
         await inference(scope, receive, send)
@@ -133,6 +135,10 @@ class InferApp:
             if client is not None:
                 self._clients.undo(client)
             raise
+
+    def refuse(self, head: Head, error: Exception) -> Reply:
+        """The answer to a request that could not be begun."""
+        return failure(error, head, self.state, perf_counter_ns())
 
     def _enter(self, caller: str, address: Any) -> str | None:
         """One more request of a client begins: who it is, None where that does not matter."""

@@ -23,19 +23,21 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class Reply(NamedTuple):
-    """An answer that goes out with status 200: its HTTP headers, Content-Length last, the same as lines
-    of a head, and its body: bytes and C-contiguous arrays, none of them empty, of ``size`` bytes."""
+    """An answer that goes out in one write: its HTTP headers, Content-Length last where it may be coded, the
+    same as lines of a head, and its body: bytes and C-contiguous arrays, none of them empty, of ``size``
+    bytes."""
 
     headers: Headers
     lines: bytes
     pieces: list[Any]
     size: int
+    status: int = 200
 
     @staticmethod
-    def make(headers: Headers, pieces: list[Any], size: int) -> Reply:
+    def make(headers: Headers, pieces: list[Any], size: int, status: int = 200) -> Reply:
         """A reply with the lines for its headers."""
         lines = b"".join([b"%b: %b\r\n" % header for header in headers])
-        return Reply(headers, lines, pieces, size)
+        return Reply(headers, lines, pieces, size, status)
 
     def known_as(self, request_id: str) -> Reply:
         """The same with ``X-Request-ID``, of characters that may stand there."""
