@@ -40,11 +40,12 @@ OpenNode = Callable[[Configuration, Progress], Node]
 @dataclass(frozen=True, slots=True)
 class Addresses:
     """Where a running server listens: base URLs of the data port and the admin port, and ``host:port`` of
-    gRPC, None where it is off."""
+    gRPC's, None where they are off."""
 
     http: str
     admin: str
     grpc: str | None = None
+    grpc_admin: str | None = None
 
 
 OnAddresses = Callable[[Addresses], None]
@@ -109,6 +110,7 @@ class Frontend(Process[OpenModels]):
         at = self._settings.grpc
         if self._settings.workers:
             workers = self._workers = Supervisor(self._configuration)
+            self._drain_delay_s = 0.0  # the workers have it
             self.state.hindrance = lambda: workers.hindrance
             self.state.spread_level = workers.set_level
             self.state.processes = lambda: [worker.describe() for worker in workers.workers]
@@ -132,6 +134,7 @@ class Frontend(Process[OpenModels]):
 
     def _opened(self, node: OpenModels) -> None:
         super()._opened(node)
+        self.state.loop = asyncio.get_running_loop()
         for entry in self.state.entries.values():
             log.info("serving %s", fields(model=entry.name, version=entry.version))
 
@@ -141,7 +144,6 @@ class Frontend(Process[OpenModels]):
     async def _settle(self) -> None:
         """Until all workers answer."""
         while not (self.state.ready or self._stopping.is_set()):
-        self.state.loop = asyncio.get_running_loop()
             if not self.state.hindrance():
                 return
             await asyncio.sleep(_LOOK_S)
