@@ -97,6 +97,11 @@ class Line:
         return len(self._line)
 
     @property
+    def is_busy(self) -> bool:
+        """Whether as many requests are worked at as may be."""
+        return self.running >= self._most_running
+
+    @property
     def rules(self) -> Mapping[str, InputRule]:
         return self._endpoint.rules
 

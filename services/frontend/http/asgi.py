@@ -34,6 +34,8 @@ class Application(Protocol):
 
     def begin(self, head: Head, body: bytes, address: Any) -> Inference: ...
 
+    def refusal(self, scope: Mapping[str, Any]) -> Reply | None: ...
+
     def refuse(self, head: Head, error: Exception) -> Reply: ...
 
 
@@ -54,6 +56,9 @@ class Plain:
 
     def begin(self, head: Head, body: bytes, address: Any) -> Inference:
         raise AssertionError("no head is known")
+
+    def refusal(self, scope: Mapping[str, Any]) -> Reply | None:
+        return None
 
     def refuse(self, head: Head, error: Exception) -> Reply:
         raise AssertionError("nothing is begun")

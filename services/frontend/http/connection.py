@@ -113,6 +113,8 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         if type(self.cycle) is RequestResponseCycle:
             self._adopt(self.cycle)
+        if self._begun is not None and self._begun[0] is self.cycle:
+            self._refuse_early(self.cycle)
 
     def on_message_complete(self) -> None:
         if self._is_upgrade():
@@ -122,6 +124,15 @@ class Protocol(HttpToolsProtocol):
 
     def _is_idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
+
+    def _refuse_early(self, cycle: RequestResponseCycle) -> None:
+        """Answer a request there is no room for when its head is there; its body is dropped as it comes. Not
+        where the answer is the connection's last: the client would lose it."""
+        if cycle.keep_alive and isinstance(cycle, Cycle) and not self.flow.write_paused:
+            reply = self.app.refusal(cycle.scope)
+            if reply is not None:
+                self._begun = None
+                cycle.finish(reply)
 
     # -- answering ---------------------------------------------------------------------------------
 
@@ -239,10 +250,14 @@ class Protocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """The server stops: the next answer is the connection's last, and says so."""
-        self._last = True
+        self.leave()
         if self._is_idle():
             self.loop.call_later(LINGER_S, self._hang_up)
-        else:
+
+    def leave(self) -> None:
+        """The next answer is the connection's last, whenever it comes."""
+        self._last = True
+        if not self._is_idle():
             self.cycle.keep_alive = False
 
     def _hang_up(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from hps.config.server_settings import ServerSettings
 from hps.errors import BadRequest, DeadlineExceeded, HpsError, Unavailable
 from services.frontend.auth import Guard
-from services.frontend.errors import TooLarge, TooSlow, is_refusal
+from services.frontend.errors import Overloaded, TooLarge, TooSlow
 from services.frontend.http.asgi import GONE, WHOLE, App, Receive, Scope, Send
 from services.frontend.http.body import COMPRESS_FROM_BYTES, compress, in_task, read_body
 from services.frontend.http.failures import fail, failure
@@ -85,9 +85,7 @@ class InferApp:
             inference = Inference(self, head, body, arrived, client)
         except (Exception, asyncio.CancelledError) as error:
             self.leave(client)
-            unread = (
-                receive if (not admitted and not is_refusal(error)) or _is_unread(error) else None
-            )
+            unread = receive if not admitted or _is_unread(error) else None
             await fail(error, head, self.state, send, arrived, unread)
             return
         await inference(scope, receive, send)
@@ -135,6 +133,22 @@ class InferApp:
             if client is not None:
                 self._clients.undo(client)
             raise
+
+    def refusal(self, scope: Mapping[str, Any]) -> Reply | None:
+        """The answer to a request whose head is there, when there is no room for it. Its body need not be
+        looked at then."""
+        route = self._routes.get(scope["path"]) if scope["method"] == "POST" else None
+        if route is None or not route.entry.endpoint.is_busy:
+            return None
+        head = Head(route, dict(scope["headers"]))
+        try:
+            self._guard.check(head.headers, "read")
+            route.entry.endpoint.require_room(_announced(head.headers))
+        except Overloaded as error:
+            return self.refuse(head, error)
+        except HpsError:
+            pass  # told in the ordinary way
+        return None
 
     def refuse(self, head: Head, error: Exception) -> Reply:
         """The answer to a request that could not be begun."""
@@ -195,7 +209,7 @@ class Inference:
         self._started = started
         route = head.route
         assert route is not None
-        if route.entry.endpoint.waiting:
+        if route.entry.endpoint.is_busy:
             route.entry.endpoint.require_room(len(body))
         size = _header_size(head.headers.get(b"inference-header-content-length"), len(body))
         if size == 0:
