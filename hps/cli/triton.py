@@ -20,6 +20,9 @@ app = typer.Typer(no_args_is_help=True, help="Make model repositories for a Trit
 class Dense(StrEnum):
     onnxruntime = "onnxruntime"
     python = "python"
+    pytorch = "pytorch"
+    tensorrt = "tensorrt"
+    tensorflow = "tensorflow"
 
 
 EXAMPLES = """\b
@@ -49,7 +52,10 @@ def export(
     version: VersionOption = None,
     dense: Annotated[
         Dense,
-        typer.Option(help="Triton's backend; python where its onnxruntime is missing."),
+        typer.Option(
+            help="Triton's backend; python where its onnxruntime is missing. The last three want a network "
+            "in their own format, which you put there."
+        ),
     ] = Dense.onnxruntime,
     config: Annotated[
         Path | None,
@@ -61,10 +67,17 @@ def export(
         ),
     ] = None,
     instances: Annotated[int, typer.Option(min=1, help="Of lookups, with --config.")] = 1,
+    gpu: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="DEVICE",
+            help="Instances on this GPU, which hand vectors on in its memory; may be repeated.",
+        ),
+    ] = None,
 ) -> None:
     """Write a model as models of a Triton repository."""
     from hps.models.repository import Repository
-    from hps.triton.export import export_dense, export_ensemble, export_lookup
+    from hps.triton.export import MODEL_FILES, export_dense, export_ensemble, export_lookup
 
     opened = Repository(repository).open(model, version)
     if config is None and opened.spec.dense is None:
@@ -72,6 +85,9 @@ def export(
     if opened.spec.dense is not None:
         folder = export_dense(opened, out, dense.value)
         say(f"{folder}: the network, in Triton's backend {dense.value}")
+        network = folder / str(opened.version) / MODEL_FILES[dense.value]
+        if not network.exists():
+            say(f"{network}: put the network there")
     if config is None:
         return
     if load_config(config).settings.server.runtime is None:
@@ -79,8 +95,7 @@ def export(
             f"{config}: server.runtime is not set: the folder in which the node has its socket for Triton's "
             "instances"
         )
-    say(
-        f"{export_lookup(opened, out, config, instances)}: lookups, attached to the node of {config}"
-    )
+    folder = export_lookup(opened, out, config, instances, gpu or ())
+    say(f"{folder}: lookups, attached to the node of {config}")
     if opened.spec.dense is not None:
         say(f"{export_ensemble(opened, out)}: both, one after the other")

@@ -6,6 +6,7 @@ Format: Triton's ``model_config.proto``, in protobuf's text form.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,38 +19,58 @@ from hps.dense.onnx import OnnxModel
 from hps.errors import ModelError
 from hps.models.repository import ModelVersion
 
-DenseKind = Literal["onnxruntime", "python"]
+DenseKind = Literal["onnxruntime", "python", "pytorch", "tensorrt", "tensorflow"]
+MODEL_FILES: dict[DenseKind, str] = {
+    "onnxruntime": "model.onnx",
+    "python": "dense.onnx",
+    "pytorch": "model.pt",
+    "tensorrt": "model.plan",
+    "tensorflow": "model.savedmodel",
+}
+"""The network in the version's folder, by the backend that runs it."""
 _FILES = Path(__file__).with_name("files")
 
 
 def export_dense(version: ModelVersion, repository: Path, kind: DenseKind) -> Path:
     """Write the model ``<m>.dense``, ``version``'s network, into a Triton ``repository``; returns its folder.
 
-    ``onnxruntime`` is Triton's own backend of that name, ``python`` a model in Python that does the same
-    where that is missing. Raises ModelError when the version has no network.
+    ``kind`` is Triton's backend; ``python`` is a model in Python that does what ``onnxruntime`` does where
+    that is missing. The other three want the network in a format of their own, which is left to the caller:
+    `MODEL_FILES` says where. PyTorch's backend takes inputs by the names of ``forward``'s arguments, and
+    outputs in the order of ``model.yaml``. Raises ModelError when the version has no network.
     """
-    if version.dense is None:
+    ours = kind in ("onnxruntime", "python")
+    if version.dense is None and (ours or version.spec.dense is None):
         raise ModelError(f"{version.name}/{version.version} has no dense.onnx to export")
-    network = OnnxModel(version.dense, "cpu")
     folder = repository / f"{version.name}.dense"
     config = pb.ModelConfig(
         name=folder.name, backend=kind, max_batch_size=version.spec.max_batch_size
     )
-    for tensors, into in ((network.inputs, config.input), (network.outputs, config.output)):
+    if kind == "tensorflow":
+        config.platform = "tensorflow_savedmodel"
+    inputs, outputs = network_of(version)
+    for tensors, into in ((inputs, config.input), (outputs, config.output)):
         for tensor in tensors:
             _add(into, tensor)
     config.dynamic_batching.SetInParent()
     files = _write(folder, config, version.version, "dense_model.py" if kind == "python" else None)
-    shutil.copy(version.dense, files / ("dense.onnx" if kind == "python" else "model.onnx"))
+    if ours and version.dense is not None:
+        shutil.copy(version.dense, files / MODEL_FILES[kind])
     return folder
 
 
 def export_lookup(
-    version: ModelVersion, repository: Path, config: Path, instances: int = 1
+    version: ModelVersion,
+    repository: Path,
+    config: Path,
+    instances: int = 1,
+    gpus: Sequence[int] = (),
 ) -> Path:
     """Write the model ``<m>.lookup``: ``instances`` in Triton's python backend, attached to the node that was
     opened with the configuration file ``config``. It takes HPS's ``KEYS`` and ``NUMKEYS``, or a tensor per
-    feature; returns its folder."""
+    feature; returns its folder.
+
+    With ``gpus`` each of them has as many instances, which leave keys and hand on vectors in its memory."""
     spec, tables = version.spec, {table.name: table for table in version.spec.tables}
     folder = repository / f"{version.name}.lookup"
     made = pb.ModelConfig(name=folder.name, backend="python", max_batch_size=spec.max_batch_size)
@@ -62,10 +83,13 @@ def export_lookup(
         )
         table = tables[feature.table]
         datatype = "FP16" if table.dtype == "float16" else "FP32"
-        made.output.add(
-            name=feature.name, data_type=pb.DataType.Value(f"TYPE_{datatype}"), dims=[table.dim]
-        )
-    made.instance_group.add(kind=pb.ModelInstanceGroup.KIND_CPU, count=instances)
+        _add(made.output, TensorInfo(feature.name, datatype, vectors_of(feature, table.dim)))
+    if gpus:
+        kind = pb.ModelInstanceGroup.KIND_GPU
+        made.instance_group.add(kind=kind, count=instances, gpus=gpus)
+        made.parameters["FORCE_CPU_ONLY_INPUT_TENSORS"].string_value = "no"
+    else:
+        made.instance_group.add(kind=pb.ModelInstanceGroup.KIND_CPU, count=instances)
     made.dynamic_batching.SetInParent()
     made.parameters["config"].string_value = str(config.absolute())
     _write(folder, made, version.version, "lookup_model.py")
@@ -75,7 +99,8 @@ def export_lookup(
 def export_ensemble(version: ModelVersion, repository: Path) -> Path:
     """Write the ensemble ``<m>``: what ``<m>.lookup`` finds goes into ``<m>.dense``; returns its folder.
 
-    Raises ModelError when the version has no dense part, or one whose vectors are not pooled.
+    Raises ModelError when the version has no dense part, or one whose vectors are as many as the request
+    brings.
     """
     spec, dense = version.spec, version.spec.dense
     if dense is None:
@@ -88,9 +113,10 @@ def export_ensemble(version: ModelVersion, repository: Path) -> Path:
     lookup = steps.add(model_name=f"{version.name}.lookup", model_version=-1)
     network = steps.add(model_name=f"{version.name}.dense", model_version=-1)
     for feature in features_of(spec):
-        if feature.pooling == "none":
+        if feature.pooling == "none" and feature.hotness is None:
             raise ModelError(
-                f"feature {feature.name!r} is not pooled: Triton's ensembles cannot reshape its rows"
+                f"feature {feature.name!r} is not pooled and has no hotness: Triton's ensembles want as many "
+                "rows for each sample"
             )
         made.input.add(name=feature.name, data_type=pb.TYPE_INT64, dims=[feature.hotness or -1])
         vectors = f"{feature.name}.vectors"
@@ -105,6 +131,32 @@ def export_ensemble(version: ModelVersion, repository: Path) -> Path:
         network.output_map[tensor.name] = tensor.name
     _write(folder, made, version.version)
     return folder
+
+
+def network_of(version: ModelVersion) -> tuple[Sequence[TensorInfo], Sequence[TensorInfo]]:
+    """Inputs and outputs of ``version``'s network: dense.onnx's own, else as ``model.yaml`` has them."""
+    if version.dense is not None:
+        network = OnnxModel(version.dense, "cpu")
+        return network.inputs, network.outputs
+    spec, dense = version.spec, version.spec.dense
+    assert dense is not None
+    tables = {table.name: table for table in spec.tables}
+    inputs = []
+    for feature in features_of(spec):
+        table = tables[feature.table]
+        name = dense.embeddings.get(feature.name, feature.name)
+        datatype = "FP16" if table.dtype == "float16" else "FP32"
+        inputs.append(TensorInfo(name, datatype, vectors_of(feature, table.dim)))
+    inputs += [TensorInfo(t.name, t.datatype, tuple(t.shape)) for t in dense.inputs]
+    return inputs, [TensorInfo(t.name, t.datatype, tuple(t.shape)) for t in dense.outputs]
+
+
+def vectors_of(feature: FeatureSpec, dim: int) -> tuple[int, ...]:
+    """The shape of a feature's vectors, the batch first; rows that are not pooled lie by sample where each
+    has as many."""
+    if feature.pooling == "none" and feature.hotness is not None:
+        return (-1, feature.hotness, dim)
+    return (-1, dim)
 
 
 def features_of(spec: ModelSpec) -> list[FeatureSpec]:

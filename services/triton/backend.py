@@ -21,6 +21,7 @@ from hps.config import load_config
 from hps.dense.base import DATATYPES
 from hps.errors import BadRequest, ConfigError, HpsError
 from hps.lookup.merged import Merged, checked, kind
+from hps.names import hint_for
 from hps.types import LookupRequest, LookupResult
 from services.frontend import faults
 from services.frontend.call import Call, Form
@@ -38,6 +39,7 @@ _WITHOUT_EFFECT = {
     "refresh_delay": ("0", "updates reach cached rows as they come; there is nothing to refresh"),
     "freeze_sparse": ("false", "whether rows are updated is said by the node's `updates` settings"),
 }
+_KNOWN = {"config", "model", *_WITHOUT_EFFECT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +62,20 @@ class Answered:
 class Backend:
     """One instance: answers one call at a time."""
 
-    def __init__(self, name: str, instance_kind: str, parameters: Mapping[str, str]) -> None:
+    def __init__(self, name: str, parameters: Mapping[str, str]) -> None:
         """``name`` of the Triton model, ``<m>.lookup`` or ``<m>``; ``parameters`` of its config.pbtxt:
         ``config`` names the node's configuration file, ``model`` the model where it is not ``<m>``.
 
-        Raises ConfigError for a parameter or a kind of instance that cannot act, and what ``hps.attach``
-        raises.
+        Raises ConfigError for a parameter that cannot act, and what ``hps.attach`` raises.
         """
         for parameter, (only, reason) in _WITHOUT_EFFECT.items():
             if parameters.get(parameter, only).lower() != only:
                 raise ConfigError(f"parameter {parameter} of {name}: {reason}; leave it out")
-        if instance_kind.upper() not in ("CPU", "KIND_CPU", "AUTO"):
-            raise ConfigError(
-                f"{name} is an instance on a {instance_kind}, but instances read the node's CPU cache; set "
-                "instance_group [ { kind: KIND_CPU } ]"
-            )
+        # Those of Triton's python backend itself are in capitals.
+        for parameter in parameters.keys() - _KNOWN:
+            if not parameter.isupper():
+                hint = hint_for(parameter, sorted(_KNOWN))
+                raise ConfigError(f"{name} has an unknown parameter {parameter}{hint}")
         if "config" not in parameters:
             raise ConfigError(
                 f"{name} has no parameter config: the node's configuration file, which names server.runtime"
@@ -157,10 +158,15 @@ class Backend:
         freshness = self._served.freshness
         if freshness.stale_s and (stale_s := freshness.flag()):
             parameters["hps_stale_s"] = stale_s
-        return Answered([(n, _batched(call, n, a)) for n, a in outputs], parameters)
+        return Answered([(n, self._batched(call, n, a)) for n, a in outputs], parameters)
 
-
-def _batched(call: Call, name: str, array: NDArray[Any]) -> NDArray[Any]:
-    """HPS's flat ``OUTPUT0`` as the batch of one that its keys were."""
-    batch_of_one = name == "OUTPUT0" and len(call.form.shapes.get("KEYS", ())) == 2
-    return array[None] if batch_of_one else array
+    def _batched(self, call: Call, name: str, array: NDArray[Any]) -> NDArray[Any]:
+        """HPS's flat ``OUTPUT0`` as the batch of one that its keys were; rows that are not pooled by sample,
+        where each has as many: Triton knows tensors by their batch."""
+        shape = call.form.shapes
+        if name == "OUTPUT0":
+            return array[None] if len(shape.get("KEYS", ())) == 2 else array
+        feature = self._served.engine.features.get(name)
+        if feature is None or feature.pooling != "none" or feature.hotness is None:
+            return array
+        return array.reshape(-1, feature.hotness, array.shape[-1])

@@ -6,6 +6,7 @@ import triton_python_backend_utils as pb
 
 from hps.errors import HpsError
 from services.triton.backend import Asked, Backend
+from services.triton.tensors import Place
 
 
 class TritonPythonModel:
@@ -13,9 +14,10 @@ class TritonPythonModel:
         # Answers have parameters in newer Tritons.
         self.tells = "parameters" in (pb.InferenceResponse.__init__.__doc__ or "")
         config = json.loads(args["model_config"])
+        self.place = Place(pb.Tensor, args["model_instance_kind"], args["model_instance_device_id"])
         parameters = {k: v["string_value"] for k, v in config.get("parameters", {}).items()}
         self.inputs = [tensor["name"] for tensor in config["input"]]
-        self.backend = Backend(args["model_name"], args["model_instance_kind"], parameters)
+        self.backend = Backend(args["model_name"], parameters)
 
     def execute(self, requests):
         asked = [self.asked(request) for request in requests]
@@ -29,13 +31,13 @@ class TritonPythonModel:
         for name in self.inputs:
             tensor = pb.get_input_tensor_by_name(request, name)
             if tensor is not None:
-                inputs[name] = tensor.as_numpy()
+                inputs[name] = self.place.array(tensor)
         return Asked(inputs, tuple(request.requested_output_names()), request.timeout())
 
     def answered(self, answer):
         if isinstance(answer, HpsError):
             return pb.InferenceResponse([], pb.TritonError(str(answer)))
-        tensors = [pb.Tensor(name, array) for name, array in answer.outputs]
+        tensors = self.place.tensors(answer.outputs)
         if not self.tells:
             return pb.InferenceResponse(tensors)
         return pb.InferenceResponse(tensors, parameters=json.dumps(answer.parameters))

@@ -25,7 +25,7 @@ RNG = np.random.default_rng(7)
 TYPES = {
     "name": "types",
     "tables": [{"name": "halves", "dim": 4, "dtype": "float16"}],
-    "features": [{"name": "half", "table": "halves", "hotness": 2}],
+    "features": [{"name": "half", "table": "halves", "hotness": 2, "pooling": "none"}],
     "dense": {
         "inputs": [
             {"name": "flags", "shape": [-1, 2], "datatype": "BOOL"},
@@ -36,7 +36,7 @@ TYPES = {
             {"name": "not", "shape": [-1, 2], "datatype": "BOOL"},
             {"name": "twice", "shape": [-1, 3], "datatype": "FP16"},
             {"name": "negative", "shape": [-1, 1], "datatype": "INT32"},
-            {"name": "vectors", "shape": [-1, 4], "datatype": "FP32"},
+            {"name": "vectors", "shape": [-1, 2, 4], "datatype": "FP32"},
         ],
     },
     "max_batch_size": 64,
@@ -46,8 +46,8 @@ TYPES = {
 def _network() -> bytes:
     from onnx import TensorProto, helper
 
-    def tensor(name: str, kind: int, width: int) -> object:
-        return helper.make_tensor_value_info(name, kind, ["batch", width])
+    def tensor(name: str, kind: int, *shape: int) -> object:
+        return helper.make_tensor_value_info(name, kind, ["batch", *shape])
 
     graph = helper.make_graph(
         [
@@ -58,7 +58,7 @@ def _network() -> bytes:
         ],
         "types",
         [
-            tensor("half", TensorProto.FLOAT16, 4),
+            tensor("half", TensorProto.FLOAT16, 2, 4),
             tensor("flags", TensorProto.BOOL, 2),
             tensor("numbers", TensorProto.FLOAT16, 3),
             tensor("counts", TensorProto.INT32, 1),
@@ -67,7 +67,7 @@ def _network() -> bytes:
             tensor("not", TensorProto.BOOL, 2),
             tensor("twice", TensorProto.FLOAT16, 3),
             tensor("negative", TensorProto.INT32, 1),
-            tensor("vectors", TensorProto.FLOAT, 4),
+            tensor("vectors", TensorProto.FLOAT, 2, 4),
         ],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)

@@ -11,18 +11,20 @@ from services.triton.backend import Asked, Backend
 
 
 @pytest.mark.parametrize(
-    ("kind", "parameters", "error"),
+    ("parameters", "error"),
     [
-        ("CPU", {}, "m.lookup has no parameter config"),
-        ("GPU", {"config": "c"}, r"m.lookup is an instance on a GPU.*kind: KIND_CPU"),
-        ("CPU", {"config": "c", "refresh_interval": "10"}, "refresh_interval of m.lookup: updates"),
-        ("CPU", {"config": "c", "freeze_sparse": "true"}, "freeze_sparse of m.lookup: whether"),
-        ("CPU", {"config": "/none", "freeze_sparse": "False", "refresh_delay": "0"}, "/none"),
+        ({}, "m.lookup has no parameter config"),
+        ({"config": "c", "modle": "m"}, r"unknown parameter modle.*did you mean 'model'"),
+        ({"config": "c", "refresh_interval": "10"}, "refresh_interval of m.lookup: updates"),
+        ({"config": "c", "refresh_delay": "0.5"}, "refresh_delay of m.lookup: updates"),
+        ({"config": "c", "freeze_sparse": "true"}, "freeze_sparse of m.lookup: whether"),
+        ({"config": "/none", "freeze_sparse": "False", "refresh_delay": "0"}, "/none"),
+        ({"config": "/none", "FORCE_CPU_ONLY_INPUT_TENSORS": "no"}, "/none"),
     ],
 )
-def test_parameters_that_cannot_act(kind, parameters, error):
+def test_parameters_that_cannot_act(parameters, error):
     with pytest.raises(ConfigError, match=error):
-        Backend("m.lookup", kind, parameters)
+        Backend("m.lookup", parameters)
 
 
 @pytest.fixture
@@ -71,4 +73,4 @@ def test_a_configuration_without_a_socket(tmp_path):
     path = tmp_path / "hps.yaml"
     path.write_text("{}")
     with pytest.raises(ConfigError, match=r"server.runtime is not set"):
-        Backend("m.lookup", "CPU", {"config": str(path)})
+        Backend("m.lookup", {"config": str(path)})

@@ -1,0 +1,62 @@
+"""Triton's tensors as arrays and back: on the host as NumPy has them, on a GPU by DLPack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.cuda.loader import cupy
+from hps.errors import ConfigError, Unsupported
+from services.frontend.endpoints import Output
+
+
+class Place:
+    """Where an instance's tensors are. Keys come to the host wherever they are, since rows are found there.
+
+    An instance on a GPU answers with tensors in that GPU's memory, so that a network there takes them as they
+    are; they are copied once, all of an answer's on one stream.
+    """
+
+    def __init__(self, tensor: Any, instance_kind: str, device: str | int) -> None:
+        """``tensor``: the python backend's class. Raises ConfigError for a kind that cannot be."""
+        self._tensor = tensor
+        self._device: int | None = None
+        kind = instance_kind.upper().removeprefix("KIND_")
+        if kind in ("CPU", "AUTO"):
+            return
+        if kind != "GPU":
+            raise ConfigError(f"instances are KIND_CPU or KIND_GPU here, not {instance_kind}")
+        try:
+            cupy()
+        except Unsupported as error:
+            raise ConfigError(
+                f"an instance of KIND_GPU: {error}; or set instance_group [ {{ kind: KIND_CPU }} ]"
+            ) from None
+        self._device = int(device)
+
+    def array(self, tensor: Any) -> NDArray[Any]:
+        """The elements of a tensor of a request."""
+        if tensor.is_cpu():
+            found: NDArray[Any] = tensor.as_numpy()
+        else:
+            found = cupy().from_dlpack(tensor).get()
+        return found
+
+    def tensors(self, outputs: Sequence[Output]) -> list[Any]:
+        """An answer's tensors. Those without elements stay on the host: there is nothing to point to."""
+        if self._device is None:
+            return [self._tensor(name, array) for name, array in outputs]
+        module = cupy()
+        made = []
+        with module.cuda.Device(self._device):
+            for name, array in outputs:
+                if array.size:
+                    there = module.asarray(np.ascontiguousarray(array))
+                    made.append(self._tensor.from_dlpack(name, there))
+                else:
+                    made.append(self._tensor(name, array))
+            module.cuda.get_current_stream().synchronize()
+        return made
