@@ -15,7 +15,7 @@ from rich.console import Console
 from benchmarks.common import make_table
 
 HERE = Path(__file__).parent
-HELPERS = {"__init__", "__main__", "common", "gpu", "load", "measure"}
+HELPERS = {"__init__", "__main__", "common", "gpu", "load", "measure", "open_loop"}
 HELPERS |= {"cpu_pooling", "cpu_scene", "stores_redis", "stores_rocksdb"}  # parts of one
 NAMES = sorted(path.stem for path in HERE.glob("*.py") if path.stem not in HELPERS)
 
