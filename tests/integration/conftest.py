@@ -43,12 +43,13 @@ LOOKUP = {
 }
 
 
-def network() -> bytes:
-    """``score = sigmoid(logit)``, ``logit`` a weighted sum of all inputs; made with onnx."""
+def network(first: float = -1.0) -> bytes:
+    """``score = sigmoid(logit)``, ``logit`` a sum of all inputs, weighted from ``first`` to its opposite;
+    made with onnx."""
     from onnx import TensorProto, helper, numpy_helper
 
     widths = {"user": 4, "item": 2, "history": 2, "dense": 3}
-    weights = np.linspace(-1, 1, sum(widths.values()), dtype=np.float32)[:, None]
+    weights = np.linspace(first, -first, sum(widths.values()), dtype=np.float32)[:, None]
 
     def tensor(name: str, width: int) -> object:
         return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", width])

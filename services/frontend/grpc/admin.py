@@ -1,0 +1,41 @@
+"""``hps.v1.Admin``: what the server is doing. What is told is what the admin port tells: protobuf's JSON form
+of the same dictionaries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+from google.protobuf.json_format import ParseDict
+
+from hps.config.auth import Role
+from hps.v1 import admin_pb2 as pb
+from services.frontend.model_control import load, unload
+from services.frontend.state import State
+
+
+class AdminService:
+    """The service's calls, each by its name."""
+
+    roles: Mapping[str, Role] = dict.fromkeys(
+        ("Status", "Models", "LoadModel", "UnloadModel"), "admin"
+    )
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def Status(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return ParseDict({"status": self._state.status()}, pb.StatusResponse())
+
+    def Models(self, request: Any, context: grpc.ServicerContext) -> Any:
+        models = self._state.require_node().status()["models"]
+        return ParseDict({"models": models}, pb.ModelsResponse(), ignore_unknown_fields=True)
+
+    def LoadModel(self, request: Any, context: grpc.ServicerContext) -> Any:
+        version = load(self._state, request.model, request.version or None)
+        return pb.LoadModelResponse(version=version)
+
+    def UnloadModel(self, request: Any, context: grpc.ServicerContext) -> Any:
+        unload(self._state, request.model)
+        return pb.UnloadModelResponse()

@@ -1,0 +1,30 @@
+"""The admin port over gRPC: ``hps.v1.Updates`` and ``hps.v1.Admin``."""
+
+from __future__ import annotations
+
+from hps.config.server_settings import GrpcAdminSettings, ServerSettings
+from hps.v1 import admin_pb2 as pb
+from services.frontend.auth import Guard
+from services.frontend.grpc.admin import AdminService
+from services.frontend.grpc.methods import handlers_of
+from services.frontend.grpc.port import GrpcPort
+from services.frontend.grpc.updates import UpdatesService
+from services.frontend.state import State
+
+
+class AdminPort(GrpcPort):
+    """Listens from the start; ``serve`` answers until ``stop``."""
+
+    def __init__(
+        self, at: GrpcAdminSettings, state: State, settings: ServerSettings, guard: Guard
+    ) -> None:
+        """``ConfigError`` when it cannot listen."""
+        super().__init__("server.grpc.admin", at, state, settings)
+        services = {"Updates": UpdatesService(state), "Admin": AdminService(state)}
+        found = pb.DESCRIPTOR.services_by_name
+        self._listen(
+            {
+                found[name].full_name: handlers_of(found[name], behaviors, guard)
+                for name, behaviors in services.items()
+            }
+        )

@@ -1,0 +1,193 @@
+"""``hps.v1.Lookup``: lookups for other machines, with a report of where each row came from.
+
+What comes is read by protobuf; keys are taken as they lie. Vectors are written behind a head each, and joined
+once: protobuf would copy them twice more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from time import perf_counter_ns
+from typing import Any
+
+import grpc
+import numpy as np
+
+from hps import metric_names as m
+from hps.config.auth import Role
+from hps.config.server_settings import ServerSettings
+from hps.errors import BadRequest
+from hps.lookup.base import LookupModel
+from hps.lookup.remote.messages import described
+from hps.types import JaggedKeys, LookupRequest, LookupResult
+from hps.v1 import lookup_pb2 as pb
+from services.frontend import faults
+from services.frontend.auth import Guard
+from services.frontend.datatypes import DATATYPE_OF
+from services.frontend.errors import shown, status_of, told
+from services.frontend.grpc.arrivals import Arrivals, Direct, Reply
+from services.frontend.grpc.callers import check
+from services.frontend.grpc.failures import count_failure
+from services.frontend.grpc.methods import handlers_of
+from services.frontend.grpc.packed import FLOAT32, INT64, numbers
+from services.frontend.grpc.pending import Pending, deadline_of
+from services.frontend.grpc.wire import field, varint
+from services.frontend.state import Entry, State
+
+SERVICE = "hps.v1.Lookup"
+
+# Fields of LookupResponse and Vectors by their tags.
+_VECTORS = 0x32
+_SOURCES, _VERSIONS, _VALUES = 0x22, 0x2A, 0x32
+
+
+class LookupService:
+    """Any number of threads may call it."""
+
+    roles: Mapping[str, Role] = {"Describe": "read"}
+
+    def __init__(self, state: State, settings: ServerSettings, guard: Guard) -> None:
+        self._pending = Pending()
+        self._state = state
+        self._guard = guard
+        self._timeout_s = settings.request_timeout_ms / 1e3
+        self._max_keys = settings.max_keys
+
+    def Describe(self, request: Any, context: grpc.ServicerContext) -> Any:
+        served = self._entry(request).served
+        return described(
+            LookupModel(
+                served.name,
+                served.version,
+                served.tables,
+                served.engine.features,
+                served.spec.max_batch_size,
+                self._max_keys,
+            )
+        )
+
+    def begin(self, message: bytes, reply: Reply) -> None:
+        """``Lookup``."""
+        started = perf_counter_ns()
+        entry: Entry | None = None
+        try:
+            check(self._guard, reply.context, "read")
+            request = _parsed(message)
+            entry = self._entry(request)
+            entry.freshness.require()
+            features = _features(request.keys, self._max_keys)
+            parsed = perf_counter_ns()
+            deadline = deadline_of(reply.context, self._timeout_s)
+            future = entry.served.engine.submit(
+                LookupRequest(features, deadline, request.report, by_table=request.by_table)
+            )
+        except Exception as error:
+            self._fail(reply, entry, started, error)
+            return
+        batch = max((keys.batch for keys in features.values()), default=0)
+        end = partial(self._end, reply, entry, batch, started, parsed)
+        if future.done():
+            end(future)
+        else:
+            self._pending.add(future, deadline, reply, end)
+
+    def _end(
+        self,
+        reply: Reply,
+        entry: Entry,
+        batch: int,
+        started: int,
+        parsed: int,
+        future: Future[LookupResult],
+    ) -> None:
+        """Answer with what ``future`` has."""
+        try:
+            result = future.result()
+            inferred = perf_counter_ns()
+            served, freshness = entry.served, entry.freshness
+            stale_s = freshness.flag() if freshness.stale_s else 0
+            answer = encode(served.name, served.version, result, stale_s)
+            done = perf_counter_ns()
+            entry.statistics.succeeded(batch, started, parsed, inferred, done)
+            seconds = self._state.metrics.histogram(
+                m.REQUEST_SECONDS, "grpc", "lookup", entry.name, "OK"
+            )
+            seconds.observe((done - started) * 1e-9)
+        except Exception as error:
+            self._fail(reply, entry, started, error)
+        else:
+            reply.answer(answer)
+
+    def _fail(self, reply: Reply, entry: Entry | None, started: int, error: Exception) -> None:
+        answered = told(error, "")
+        count_failure(self._state.metrics, "lookup", entry, status_of(answered), started)
+        reply.fail(answered)
+
+    def _entry(self, request: Any) -> Entry:
+        return self._state.entry(f"{request.model}.lookup", str(request.version or "") or None)
+
+
+def lookup_handlers(
+    service: LookupService, guard: Guard, arrivals: Arrivals
+) -> dict[str, grpc.RpcMethodHandler]:
+    """Handlers for the service's calls: lookups are bytes in and bytes out."""
+    return {
+        **handlers_of(pb.DESCRIPTOR.services_by_name["Lookup"], service, guard),
+        "Lookup": grpc.unary_unary_rpc_method_handler(Direct(service.begin, arrivals)),
+    }
+
+
+def _parsed(message: bytes) -> Any:
+    try:
+        return pb.LookupRequest.FromString(message)
+    except Exception as error:  # the class of protobuf's depends on how protobuf was built
+        raise BadRequest(f"the message is no hps.v1.LookupRequest: {error}") from None
+
+
+def _features(given: Iterable[Any], max_keys: int) -> dict[str, JaggedKeys]:
+    """The keys of a request, by name. Raises ``BadRequest`` or ``TooLarge``."""
+    found: dict[str, JaggedKeys] = {}
+    total = 0
+    for each in given:
+        name = each.name
+        if name in found:
+            raise BadRequest(f"{shown(name)} stands twice in the request")
+        keys = numbers(name, "keys", each.keys, INT64)
+        total += len(keys)
+        offsets = weights = None
+        batch = each.batch or len(keys)
+        if packed := each.offsets:
+            offsets = numbers(name, "offsets", packed, INT64)
+            batch = len(offsets) - 1
+        if packed := each.weights:
+            weights = numbers(name, "weights", packed, FLOAT32)
+        found[name] = JaggedKeys(keys, batch, offsets, weights)
+    if total > max_keys:
+        raise faults.too_many_keys(total, max_keys)
+    return found
+
+
+def encode(model: str, version: int, result: LookupResult, stale_s: int) -> bytes:
+    """The bytes of the ``LookupResponse`` that carries ``result``."""
+    head = pb.LookupResponse(
+        model=model,
+        version=version,
+        defaulted=result.defaulted,
+        degraded=result.degraded,
+        stale_s=stale_s,
+    )
+    pieces: list[Any] = [head.SerializeToString()]
+    for name, vectors in result.vectors.items():
+        about = pb.Vectors(
+            name=name, datatype=DATATYPE_OF[vectors.dtype.num], dim=vectors.shape[1]
+        ).SerializeToString()
+        if (sources := result.sources.get(name)) is not None:
+            about += field(_SOURCES, sources.tobytes())
+            about += field(_VERSIONS, result.versions[name].tobytes())
+        about += b"%c%b" % (_VALUES, varint(vectors.nbytes))
+        pieces.append(b"%c%b%b" % (_VECTORS, varint(len(about) + vectors.nbytes), about))
+        if vectors.size:
+            pieces.append(np.ascontiguousarray(vectors))
+    return b"".join(pieces)

@@ -1,0 +1,117 @@
+"""A gRPC port as one of several servers in a process: where it listens, what it tells of itself, how it
+ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from hps.config.server_settings import GrpcListener, ServerSettings
+from hps.errors import ConfigError
+from services.frontend.grpc.age import age_options
+from services.frontend.grpc.arrivals import Arrivals
+from services.frontend.grpc.credentials import credentials
+from services.frontend.grpc.health import Health
+from services.server_state import ServerState
+
+# Threads for what is quick, and calls at a time: beyond that grpc refuses them with RESOURCE_EXHAUSTED.
+_QUICK, _CALLS = 16, 4096
+
+Handlers = Mapping[str, grpc.RpcMethodHandler]
+
+
+class GrpcPort:
+    """One port. To be given its services, then to ``listen``; ``serve`` answers until ``stop``."""
+
+    url: str
+
+    def __init__(
+        self,
+        setting: str,
+        at: GrpcListener,
+        state: ServerState[Any],
+        settings: ServerSettings,
+        *,
+        one_of_many: bool = False,
+    ) -> None:
+        """``setting`` is the name of ``at``. ``one_of_many``: other processes listen there too."""
+        self._setting, self._at, self._state = setting, at, state
+        self._drain_s = settings.drain_s
+        quick = ThreadPoolExecutor(_QUICK, "grpc-quick")
+        self._pools = [quick]
+        self.arrivals = Arrivals(quick)
+        self._server = grpc.server(
+            quick,
+            maximum_concurrent_rpcs=_CALLS,
+            options=[
+                ("grpc.max_receive_message_length", settings.max_body_bytes),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.so_reuseport", int(one_of_many)),
+                *age_options(at.max_connection_age_s, settings.drain_s),
+            ],
+        )
+        self.started = False
+        self._stopping = asyncio.Event()
+        self._at_once = asyncio.Event()
+
+    def _listen(self, services: Mapping[str, Handlers]) -> None:
+        """Offer ``services``, by name, beside health and reflection. ``ConfigError`` when it cannot
+        listen."""
+        for name, handlers in services.items():
+            self._server.add_registered_method_handlers(name, handlers)
+        self._health = Health(self._state, self.arrivals, ("", *services))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
+        if self._at.reflection:
+            names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._server)
+        host = f"[{self._at.host}]" if ":" in self._at.host else self._at.host
+        self.url = f"{host}:{self._port(host)}"
+
+    def _port(self, host: str) -> int:
+        """The port it listens on."""
+        at, setting = self._at, self._setting
+        address = f"{host}:{at.port}"
+        try:
+            if at.tls is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, credentials(at.tls, setting))
+        except RuntimeError:
+            mend = (
+                f"stop the process that listens there, or set {setting}.port (0 takes a free one), or "
+                f"{setting}: null"
+            )
+            if at.tls is not None:
+                files = f"{at.tls.certificate_file} and {at.tls.key_file}"
+                mend += f"; or {setting}.tls: {files} cannot be used"
+            raise ConfigError(f"{setting}: cannot listen on {address}: {mend}") from None
+        return int(port)
+
+    async def serve(self) -> None:
+        """Serve until ``stop``; then what was accepted is answered."""
+        self._server.start()
+        self.started = True
+        await self._stopping.wait()
+        self._health.stop()
+        ended = self._server.stop(self._drain_s)
+        waiting = asyncio.create_task(asyncio.to_thread(ended.wait))
+        at_once = asyncio.create_task(self._at_once.wait())
+        await asyncio.wait({waiting, at_once}, return_when=asyncio.FIRST_COMPLETED)
+        at_once.cancel()
+        if not waiting.done():
+            self._server.stop(None)
+            await waiting
+        for pool in self._pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """Begin the end; ``at_once`` drops what is still being answered. Called on the event loop."""
+        self._stopping.set()
+        if at_once:
+            self._at_once.set()

@@ -1,0 +1,74 @@
+"""``hps.v1.Updates``: rows written without a stream; update streams told of, paused, resumed, replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+from google.protobuf.json_format import ParseDict
+
+from hps.config.auth import Role
+from hps.errors import BadRequest
+from hps.streams import Streams
+from hps.v1 import admin_pb2 as pb
+from services.frontend.grpc.packed import FLOAT32, INT64, numbers
+from services.server_state import ServerState
+
+
+class UpdatesService:
+    """The service's calls, each by its name."""
+
+    roles: Mapping[str, Role] = {
+        "Write": "write",
+        "Status": "admin",
+        "Pause": "admin",
+        "Resume": "admin",
+        "Seek": "admin",
+    }
+
+    def __init__(self, state: ServerState[Any]) -> None:
+        self._state = state
+
+    def Write(self, request: Any, context: grpc.ServicerContext) -> Any:
+        node = self._state.require_node()
+        keys = numbers(request.table, "keys", request.keys, INT64)
+        deleted = numbers(request.table, "deleted", request.deleted, INT64)
+        vectors = numbers(request.table, "vectors", request.vectors, FLOAT32)
+        dim = node.table(request.model, request.table).dim
+        if len(vectors) != len(keys) * dim:
+            raise BadRequest(
+                f"table '{request.table}' has dim {dim}: {len(keys)} keys need {len(keys) * dim} values of "
+                f"'vectors', not {len(vectors)}"
+            )
+        version = node.write(
+            request.model, request.table, keys, vectors.reshape(-1, dim), deleted=deleted
+        )
+        return pb.WriteResponse(version=version, written=len(keys), deleted=len(deleted))
+
+    def Status(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return self._told()
+
+    def Pause(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._streams().pause(request.group or None)
+        return self._told()
+
+    def Resume(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._streams().resume(request.group or None)
+        return self._told()
+
+    def Seek(self, request: Any, context: grpc.ServicerContext) -> Any:
+        if not request.topic:
+            raise BadRequest("'topic' is missing")
+        self._streams().seek(
+            request.topic, request.partition, request.offset, request.group or None
+        )
+        return self._told()
+
+    def _streams(self) -> Streams:
+        found: Streams = self._state.require_node().streams
+        return found
+
+    def _told(self) -> Any:
+        status = {"updates": self._streams().status()}
+        return ParseDict(status, pb.UpdatesStatus(), ignore_unknown_fields=True)

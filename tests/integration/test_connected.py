@@ -1,0 +1,137 @@
+"""A process whose lookups are answered by other nodes over gRPC: the same vectors and scores, to the bit."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+import hps
+from hps.config.server_settings import GrpcSettings, ServerSettings
+from hps.errors import ConfigError, ModelError, TierError, Unavailable
+from services.frontend.auth import OpenGuard
+from services.frontend.grpc.server import GrpcServer
+from services.frontend.state import State
+from tests.unit.services.frontend.grpc.conftest import Running
+
+
+@pytest.fixture(scope="module")
+def node(small_repository, tmp_path_factory):
+    settings = {
+        "models": {"repository": str(small_repository)},
+        "tiers": {"rocksdb": {"path": str(tmp_path_factory.mktemp("db") / "db")}},
+    }
+    with hps.open(settings) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def ports(node):
+    """Two ports of the node, which stand for two replicas."""
+    state = State()
+    state.serve(node)
+    at = GrpcSettings(port=0)
+    running = [Running(GrpcServer(at, state, ServerSettings(), OpenGuard())) for _ in range(2)]
+    yield [each.server.url for each in running]
+    for each in running:
+        each.stop(at_once=True)
+        each.join()
+
+
+@pytest.fixture
+def front(small_repository, tmp_path):
+    """A repository with descriptions and networks, but no rows."""
+    shutil.copytree(small_repository, tmp_path / "front", ignore=shutil.ignore_patterns("tables"))
+    return tmp_path / "front"
+
+
+def settings_of(front: Path, targets, **remote):
+    return {
+        "models": {"repository": str(front)},
+        "tiers": {"remote": {"targets": targets, **remote}},
+    }
+
+
+@pytest.fixture
+def connected(front, ports):
+    with hps.connect(settings_of(front, ports)) as opened:
+        yield opened
+
+
+def test_predictions_are_those_of_one_process(node, connected):
+    rng = np.random.default_rng(5)
+    for batch in (1, 7, 64):
+        offsets = np.concatenate([[0], np.cumsum(rng.integers(0, 5, batch))])
+        history = hps.JaggedKeys(rng.integers(-60, 60, offsets[-1]), batch, offsets)
+        features = {
+            "user": rng.integers(0, 120, 1),
+            "item": rng.integers(-60, 60, batch),
+            "history": history,
+        }
+        dense = {"dense": rng.random((batch, 3), np.float32)}
+        mine = connected.predict("clicks", features, dense, top_k=3, want_source=True)
+        theirs = node.predict("clicks", features, dense, top_k=3, want_source=True)
+        assert list(mine.outputs) == list(theirs.outputs)
+        for name, values in mine.outputs.items():
+            assert values.tobytes() == theirs.outputs[name].tobytes()
+        assert mine.defaulted == theirs.defaulted
+        rows = connected.lookup("clicks", features, want_source=True)
+        expected = node.lookup("clicks", features, want_source=True)
+        for name, vectors in rows.vectors.items():
+            assert vectors.tobytes() == expected.vectors[name].tobytes()
+            assert rows.versions[name].tolist() == expected.versions[name].tolist()
+
+
+def test_it_says_who_answers(connected, ports):
+    assert repr(connected) == "<hps.Connected: clicks/1, words/1; >"
+    told = connected.status()["lookup_nodes"]
+    assert [each["address"] for each in told] == ports
+    assert [each["problem"] for each in told] == ["", ""]
+
+
+def test_models_may_be_chosen(front, ports):
+    chosen = settings_of(front, ports)
+    chosen["models"]["serve"] = {"words": {}}
+    with hps.connect(chosen) as opened:
+        assert list(opened.models) == ["words"]
+        assert opened.lookup("words", {"word": [3]}).vectors["word"][0, 0] == 3.0
+
+
+def test_a_front_end_serves_it(connected):
+    """What answers requests takes a connected process as it takes a node."""
+    state = State()
+    state.serve(connected)
+    assert list(state.entries) == ["clicks", "clicks.lookup", "words", "words.lookup"]
+    assert state.ready
+
+
+def test_another_description_is_refused(front, ports):
+    path = front / "words" / "model.yaml"
+    spec = yaml.safe_load(path.read_text())
+    spec["tables"][0]["dim"] = 16
+    path.write_text(yaml.safe_dump(spec))
+    with pytest.raises(ModelError, match=r"table 'words' .*here dim 16.* has dim 8"):
+        hps.connect(settings_of(front, ports))
+
+
+def test_without_nodes(front, tmp_path):
+    with pytest.raises(TierError, match="no node tells of model 'clicks'"):
+        hps.connect(settings_of(front, ["127.0.0.1:1"]), wait_s=0)
+    with pytest.raises(ConfigError, match=r"tiers\.remote is not set"):
+        hps.connect({"models": {"repository": str(front)}})
+    with pytest.raises(ConfigError, match=r"tiers\.remote\.api_key_file: .*No such file"):
+        hps.connect(settings_of(front, ["127.0.0.1:1"], api_key_file=str(tmp_path / "none")))
+
+
+def test_a_node_keeps_its_own_rows(front):
+    with pytest.raises(ConfigError, match=r"tiers\.remote is for processes without tiers"):
+        hps.open(settings_of(front, ["127.0.0.1:1"]))
+
+
+def test_a_version_that_is_stated_needs_no_node_at_the_start(front):
+    chosen = settings_of(front, ["127.0.0.1:1"])
+    chosen["models"]["serve"] = {"words": {"version": 1}}
+    refused = pytest.raises(Unavailable, match="no lookup node serves model 'words' version 1")
+    with hps.connect(chosen, wait_s=0) as opened, refused:
+        opened.lookup("words", {"word": [3]})

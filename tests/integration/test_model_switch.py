@@ -1,0 +1,222 @@
+"""A version switched under load, in a real server: no request fails, and no answer is of two versions."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections import Counter
+from contextlib import ExitStack
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+
+from benchmarks.peers.hps_server import start_hps
+from benchmarks.peers.process import free_ports
+from hps.config.model_schema import ModelSpec
+from hps.models.writer import write_version
+from hps.v1 import admin_pb2, lookup_pb2
+from tests.integration.conftest import RANKING, network, write_models
+from tests.support.waiting import until
+
+USERS, ITEMS = [3, 40, 99], [5, -7, 33]
+
+
+def write_second(root):
+    """``clicks`` with other rows and another network."""
+
+    def table(first, last, dim):
+        keys = np.arange(first, last)
+        return keys, -2 * keys[:, None] + np.arange(dim, dtype=np.float32)
+
+    tables = {"users": table(0, 100, 4), "items": table(-50, 50, 2)}
+    spec = ModelSpec.model_validate(RANKING)
+    write_version(root, spec, 2, tables, dense=network(0.5))
+
+
+class Server:
+    def __init__(self, hps, grpc, grpc_admin):
+        self.hps, self.grpc, self.grpc_admin = hps, grpc, grpc_admin
+
+    def post(self, path, body=None, port=None):
+        connection = http.client.HTTPConnection(port or self.hps.admin, timeout=60)
+        connection.request("POST", path, json.dumps(body or {}))
+        reply = connection.getresponse()
+        found = json.loads(reply.read())
+        connection.close()
+        return reply.status, found
+
+    def load(self, model, version):
+        parameters = {"parameters": {"version": version}}
+        return self.post(f"/v2/repository/models/{model}/load", parameters)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("switch")
+    write_models(folder / "models")
+    port, admin = free_ports(2)
+    limits = {"grpc": {"port": port, "admin": {"port": admin}}}
+    with start_hps(folder, limits=limits) as hps:
+        write_second(folder / "models")
+        yield Server(hps, f"127.0.0.1:{port}", f"127.0.0.1:{admin}")
+
+
+class Asking:
+    """Threads that ask until they are told to end, and what they were answered."""
+
+    def __init__(self, *asks):
+        self.answers = [Counter() for _ in asks]
+        self.failures = []
+        self._ended = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=each)
+            for each in zip(asks, self.answers, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, ask, answers):
+        while not self._ended.is_set():
+            try:
+                answers[ask()] += 1
+            except Exception as error:
+                self.failures.append(error)
+                return
+
+    def more(self, n=10):
+        """Until each has had ``n`` more answers."""
+        before = [sum(each.values()) for each in self.answers]
+        until(
+            lambda: (
+                self.failures
+                or all(sum(a.values()) >= b + n for a, b in zip(self.answers, before, strict=True))
+            )
+        )
+
+    def end(self):
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def by_rest(address, stack):
+    connection = http.client.HTTPConnection(address, timeout=60)
+    stack.callback(connection.close)
+    inputs = [
+        {"name": "user", "datatype": "INT64", "shape": [3, 1], "data": USERS},
+        {"name": "item", "datatype": "INT64", "shape": [3, 1], "data": ITEMS},
+        {"name": "history", "datatype": "INT64", "shape": [3, 1], "data": ITEMS},
+        {"name": "dense", "datatype": "FP32", "shape": [3, 3], "data": [0.25] * 9},
+    ]
+    body = json.dumps({"inputs": inputs})
+
+    def ask():
+        connection.request("POST", "/v2/models/clicks/infer", body)
+        reply = connection.getresponse()
+        found = json.loads(reply.read())
+        assert reply.status == 200, found
+        return found["model_version"], tuple(found["outputs"][1]["data"])
+
+    return ask
+
+
+def by_triton(address, stack):
+    client = stack.enter_context(triton.InferenceServerClient(address))
+    inputs = []
+    for name, values in (("user", USERS), ("item", ITEMS), ("history", ITEMS)):
+        inputs.append(triton.InferInput(name, [3, 1], "INT64"))
+        inputs[-1].set_data_from_numpy(np.array(values).reshape(3, 1))
+    inputs.append(triton.InferInput("dense", [3, 3], "FP32"))
+    inputs[-1].set_data_from_numpy(np.full((3, 3), 0.25, np.float32))
+
+    def ask():
+        result = client.infer("clicks", inputs)
+        version = result.get_response().model_version
+        return version, tuple(result.as_numpy("logit").ravel().tolist())
+
+    return ask
+
+
+def by_lookup(channel):
+    call = channel.unary_unary(
+        "/hps.v1.Lookup/Lookup",
+        lookup_pb2.LookupRequest.SerializeToString,
+        lookup_pb2.LookupResponse.FromString,
+    )
+    keys = [
+        lookup_pb2.Keys(name=name, keys=np.array(values).tobytes())
+        for name, values in (("user", USERS), ("item", ITEMS))
+    ]
+    request = lookup_pb2.LookupRequest(model="clicks", keys=keys)
+
+    def ask():
+        answer = call(request, timeout=60)
+        assert not answer.defaulted
+        return str(answer.version), tuple(each.vectors for each in answer.vectors)
+
+    return ask
+
+
+def test_no_request_fails_and_no_answer_is_mixed(server):
+    with grpc.insecure_channel(server.grpc) as channel, ExitStack() as stack:
+        asking = Asking(
+            by_rest(server.hps.address, stack),
+            by_rest(server.hps.address, stack),
+            by_triton(server.grpc, stack),
+            by_lookup(channel),
+        )
+        for version in (2, 1, 2, 1):
+            asking.more()
+            assert server.load("clicks", version) == (
+                200,
+                {"name": "clicks", "version": str(version)},
+            )
+        asking.more()
+        asking.end()
+    assert not asking.failures
+    for answers in asking.answers:
+        # Of each version one answer, whatever way it was asked: rows and network are of one.
+        assert sorted(version for version, _ in answers) == ["1", "2"]
+
+
+def test_models_are_listed_loaded_and_unloaded(server):
+    listed = server.post("/v2/repository/index")[1]
+    assert {each["name"]: each["state"] for each in listed} == dict.fromkeys(
+        ("clicks", "clicks.lookup", "words", "words.lookup"), "READY"
+    )
+    assert server.post("/v2/repository/models/words/unload") == (200, {"name": "words"})
+    body = {"inputs": [{"name": "word", "datatype": "INT64", "shape": [1, 1], "data": [3]}]}
+    asked = "/v2/models/words/infer"
+    status, told = server.post(asked, body, server.hps.address)
+    assert (status, told["error"]) == (404, "Request for unknown model: 'words' is not found")
+    listed = {each["name"]: each for each in server.post("/v2/repository/index")[1]}
+    assert listed["words"] == {
+        "name": "words",
+        "version": "1",
+        "state": "UNAVAILABLE",
+        "reason": "unloaded",
+    }
+    with grpc.insecure_channel(server.grpc_admin) as channel:
+        load = channel.unary_unary(
+            "/hps.v1.Admin/LoadModel",
+            admin_pb2.LoadModelRequest.SerializeToString,
+            admin_pb2.LoadModelResponse.FromString,
+        )
+        assert load(admin_pb2.LoadModelRequest(model="words"), timeout=60).version == 1
+    assert server.post(asked, body, server.hps.address)[0] == 200
+
+
+def test_what_cannot_be_loaded(server):
+    status, told = server.load("clicks", 9)
+    assert status == 404
+    assert "model 'clicks' has no version 9" in told["error"]
+    assert server.load("none", None)[0] == 404
+    assert server.load("clicks", "x")[0] == 400
+    status, told = server.post(
+        "/v2/repository/models/clicks/load", {"parameters": {}}, server.hps.address
+    )
+    assert status == 501
+    assert "ask the admin port, or set models.control: all" in told["error"]

@@ -1,0 +1,278 @@
+"""`hps.v1.Updates` and `hps.v1.Admin`, on a port of their own."""
+
+from typing import ClassVar
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf.json_format import MessageToDict
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from hps.config.server_settings import GrpcAdminSettings
+from hps.errors import ConfigError, NotFound
+from hps.tiers.positions import TableChanges
+from hps.updates.stream_places import Store
+from hps.v1 import admin_pb2 as pb
+from services.frontend.auth import OpenGuard
+from services.frontend.grpc.admin_port import AdminPort
+from services.frontend.state import State
+from tests.unit.services.conftest import row
+from tests.unit.services.frontend.grpc.conftest import Running
+
+
+class Stub:
+    """Every call of a service."""
+
+    def __init__(self, channel, service):
+        descriptor = pb.DESCRIPTOR.services_by_name[service]
+        for method in descriptor.methods:
+            request, response = (
+                getattr(pb, kind.name) for kind in (method.input_type, method.output_type)
+            )
+            call = channel.unary_unary(
+                f"/{descriptor.full_name}/{method.name}",
+                request.SerializeToString,
+                response.FromString,
+            )
+            setattr(self, method.name, call)
+
+
+@pytest.fixture
+def serve(small):
+    """``serve(guard)``: a channel to a running port."""
+    open_ones = []
+
+    def serve(guard=None, state=None):
+        at = GrpcAdminSettings(port=0)
+        port = AdminPort(at, state or small.state, small.settings, guard or OpenGuard())
+        channel = grpc.insecure_channel(port.url)
+        open_ones.append((Running(port), channel))
+        return channel
+
+    yield serve
+    for running, channel in open_ones:
+        channel.close()
+        running.stop(at_once=True)
+        running.join()
+
+
+class KeptStore:
+    """A store that keeps what it is given, as `PositionedStore` says."""
+
+    def __init__(self, tier):
+        self.tier = tier
+
+    def applied(self, _table):
+        return {}
+
+    def apply(self, table, changes: TableChanges, _positions):
+        self.tier.insert(table, changes.keys, changes.vectors, changes.versions)
+        self.tier.delete(table, changes.deleted, changes.deleted_versions)
+
+
+@pytest.fixture
+def writable(small):
+    small.node.streams.write_directly(
+        [Store("rocksdb", KeptStore(small.store), True)], small.node.writer
+    )
+
+
+def refused(call, *args, **kwargs):
+    with pytest.raises(grpc.RpcError) as caught:
+        call(*args, **kwargs)
+    return caught.value.code().name, caught.value.details()
+
+
+def packed(dtype, *values):
+    return np.array(values, dtype).tobytes()
+
+
+@pytest.mark.usefixtures("writable")
+def test_rows_are_written_and_deleted(serve, small):
+    updates = Stub(serve(), "Updates")
+    keys = packed(np.uint64, 15, 2**64 - 1)
+    vectors = packed(np.float32, *range(6))
+    written = updates.Write(
+        pb.WriteRequest(
+            model="words", table="left", keys=keys, vectors=vectors, deleted=packed(np.int64, 16)
+        )
+    )
+    assert (written.written, written.deleted) == (2, 1)
+    found = small.node.lookup("words", {"left": [15, -1, 16, 17]}, want_source=True)
+    assert found.vectors["left"].tolist() == [[0, 1, 2], [3, 4, 5], [0, 0, 0], row(17, 3)]
+    assert found.versions["left"][0] == written.version
+
+
+@pytest.mark.usefixtures("writable")
+@pytest.mark.parametrize(
+    ("request_", "code", "text"),
+    [
+        (pb.WriteRequest(model="words", table="lift"), "NOT_FOUND", "has no table 'lift'"),
+        (
+            pb.WriteRequest(model="words", table="left", keys=b"123"),
+            "INVALID_ARGUMENT",
+            'keys of "left": 3 bytes',
+        ),
+        (
+            pb.WriteRequest(model="words", table="left", keys=b"12345678", vectors=b"1234"),
+            "INVALID_ARGUMENT",
+            "table 'left' has dim 3: 1 keys need 3 values of 'vectors', not 1",
+        ),
+    ],
+)
+def test_writes_at_fault(serve, request_, code, text):
+    found = refused(Stub(serve(), "Updates").Write, request_)
+    assert found[0] == code
+    assert text in found[1]
+
+
+class FakeStreams:
+    """What is asked of a node's streams, noted."""
+
+    def __init__(self):
+        self.asked = []
+
+    def pause(self, group):
+        self.asked.append(("pause", group))
+
+    def resume(self, group):
+        self.asked.append(("resume", group))
+
+    def seek(self, *to):
+        self.asked.append(("seek", *to))
+        if to[0] == "unread":
+            raise NotFound("no partition 0 of topic 'unread' is read here")
+
+    def status(self):
+        partitions = [
+            {"topic": "t", "partition": 0, "lag": 3},
+            {"topic": "t", "partition": 1, "lag": None},
+        ]
+        return [
+            {
+                "group": "g",
+                "source": "kafka",
+                "state": "paused",
+                "problem": None,
+                "stores": ["rocksdb"],
+                "caches": True,
+                "lag": None,
+                "partitions": partitions,
+            }
+        ]
+
+
+def test_streams_are_paused_resumed_and_replayed(serve, small):
+    small.node.streams = streams = FakeStreams()
+    updates = Stub(serve(), "Updates")
+    updates.Pause(pb.Group(group="g"))
+    updates.Resume(pb.Group())
+    told = updates.Seek(pb.SeekRequest(topic="t", partition=1, offset=2**40))
+    assert streams.asked == [("pause", "g"), ("resume", None), ("seek", "t", 1, 2**40, None)]
+    stream = told.updates[0]
+    assert (stream.group, stream.state, stream.problem) == ("g", "paused", "")
+    assert not stream.HasField("lag")
+    assert [p.lag for p in stream.partitions if p.HasField("lag")] == [3]
+    assert updates.Status(pb.UpdatesStatusRequest()) == told
+    assert refused(updates.Seek, pb.SeekRequest(topic="unread"))[0] == "NOT_FOUND"
+    assert refused(updates.Seek, pb.SeekRequest()) == ("INVALID_ARGUMENT", "'topic' is missing")
+
+
+def test_status_and_models_are_those_of_http(serve, small):
+    admin = Stub(serve(), "Admin")
+    told = MessageToDict(admin.Status(pb.StatusRequest()).status)
+    assert told["phase"] == "ready"
+    assert [model["name"] for model in told["models"]] == ["ctr", "words", "halves"]
+    models = admin.Models(pb.ModelsRequest()).models
+    assert (models[0].name, models[0].version, models[0].dense) == ("ctr", 1, True)
+    table = models[0].tables[0]
+    assert (table.name, table.dim, table.rows["cpu"]) == ("users", 4, 10)
+
+
+def test_while_models_load(serve):
+    channel = serve(state=State())
+    assert refused(Stub(channel, "Admin").Models, pb.ModelsRequest())[0] == "UNAVAILABLE"
+    told = Stub(channel, "Admin").Status(pb.StatusRequest()).status
+    assert told["phase"] == "starting"
+    health = health_pb2_grpc.HealthStub(channel)
+    told = health.Check(health_pb2.HealthCheckRequest(service="hps.v1.Admin"))
+    assert told.status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def test_roles(serve, key_guard):
+    channel = serve(key_guard)
+    updates, admin = Stub(channel, "Updates"), Stub(channel, "Admin")
+    write = pb.WriteRequest(model="none")
+    asked = {
+        (updates.Write, "read"): "PERMISSION_DENIED",
+        (updates.Write, "write"): "NOT_FOUND",
+        (updates.Status, "write"): "PERMISSION_DENIED",
+        (updates.Pause, "write"): "PERMISSION_DENIED",
+        (updates.Resume, "write"): "PERMISSION_DENIED",
+        (updates.Seek, "write"): "PERMISSION_DENIED",
+        (admin.Status, "write"): "PERMISSION_DENIED",
+        (admin.Models, "write"): "PERMISSION_DENIED",
+        (admin.LoadModel, "write"): "PERMISSION_DENIED",
+        (admin.UnloadModel, "write"): "PERMISSION_DENIED",
+    }
+    requests = {updates.Write: write, updates.Status: pb.UpdatesStatusRequest()}
+    requests |= {updates.Pause: pb.Group(), updates.Resume: pb.Group()}
+    requests |= {updates.Seek: pb.SeekRequest(topic="t")}
+    requests |= {admin.LoadModel: pb.LoadModelRequest()}
+    requests |= {admin.UnloadModel: pb.UnloadModelRequest()}
+    requests |= {admin.Status: pb.StatusRequest(), admin.Models: pb.ModelsRequest()}
+    for (call, role), code in asked.items():
+        key = [("x-api-key", role[0] * 16)]
+        assert refused(call, requests[call], metadata=key)[0] == code
+    assert refused(admin.Status, pb.StatusRequest())[0] == "UNAUTHENTICATED"
+    assert admin.Status(pb.StatusRequest(), metadata=[("x-api-key", "a" * 16)]).status
+
+
+def test_reflection_names_the_services(serve):
+    stub = reflection_pb2_grpc.ServerReflectionStub(serve())
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    (told,) = stub.ServerReflectionInfo(iter([request]))
+    names = {each.name for each in told.list_services_response.service}
+    assert {"hps.v1.Updates", "hps.v1.Admin", "grpc.health.v1.Health"} <= names
+
+
+def test_a_port_that_is_taken_is_named(small):
+    taken = AdminPort(GrpcAdminSettings(port=0), small.state, small.settings, OpenGuard())
+    port = int(taken.url.rsplit(":", 1)[1])
+    again = GrpcAdminSettings(port=port)
+    with pytest.raises(ConfigError, match=r"server\.grpc\.admin: cannot listen .*\.admin\.port"):
+        AdminPort(again, small.state, small.settings, OpenGuard())
+    running = Running(taken)
+    running.stop(at_once=True)
+    running.join()
+
+
+class FakeControl:
+    """What changes a node's models, noted."""
+
+    loading: ClassVar = {"ctr": 2}
+
+    def __init__(self):
+        self.asked = []
+
+    def available(self):
+        return {"ctr": [1, 2], "other": [1, 7]}
+
+    def load(self, name, version=None):
+        self.asked.append(("load", name, version))
+        return version or 7
+
+    def unload(self, name):
+        self.asked.append(("unload", name))
+
+
+def test_models_are_loaded_and_unloaded(serve, small):
+    admin = Stub(serve(), "Admin")
+    code, text = refused(admin.LoadModel, pb.LoadModelRequest(model="ctr"))
+    assert (code, "has its models from a node" in text) == ("UNIMPLEMENTED", True)
+    small.node.control = control = FakeControl()
+    assert admin.LoadModel(pb.LoadModelRequest(model="other")).version == 7
+    assert admin.LoadModel(pb.LoadModelRequest(model="ctr", version=2)).version == 2
+    admin.UnloadModel(pb.UnloadModelRequest(model="ctr"))
+    assert control.asked == [("load", "other", None), ("load", "ctr", 2), ("unload", "ctr")]

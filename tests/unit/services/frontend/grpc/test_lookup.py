@@ -1,0 +1,178 @@
+"""`hps.v1.Lookup`, asked as any gRPC client would."""
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from hps.types import Source
+from hps.v1 import lookup_pb2 as pb
+from tests.support.waiting import until
+from tests.unit.services.conftest import ROW_VERSION, row
+
+
+class Client:
+    def __init__(self, channel):
+        self.lookup = channel.unary_unary(
+            "/hps.v1.Lookup/Lookup",
+            pb.LookupRequest.SerializeToString,
+            pb.LookupResponse.FromString,
+        )
+        self.describe = channel.unary_unary(
+            "/hps.v1.Lookup/Describe",
+            pb.DescribeRequest.SerializeToString,
+            pb.DescribeResponse.FromString,
+        )
+
+
+@pytest.fixture
+def channel(serve):
+    with grpc.insecure_channel(serve().server.url) as channel:
+        yield channel
+
+
+@pytest.fixture
+def client(channel):
+    return Client(channel)
+
+
+def keys(name, *values, batch=0, **more):
+    packed = {key: value.tobytes() for key, value in more.items()}
+    return pb.Keys(name=name, keys=np.array(values, np.int64).tobytes(), batch=batch, **packed)
+
+
+def vectors(given):
+    dtype = {"FP32": np.float32, "FP16": np.float16}[given.datatype]
+    return np.frombuffer(given.vectors, dtype).reshape(-1, given.dim).tolist()
+
+
+def refused(call, *args, **kwargs):
+    with pytest.raises(grpc.RpcError) as caught:
+        call(*args, **kwargs)
+    return caught.value.code().name, caught.value.details()
+
+
+def test_features_in_the_request_order(client):
+    request = pb.LookupRequest(model="words", keys=[keys("right", 3, 4), keys("left", 1, 2)])
+    answer = client.lookup(request)
+    assert (answer.model, answer.version, answer.defaulted) == ("words", 1, 0)
+    assert [given.name for given in answer.vectors] == ["right", "left"]
+    assert vectors(answer.vectors[0]) == [row(3, 2), row(4, 2)]
+    assert vectors(answer.vectors[1]) == [row(1, 3), row(2, 3)]
+    assert not answer.vectors[0].sources
+
+
+def test_the_report_has_sources_and_versions_of_every_key(client):
+    request = pb.LookupRequest(model="words", report=True, keys=[keys("left", 1, 15, 99)])
+    answer = client.lookup(request)
+    given = answer.vectors[0]
+    assert list(given.sources) == [Source.CPU, Source.ROCKSDB, Source.DEFAULT]
+    assert np.frombuffer(given.versions, np.uint64).tolist() == [ROW_VERSION, ROW_VERSION, 0]
+    assert answer.defaulted == 1
+
+
+def test_jagged_and_weighted_keys(client):
+    offsets, weights = np.array([0, 2, 2, 3]), np.array([2, 4, 6], np.float32)
+    given = keys("left", 1, 2, 3, offsets=offsets, weights=weights)
+    answer = client.lookup(pb.LookupRequest(model="words", keys=[given]))
+    a, b, c = (np.array(row(key, 3)) for key in (1, 2, 3))
+    assert vectors(answer.vectors[0]) == [(2 * a + 4 * b).tolist(), [0.0] * 3, (6 * c).tolist()]
+
+
+def test_tables_of_half_precision(client):
+    request = pb.LookupRequest(model="halves", by_table=True, keys=[keys("half", 1, 2)])
+    given = client.lookup(request).vectors[0]
+    assert (given.name, given.datatype, given.dim) == ("half", "FP16", 4)
+    assert vectors(given) == [row(1, 4), row(2, 4)]
+
+
+def test_no_keys_are_no_vectors(client):
+    answer = client.lookup(pb.LookupRequest(model="words", keys=[keys("left")]))
+    assert vectors(answer.vectors[0]) == []
+
+
+def test_what_can_be_looked_up(client):
+    told = client.describe(pb.DescribeRequest(model="ctr"))
+    assert (told.model, told.version, told.max_batch_size) == ("ctr", 1, 64)
+    assert [(t.name, t.dim, t.datatype, t.key_bits) for t in told.tables] == [
+        ("users", 4, "FP32", 64),
+        ("items", 2, "FP32", 64),
+    ]
+    history = told.features[2]
+    assert (history.name, history.table, history.pooling) == ("history", "items", "mean")
+    assert (told.features[0].hotness, told.features[0].context) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "text"),
+    [
+        (pb.LookupRequest(model="none"), "NOT_FOUND", "unknown model: 'none.lookup'"),
+        (pb.LookupRequest(model="words", version=9), "NOT_FOUND", "version 9 is not found"),
+        (pb.LookupRequest(model="words"), "INVALID_ARGUMENT", "names no feature"),
+        (
+            pb.LookupRequest(model="words", keys=[keys("lift", 1)]),
+            "INVALID_ARGUMENT",
+            "has no feature 'lift'; did you mean 'left'",
+        ),
+        (
+            pb.LookupRequest(model="words", keys=[keys("left", 1), keys("left", 2)]),
+            "INVALID_ARGUMENT",
+            '"left" stands twice',
+        ),
+        (
+            pb.LookupRequest(model="words", keys=[pb.Keys(name="left", keys=b"\0" * 9)]),
+            "INVALID_ARGUMENT",
+            'keys of "left": 9 bytes are no int64 numbers, which take 8 each',
+        ),
+        (
+            pb.LookupRequest(model="words", keys=[keys("left", 1, offsets=np.array([0, 5]))]),
+            "INVALID_ARGUMENT",
+            "offsets run from 0 to 5",
+        ),
+    ],
+)
+def test_requests_at_fault(client, request_, code, text):
+    found = refused(client.lookup, request_)
+    assert found[0] == code
+    assert text in found[1]
+
+
+def test_too_many_keys(serve):
+    with grpc.insecure_channel(serve(max_keys=3).server.url) as channel:
+        request = pb.LookupRequest(model="words", keys=[keys("left", 1, 2, 3, 4)])
+        code, text = refused(Client(channel).lookup, request)
+    assert code == "INVALID_ARGUMENT"
+    assert "carries 4 keys" in text
+
+
+def test_keys_of_callers_are_asked_for(serve, key_guard):
+    request = pb.LookupRequest(model="words", keys=[keys("left", 1)])
+    with grpc.insecure_channel(serve(key_guard).server.url) as channel:
+        client = Client(channel)
+        assert refused(client.lookup, request)[0] == "UNAUTHENTICATED"
+        assert refused(client.describe, pb.DescribeRequest(model="words"))[0] == "UNAUTHENTICATED"
+        assert client.lookup(request, metadata=[("x-api-key", "r" * 16)]).vectors
+
+
+def test_a_lookup_ends_at_its_deadline(client, small):
+    small.store.gate.clear()
+    request = pb.LookupRequest(model="words", keys=[keys("left", 15)])
+    assert refused(client.lookup, request, timeout=0.05)[0] == "DEADLINE_EXCEEDED"
+    small.store.gate.set()
+    assert client.lookup(request).vectors
+
+
+def test_lookups_count_as_requests(client, small):
+    client.lookup(pb.LookupRequest(model="words", keys=[keys("left", 1, 2)]))
+    refused(client.lookup, pb.LookupRequest(model="words", keys=[keys("lift", 1)]))
+    counted = small.state.entries["words.lookup"].statistics
+    until(lambda: counted.fail_count)
+    assert (counted.success_count, counted.inferences) == (1, 2)
+    text = small.state.metrics.render().decode()
+    assert 'method="lookup",model="words.lookup",protocol="grpc"' in text
+
+
+def test_health_knows_the_service(channel):
+    stub = health_pb2_grpc.HealthStub(channel)
+    told = stub.Check(health_pb2.HealthCheckRequest(service="hps.v1.Lookup"))
+    assert told.status == health_pb2.HealthCheckResponse.SERVING

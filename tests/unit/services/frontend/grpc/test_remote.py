@@ -1,0 +1,332 @@
+"""`RemoteLookup` over real ports: as the engine behind them, to the bit; and what it does when they fail."""
+
+import threading
+import time
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import replace
+
+import grpc
+import numpy as np
+import pytest
+
+from hps.errors import BadRequest, DeadlineExceeded, HpsError, ModelError, TierError, Unavailable
+from hps.lookup.base import LookupModel
+from hps.lookup.remote import RemoteLookup, Targets
+from hps.lookup.remote.messages import described
+from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, Source
+from hps.v1 import lookup_pb2 as pb
+from tests.support.waiting import until
+from tests.unit.services.conftest import row
+from tests.unit.services.frontend.grpc.conftest import running
+
+INT64 = np.int64
+
+
+def model_of(served):
+    return LookupModel(
+        served.name,
+        served.version,
+        served.tables,
+        served.engine.features,
+        served.spec.max_batch_size,
+    )
+
+
+@pytest.fixture
+def connect(small):
+    """``connect(*urls, model="ctr", **options)``: a lookup at those ports."""
+    closing = []
+
+    def connect(*urls, model="ctr", described=None, api_key=None, **options):
+        targets = Targets(urls, None, api_key)
+        closing.append(targets)
+        found = described or model_of(small.node.models[model])
+        lookup = RemoteLookup(found, targets, **options)
+        closing.append(lookup)
+        return lookup
+
+    yield connect
+    for each in reversed(closing):
+        each.close()
+
+
+@pytest.fixture
+def remote(serve, connect):
+    return connect(serve().server.url)
+
+
+def left(*keys):
+    return LookupRequest({"left": JaggedKeys(np.array(keys, INT64), len(keys))})
+
+
+def same(one, other):
+    assert list(one.vectors) == list(other.vectors)
+    for name, vectors in one.vectors.items():
+        assert vectors.dtype == other.vectors[name].dtype
+        assert vectors.tobytes() == other.vectors[name].tobytes()
+        assert vectors.shape == other.vectors[name].shape
+    for name, sources in one.sources.items():
+        assert sources.tolist() == other.sources[name].tolist()
+        assert one.versions[name].tolist() == other.versions[name].tolist()
+    assert (one.defaulted, one.degraded) == (other.defaulted, other.degraded)
+
+
+def requests():
+    rng = np.random.default_rng(3)
+
+    def keys(n):
+        return rng.integers(-2, 22, n)
+
+    offsets = np.array([0, 2, 2, 7])
+    yield {"user": JaggedKeys(keys(3), 3)}
+    yield {
+        "item": JaggedKeys(keys(3), 3),
+        "user": JaggedKeys(keys(1), 1),
+        "history": JaggedKeys(keys(7), 3, offsets),
+    }
+    weights = rng.random(7, np.float32)
+    yield {"history": JaggedKeys(keys(7), 3, offsets.astype(np.int32), weights)}
+    yield {"history": JaggedKeys(keys(0), 0)}
+    yield {"history": JaggedKeys(keys(12).astype(np.uint64), 4)}
+
+
+@pytest.mark.parametrize("report", [False, True])
+@pytest.mark.parametrize("features", list(requests()))
+def test_answers_are_those_of_the_engine(remote, small, features, report):
+    small.memory.insert = lambda *_args: None  # sources stay as they are
+    request = LookupRequest(features, want_source=report)
+    same(remote.lookup(request), small.node.models["ctr"].engine.lookup(request))
+
+
+def test_tables_and_half_precision(serve, connect, small):
+    remote = connect(serve().server.url, model="halves")
+    keys = JaggedKeys(np.array([1, 99, 12]), 3)
+    request = LookupRequest({"half": keys}, want_source=True, by_table=True)
+    found = remote.lookup(request)
+    same(found, small.node.models["halves"].engine.lookup(request))
+    assert found.sources["half"].tolist()[1] == Source.DEFAULT
+    assert found.defaulted == 1
+
+
+def test_vectors_go_where_the_caller_says(remote):
+    out = np.zeros((2, 2), np.float32)
+    request = LookupRequest({"item": JaggedKeys(np.array([1, 2]), 2)}, out={"item": out})
+    found = remote.lookup(request)
+    assert found.vectors["item"] is out
+    assert out.tolist() == [row(1, 2), row(2, 2)]
+
+
+def test_a_prepared_lookup(remote):
+    submit = remote.prepare(LookupRequest({"item": JaggedKeys(np.array([1, 2]), 2)}))
+    found = submit([np.array([3, 4])], None).result()
+    assert found.vectors["item"].tolist() == [row(3, 2), row(4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("features", "text"),
+    [
+        ({}, "names no feature"),
+        ({"itme": [1]}, "has no feature 'itme'; did you mean 'item'"),
+        ({"item": [1.5]}, "must be integers"),
+        ({"item": [1], "user": [1, 2]}, "batch sizes differ"),
+    ],
+)
+def test_requests_at_fault_go_nowhere(remote, features, text):
+    given = {name: JaggedKeys(np.array(keys), len(keys)) for name, keys in features.items()}
+    with pytest.raises(BadRequest, match=text):
+        remote.submit(LookupRequest(given))
+
+
+def test_degraded_tiers_are_told(remote, small):
+    def broken(parts, ctx):
+        ctx.degraded.append("rocksdb")
+
+    small.store.fetch = broken
+    found = remote.lookup(LookupRequest({"item": JaggedKeys(np.array([15]), 1)}))
+    assert found.degraded == ("rocksdb",)
+    assert found.vectors["item"].tolist() == [[0.5, 0.5]]
+
+
+def test_lookups_spread_over_nodes_and_survive_one(small, connect):
+    with running(small) as one, running(small) as two:
+        remote = connect(one.server.url, two.server.url, model="words")
+        counted = small.state.entries["words.lookup"].statistics
+        for key in range(10):
+            assert remote.lookup(left(key)).vectors["left"].tolist() == [row(key, 3)]
+        one.stop(at_once=True)
+        one.join()
+        for key in range(10):
+            assert remote.lookup(left(key)).vectors["left"].tolist() == [row(key, 3)]
+        assert counted.success_count == 20
+    with pytest.raises(Unavailable, match="no lookup node could answer; the last was"):
+        remote.lookup(left(1))
+
+
+def test_a_node_that_comes_back_is_asked_again(small, connect):
+    with running(small) as first:
+        url = first.server.url
+        remote = connect(url, model="words")
+        remote.lookup(left(1))
+    with pytest.raises(Unavailable):
+        remote.lookup(left(1))
+
+    def answers():
+        try:
+            return remote.lookup(left(1))
+        except Unavailable:
+            return None
+
+    with running(small, grpc={"port": int(url.rsplit(":", 1)[1])}):
+        until(answers)
+
+
+def test_a_node_that_was_away_at_the_start(small, connect):
+    with running(small) as once:
+        url = once.server.url
+    remote = connect(url, model="words")
+    assert list(remote.problems) == [url]
+    with pytest.raises(
+        Unavailable, match=r"no lookup node serves model 'words' version 1: .*UNAVAIL"
+    ):
+        remote.lookup(left(1))
+    with running(small, grpc={"port": int(url.rsplit(":", 1)[1])}):
+        until(lambda: not remote.problems)
+        assert remote.lookup(left(1)).defaulted == 0
+
+
+def test_the_deadline_goes_along(remote, small):
+    small.store.gate.clear()
+    request = LookupRequest({"item": JaggedKeys(np.array([15]), 1)}, time.monotonic() + 0.05)
+    with pytest.raises(DeadlineExceeded):
+        remote.lookup(request)
+    with pytest.raises(DeadlineExceeded, match="had passed when it came"):
+        remote.submit(replace(request, deadline=time.monotonic() - 1))
+
+
+def test_a_request_without_a_deadline_gets_one(serve, connect, small):
+    remote = connect(serve().server.url, timeout_s=0.05)
+    small.store.gate.clear()
+    with pytest.raises(DeadlineExceeded):
+        remote.lookup(LookupRequest({"item": JaggedKeys(np.array([15]), 1)}))
+
+
+def test_too_many_under_way(serve, connect, small):
+    remote = connect(serve().server.url, in_flight=2)
+    small.store.gate.clear()
+    request = LookupRequest({"item": JaggedKeys(np.array([15]), 1)})
+    waiting = [remote.submit(request) for _ in range(2)]
+    with pytest.raises(Unavailable, match=r"2 lookups are under way .*tiers\.remote\.in_flight"):
+        remote.submit(request)
+    small.store.gate.set()
+    assert [len(each.result().vectors["item"]) for each in waiting] == [1, 1]
+    assert remote.lookup(request).vectors
+
+
+def test_a_cancelled_lookup_is_given_up(remote, small):
+    small.store.gate.clear()
+    asked = remote.submit(LookupRequest({"item": JaggedKeys(np.array([15]), 1)}))
+    assert asked.cancel()
+    with pytest.raises(CancelledError):
+        asked.result()
+    until(lambda: not remote._targets.all[0].in_flight)
+
+
+def test_another_model_yaml_is_refused(serve, connect, small):
+    served = small.node.models["words"]
+    wider = EmbeddingTable.make("left", 5, model="words")
+    tables = {**served.tables, "left": wider}
+    features = {
+        **served.engine.features,
+        "left": replace(served.engine.features["left"], table=wider),
+    }
+    mine = LookupModel("words", 1, tables, features)
+    url = serve().server.url
+    with pytest.raises(
+        ModelError, match=f"'left' of model 'words' .*: here dim 5.*{url} has dim 3"
+    ):
+        connect(url, described=mine)
+    pooled = replace(served.engine.features["left"], pooling="mean")
+    features = {**served.engine.features, "left": pooled}
+    mine = LookupModel("words", 1, served.tables, features)
+    with pytest.raises(ModelError, match=r"feature 'left' .*mean.*sum.* same model\.yaml"):
+        connect(url, described=mine)
+
+
+def test_a_version_that_is_not_served_any_more(serve, connect, small):
+    remote = connect(serve().server.url, model="words")
+    served = small.node.models["words"]
+    small.node.models["words"] = replace(served, version=2)
+    small.state.serve(small.node)
+    with pytest.raises(Unavailable, match="version 1 is not found"):
+        remote.lookup(left(1))
+    until(lambda: remote.problems)
+    small.node.models["words"] = served
+    small.state.serve(small.node)
+    until(lambda: not remote.problems)
+    assert remote.lookup(left(1)).vectors
+
+
+def test_keys_of_callers(serve, connect, key_guard):
+    url = serve(key_guard).server.url
+    assert "UNAUTHENTICATED" in connect(url, model="words").problems[url]
+    assert connect(url, model="words", api_key="r" * 16).lookup(left(1)).vectors
+
+
+class Impostor(grpc.GenericRpcHandler):
+    """Describes a model, and answers lookups of it with something else."""
+
+    def __init__(self, described, answer):
+        self._described, self._answer = described, answer
+
+    def service(self, details):
+        told = self._described if details.method.endswith("Describe") else self._answer
+        return grpc.unary_unary_rpc_method_handler(lambda _request, _context: told)
+
+
+@pytest.mark.parametrize("given", [{"dim": 7}, {"name": "other"}, {"datatype": "FP16"}, None])
+def test_an_answer_that_does_not_fit_is_an_error(connect, small, given):
+    model = model_of(small.node.models["words"])
+    answer = pb.LookupResponse()
+    if given is not None:
+        right = {"name": "left", "datatype": "FP32", "dim": 3, "vectors": bytes(12)}
+        answer.vectors.add(**{**right, **given})
+    server = grpc.server(ThreadPoolExecutor(2))
+    handler = Impostor(described(model).SerializeToString(), answer.SerializeToString())
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        remote = connect(f"127.0.0.1:{port}", described=model)
+        with pytest.raises(HpsError, match="a lookup node answered"):
+            remote.lookup(left(1))
+    finally:
+        server.stop(None).wait()
+
+
+def test_nobody_tells_a_version(serve):
+    targets = Targets([serve().server.url])
+    assert targets.version_of("words") == 1
+    with pytest.raises(TierError, match=r"no node tells of model 'none': .*NOT_FOUND"):
+        targets.version_of("none")
+    targets.close()
+
+
+def test_many_at_a_time(serve, connect):
+    remote = connect(serve().server.url, model="words")
+    wrong = []
+
+    def ask(seed):
+        rng = np.random.default_rng(seed)
+        for _ in range(40):
+            keys = rng.integers(0, 20, 9)
+            found = remote.lookup(left(*keys)).vectors["left"]
+            if found.tolist() != [row(int(key), 3) for key in keys]:
+                wrong.append(keys)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert remote._targets.all[0].in_flight == 0

@@ -1,0 +1,88 @@
+"""The repository extension, over HTTP and over Triton's gRPC."""
+
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+
+from hps.config import Settings
+from services.frontend.auth import OpenGuard
+from services.frontend.http.app import admin_app, data_app
+from services.frontend.state import State
+from tests.unit.services.frontend.grpc.conftest import running
+from tests.unit.services.frontend.grpc.test_admin_port import FakeControl
+
+
+@pytest.fixture
+def control(small):
+    small.node.control = FakeControl()
+    return small.node.control
+
+
+@pytest.fixture
+def everywhere(small, control):
+    """Served by a state whose data ports load and unload too."""
+    small.state = State(settings=Settings.model_validate({"models": {"control": "all"}}))
+    small.state.serve(small.node)
+    return small
+
+
+def test_the_index_has_states(call, admin, control):
+    told = call(admin, "POST", "/v2/repository/index").json()
+    found = [(each["name"], each["version"], each["state"], each["reason"]) for each in told]
+    assert found[:2] == [("ctr", "1", "READY", ""), ("ctr.lookup", "1", "READY", "")]
+    assert found[-2:] == [
+        ("ctr", "2", "LOADING", ""),
+        ("other", "7", "UNAVAILABLE", "unloaded"),
+    ]
+    ready = call(admin, "POST", "/v2/repository/index", json={"ready": True}).json()
+    assert {each["state"] for each in ready} == {"READY"}
+
+
+def test_over_http(call, admin, control, error):
+    path = "/v2/repository/models/other/load"
+    assert call(admin, "POST", path).json() == {"name": "other", "version": "7"}
+    body = {"parameters": {"version": "3"}}
+    assert call(admin, "POST", path, json=body).json() == {"name": "other", "version": "3"}
+    assert call(admin, "POST", "/v2/repository/models/ctr/unload").json() == {"name": "ctr"}
+    assert control.asked == [("load", "other", None), ("load", "other", 3), ("unload", "ctr")]
+    for parameters in (3, {"version": 0}, {"version": -1}, {"version": 1.5}, {"version": "x"}):
+        reply = call(admin, "POST", path, json={"parameters": parameters})
+        assert reply.status_code == 400
+        assert "parameter" in error(reply)
+
+
+def test_the_data_port_says_where(call, data, control, error):
+    for verb in ("load", "unload"):
+        reply = call(data, "POST", f"/v2/repository/models/ctr/{verb}")
+        assert reply.status_code == 501
+        assert error(reply).endswith("ask the admin port, or set models.control: all")
+    assert not control.asked
+
+
+def test_role_admin_is_asked_for(call, small, control, key_guard):
+    app = admin_app(small.state, small.settings, key_guard)
+    for verb in ("load", "unload"):
+        path = f"/v2/repository/models/ctr/{verb}"
+        for key, status in (("r", 403), ("w", 403), ("a", 200)):
+            reply = call(app, "POST", path, headers={"x-api-key": key * 16})
+            assert reply.status_code == status
+
+
+def test_every_port_where_it_is_wanted(call, everywhere, control):
+    app = data_app(everywhere.state, everywhere.settings, OpenGuard())
+    assert call(app, "POST", "/v2/repository/models/ctr/load").status_code == 200
+    with running(everywhere) as one, triton.InferenceServerClient(one.server.url) as client:
+        client.load_model("other", config=None)
+        client.unload_model("other")
+        index = client.get_model_repository_index(as_json=True)["models"]
+    assert control.asked == [("load", "ctr", None), ("load", "other", None), ("unload", "other")]
+    assert {"name": "other", "version": "7", "state": "UNAVAILABLE", "reason": "unloaded"} in index
+
+
+def test_triton_is_refused_where_it_is_not(small, control):
+    with running(small) as one, triton.InferenceServerClient(one.server.url) as client:
+        with pytest.raises(InferenceServerException, match=r"set models\.control: all"):
+            client.load_model("ctr")
+        with pytest.raises(InferenceServerException, match=r"set models\.control: all"):
+            client.unload_model("ctr")
+    assert not control.asked
