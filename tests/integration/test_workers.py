@@ -6,11 +6,14 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +78,8 @@ def counted(server: Hps, name: str, **labels: str) -> float:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hps]:
     folder = tmp_path_factory.mktemp("workers")
     write_models(folder / "models")
-    with start_hps(folder, limits={"workers": 2}) as started:
+    limits = {"workers": 2, "admission": {"queue_bytes": 1 << 20}}
+    with start_hps(folder, limits=limits) as started:
         until(lambda: status(started)["ready"])
         yield started
 
@@ -165,6 +169,22 @@ def test_every_worker_tells_the_sums_of_all(server):
         assert counted(server, "hps_lookup_keys_total", model="words", tier="cpu") == keys + 16
         for each in connections:
             each.__exit__()
+
+
+def test_each_worker_keeps_to_its_bounds(server):
+    """Of three bodies that are coming, one worker has two, for which there is no room."""
+    host, _, port = server.address.rpartition(":")
+    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 900000\r\n\r\n".encode()
+    with ExitStack() as stack:
+        waiting = []
+        for _ in range(3):
+            connection = stack.enter_context(socket.create_connection((host, int(port)), 60))
+            connection.sendall(head)
+            waiting.append(connection)
+        answered, _, _ = select.select(waiting, [], [], 60)
+        assert answered[0].recv(4096).startswith(b"HTTP/1.1 503 ")
+    until(lambda: counted(server, "hps_queue_bytes") == 0)
+    assert counted(server, "hps_requests_refused_total", reason="queue_bytes") >= 1
 
 
 def test_what_is_written_at_the_admin_port_every_worker_serves(server):
