@@ -66,6 +66,12 @@ def export(
             help="The node's configuration: lookups and the ensemble are written too.",
         ),
     ] = None,
+    config_at: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="Where Triton finds that file, if it is elsewhere there."
+        ),
+    ] = None,
     instances: Annotated[int, typer.Option(min=1, help="Of lookups, with --config.")] = 1,
     gpu: Annotated[
         list[int] | None,
@@ -95,7 +101,7 @@ def export(
             f"{config}: server.runtime is not set: the folder in which the node has its socket for Triton's "
             "instances"
         )
-    folder = export_lookup(opened, out, config, instances, gpu or ())
+    folder = export_lookup(opened, out, config_at or config, instances, gpu or ())
     say(f"{folder}: lookups, attached to the node of {config}")
     if opened.spec.dense is not None:
         say(f"{export_ensemble(opened, out)}: both, one after the other")

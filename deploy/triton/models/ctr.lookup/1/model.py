@@ -1,0 +1,43 @@
+"""Embedding lookup in Triton's python backend. Triton's Python needs the package hps-server."""
+
+import json
+
+import triton_python_backend_utils as pb
+
+from hps.errors import HpsError
+from services.triton.backend import Asked, Backend
+from services.triton.tensors import Place
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        # Answers have parameters in newer Tritons.
+        self.tells = "parameters" in (pb.InferenceResponse.__init__.__doc__ or "")
+        config = json.loads(args["model_config"])
+        self.place = Place(pb.Tensor, args["model_instance_kind"], args["model_instance_device_id"])
+        parameters = {k: v["string_value"] for k, v in config.get("parameters", {}).items()}
+        self.inputs = [tensor["name"] for tensor in config["input"]]
+        self.backend = Backend(args["model_name"], parameters)
+
+    def execute(self, requests):
+        asked = [self.asked(request) for request in requests]
+        return [self.answered(answer) for answer in self.backend.answer(asked)]
+
+    def finalize(self):
+        self.backend.close()
+
+    def asked(self, request):
+        inputs = {}
+        for name in self.inputs:
+            tensor = pb.get_input_tensor_by_name(request, name)
+            if tensor is not None:
+                inputs[name] = self.place.array(tensor)
+        return Asked(inputs, tuple(request.requested_output_names()), request.timeout())
+
+    def answered(self, answer):
+        if isinstance(answer, HpsError):
+            return pb.InferenceResponse([], pb.TritonError(str(answer)))
+        tensors = self.place.tensors(answer.outputs)
+        if not self.tells:
+            return pb.InferenceResponse(tensors)
+        return pb.InferenceResponse(tensors, parameters=json.dumps(answer.parameters))
