@@ -1,7 +1,8 @@
 """A server process: its ports on one event loop, what it serves opened on a thread, an orderly end.
 
 The ports open first, so that probes and clients are told "loading" instead of being refused. SIGTERM: not
-ready any more, no new connections, what was accepted is answered, then what was opened is closed.
+ready any more; after `server.drain_delay_s`, no new connections; what was accepted is answered, then what was
+opened is closed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Generic, Protocol
 
 import uvloop
@@ -65,6 +67,8 @@ class Process(ABC, Generic[Node]):
         self._told_early = False
         self._lock = threading.Lock()
         self._stopping = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._drain_delay_s = self._settings.drain_delay_s
         self._servers: dict[str, Server] = {}
         self._owns_process = False
 
@@ -118,6 +122,7 @@ class Process(ABC, Generic[Node]):
 
     def _stop(self) -> None:
         if self._stopping.is_set():
+            self._hurry.set()
             for server in self._servers.values():
                 server.stop(at_once=True)
             return
@@ -151,8 +156,23 @@ class Process(ABC, Generic[Node]):
             if not self._stopping.is_set():
                 await _call(on_ready, urls)
             await self._stopping.wait()
+            if not any(task.done() for task in tasks):
+                await self._linger()
         finally:
             await self._end(tasks)
+
+    async def _linger(self) -> None:
+        """Take requests for a while longer, as a server that is not ready any more: who sends them has to
+        notice first."""
+        delay_s = self._drain_delay_s
+        if not delay_s or self._state.node is None:
+            return
+        self._state.stop()
+        for server in self._servers.values():
+            if isinstance(server, HttpServer):
+                server.leave()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._hurry.wait(), delay_s)
 
     async def _end(self, tasks: list[asyncio.Task[None]]) -> None:
         self._state.stop()

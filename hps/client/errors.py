@@ -79,6 +79,8 @@ def ended(address: str, code: str, message: str, pushback_ms: str | None = None)
         return DeadlineExceeded(f"{address} did not answer in time; is it overloaded or stopped?")
     if code == "UNAVAILABLE" and any(sign in message for sign in _NEVER_ARRIVED):
         return Unreachable(f"{address} cannot be reached: {message}")
+    if code == "CANCELLED":  # the client cancels nothing: a server that stops does
+        return Unreachable(f"{address} went away before it had answered")
     if kind is Unavailable and pushback_ms is not None and pushback_ms.isdigit():
         return Later(message, int(pushback_ms) / 1e3)
     return kind(message)

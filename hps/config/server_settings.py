@@ -45,6 +45,8 @@ class GrpcListener(Strict):
     """Tell tools like grpcurl what can be called."""
     tls: TlsSettings | None = None
     """Certificates; null speaks plain text."""
+    max_connection_age_s: float | None = Field(None, gt=0)
+    """How long a connection lasts, more or less a tenth; clients open another then, which balances load."""
 
 
 class GrpcAdminSettings(GrpcListener):
@@ -97,6 +99,8 @@ class ServerSettings(Strict):
     """How many requests are worked at, and how many wait."""
     batching: BatchingSettings | None = None
     """Requests that wait at the same time, answered as one; null: each by itself."""
+    drain_delay_s: float = Field(0.0, ge=0)
+    """How long a stopping server still takes requests, not ready any more: load balancers need that to notice."""
     drain_s: float = Field(10.0, ge=0)
     """How long a stopping server finishes what it has accepted."""
     docs: bool = True

@@ -1,16 +1,26 @@
-"""``grpc.health.v1.Health`` with ``Watch``: what Kubernetes' probes and load balancers ask."""
+"""``grpc.health.v1.Health`` with ``Watch``: what Kubernetes' probes and load balancers ask.
+
+Not ``grpc_health.v1.health.HealthServicer``: it tells watchers while it holds the lock that it takes on
+grpc's own thread when one of them leaves, and telling waits for that thread. A watcher that left at the
+moment of a change stopped the whole server.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
-from grpc_health.v1.health import HealthServicer
-from grpc_health.v1.health_pb2 import HealthCheckResponse
+import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthServicer
 
 from services.frontend.grpc.service import SERVICE
 from services.server_state import ServerState
+
+Send = Callable[[HealthCheckResponse | None], None]
 
 
 class Health:
@@ -24,19 +34,76 @@ class Health:
     ) -> None:
         """``pool`` answers; a watcher keeps none of its threads. ``names``: of the services; ""
         is the server."""
-        self.servicer = HealthServicer(
-            experimental_non_blocking=True, experimental_thread_pool=pool
-        )
-        self._state, self._names = state, names
+        self._state, self._names, self._pool = state, names, pool
+        self._stopped = False
+        self._watchers: set[_Watcher] = set()
+        self.servicer = HealthServicer()
+        self.servicer.Check = self._check
+        self.servicer.Watch = _NonBlocking(self._watch, pool)
         state.watch_phase(self._tell)
-
-    def _tell(self) -> None:
-        status = HealthCheckResponse.NOT_SERVING
-        if self._state.ready:
-            status = HealthCheckResponse.SERVING
-        for name in self._names:
-            self.servicer.set(name, status)
 
     def stop(self) -> None:
         """NOT_SERVING from now on, whatever comes."""
-        self.servicer.enter_graceful_shutdown()
+        self._stopped = True
+        self._tell()
+
+    def status(self, service: str) -> int:
+        """At the moment."""
+        if service not in self._names:
+            return int(HealthCheckResponse.SERVICE_UNKNOWN)
+        serving = self._state.ready and not self._stopped
+        return int(HealthCheckResponse.SERVING if serving else HealthCheckResponse.NOT_SERVING)
+
+    def _tell(self) -> None:
+        with suppress(RuntimeError):  # the server has ended, and watchers with it
+            for watcher in list(self._watchers):
+                self._pool.submit(watcher.tell)
+
+    def _check(self, request: HealthCheckRequest, context: Any) -> HealthCheckResponse:
+        status = self.status(request.service)
+        if status == HealthCheckResponse.SERVICE_UNKNOWN:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service[:80]!r}")
+        return HealthCheckResponse(status=status)
+
+    def _watch(self, request: HealthCheckRequest, context: Any, send: Send) -> None:
+        watcher = _Watcher(self, request.service, send)
+        self._watchers.add(watcher)
+        if not context.add_callback(lambda: self._watchers.discard(watcher)):
+            self._watchers.discard(watcher)
+        watcher.tell()
+
+
+class _Watcher:
+    """Somebody who is told of changes. What came and went while a slow one was being told is left out."""
+
+    def __init__(self, health: Health, service: str, send: Send) -> None:
+        self._health, self._service, self._send = health, service, send
+        self._told = -1
+        self._telling = threading.Lock()
+
+    def tell(self) -> None:
+        """Say what has not been said; waits until it is sent."""
+        while self._told != (status := self._health.status(self._service)):
+            if not self._telling.acquire(blocking=False):
+                return  # who is telling it looks again
+            try:
+                self._told = status
+                self._send(HealthCheckResponse(status=status))
+            finally:
+                self._telling.release()
+
+
+class _NonBlocking:
+    """A stream's behavior that returns at once and sends later, run on ``pool``."""
+
+    experimental_non_blocking = True
+
+    def __init__(self, behavior: Callable[..., None], pool: ThreadPoolExecutor) -> None:
+        self._behavior = behavior
+        self.experimental_thread_pool = pool
+
+    def __call__(
+        self, request: Any, context: Any, send_response_callback: Send | None = None
+    ) -> None:
+        assert send_response_callback is not None
+        self._behavior(request, context, send_response_callback)

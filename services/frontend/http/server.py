@@ -105,6 +105,12 @@ class HttpServer(uvicorn.Server):
         finally:
             sweeper.cancel()
 
+    def leave(self) -> None:
+        """Have the next answer on each connection be its last."""
+        connections: list[Any] = list(self.server_state.connections)
+        for connection in connections:
+            connection.leave()
+
     def stop(self, *, at_once: bool = False) -> None:
         """Begin the end; ``at_once`` drops what is still being answered."""
         self.should_exit = True

@@ -34,7 +34,7 @@ class Supervisor:
     def __init__(self, configuration: Configuration) -> None:
         """Raises ConfigError when it cannot listen."""
         server = configuration.settings.server
-        self._drain_s = server.drain_s
+        self._drain_s = server.drain_delay_s + server.drain_s
         self._sockets = ExitStack()
         self.grpc_url: str | None = None
         try:

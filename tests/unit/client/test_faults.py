@@ -239,6 +239,7 @@ def test_what_a_server_says_of_another_attempt():
     assert type(replied(503, "", "Fri, 31 Dec 1999 23:59:59 GMT")) is Unavailable
     assert ended("g", "UNAVAILABLE", "busy", "250").after_s == 0.25
     assert type(ended("g", "UNAVAILABLE", "failed to connect to all addresses")) is Unreachable
+    assert type(ended("g", "CANCELLED", "CANCELLED")) is Unreachable
     assert type(ended("g", "RESOURCE_EXHAUSTED", "queue is full")) is Unavailable
     assert type(ended("g", "RESOURCE_EXHAUSTED", "Received message larger than max")) is BadRequest
 
