@@ -203,6 +203,48 @@ def test_a_request_that_outlasts_the_drain_does_not_keep_the_server(
         assert "shut down before it could answer" in answers[0][1]["error"]
 
 
+def test_what_comes_in_the_delay_of_a_stop_is_answered_and_told_to_go(small_repository, tmp_path):
+    chosen = configuration(small_repository, tmp_path, drain_delay_s=60)
+    ends = []
+    answered = [threading.Semaphore(0) for _ in range(6)]
+
+    def ask_until_told_to_go(address, mine):
+        connection = http.client.HTTPConnection(address, timeout=60)
+        try:
+            while True:
+                connection.request("POST", PATH, BODY)
+                answer = connection.getresponse()
+                answer.read()
+                mine.release()
+                if answer.headers.get("connection") == "close":
+                    ends.append(answer.status)
+                    return
+        except Exception as error:
+            ends.append(error)
+        finally:
+            connection.close()
+
+    with running(chosen) as server:
+        assert server.ready.wait(60)
+        address = server.addresses.http.removeprefix("http://")
+        clients = [
+            threading.Thread(target=ask_until_told_to_go, args=(address, mine)) for mine in answered
+        ]
+        for client in clients:
+            client.start()
+        for mine in answered:
+            assert all(mine.acquire(timeout=60) for _ in range(50))
+        server.frontend.stop()
+        for client in clients:
+            client.join(60)
+        assert ends == [200] * len(clients)
+        assert server.request("GET", "/v2/health/ready")[0] == 503
+        assert server.request("POST", PATH, BODY)[0] == 200
+        server.frontend.stop()  # the second time, it hurries
+        server.join()
+        assert server.error is None
+
+
 def test_a_repository_without_a_model_that_fits_ends_the_server(tmp_path):
     empty = tmp_path / "models"
     empty.mkdir()
