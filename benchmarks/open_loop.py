@@ -38,6 +38,15 @@ class Seen:
         ]
         return np.array(kept)
 
+    def __add__(self, other: Seen) -> Seen:
+        """Both runs as one."""
+        return Seen(
+            self.statuses + other.statuses,
+            self.latencies + other.latencies,
+            self.wall_s + other.wall_s,
+            max(self.lag_s, other.lag_s),
+        )
+
     @property
     def goodput(self) -> float:
         """Answers a second."""

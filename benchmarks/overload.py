@@ -3,7 +3,8 @@
 Predictions of 1,024 samples (26 features, 13 dense numbers, a network of 0.5 M parameters in the process).
 The server has one core, the load generator another. First its capacity: as many requests in flight as
 `server.admission` lets be worked at, closed loop, answers a second and their 99th percentile. Then, for a
-minute, requests come at random at four times that rate, whether answered or not; over REST and over gRPC:
+minute, requests come at random at four times that rate, whether answered or not; over REST and over gRPC.
+Capacity is measured before, between and after, and a minute judged by those on both sides of it:
 
 * goodput: answers a second / capacity;
 * p99: 99th percentile of the accepted / of capacity's, both from the instant a request was to be sent;
@@ -41,6 +42,7 @@ from hps.models.writer import write_version
 
 FEATURES, DENSE, DIM, ROWS, BATCH, HIDDEN = 26, 13, 16, 20_000, 1024, 512
 TIMES, DISTINCT = 4.0, 16
+METHOD = "/inference.GRPCInferenceService/ModelInfer"
 # As docs/overload.md says for a network that runs in the process: twice the cores, a short wait.
 RUNNING, MAX_WAIT_MS = 2, 10.0
 
@@ -67,8 +69,7 @@ def network() -> bytes:
     random = np.random.default_rng(1)
     sizes = [sum(widths.values()), HIDDEN, HIDDEN, 1]
     weights = [
-        (random.standard_normal((a, b)) / a**0.5).astype(np.float32)
-        for a, b in pairwise(sizes)
+        (random.standard_normal((a, b)) / a**0.5).astype(np.float32) for a, b in pairwise(sizes)
     ]
     nodes = [helper.make_node("Concat", list(widths), ["x0"], axis=1)]
     for i in range(3):
@@ -164,21 +165,29 @@ def run(options: Options) -> Report:
             stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
             os.sched_setaffinity(0, {client})
         requests = [rest_request(seed) for seed in range(DISTINCT)]
-        closed_loop(server.address, requests, RUNNING, 3.0)
-        capacity = closed_loop(server.address, requests, RUNNING, seconds / 4)
-        if set(capacity.statuses) != {200}:
-            raise RuntimeError(f"refused without overload: {set(capacity.statuses)}")
-        arrivals = poisson(TIMES * capacity.goodput, seconds, options.seed)
-        watch = Watch(server)
-        seen = open_loop(server.address, requests, arrivals, watch)
-        record(report, "rest", capacity, seen, watch, {str(s) for s in seen.statuses if s != 200})
         messages = [grpc_request(seed) for seed in range(DISTINCT)]
-        watch = Watch(server)
-        method = "/inference.GRPCInferenceService/ModelInfer"
-        seen, codes = grpc_open_loop(server.grpc, method, messages, arrivals, watch)
-        record(report, "grpc", capacity, seen, watch, codes)
+        closed_loop(server.address, requests, RUNNING, 3.0)
+        before = capacity(server, requests, seconds / 6)
+        for way in ("rest", "grpc"):
+            arrivals = poisson(TIMES * before.goodput, seconds, options.seed)
+            watch = Watch(server)
+            if way == "rest":
+                seen = open_loop(server.address, requests, arrivals, watch)
+                codes = {str(status) for status in seen.statuses if status != 200}
+            else:
+                seen, codes = grpc_open_loop(server.grpc, METHOD, messages, arrivals, watch)
+            after = capacity(server, requests, seconds / 6)
+            record(report, way, before + after, seen, watch, codes)
+            before = after
     report.figures["versions"] = versions("numpy", "onnxruntime", "grpcio", "uvicorn")
     return report
+
+
+def capacity(server: Hps, requests: list[bytes], seconds: float) -> Seen:
+    seen = closed_loop(server.address, requests, RUNNING, seconds)
+    if set(seen.statuses) != {200}:
+        raise RuntimeError(f"refused without overload: {set(seen.statuses)}")
+    return seen
 
 
 def record(
@@ -195,11 +204,10 @@ def record(
         "health_ms": max(watch.health_s) * 1e3,
     }
     report.values |= {f"{name}_{way}": value for name, value in values.items()}
-    if not report.tables:
-        row = {"load": f"capacity, {RUNNING} in flight", **_row(capacity, floor, floor)}
-        report.tables[f"predictions of {BATCH} samples"] = [row]
-    row = {"load": f"{TIMES:g} × capacity, {way}", **_row(seen, taken, refused)}
-    report.tables[f"predictions of {BATCH} samples"].append(row)
+    report.tables[f"predictions of {BATCH} samples, {way}"] = [
+        {"load": f"capacity, {RUNNING} in flight", **_row(capacity, floor, floor)},
+        {"load": f"{TIMES:g} × capacity", **_row(seen, taken, refused)},
+    ]
     report.figures[way] = {
         "answers": len(taken),
         "refusals": len(refused),

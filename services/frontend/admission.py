@@ -13,8 +13,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import CancelledError, Future
+from functools import partial
 from typing import Any
 
 from hps import metric_names as m
@@ -137,16 +138,27 @@ class Line:
     def submit(self, call: Call, deadline: float) -> Future[Any]:
         """See ``Endpoint.submit``. Raises ``Overloaded`` when the request may not wait."""
         if self.running < self._most_running and not self._line:
-            future = self._endpoint.submit(call, deadline)
-            if not future.done():
-                with self._lock:
-                    self.running += 1
-                future.add_done_callback(self._end)
-            return future
+            return self._began(self._endpoint.submit(call, deadline))
         size = sum(array.nbytes for array in call.inputs.values())
+        return self._wait(partial(self._endpoint.submit, call, deadline), size, deadline)
+
+    def admit(self, start: Callable[[], Future[Any]], size: int, deadline: float) -> Future[Any]:
+        """As ``submit`` for another kind of request, of ``size`` bytes, which ``start`` begins."""
+        if self.running < self._most_running and not self._line:
+            return self._began(start())
+        return self._wait(start, size, deadline)
+
+    def _began(self, work: Future[Any]) -> Future[Any]:
+        if not work.done():
+            with self._lock:
+                self.running += 1
+            work.add_done_callback(self._end)
+        return work
+
+    def _wait(self, start: Callable[[], Future[Any]], size: int, deadline: float) -> Future[Any]:
         with self._lock:
             self.require_room(size)
-            waiting = _Waiting(self, call, deadline, size, len(self._line) + 1)
+            waiting = _Waiting(self, start, deadline, size, len(self._line) + 1)
             self._line.append(waiting)
             self._room.add(size)
         waiting.add_done_callback(self._give_up)
@@ -196,7 +208,7 @@ class Line:
         try:
             if time.monotonic() > waiting.deadline:
                 raise DeadlineExceeded("the deadline passed while the request waited for its turn")
-            waiting.work = work = self._endpoint.submit(waiting.call, waiting.deadline)
+            waiting.work = work = waiting.start()
             return work
         except BaseException as error:  # whatever it was, the caller must hear of it
             waiting.set_exception(error)
@@ -233,9 +245,16 @@ class Line:
 class _Waiting(Future[Any]):
     """A request in a line, and the future of its answer."""
 
-    def __init__(self, line: Line, call: Call, deadline: float, size: int, places: int) -> None:
+    def __init__(
+        self,
+        line: Line,
+        start: Callable[[], Future[Any]],
+        deadline: float,
+        size: int,
+        places: int,
+    ) -> None:
         super().__init__()
-        self.call = call
+        self.start = start
         self.deadline = deadline
         self.size = size
         self.places = places

@@ -84,6 +84,18 @@ def test_work_is_bounded_and_the_rest_waits_in_order(made):
     assert sum(metrics.histogram(m.QUEUE_SECONDS, "m").read()[0]) == 3
 
 
+def test_another_kind_of_request_stands_in_the_same_line(made):
+    works, line, *_ = made(queue=1)
+    line.submit(call(), FAR)
+    other = line.admit(lambda: works.submit(call("other"), FAR), 5, FAR)
+    with pytest.raises(Overloaded):
+        line.admit(lambda: Done("never"), 5, FAR)
+    works.end()
+    works.end()
+    assert other.result(0) == "other"
+    assert line.admit(lambda: Done("at once"), 5, FAR).result(0) == "at once"
+
+
 def test_the_settings_may_leave_open_how_many(made):
     works, line, *_ = made(running=None)
     for _ in range(20):
