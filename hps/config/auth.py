@@ -8,7 +8,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -38,6 +38,7 @@ class Identity:
 
     name: str
     role: Role
+    known_by: str = "API key"
 
 
 class ApiKeys(Protocol):
@@ -50,6 +51,11 @@ class ApiKeys(Protocol):
 
     def authenticate(self, key: str | None) -> Identity:
         """The owner of ``key``; Unauthenticated when there is none or nobody owns it."""
+        ...
+
+    def certified(self, names: Collection[str]) -> Identity | None:
+        """The caller whose certificate has one of ``names``: of several, the one that may do most; None when
+        nobody has."""
         ...
 
     def allows(self, role: str, needed: Role) -> bool:
@@ -68,7 +74,7 @@ class _Roles:
     def require(self, identity: Identity, needed: Role) -> None:
         if not self.allows(identity.role, needed):
             raise Forbidden(
-                f"API key {identity.name!r} has role {identity.role}; this needs role {needed}"
+                f"{identity.known_by} {identity.name!r} has role {identity.role}; this needs role {needed}"
             )
 
 
@@ -79,6 +85,9 @@ class OpenDoor(_Roles):
     _anybody = Identity("anonymous", "admin")
 
     def authenticate(self, key: str | None) -> Identity:
+        return self._anybody
+
+    def certified(self, names: Collection[str]) -> Identity | None:
         return self._anybody
 
 
@@ -97,13 +106,18 @@ class KeyRing(_Roles):
         self._lock = threading.Lock()
         self._next_look = time.monotonic() + LOOK_EVERY_S
         self._stamp = _stamp(file) if file else None
-        self._owners = self._read()
+        self._owners, self._certificates = self._read()
+
+    def certified(self, names: Collection[str]) -> Identity | None:
+        self._look_in_time()
+        known = self._certificates
+        found = [known[name] for name in names if name in known]
+        return max(found, key=lambda identity: _RANK[identity.role], default=None)
 
     def authenticate(self, key: str | None) -> Identity:
         if not key:
             raise Unauthenticated("an API key is needed; none was given")
-        if self._file is not None and time.monotonic() >= self._next_look:
-            self._look()
+        self._look_in_time()
         digest = sha256(key.encode("utf-8", "surrogateescape")).digest()
         found: Identity | None = None
         # All of them, found or not: the time taken says nothing about the keys.
@@ -114,21 +128,35 @@ class KeyRing(_Roles):
             raise Unauthenticated("unknown API key")
         return found
 
-    def _read(self) -> list[tuple[bytes, Identity]]:
+    def _read(self) -> tuple[list[tuple[bytes, Identity]], dict[str, Identity]]:
+        """The owners of keys, by digest, and of certificates, by what those name."""
         keys = [*self._fixed, *(read_keys_file(self._file) if self._file else ())]
         source = str(self._file) if self._file else ""
         for finding in duplicates([k.name for k in keys], "keys", "API keys"):
             raise InvalidConfiguration([Problem(source, (), finding.message)])
         owners: dict[bytes, Identity] = {}
+        certificates: dict[str, Identity] = {}
         for key in keys:
+            if key.certificate is not None:
+                if key.certificate in certificates:
+                    other = certificates[key.certificate].name
+                    message = f"callers {other!r} and {key.name!r} have the same certificate"
+                    raise InvalidConfiguration([Problem(source, (), message)])
+                certificates[key.certificate] = Identity(key.name, key.role, "certificate of")
+                continue
+            assert key.key is not None
             digest = sha256(key.key.encode()).digest()
             if digest in owners:
                 message = f"API keys {owners[digest].name!r} and {key.name!r} are the same secret"
                 raise InvalidConfiguration([Problem(source, (), message)])
             owners[digest] = Identity(key.name, key.role)
-        if not owners:
+        if not owners and not certificates:
             raise InvalidConfiguration([Problem(source, (), "holds no API key")])
-        return list(owners.items())
+        return list(owners.items()), certificates
+
+    def _look_in_time(self) -> None:
+        if self._file is not None and time.monotonic() >= self._next_look:
+            self._look()
 
     def _look(self) -> None:
         """Read the file again if it changed; one thread does, the others go on."""
@@ -140,8 +168,9 @@ class KeyRing(_Roles):
             if stamp == self._stamp:
                 return
             self._stamp = stamp
-            self._owners = self._read()
-            log.info("%s: read again, %d API keys in force", self._file, len(self._owners))
+            self._owners, self._certificates = self._read()
+            known = len(self._owners) + len(self._certificates)
+            log.info("%s: read again, %d API keys in force", self._file, known)
         except ConfigError as error:
             log.error("API keys were not read again, the former ones stay in force: %s", error)
         finally:

@@ -169,6 +169,15 @@ def auth(mode: str | None, given: Sequence[str]) -> list[Finding]:
     return []
 
 
+def caller(key: bool, certificate: bool) -> list[Finding]:
+    """A caller is known by one thing."""
+    if key and certificate:
+        return [Finding(("certificate",), "is given beside key; a caller is known by one of them")]
+    if not key and not certificate:
+        return [Finding(("key",), "is missing, and so is certificate; one of them is needed")]
+    return []
+
+
 def staleness(limit_s: float | None, on_stale: str, *, streams: bool) -> list[Finding]:
     if limit_s is not None and not streams:
         message = (

@@ -134,8 +134,14 @@ class ApiKey(Strict):
     """Who uses this key; shown in logs, never the key itself."""
     role: Literal["read", "write", "admin"]
     """`read` asks, `write` changes rows too, `admin` does everything."""
-    key: str = Field(pattern=KEY_PATTERN, repr=False)
+    key: str | None = Field(None, pattern=KEY_PATTERN, repr=False)
     """The secret itself, at least 16 printable ASCII characters; better kept in `keys_file`."""
+    certificate: str | None = Field(None, min_length=1, max_length=512)
+    """Instead of a key: an alternative name in the client's certificate, or `CN=` and its common name."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        return self.consistent(checks.caller(self.key is not None, self.certificate is not None))
 
 
 class AuthSettings(Strict):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from hps.config.auth import ApiKeys, Role
@@ -15,8 +15,14 @@ EXEMPT = ("/v2/health/", "/metrics", "/docs", "/openapi.json")
 class Guard(Protocol):
     enabled: bool
 
-    def check(self, headers: Mapping[bytes, bytes], role: Role) -> str:
-        """Who the caller is, "" when that was not asked. Raises ``Unauthenticated`` or ``Forbidden`` unless
+    def check(
+        self,
+        headers: Mapping[bytes, bytes],
+        role: Role,
+        certificate: Callable[[], Collection[str]] = tuple,
+    ) -> str:
+        """Who the caller is, "" when that was not asked; ``certificate`` tells what the client's names, where
+        it has shown one. Raises ``Unauthenticated`` or ``Forbidden`` unless
         the caller may do what needs ``role``."""
         ...
 
@@ -26,20 +32,44 @@ class OpenGuard:
 
     enabled = False
 
-    def check(self, headers: Mapping[bytes, bytes], role: Role) -> str:
+    def check(
+        self,
+        headers: Mapping[bytes, bytes],
+        role: Role,
+        certificate: Callable[[], Collection[str]] = tuple,
+    ) -> str:
         return ""
 
 
 class KeyGuard:
-    """Wants ``X-API-Key: <key>`` or ``Authorization: Bearer <key>``."""
+    """Wants ``X-API-Key: <key>`` or ``Authorization: Bearer <key>``, or a certificate that it knows."""
 
     enabled = True
 
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys
 
-    def check(self, headers: Mapping[bytes, bytes], role: Role) -> str:
-        caller = self._keys.authenticate(_key(headers))
+    def check(
+        self,
+        headers: Mapping[bytes, bytes],
+        role: Role,
+        certificate: Callable[[], Collection[str]] = tuple,
+    ) -> str:
+        caller = None
+        if (key := _key(headers)) is not None:
+            caller = self._keys.authenticate(key)
+        elif names := certificate():
+            caller = self._keys.certified(names)
+            if caller is None:
+                raise Unauthenticated(
+                    f"nobody is known by this certificate, which names {', '.join(sorted(names))}; add it to "
+                    "auth.keys_file, or send an API key"
+                )
+        if caller is None:
+            raise Unauthenticated(
+                "this server wants an API key: send the header 'X-API-Key: <key>' or 'Authorization: "
+                "Bearer <key>'"
+            )
         self._keys.require(caller, role)
         return caller.name
 
@@ -49,15 +79,11 @@ def guard(keys: ApiKeys) -> Guard:
     return KeyGuard(keys) if keys.enabled else OpenGuard()
 
 
-def _key(headers: Mapping[bytes, bytes]) -> str:
+def _key(headers: Mapping[bytes, bytes]) -> str | None:
+    """The key that was sent; None when there is none."""
     key = headers.get(b"x-api-key")
     if key is None:
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer":
             key = b""
-    if not key.strip():
-        raise Unauthenticated(
-            "this server wants an API key: send the header 'X-API-Key: <key>' or 'Authorization: "
-            "Bearer <key>'"
-        )
-    return key.strip().decode("latin-1")
+    return key.strip().decode("latin-1") or None

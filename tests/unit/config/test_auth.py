@@ -232,3 +232,45 @@ def test_a_reachable_port_needs_a_stated_mode(listener: str, host: str) -> None:
     with pytest.raises(ConfigError, match=rf"server\.{listener}\.host: {host} can be reached"):
         check_exposure(Settings.model_validate(data))
     check_exposure(Settings.model_validate({**data, "auth": {"mode": "off"}}))
+
+
+def test_callers_known_by_certificate() -> None:
+    ring = load_api_keys(
+        AuthSettings.model_validate(
+            {
+                "mode": "api_key",
+                "keys": [
+                    {"name": "web", "role": "read", "certificate": "web.x.org"},
+                    {"name": "ops", "role": "admin", "certificate": "CN=ops"},
+                ],
+            }
+        )
+    )
+    assert ring.certified({"other"}) is None
+    one = ring.certified({"other", "web.x.org"})
+    assert one is not None
+    assert (one.name, one.role) == ("web", "read")
+    both = ring.certified({"web.x.org", "CN=ops"})
+    assert both is not None
+    assert both.name == "ops"
+    with pytest.raises(Unauthenticated):
+        ring.authenticate("web.x.org")
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({}, "is missing, and so is certificate"),
+        ({"key": "k" * 16, "certificate": "x"}, "is given beside key"),
+    ],
+)
+def test_a_caller_is_known_by_one_thing(given: dict[str, str], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        ApiKey.model_validate({"name": "n", "role": "read", **given})
+
+
+def test_one_certificate_is_one_caller() -> None:
+    keys = [{"name": name, "role": "read", "certificate": "x"} for name in ("a", "b")]
+    settings = AuthSettings.model_validate({"mode": "api_key", "keys": keys})
+    with pytest.raises(ConfigError, match="'a' and 'b' have the same certificate"):
+        load_api_keys(settings)

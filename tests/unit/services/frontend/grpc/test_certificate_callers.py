@@ -1,0 +1,180 @@
+"""Callers known by their certificates, over real TLS."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import grpc
+import pytest
+import yaml
+
+from hps.config import auth as auth_module
+from hps.config.auth import load_api_keys
+from hps.config.server_settings import AuthSettings, GrpcAdminSettings
+from hps.v1 import admin_pb2, lookup_pb2
+from services.frontend.auth import guard
+from services.frontend.grpc.admin_port import AdminPort
+from tests.support.waiting import until
+from tests.unit.services.frontend.grpc.conftest import Running, running
+from tests.unit.services.frontend.grpc.test_admin_port import Stub, refused
+
+CALLERS = [
+    {"name": "front", "role": "read", "certificate": "spiffe://x.org/front"},
+    {"name": "trainer", "role": "write", "certificate": "trainer.x.org"},
+    {"name": "operator", "role": "admin", "certificate": "CN=operator"},
+    {"name": "script", "role": "admin", "key": "s" * 16},
+]
+KEY = [("x-api-key", "s" * 16)]
+
+
+def made(folder, common, names=(), ca=None):
+    """A key and a certificate, self-signed or by ``ca``."""
+    key, certificate = folder / f"{common}.key", folder / f"{common}.crt"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += [
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        f"/CN={common}",
+        "-keyout",
+        key,
+        "-out",
+        certificate,
+    ]
+    if ca is not None:
+        command += ["-CA", ca[1], "-CAkey", ca[0], "-addext", "basicConstraints=critical,CA:FALSE"]
+    if names:
+        command += ["-addext", f"subjectAltName={','.join(names)}"]
+    subprocess.run(command, check=True, capture_output=True)
+    return key, certificate
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("certificates")
+    ca = made(folder, "ca")
+    found = {"ca": ca, "server": made(folder, "server", ["DNS:localhost"], ca)}
+    found["front"] = made(folder, "anyone", ["DNS:a.x.org", "URI:spiffe://x.org/front"], ca)
+    found["trainer"] = made(folder, "t", ["DNS:trainer.x.org"], ca)
+    found["operator"] = made(folder, "operator", [], ca)
+    # Not the common name, but an alternative one that looks like it.
+    found["liar"] = made(folder, "liar", ["email:CN=operator"], ca)
+    found["both"] = made(folder, "operator2", ["DNS:trainer.x.org", "URI:spiffe://x.org/front"], ca)
+    return found
+
+
+@pytest.fixture
+def keys_file(tmp_path):
+    path = tmp_path / "keys.yaml"
+    path.write_text(yaml.safe_dump(CALLERS))
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+def by_certificate(keys_file):
+    return guard(load_api_keys(AuthSettings(mode="api_key", keys_file=keys_file)))
+
+
+@pytest.fixture
+def tls(certificates):
+    key, certificate = certificates["server"]
+    return {
+        "key_file": key,
+        "certificate_file": certificate,
+        "client_ca_file": certificates["ca"][1],
+    }
+
+
+@pytest.fixture
+def connect(certificates):
+    """``connect(url, who)``: a channel with the certificate of ``who``."""
+    channels = []
+
+    def connect(url, who):
+        read = [Path(path).read_bytes() for path in (certificates["ca"][1], *certificates[who])]
+        credentials = grpc.ssl_channel_credentials(*read)
+        channels.append(grpc.secure_channel(f"localhost:{url.rpartition(':')[2]}", credentials))
+        return channels[-1]
+
+    yield connect
+    for channel in channels:
+        channel.close()
+
+
+@pytest.fixture
+def admin(small, by_certificate, tls):
+    at = GrpcAdminSettings(port=0, tls=tls)
+    server = Running(AdminPort(at, small.state, small.settings, by_certificate))
+    yield server.server.url
+    server.stop(at_once=True)
+    server.join()
+
+
+def asks(channel, **options):
+    """The status of each call that needs a role of its own."""
+    updates, admin = Stub(channel, "Updates"), Stub(channel, "Admin")
+    write = refused(updates.Write, admin_pb2.WriteRequest(model="none"), **options)[0]
+    try:
+        admin.Status(admin_pb2.StatusRequest(), **options)
+    except grpc.RpcError as error:
+        return write, error.code().name
+    return write, "OK"
+
+
+@pytest.mark.parametrize(
+    ("who", "found"),
+    [
+        ("front", ("PERMISSION_DENIED", "PERMISSION_DENIED")),
+        ("trainer", ("NOT_FOUND", "PERMISSION_DENIED")),
+        ("operator", ("NOT_FOUND", "OK")),
+        ("both", ("NOT_FOUND", "PERMISSION_DENIED")),
+        ("liar", ("UNAUTHENTICATED", "UNAUTHENTICATED")),
+    ],
+)
+def test_roles(admin, connect, who, found):
+    assert asks(connect(admin, who)) == found
+
+
+def test_a_key_goes_before_a_certificate(admin, connect):
+    assert asks(connect(admin, "front"), metadata=KEY) == ("NOT_FOUND", "OK")
+    assert asks(connect(admin, "liar"), metadata=KEY) == ("NOT_FOUND", "OK")
+    wrong = [("x-api-key", "w" * 16)]
+    assert asks(connect(admin, "operator"), metadata=wrong)[1] == "UNAUTHENTICATED"
+
+
+def test_messages_name_the_caller(admin, connect):
+    status = admin_pb2.StatusRequest()
+    told = refused(Stub(connect(admin, "front"), "Admin").Status, status)[1]
+    assert told == "certificate of 'front' has role read; this needs role admin"
+    told = refused(Stub(connect(admin, "liar"), "Admin").Status, status)[1]
+    assert "nobody is known by this certificate, which names CN=liar" in told
+
+
+def test_the_data_port(small, by_certificate, tls, connect):
+    with running(small, by_certificate, grpc={"tls": tls}) as server:
+        request = lookup_pb2.DescribeRequest(model="words")
+
+        def describe(who):
+            call = connect(server.server.url, who).unary_unary(
+                "/hps.v1.Lookup/Describe",
+                lookup_pb2.DescribeRequest.SerializeToString,
+                lookup_pb2.DescribeResponse.FromString,
+            )
+            return call(request).version
+
+        assert describe("front") == 1
+        with pytest.raises(grpc.RpcError, match="nobody is known"):
+            describe("liar")
+
+
+def test_roles_change_with_the_file(admin, connect, keys_file, monkeypatch):
+    monkeypatch.setattr(auth_module, "LOOK_EVERY_S", 0.01)
+    channel = connect(admin, "front")
+    assert asks(channel)[1] == "PERMISSION_DENIED"
+    changed = [{**caller, "role": "admin"} for caller in CALLERS]
+    other = keys_file.with_suffix(".new")
+    other.write_text(yaml.safe_dump(changed))
+    os.replace(other, keys_file)
+    until(lambda: asks(channel)[1] == "OK")
