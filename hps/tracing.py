@@ -8,17 +8,18 @@ those who are asked on its behalf, as W3C Trace Context has it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 _TRACEPARENT = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
 )
 _TRACESTATE = re.compile(r"[\x20-\x7e]{1,512}")
+_recorder: Recorder | None = None
 _current: ContextVar[Origin | None] = ContextVar("hps_origin", default=None)
 
 
@@ -62,18 +63,21 @@ class Origin:
     def end(self, error: BaseException | None = None) -> None:
         """It is done, or has failed."""
 
-    @contextmanager
-    def part(self, name: str) -> Iterator[Origin]:
+    def part(self, name: str) -> AbstractContextManager[Origin]:
         """A part of the work, done by this thread: `current` meanwhile."""
-        begun = self.begin(name)
-        token = _current.set(begun)
+        return self.begin(name).whole()
+
+    @contextmanager
+    def whole(self) -> Iterator[Origin]:
+        """All of it is done by this thread: `current` meanwhile."""
+        token = _current.set(self)
         try:
-            yield begun
+            yield self
         except BaseException as error:
-            begun.end(error)
+            self.end(error)
             raise
         else:
-            begun.end()
+            self.end()
         finally:
             _current.reset(token)
 
@@ -94,6 +98,25 @@ def tracestate_of(header: str) -> str:
 def current() -> Origin | None:
     """On whose behalf this thread works, where that was said."""
     return _current.get()
+
+
+class Recorder(Protocol):
+    """Who keeps spans in this process."""
+
+    def batch(self, name: str, traceparents: Iterable[str]) -> Origin:
+        """Work done for several requests or messages at once: a trace of its own, linked to theirs."""
+        ...
+
+
+def record(recorder: Recorder | None) -> None:
+    """Have ``recorder`` keep this process's spans, or nobody."""
+    global _recorder
+    _recorder = recorder
+
+
+def recorder() -> Recorder | None:
+    """Who keeps this process's spans; None when nobody does."""
+    return _recorder
 
 
 def followed(

@@ -24,6 +24,7 @@ from hps.config import Configuration
 from hps.config.auth import check_exposure
 from hps.config.server_settings import AdminSettings, HttpSettings
 from hps.errors import ConfigError
+from hps.tracing import record
 from hps.types import NoProgress, Progress
 from services.frontend.http.asgi import Application
 from services.frontend.http.server import HttpServer, listen
@@ -101,10 +102,12 @@ class Process(ABC, Generic[Node]):
         """Serve until stopped; both are called on a thread of their own, so they may ask the server."""
         tracer = otel.tracer(self._state.role)
         if tracer is not None:
+            record(tracer)
             self._trace(tracer)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._serve(on_ready, on_listening))
         if tracer is not None:
+            record(None)
             tracer.close()
 
     def _trace(self, tracer: otel.Tracer) -> None:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from hps.errors import HpsError, Unavailable
 from hps.tiers.base import newest_of_each
 from hps.tiers.positions import StreamPosition, TableChanges
+from hps.tracing import recorder
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 from hps.updates.source import DeadLetter, TableUpdate, UpdateBatch, UpdateSource
 from hps.updates.stream_places import Contained, Readers, Store, StreamPlaces
@@ -120,8 +122,9 @@ class Ingestor:
         """
         batch = self._source.poll(timeout_s)
         if batch is not None:
-            self.apply(batch)
-            self._until_done("commit", lambda: self._source.commit(batch))
+            with _part(batch):
+                self.apply(batch)
+                self._until_done("commit", lambda: self._source.commit(batch))
         if time.monotonic() - self._noted_at > NOTE_EVERY_S:
             self.note()
             if (place := self._places.lost()) is not None:
@@ -248,6 +251,16 @@ def refresh(
             each.result()
     except CancelledError:
         raise Unavailable("the node is closing; the updates at hand come again") from None
+
+
+def _part(batch: UpdateBatch) -> AbstractContextManager[object]:
+    """A span linked to the traces that the batch's messages belong to, where such are kept."""
+    kept_by = recorder()
+    if kept_by is None or not batch.traceparents:
+        return nullcontext()
+    span = kept_by.batch("ingest", batch.traceparents)
+    span.note(rows=batch.rows, dead=len(batch.dead))
+    return span.whole()
 
 
 def _nothing(table: EmbeddingTable) -> TableChanges:

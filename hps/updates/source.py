@@ -51,11 +51,13 @@ class DeadLetter:
 @dataclass(frozen=True, eq=False, slots=True)
 class UpdateBatch:
     """What one poll brought. ``positions``: of each partition that messages came from, the offset behind the
-    last of them, dead letters and ignored ones included; empty where the source has none to come back to."""
+    last of them, dead letters and ignored ones included; empty where the source has none to come back to.
+    ``traceparents``: the traces that messages belong to, where spans are kept."""
 
     updates: Sequence[TableUpdate]
     positions: Sequence[StreamPosition] = ()
     dead: Sequence[DeadLetter] = ()
+    traceparents: Sequence[str] = ()
 
     @property
     def rows(self) -> int:

@@ -23,7 +23,10 @@ from hps.dense.base import TensorInfo
 from hps.dense.triton import TritonModel
 from hps.dense.triton.grpc import GrpcTransport
 from hps.errors import ConfigError
-from hps.tracing import Origin, current, followed
+from hps.tracing import Origin, current, followed, record
+from hps.updates.ingestor import Ingestor
+from hps.updates.kafka.messages import traceparents
+from hps.updates.source import UpdateBatch
 
 export = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
 
@@ -104,6 +107,48 @@ def test_what_is_done_elsewhere_ends_its_span(spans):
     assert found["done"].attributes == {"hps.n": 7}
     assert not found["failed"].status.is_ok
     assert not found["refused"].status.is_ok
+
+
+class Message:
+    """One of Kafka's, as far as anybody asks."""
+
+    def __init__(self, *headers):
+        self._headers = list(headers) or None
+
+    def headers(self):
+        return self._headers
+
+
+def test_updates_are_linked_to_the_traces_of_their_messages(spans):
+    other = CALLER.replace("0af7", "1af7")
+    messages = [
+        Message(("traceparent", CALLER.encode()), ("x", None)),
+        Message(),
+        Message(("traceparent", CALLER.encode())),
+        Message(("traceparent", b"nonsense"), ("traceparent", None)),
+        Message(("traceparent", other.encode())),
+    ]
+    assert traceparents(messages) == [CALLER, other]
+
+    batches = [UpdateBatch((), (), (), traceparents(messages)), UpdateBatch(()), None]
+
+    class Source:
+        def poll(self, timeout_s):
+            return batches.pop(0)
+
+        def commit(self, batch):
+            pass
+
+    ingestor = Ingestor(Source(), {}, lambda topic: (), [], None, None, None)
+    record(spans.tracer)
+    try:
+        for _ in range(3):
+            ingestor.step()
+    finally:
+        record(None)
+    span = spans()["ingest"]
+    assert [f"{link.context.trace_id:032x}" for link in span.links] == [CALLER[3:35], other[3:35]]
+    assert span.attributes == {"hps.rows": 0, "hps.dead": 0}
 
 
 class Triton(GRPCInferenceServiceServicer):

@@ -8,10 +8,14 @@ from typing import Any
 import numpy as np
 
 from hps.tiers.positions import StreamPosition
+from hps.tracing import traceparent_of
 from hps.updates.ahead import without_ahead
 from hps.updates.codec import Decoded, decode_hps, decode_native, hps_table
 from hps.updates.source import DeadLetter, Reason, TableUpdate
 from hps.updates.topics import Topics
+
+# OpenTelemetry keeps no more links of a span.
+_LINKS = 128
 
 
 class Messages:
@@ -73,6 +77,16 @@ class Messages:
         if table is None:
             return Reason.UNKNOWN_TABLE
         return None if update.changes.vectors.shape[1] == table.dim else Reason.ROW_SIZE
+
+
+def traceparents(messages: Sequence[Any]) -> list[str]:
+    """Those of the messages' headers, each once; the first of them, where there are very many."""
+    found: dict[str, None] = {}
+    for message in messages:
+        for name, value in message.headers() or ():
+            if name == "traceparent" and value is not None and len(found) < _LINKS:
+                found[traceparent_of(bytes(value).decode("latin-1"))] = None
+    return [parent for parent in found if parent]
 
 
 def _letter(message: Any, reason: Reason, at: int) -> DeadLetter:

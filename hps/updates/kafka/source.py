@@ -17,8 +17,9 @@ import confluent_kafka as ck
 from hps.config.update_settings import KafkaSettings
 from hps.errors import ConfigError, Unavailable
 from hps.tiers.positions import StreamPosition
+from hps.tracing import recorder
 from hps.updates.kafka.client import ANSWER_S, client_log, client_options
-from hps.updates.kafka.messages import Messages
+from hps.updates.kafka.messages import Messages, traceparents
 from hps.updates.source import UpdateBatch
 from hps.updates.topics import Topics
 
@@ -278,7 +279,8 @@ class KafkaSource:
         self._next |= ends
         updates, dead = self._messages.decoded(messages)
         positions = [StreamPosition(*p, end, before.get(p, 0)) for p, end in ends.items()]
-        return UpdateBatch(updates, positions, dead)
+        traces = () if recorder() is None else traceparents(messages)
+        return UpdateBatch(updates, positions, dead, traces)
 
 
 def _place(message: Any) -> tuple[str, int, int]:
