@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hps.cuda.loader import lacking
+from hps.cuda.loader import cupy, lacking
 from hps.errors import ConfigError
 from services.triton.tensors import Place
 
@@ -90,3 +90,23 @@ def test_kinds_that_cannot_be():
     if lacking():
         with pytest.raises(ConfigError, match=r"an instance of KIND_GPU: .* kind: KIND_CPU"):
             Place(Tensor, "GPU", "0")
+
+
+@pytest.mark.gpu
+def test_on_a_real_gpu():
+    """Vectors that an answer has there are the very memory that the next network is given."""
+    module = cupy()
+
+    class There(Tensor):
+        @staticmethod
+        def from_dlpack(name, array):
+            return There(name, module.from_dlpack(array), there=True)
+
+    place = Place(There, "GPU", "0")
+    keys = module.arange(5)
+    assert place.array(There("k", keys, there=True)).tolist() == [0, 1, 2, 3, 4]
+    rows = np.random.default_rng(1).standard_normal((5, 3)).astype(np.float32)
+    (made,) = place.tensors([("f", rows)])
+    taken = module.from_dlpack(made)
+    assert taken.data.ptr == made.array.data.ptr
+    assert taken.get().tobytes() == rows.tobytes()
