@@ -160,8 +160,12 @@ class ModelControl:
 
     def _layouts(self) -> list[str]:
         tiers = self._settings.tiers
-        layouts = [tiers.rocksdb.layout] if tiers.rocksdb.enabled else []
-        return layouts if tiers.redis is None else [*layouts, tiers.redis.layout]
+        layouts: list[str] = []
+        if tiers.rocksdb.enabled:
+            layouts.append(tiers.rocksdb.layout)
+        if tiers.redis is not None:
+            layouts.append(tiers.redis.layout)
+        return layouts
 
     def _opened_as(self, served: ServedModel) -> OpenedModel:
         return next(each for each in self._opened if each.version.name == served.name)
@@ -223,8 +227,8 @@ class ModelControl:
                 continue
             files = model.version.tables[name]
             before = None if old is None else old.tables.get(name)
-            hot = cache.top_k(before, rows)[0] if before is not None else ()
-            if len(hot) and rows < files.rows:
+            hot = None if before is None else cache.top_k(before, rows)[0]
+            if hot is not None and len(hot) and rows < files.rows:
                 warming.hottest(table, hot, cache)
             else:
                 known = self._stores.version_of_rows(table)

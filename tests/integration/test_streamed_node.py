@@ -259,3 +259,29 @@ def test_it_begins_behind_what_the_models_files_contain(settings, model, tmp_pat
     with hps.open(settings) as node:
         until(lambda: values(node, model, 3)[0][0] == 9.0)
         assert [value for value, _ in values(node, model, 1, 2)] == [4.0, 4.0]
+
+
+def test_a_version_that_is_switched_to_has_what_was_streamed(settings, model, tmp_path):
+    """From where its files end; and the version before has what came meanwhile when it is served again."""
+    with hps.open(settings) as node:
+        send(model, (5, 5.0, 1), (6, 6.0, 1))
+        until(lambda: values(node, model, 5, 6) == [(5.0, "cpu"), (6.0, "cpu")])
+        spec = ModelSpec(name=model, tables=[TableSpec(name="items", dim=2, default=-1.0)])
+        rows = np.full((100, 2), 100.0, np.float32)
+        # Trained on the first message, the second came later.
+        write_version(
+            tmp_path / "models",
+            spec,
+            2,
+            {"items": (np.arange(100), rows)},
+            watermark={native_topic(model): {"0": 1}},
+        )
+        assert node.load(model) == 2
+        assert values(node, model, 5, 7) == [(100.0, "cpu"), (100.0, "cpu")]
+        assert values(node, model, 6)[0][0] == 100.0  # the files are newer than the message
+        MADE_MS[model] = int(time.time() * 1000) + 1
+        send(model, (8, 8.0, 2))
+        until(lambda: values(node, model, 8)[0][0] == 8.0)
+        assert node.load(model, 1) == 1
+        assert [value for value, _ in values(node, model, 5, 6, 7, 8)] == [5.0, 6.0, 0.0, 8.0]
+        assert node.streams.status()[0]["state"] == "running"

@@ -12,7 +12,7 @@ from hps.lookup.base import Feature, LookupModel
 from hps.types import JaggedKeys, LookupRequest, LookupResult
 from hps.v1 import lookup_pb2 as pb
 
-_DATATYPES = {"FP32": np.dtype("<f4"), "FP16": np.dtype("<f2")}
+_DATATYPES: dict[str, np.dtype[Any]] = {"FP32": np.dtype("<f4"), "FP16": np.dtype("<f2")}
 _DATATYPE_OF = {dtype: name for name, dtype in _DATATYPES.items()}
 _INT64, _FLOAT32 = np.dtype("<i8"), np.dtype("<f4")
 _UINT8, _UINT64 = np.dtype("u1"), np.dtype("<u8")

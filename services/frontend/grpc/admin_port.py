@@ -6,7 +6,7 @@ from hps.config.server_settings import GrpcAdminSettings, ServerSettings
 from hps.v1 import admin_pb2 as pb
 from services.frontend.auth import Guard
 from services.frontend.grpc.admin import AdminService
-from services.frontend.grpc.methods import handlers_of
+from services.frontend.grpc.methods import Service, handlers_of
 from services.frontend.grpc.port import GrpcPort
 from services.frontend.grpc.updates import UpdatesService
 from services.frontend.state import State
@@ -20,7 +20,7 @@ class AdminPort(GrpcPort):
     ) -> None:
         """``ConfigError`` when it cannot listen."""
         super().__init__("server.grpc.admin", at, state, settings)
-        services = {"Updates": UpdatesService(state), "Admin": AdminService(state)}
+        services: dict[str, Service] = {"Updates": UpdatesService(state), "Admin": AdminService(state)}
         found = pb.DESCRIPTOR.services_by_name
         self._listen(
             {
