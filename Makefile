@@ -38,7 +38,8 @@ test: setup test-services
 GPU_PYTHON ?= $(BIN)/python
 test-gpu:
 	@$(GPU_PYTHON) -c 'from hps.cuda.loader import cupy; cupy()'
-	@$(GPU_PYTHON) -m pytest -m gpu tests/unit/tiers tests/unit/test_devices.py tests/contract tests/model
+	@$(GPU_PYTHON) -m pytest -m gpu tests/unit/tiers tests/unit/dense tests/unit/test_devices.py \
+	  tests/contract tests/model
 
 # The CPU cache's readers beside its writer, fetches in single flight's table, and messages that may be
 # anything, under sanitizers:

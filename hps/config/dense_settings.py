@@ -48,8 +48,8 @@ class TritonSettings(Strict):
     """Longest wait for one run, a request's own deadline permitting."""
     retries: int = Field(2, ge=0, le=10)
     """How often a run is repeated that found Triton unavailable; other failures are not."""
-    shared_memory: Literal["none", "system"] = "none"
-    """Send tensors through memory shared with a Triton on this machine that allows it."""
+    shared_memory: Literal["none", "system", "cuda"] = "none"
+    """Send tensors through memory shared with a Triton on this machine that allows it; `cuda`: a GPU's."""
     fallback: bool = False
     """Run `dense.onnx` in this process while Triton is not available."""
 

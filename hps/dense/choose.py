@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hps.config.dense_settings import DenseSettings, TritonSettings, TritonTarget
+from hps.cuda.loader import lacking
 from hps.dense.base import DenseModel, TensorInfo
 from hps.dense.fallback import Fallback
 from hps.dense.onnx import OnGpu, OnnxModel
-from hps.errors import ModelError
+from hps.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from hps.dense.triton.memory import Regions
 
 
 def open_network(
@@ -27,7 +33,7 @@ def open_network(
     target = _target(name, triton)
     if triton is None or target is None:
         return _here(name, path, fed, settings, device, check)
-    there = _there(target, triton, (tuple(fed.values()), served), check)
+    there = _there(target, triton, (tuple(fed.values()), served), device, check)
     if not triton.fallback:
         return there
     return Fallback(name, there, _here(name, path, fed, settings, device, check))
@@ -63,13 +69,13 @@ def _there(
     target: TritonTarget,
     triton: TritonSettings,
     expected: tuple[Sequence[TensorInfo], Sequence[TensorInfo]],
+    device: int,
     check: Callable[[DenseModel], object],
 ) -> DenseModel:
     # Imported when it is needed: Triton's clients take a tenth of a second.
     from hps.dense.triton import TritonModel
     from hps.dense.triton.grpc import GrpcTransport
     from hps.dense.triton.http import HttpTransport
-    from hps.dense.triton.memory import Regions
     from hps.dense.triton.transport import Transport
 
     timeout_s = triton.timeout_ms / 1e3
@@ -87,6 +93,22 @@ def _there(
         expected,
         timeout_s=timeout_s,
         retries=triton.retries,
-        regions=Regions() if triton.shared_memory == "system" else None,
+        regions=_regions(triton, device),
         check=check,
     )
+
+
+def _regions(triton: TritonSettings, device: int) -> Regions | None:
+    from hps.dense.triton.memory import Regions
+
+    if triton.shared_memory == "none":
+        return None
+    if triton.shared_memory == "system":
+        return Regions()
+    if (why := lacking()) is not None:
+        raise ConfigError(
+            f"dense.triton.shared_memory is cuda, but {why}. Set it to system, or to none"
+        )
+    from hps.dense.triton.device_memory import DeviceRegion
+
+    return Regions(partial(DeviceRegion, device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from base64 import b64encode
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -12,6 +13,7 @@ from tritonclient.utils import InferenceServerException
 
 from hps.dense.triton.transport import (
     Described,
+    OnDevice,
     Placed,
     arrays_of,
     info_of,
@@ -92,17 +94,25 @@ class GrpcTransport:
             raise told(error) from None
         return arrays_of(result, outputs, shared)
 
-    def register(self, region: str, key: str, size: int, timeout_s: float) -> None:
+    def register(self, region: str, key: str | OnDevice, size: int, timeout_s: float) -> None:
+        client = self._client()
         try:
-            self._client().register_system_shared_memory(
-                region, key, size, client_timeout=timeout_s
-            )
+            if isinstance(key, OnDevice):
+                client.register_cuda_shared_memory(
+                    region, b64encode(key.handle), key.device, size, client_timeout=timeout_s
+                )
+            else:
+                client.register_system_shared_memory(region, key, size, client_timeout=timeout_s)
         except InferenceServerException as error:
             raise told(error) from None
 
-    def unregister(self, region: str, timeout_s: float) -> None:
+    def unregister(self, region: str, key: str | OnDevice, timeout_s: float) -> None:
+        client = self._client()
         try:
-            self._client().unregister_system_shared_memory(region, client_timeout=timeout_s)
+            if isinstance(key, OnDevice):
+                client.unregister_cuda_shared_memory(region, client_timeout=timeout_s)
+            else:
+                client.unregister_system_shared_memory(region, client_timeout=timeout_s)
         except InferenceServerException as error:
             raise told(error) from None
 

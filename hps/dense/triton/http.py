@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -14,6 +15,7 @@ from tritonclient.utils import InferenceServerException
 from hps.dense.triton.connections import Connections, Reply
 from hps.dense.triton.transport import (
     Described,
+    OnDevice,
     Placed,
     arrays_of,
     info_of,
@@ -78,13 +80,16 @@ class HttpTransport:
         )
         return arrays_of(result, outputs, shared)
 
-    def register(self, region: str, key: str, size: int, timeout_s: float) -> None:
-        about = {"key": key, "offset": 0, "byte_size": size}
-        path = f"/v2/systemsharedmemory/region/{region}/register"
+    def register(self, region: str, key: str | OnDevice, size: int, timeout_s: float) -> None:
+        about: dict[str, Any] = {"key": key, "offset": 0, "byte_size": size}
+        if isinstance(key, OnDevice):
+            handle = {"b64": b64encode(key.handle).decode()}
+            about = {"raw_handle": handle, "device_id": key.device, "byte_size": size}
+        path = f"{_shared(key)}/region/{region}/register"
         self._ask("POST", path, timeout_s, json.dumps(about).encode())
 
-    def unregister(self, region: str, timeout_s: float) -> None:
-        self._ask("POST", f"/v2/systemsharedmemory/region/{region}/unregister", timeout_s)
+    def unregister(self, region: str, key: str | OnDevice, timeout_s: float) -> None:
+        self._ask("POST", f"{_shared(key)}/region/{region}/unregister", timeout_s)
 
     def close(self) -> None:
         """A Triton that is told to stop waits for open connections."""
@@ -107,6 +112,10 @@ class HttpTransport:
             refusal = InferenceServerException(_error(reply), str(reply.status))
             raise told(refusal, describing)
         return reply
+
+
+def _shared(key: str | OnDevice) -> str:
+    return f"/v2/{'cuda' if isinstance(key, OnDevice) else 'system'}sharedmemory"
 
 
 def _error(reply: Reply) -> str:

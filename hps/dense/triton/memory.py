@@ -10,15 +10,15 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.shared_memory import SharedMemory
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hps.dense.base import TensorInfo
-from hps.dense.triton.transport import Placed, Transport, Unreachable
+from hps.dense.triton.transport import OnDevice, Placed, Transport, Unreachable
 from hps.errors import DeadlineExceeded, DenseModelError
 
 _ALIGN = 64
@@ -28,33 +28,76 @@ _STALE = 64
 _CLOSE_S = 1.0
 
 
-class _Region:
-    """Memory of one thread. No other ever had its name, in Triton or on this machine."""
+class Region(Protocol):
+    """Memory of one thread, of ``size`` bytes. No other ever had its name, in Triton or on this machine."""
+
+    name: str
+    size: int
+    registered: bool
+    key: str | OnDevice
+    """What Triton finds it by."""
+
+    def put(self, tensors: Iterable[tuple[int, NDArray[Any]]]) -> None:
+        """Write arrays at their offsets; they are there when this returns."""
+        ...
+
+    def get(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """A copy of the array there."""
+        ...
+
+    def drop(self) -> None:
+        """Nobody here uses it any more, Triton may."""
+        ...
+
+    def release(self) -> None:
+        """Triton does not know it any more."""
+        ...
+
+
+class HostRegion:
+    """A `Region` of the host's memory."""
 
     def __init__(self, size: int) -> None:
-        self.name = f"hps-{os.getpid()}-{secrets.token_hex(8)}"
-        self.memory = SharedMemory(self.name, create=True, size=size)
+        self.name = unused_name()
+        self.key: str | OnDevice = f"/{self.name}"
         self.registered = False
+        self._memory = SharedMemory(self.name, create=True, size=size)
+        self.size = self._memory.size
 
-    def array(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
-        return np.ndarray(shape, dtype, buffer=self.memory.buf, offset=offset)
+    def put(self, tensors: Iterable[tuple[int, NDArray[Any]]]) -> None:
+        for offset, array in tensors:
+            self._array(offset, array.shape, array.dtype)[...] = array
 
-    def close(self) -> None:
-        self.memory.close()
-        self.memory.unlink()
+    def get(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
+        return self._array(offset, shape, dtype).copy()
+
+    def drop(self) -> None:
+        self._memory.close()
+        self._memory.unlink()
+
+    def release(self) -> None:
+        """What Triton mapped was its own."""
+
+    def _array(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
+        return np.ndarray(shape, dtype, buffer=self._memory.buf, offset=offset)
+
+
+def unused_name() -> str:
+    return f"hps-{os.getpid()}-{secrets.token_hex(8)}"
 
 
 class Regions:
     """A region for each thread that runs something; a larger one takes its place when it must hold more.
 
     Triton must allow them (``--allow-client-shm=true`` in newer ones). Outputs whose size cannot be told
-    beforehand come in the answer.
+    beforehand come in the answer. ``make`` makes a region of a size.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[int], Region] = HostRegion) -> None:
+        self._make = make
         self._own = threading.local()
-        self._all: list[_Region] = []
-        self._stale: deque[str] = deque(maxlen=_STALE)
+        self._all: list[Region] = []
+        self._stale: deque[Region] = deque(maxlen=_STALE)
         self._lock = threading.Lock()
 
     def infer(
@@ -82,8 +125,8 @@ class Regions:
         """Nobody may run anything any more. A Triton that answers forgets the regions."""
         with self._lock:
             for region in self._all:
-                self._stale.append(region.name)
-                region.close()
+                self._stale.append(region)
+                region.drop()
             self._all.clear()
         until = time.monotonic() + _CLOSE_S
         self._forget(transport, lambda: max(0.0, until - time.monotonic()))
@@ -112,23 +155,22 @@ class Regions:
             end += -(-places[tensor.name][1] // _ALIGN) * _ALIGN
         region = self._region(end)
         if not region.registered:
-            transport.register(region.name, f"/{region.name}", region.memory.size, left_s())
+            transport.register(region.name, region.key, region.size, left_s())
             region.registered = True
             self._forget(transport, left_s)
-        for name, _, array in inputs:
-            region.array(places[name][0], array.shape, array.dtype)[...] = array
+        region.put((places[name][0], array) for name, _, array in inputs)
         shared = Placed(region.name, places)
         answer = transport.infer(inputs, [tensor.name for tensor in outputs], left_s(), shared)
         for name, (tensor, shape) in sized.items():
-            answer[name] = region.array(places[name][0], shape, tensor.dtype).copy()
+            answer[name] = region.get(places[name][0], shape, tensor.dtype)
         return {tensor.name: answer[tensor.name] for tensor in outputs}
 
-    def _region(self, size: int) -> _Region:
-        region: _Region | None = getattr(self._own, "region", None)
-        if region is not None and region.memory.size >= size:
+    def _region(self, size: int) -> Region:
+        region: Region | None = getattr(self._own, "region", None)
+        if region is not None and region.size >= size:
             return region
         self._drop()
-        larger = _Region(max(_SMALLEST, 2 * size if region else size))
+        larger = self._make(max(_SMALLEST, 2 * size if region else size))
         self._own.region = larger
         with self._lock:
             self._all.append(larger)
@@ -136,26 +178,27 @@ class Regions:
 
     def _drop(self) -> None:
         """This thread has no region any more. What Triton mapped stays its own until it is told."""
-        region: _Region | None = getattr(self._own, "region", None)
+        region: Region | None = getattr(self._own, "region", None)
         if region is None:
             return
         self._own.region = None
         with self._lock:
             self._all.remove(region)
-            self._stale.append(region.name)
-        region.close()
+            self._stale.append(region)
+        region.drop()
 
     def _forget(self, transport: Transport, left_s: Callable[[], float]) -> None:
         """Triton unregisters the regions that are no more; what it does not hear now is told another time."""
         while self._stale:
             try:
-                name = self._stale.popleft()
+                region = self._stale.popleft()
             except IndexError:  # another thread was quicker
                 return
             try:
-                transport.unregister(name, left_s())
+                transport.unregister(region.name, region.key, left_s())
             except (Unreachable, DeadlineExceeded):
-                self._stale.append(name)
+                self._stale.append(region)
                 return
             except DenseModelError:  # it never knew this one
-                continue
+                pass
+            region.release()

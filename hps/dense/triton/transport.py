@@ -43,6 +43,14 @@ class Placed:
     places: dict[str, tuple[int, int]]
 
 
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """Memory of GPU number ``device``, by the handle that CUDA gives for other processes."""
+
+    handle: bytes
+    device: int
+
+
 class Transport(Protocol):
     """One model of one Triton. Any number of threads may call it; no call lasts beyond its ``timeout_s``.
 
@@ -65,11 +73,11 @@ class Transport(Protocol):
         `DenseModelError`."""
         ...
 
-    def register(self, region: str, key: str, size: int, timeout_s: float) -> None:
-        """Let Triton map ``size`` bytes of shared memory."""
+    def register(self, region: str, key: str | OnDevice, size: int, timeout_s: float) -> None:
+        """Let Triton map ``size`` bytes of shared memory, in the host's by name."""
         ...
 
-    def unregister(self, region: str, timeout_s: float) -> None: ...
+    def unregister(self, region: str, key: str | OnDevice, timeout_s: float) -> None: ...
 
     def close(self) -> None: ...
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.shared_memory import SharedMemory
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +21,10 @@ from hps.dense.base import TensorInfo
 from hps.dense.fallback import Fallback
 from hps.dense.triton import TritonModel
 from hps.dense.triton.connections import Connections
+from hps.dense.triton.grpc import GrpcTransport
 from hps.dense.triton.http import HttpTransport
-from hps.dense.triton.memory import Regions
-from hps.dense.triton.transport import Described, Unreachable, told
+from hps.dense.triton.memory import HostRegion, Regions
+from hps.dense.triton.transport import Described, OnDevice, Unreachable, told
 from hps.errors import DeadlineExceeded, DenseModelError, ModelError, NotFound, Unavailable
 
 IN, OUT = TensorInfo("x", "FP32", (-1, 2)), TensorInfo("y", "FP32", (-1, 2))
@@ -71,7 +75,7 @@ class Triton:
         self.ever.append(region)
         self._fail("register")
 
-    def unregister(self, region, timeout_s):
+    def unregister(self, region, key, timeout_s):
         self._fail("unregister")
         if region in self.regions:
             self.regions.pop(region).close()
@@ -174,6 +178,54 @@ def test_at_the_end_triton_forgets_the_regions_if_it_can(triton, opened):
         SharedMemory(name)
     network.close()
     assert not triton.regions
+
+
+class Lasting(HostRegion):
+    """As a GPU's memory is: there until Triton has let go of it."""
+
+    def drop(self):
+        pass
+
+    def release(self):
+        super().drop()
+
+
+def test_memory_that_triton_may_still_write_to_is_kept(triton, opened):
+    network = opened(Regions(Lasting))
+    triton.faults |= {"infer": [LATE], "unregister": [AWAY]}
+    with pytest.raises(DeadlineExceeded):
+        network.predict(rows(1))
+    doubled(network, 2)  # a new region; the old one is not known to be forgotten
+    for name in triton.ever:
+        SharedMemory(name).close()
+    network.close()
+    for name in triton.ever:
+        with pytest.raises(FileNotFoundError):
+            SharedMemory(name)
+
+
+def test_a_gpus_memory_is_told_by_its_handle(monkeypatch):
+    there, told = OnDevice(bytes(range(64)), 3), []
+    http = HttpTransport("there:1", "n", "")
+    monkeypatch.setattr(http, "_ask", lambda _method, path, _s, body=b"": told.append((path, body)))
+    http.register("r", there, 4096, 1.0)
+    http.unregister("r", there, 1.0)
+    (path, body), (end, _) = told
+    assert path == "/v2/cudasharedmemory/region/r/register"
+    handle = {"b64": b64encode(there.handle).decode()}
+    assert json.loads(body) == {"raw_handle": handle, "device_id": 3, "byte_size": 4096}
+    assert end == "/v2/cudasharedmemory/region/r/unregister"
+    grpc, asked = GrpcTransport("there:1", "n", "", channels=1), []
+    stub = SimpleNamespace(
+        CudaSharedMemoryRegister=lambda request, **_: asked.append(request),
+        CudaSharedMemoryUnregister=lambda request, **_: asked.append(request),
+    )
+    monkeypatch.setattr(grpc._clients[0], "_client_stub", stub)
+    grpc.register("r", there, 4096, 1.0)
+    grpc.unregister("r", there, 1.0)
+    assert (asked[0].raw_handle, asked[0].device_id) == (there.handle, 3)
+    assert (asked[0].name, asked[0].byte_size, asked[1].name) == ("r", 4096, "r")
+    grpc.close()
 
 
 @pytest.mark.parametrize("error", [AWAY, LATE])

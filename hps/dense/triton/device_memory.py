@@ -1,0 +1,64 @@
+"""Tensors in a GPU's memory that this process and a Triton on the same machine share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.cuda.loader import cupy
+from hps.dense.triton.memory import unused_name
+from hps.dense.triton.transport import OnDevice
+from hps.errors import DenseModelError
+
+
+class DeviceRegion:
+    """A `Region` of the memory of GPU number ``device``, which Triton must know by the same number. It is
+    given back when Triton has said that it uses it no more; CUDA leaves open what happens otherwise.
+    Raises DenseModelError when the GPU has none left."""
+
+    def __init__(self, device: int, size: int) -> None:
+        cp = self._cupy = cupy()
+        self._device = cp.cuda.Device(device)
+        self.name = unused_name()
+        self.size = size
+        self.registered = False
+        with self._device:
+            self._stream = cp.cuda.Stream(non_blocking=True)
+            try:
+                # Of its own, not of a pool: a handle stands for a whole allocation.
+                self._memory = cp.cuda.Memory(size)
+            except cp.cuda.memory.OutOfMemoryError as error:
+                raise DenseModelError(f"no memory to share with Triton: {error}") from None
+            handle = cp.cuda.runtime.ipcGetMemHandle(self._memory.ptr)
+        self.key: str | OnDevice = OnDevice(handle, device)
+
+    def put(self, tensors: Iterable[tuple[int, NDArray[Any]]]) -> None:
+        with self._device:
+            kept = []
+            for offset, array in tensors:
+                kept.append(np.ascontiguousarray(array))
+                self._copy(self._memory.ptr + offset, kept[-1].ctypes.data, array.nbytes)
+            self._stream.synchronize()
+
+    def get(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
+        array: NDArray[Any] = np.empty(shape, dtype)
+        with self._device:
+            self._copy(array.ctypes.data, self._memory.ptr + offset, array.nbytes)
+            self._stream.synchronize()
+        return array
+
+    def drop(self) -> None:
+        """Triton may still read and write it."""
+
+    def release(self) -> None:
+        self._memory = None
+
+    def _copy(self, to: int, source: int, nbytes: int) -> None:
+        runtime = self._cupy.cuda.runtime
+        runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDefault, self._stream.ptr)
+
+
+__all__ = ["DeviceRegion"]

@@ -1,0 +1,90 @@
+"""Tensors in a GPU's memory that another process opens, as a Triton on this machine does."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from multiprocessing import get_context
+
+import numpy as np
+import pytest
+
+from hps.cuda.loader import cupy
+from hps.dense.base import TensorInfo
+from hps.dense.triton import TritonModel
+from hps.dense.triton.device_memory import DeviceRegion
+from hps.dense.triton.memory import Regions
+from hps.dense.triton.transport import Described, OnDevice
+from hps.errors import DeadlineExceeded
+
+pytestmark = pytest.mark.gpu
+IN, OUT = TensorInfo("x", "FP32", (-1, 2)), TensorInfo("y", "FP32", (-1, 2))
+
+
+def double(key: OnDevice, x: tuple[int, int], y: tuple[int, int]) -> None:
+    """What a Triton does: opens the memory, reads x there and writes y."""
+    cp = cupy()
+    with cp.cuda.Device(key.device):
+        at = cp.cuda.runtime.ipcOpenMemHandle(key.handle)
+        n = x[1] // 4
+
+        def there(offset):
+            memory = cp.cuda.UnownedMemory(at + offset, 4 * n, None)
+            return cp.ndarray(n, np.float32, cp.cuda.MemoryPointer(memory, 0))
+
+        there(y[0])[...] = there(x[0]) * 2
+        cp.cuda.Device().synchronize()
+        cp.cuda.runtime.ipcCloseMemHandle(at)
+
+
+class Triton:
+    """A Transport whose network doubles, in another process."""
+
+    def __init__(self, processes):
+        self.processes = processes
+        self.regions = {}
+        self.ever = []
+        self.late = False
+
+    def describe(self, timeout_s):
+        return Described((IN,), (OUT,), 0)
+
+    def register(self, region, key, size, timeout_s):
+        self.regions[region] = key
+        self.ever.append(region)
+
+    def unregister(self, region, key, timeout_s):
+        assert self.regions.pop(region) == key
+
+    def infer(self, inputs, outputs, timeout_s, shared=None):
+        if self.late:
+            self.late = False
+            raise DeadlineExceeded("late")
+        places = shared.places
+        self.processes.apply(double, (self.regions[shared.region], places["x"], places["y"]))
+        return {}
+
+    def close(self):
+        pass
+
+
+def test_another_process_finds_the_tensors_and_answers_there():
+    cp = cupy()
+    before = cp.cuda.Device().id
+    with get_context("spawn").Pool(1) as processes:
+        triton = Triton(processes)
+        how = {"timeout_s": 60.0, "retries": 0, "regions": Regions(partial(DeviceRegion, 0))}
+        network = TritonModel("n", "there:1", triton, ((IN,), (OUT,)), **how)
+        for batch in (1, 7, 1 << 16, 3):
+            x = np.random.default_rng(batch).random((batch, 2), np.float32)
+            np.testing.assert_array_equal(network.predict({"x": x})["y"], 2 * x)
+        assert len(triton.ever) == 2  # as large as needed
+        triton.late = True
+        with pytest.raises(DeadlineExceeded):
+            network.predict({"x": x})
+        np.testing.assert_array_equal(network.predict({"x": x})["y"], 2 * x)
+        assert len(triton.ever) == 3
+        network.close()
+        assert not triton.regions
+    gc.collect()
+    assert cp.cuda.Device().id == before
