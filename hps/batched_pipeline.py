@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -57,17 +58,20 @@ class _Predictions:
         self.alone = pipeline.submit
         self._defaults = False  # as with lookups: sources are asked for while they tell something
 
-    def kind(self, request: PredictRequest) -> Hashable | None:
+    def kind(self, request: PredictRequest) -> tuple[Hashable, PredictRequest] | None:
         if request.top_k is not None or request.features.keys() != self._features.keys():
             return None
-        keys = kind(checked(_lookup(request), self._features))
+        fit = checked(_lookup(request), self._features)
+        keys = kind(fit)
         batch = keys_size(request.features).rows
         if keys is None or any(np.shape(a)[:1] != (batch,) for a in request.dense.values()):
             return None
         dense = tuple(
             (name, np.asarray(a).dtype, np.shape(a)[1:]) for name, a in request.dense.items()
         )
-        return keys, dense, request.outputs
+        if fit.features is not request.features:
+            request = replace(request, features=fit.features)
+        return (keys, dense, request.outputs), request
 
     def size(self, request: PredictRequest) -> Size:
         return keys_size(request.features)
@@ -100,7 +104,7 @@ class _Merged:
         want_source: bool,
     ) -> None:
         self._requests = requests
-        lookups = [checked(_lookup(request), features) for request in requests]
+        lookups = [_lookup(request) for request in requests]
         self._lookups = Merged(lookups, features, want_source=want_source)
         self._rows = bounds([keys_size(request.features).rows for request in requests])
         joined = self._lookups.request

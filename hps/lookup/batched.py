@@ -72,12 +72,13 @@ class _Lookups:
         # keys without a row, whose requests have to be told.
         self._defaults = False
 
-    def kind(self, request: LookupRequest) -> Hashable | None:
+    def kind(self, request: LookupRequest) -> tuple[Hashable, LookupRequest] | None:
         known = self._lookup.tables if request.by_table else self._lookup.features
         if not request.features.keys() <= known.keys():
             return None  # asked alone, it is told what is wrong
-        checked(request, self._lookup.features)
-        return kind(request)
+        fit = checked(request, self._lookup.features)
+        found = kind(fit)
+        return None if found is None else (found, fit)
 
     def size(self, request: LookupRequest) -> Size:
         return keys_size(request.features)
@@ -86,10 +87,8 @@ class _Lookups:
         return request.deadline
 
     def together(self, requests: Sequence[LookupRequest]) -> Future[list[LookupResult]]:
-        features = self._lookup.features
-        fit = [checked(request, features) for request in requests]
         sourced = self._defaults or any(request.want_source for request in requests)
-        merged = Merged(fit, features, want_source=sourced)
+        merged = Merged(requests, self._lookup.features, want_source=sourced)
 
         def split(result: LookupResult) -> Future[list[LookupResult]]:
             self._defaults = result.defaulted > 0

@@ -46,9 +46,9 @@ class Size(NamedTuple):
 class Work(Protocol[Taken, Result]):
     """What is batched. Any thread may call it."""
 
-    def kind(self, request: Taken) -> Hashable | None:
-        """Equal for requests that may be in one batch, None for one that must be alone. Raises
-        ``BadRequest`` for one at fault."""
+    def kind(self, request: Taken) -> tuple[Hashable, Any] | None:
+        """What is equal for requests that may be in one batch, and the request as it is joined to others;
+        None for one that must be alone. Raises ``BadRequest`` for one at fault."""
         ...
 
     def size(self, request: Taken) -> Size: ...
@@ -96,9 +96,10 @@ class Batcher(Generic[Request, Result]):
         """Begin ``request``, alone or with others. Raises as ``Work.kind`` and ``Work.alone`` do."""
         if self.is_idle:
             return self.began(self._work.alone(request))
-        kind = self._work.kind(request)
-        if kind is None:
+        joined = self._work.kind(request)
+        if joined is None:
             return self._work.alone(request)
+        kind, request = joined
         size, deadline = self._work.size(request), self._work.deadline(request)
         waiting = _Waiting(request, size, deadline, time.monotonic() + self._bounds.delay_s)
         with self._changed:

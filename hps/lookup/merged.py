@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -54,19 +54,23 @@ class Merged:
     ) -> None:
         self._requests = requests
         by_table = requests[0].by_table
-        self._shares: dict[str, list[_Share]] = {}
+        self._shares: dict[str, _Shares] = {}
+        spans: dict[tuple[int, ...], list[slice]] = {}  # mostly the same for all features
         joined = {}
+        everybody = range(len(requests))
         for name in dict.fromkeys(name for each in requests for name in each.features):
-            given = [
-                (i, each.features[name]) for i, each in enumerate(requests) if name in each.features
-            ]
-            joined[name] = _joined([keys for _, keys in given])
-            by_key = by_table or features[name].pooling == "none"
-            rows = bounds([len(keys.keys) if by_key else keys.batch for _, keys in given])
-            asked = bounds([len(keys.keys) for _, keys in given])
-            self._shares[name] = [
-                _Share(i, r, k) for (i, _), r, k in zip(given, rows, asked, strict=True)
-            ]
+            who: Sequence[int] = everybody
+            if by_table:
+                who = [i for i in everybody if name in requests[i].features]
+            given = [requests[i].features[name] for i in who]
+            joined[name] = _joined(given)
+            asked = rows = tuple([len(keys.keys) for keys in given])
+            if not by_table and features[name].pooling != "none":
+                rows = tuple([keys.batch for keys in given])
+            for sizes in (asked, rows):
+                if sizes not in spans:
+                    spans[sizes] = bounds(sizes)
+            self._shares[name] = _Shares(who, spans[rows], spans[asked])
         deadlines = [each.deadline for each in requests]
         latest = None if None in deadlines else max(d for d in deadlines if d is not None)
         self.request = LookupRequest(joined, latest, want_source, None, by_table)
@@ -79,7 +83,7 @@ class Merged:
         ]
         for name, shares in self._shares.items():
             vectors = result.vectors[name]
-            for index, rows, keys in shares:
+            for index, rows, keys in zip(*shares, strict=True):
                 answer = answers[index]
                 answer.vectors[name] = vectors[rows]
                 if self._requests[index].want_source:
@@ -92,7 +96,7 @@ class Merged:
         """What ``sources``, of all keys, tell each request of its own."""
         told = [Told({}, 0) for _ in self._requests]
         for name, codes in sources.items():
-            for index, _, keys in self._shares[name]:
+            for index, _, keys in zip(*self._shares[name], strict=True):
                 mine = codes[keys]
                 found, defaulted = told[index]
                 found[name] = mine
@@ -108,18 +112,20 @@ class Told(NamedTuple):
     defaulted: int
 
 
-class _Share(NamedTuple):
-    """What is a request's own of a feature: its rows, and its keys."""
+class _Shares(NamedTuple):
+    """Which requests ask for a feature, and what is each one's own of it: its rows, and its keys."""
 
-    request: int
-    rows: slice
-    keys: slice
+    requests: Sequence[int]
+    rows: list[slice]
+    keys: list[slice]
 
 
 def _joined(keys: Sequence[JaggedKeys]) -> JaggedKeys:
     if len(keys) == 1:
         return keys[0]
-    flat = np.concatenate([as_keys(each.keys) for each in keys])
+    flat = np.concatenate([each.keys for each in keys])
+    if flat.dtype != np.int64:  # unsigned keys beside signed ones would be made floating
+        flat = np.concatenate([as_keys(each.keys) for each in keys])
     batch = sum(each.batch for each in keys)
     weights = offsets = None
     if keys[0].weights is not None:
@@ -138,4 +144,4 @@ def _joined(keys: Sequence[JaggedKeys]) -> JaggedKeys:
 
 def bounds(sizes: Sequence[int]) -> list[slice]:
     """Where each of several arrays of these ``sizes`` is when they are joined."""
-    return [slice(int(a), int(b)) for a, b in pairwise(np.cumsum([0, *sizes]))]
+    return [slice(a, b) for a, b in pairwise(accumulate(sizes, initial=0))]

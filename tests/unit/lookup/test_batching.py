@@ -33,7 +33,7 @@ class Works:
         self.runs, self.futures, self.at_once = [], [], at_once
 
     def kind(self, request):
-        return request.kind
+        return None if request.kind is None else (request.kind, request)
 
     def size(self, request):
         return Size(request.rows, request.rows)
