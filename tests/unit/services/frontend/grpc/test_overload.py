@@ -1,0 +1,131 @@
+"""More requests over gRPC than can be answered, and clients that ask too much."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
+
+from hps import metric_names as m
+from hps.config import Settings
+from hps.config.admission_settings import AdmissionSettings
+from hps.config.server_settings import ServerSettings
+from services.frontend.state import State
+from tests.support.waiting import until
+
+
+@pytest.fixture
+def stub(small, serve):
+    """``stub(**settings)``: a client of a server with these of `server.admission`; two requests are worked at
+    and three wait."""
+    channels = []
+
+    def make(guard=None, **settings):
+        admission = AdmissionSettings(**{"running": 2, "queue": 3, **settings})
+        small.state = State(settings=Settings(server=ServerSettings(admission=admission)))
+        small.state.serve(small.node)
+        arguments = [guard] if guard else []
+        url = serve(*arguments).server.url
+        channels.append(grpc.insecure_channel(url))
+        service = GRPCInferenceServiceStub(channels[-1])
+        service.url = url
+        return service
+
+    yield make
+    for channel in channels:
+        channel.close()
+
+
+def predict():
+    request = pb.ModelInferRequest(model_name="ctr")
+    for name in ("user", "item", "history"):
+        tensor = request.inputs.add(name=name, datatype="INT64", shape=[1, 1])
+        tensor.contents.int64_contents.append(1)
+    dense = request.inputs.add(name="dense", datatype="FP32", shape=[1, 3])
+    dense.contents.fp32_contents.extend([1, 2, 3])
+    return request
+
+
+def refused(small):
+    counted = small.node.metrics.numbers()[m.REQUESTS_REFUSED]
+    return {labels[0]: n for labels, n in counted.items()}
+
+
+def test_an_overloaded_model_refuses_at_once_and_answers_the_others(small, slow, stub):
+    service = stub()
+    line = small.state.entries["ctr"].endpoint
+    taken = [service.ModelInfer.future(predict(), timeout=60) for _ in range(5)]
+    until(lambda: (line.running, line.waiting) == (2, 3))
+    # All of this while not one prediction has ended.
+    for call in [service.ModelInfer.future(predict(), timeout=60) for _ in range(80)]:
+        assert call.code() is grpc.StatusCode.UNAVAILABLE
+        assert "Exceeds maximum queue size" in call.details()
+    assert service.ServerReady(pb.ServerReadyRequest(), timeout=60).ready
+    slow.leave.set()
+    for call in taken:
+        assert call.result().outputs[0].name == "score"
+    until(lambda: line.running == 0)
+    assert refused(small) == {"queue_full": 80}
+
+
+def test_deadlines_and_clients_that_leave_while_they_wait(small, slow, stub):
+    service = stub()
+    line = small.state.entries["ctr"].endpoint
+    taken = [service.ModelInfer.future(predict(), timeout=60) for _ in range(2)]
+    until(lambda: line.running == 2)
+    late = service.ModelInfer.future(predict(), timeout=0.05)
+    assert late.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    leaves = service.ModelInfer.future(predict(), timeout=60)
+    until(lambda: line.waiting == 1)
+    leaves.cancel()
+    until(lambda: line.waiting == 0)
+    slow.leave.set()
+    assert all(call.result().outputs for call in taken)
+    assert slow.runs == 2
+
+
+def test_a_client_that_asks_too_much(small, slow, stub, key_guard):
+    service = stub(key_guard, running=8, client={"running": 1})
+    reader, writer = ([("x-api-key", key * 16)] for key in "rw")
+    line = small.state.entries["ctr"].endpoint
+    first = service.ModelInfer.future(predict(), timeout=60, metadata=reader)
+    until(lambda: line.running == 1)
+    again = service.ModelInfer.future(predict(), timeout=60, metadata=reader)
+    assert again.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    other = service.ModelInfer.future(predict(), timeout=60, metadata=writer)
+    until(lambda: line.running == 2)
+    slow.leave.set()
+    assert first.code() is other.code() is grpc.StatusCode.OK
+    for _ in range(3):
+        service.ModelInfer(predict(), timeout=60, metadata=reader)
+    assert refused(small) == {"client_running": 1}
+
+
+def test_a_streams_requests_are_counted_one_by_one(small, stub):
+    service = stub(client={"per_second": 1e-3, "burst": 2})
+    answers = list(service.ModelStreamInfer(iter([predict()] * 3), timeout=60))
+    assert [bool(each.error_message) for each in answers] == [False, False, True]
+    assert "requests a second" in answers[2].error_message
+    assert refused(small) == {"client_rate": 1}
+
+
+def test_calls_without_a_body_hold_up_nobody(small, stub):
+    """Nor do they take a thread each."""
+    service = stub()
+
+    def never():
+        until(lambda: over)
+        yield from ()
+
+    over = []
+    with grpc.insecure_channel(service.url) as channel:
+        stalled = channel.stream_unary("/inference.GRPCInferenceService/ModelInfer")
+        calls = [stalled.future(never(), timeout=60) for _ in range(80)]
+        with triton.InferenceServerClient(service.url) as client:
+            assert client.is_server_ready(client_timeout=60)
+        assert service.ModelInfer(predict(), timeout=60).outputs
+        over.append(True)
+        for call in calls:
+            call.cancel()
