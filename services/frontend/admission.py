@@ -200,6 +200,7 @@ class Line:
 
     def _learn(self, waiting: _Waiting) -> None:
         waited_s = time.monotonic() - waiting.since
+        waiting.queued_ns = int(waited_s * 1e9)
         self._place_s += _LATEST * (waited_s / waiting.places - self._place_s)
         self._observe(waited_s)
 
@@ -254,6 +255,7 @@ class _Waiting(Future[Any]):
         places: int,
     ) -> None:
         super().__init__()
+        self.queued_ns = 0  # for the statistics
         self.start = start
         self.deadline = deadline
         self.size = size

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 from typing import Any
 
 # Batch sizes that are broken out; later ones count in the totals only.
@@ -17,10 +18,16 @@ _TOTALS = (
     "fail_count",
     "fail_ns",
     "inferences",
+    "queue_ns",
     "input_ns",
     "infer_ns",
     "output_ns",
 )
+
+
+def queued_ns(answer: Future[Any]) -> int:
+    """How long the request waited for its turn whose ``answer`` it is."""
+    return getattr(answer, "queued_ns", 0)
 
 
 class Statistics:
@@ -32,19 +39,24 @@ class Statistics:
         self.success_count = self.success_ns = 0
         self.fail_count = self.fail_ns = 0
         self.inferences = 0
-        self.input_ns = self.infer_ns = self.output_ns = 0
+        self.queue_ns = self.input_ns = self.infer_ns = self.output_ns = 0
         self.last_ns = 0  # perf_counter_ns
         self._batches: dict[int, list[int]] = {}
         self._lock = threading.Lock()
 
-    def succeeded(self, batch: int, started: int, parsed: int, inferred: int, done: int) -> None:
-        """A request of ``batch`` samples, with the instants (ns) at which its stages ended."""
+    def succeeded(
+        self, batch: int, started: int, parsed: int, inferred: int, done: int, queued: int = 0
+    ) -> None:
+        """A request of ``batch`` samples, with the instants (ns) at which its stages ended; between being
+        parsed and inferred it was ``queued`` for so long."""
+        inferring = inferred - parsed - queued
         with self._lock:
+            self.queue_ns += queued
             self.success_count += 1
             self.success_ns += done - started
             self.inferences += batch
             self.input_ns += parsed - started
-            self.infer_ns += inferred - parsed
+            self.infer_ns += inferring
             self.output_ns += done - inferred
             self.last_ns = done
             entry = self._batches.get(batch)
@@ -54,7 +66,7 @@ class Statistics:
                 entry = self._batches[batch] = [0, 0, 0, 0]
             entry[0] += 1
             entry[1] += parsed - started
-            entry[2] += inferred - parsed
+            entry[2] += inferring
             entry[3] += done - inferred
 
     def failed(self, started: int, done: int) -> None:
@@ -94,7 +106,7 @@ class Statistics:
                 "inference_stats": {
                     "success": _duration(count, self.success_ns),
                     "fail": _duration(self.fail_count, self.fail_ns),
-                    "queue": _duration(count, 0),
+                    "queue": _duration(count, self.queue_ns),
                     "compute_input": _duration(count, self.input_ns),
                     "compute_infer": _duration(count, self.infer_ns),
                     "compute_output": _duration(count, self.output_ns),

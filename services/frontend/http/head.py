@@ -64,9 +64,10 @@ class Head:
 
     def _name(self, headers: Mapping[bytes, bytes]) -> None:
         self.request_id = request_id(headers)
-        self.traceparent = traceparent_of(headers.get(b"traceparent", b"").decode("latin-1"))
-        self.tracestate = ""
-        if self.traceparent:
+        parent = headers.get(b"traceparent")
+        self.traceparent = self.tracestate = ""
+        if parent is not None and (known := traceparent_of(parent.decode("latin-1"))):
+            self.traceparent = known
             self.tracestate = tracestate_of(headers.get(b"tracestate", b"").decode("latin-1"))
         self.is_named = bool(self.request_id or self.traceparent)
 

@@ -25,6 +25,7 @@ from services.frontend.http.head import Head, apart, repeatable, without_own
 from services.frontend.http.response import Reply
 from services.frontend.http.routes import Route
 from services.frontend.state import State
+from services.frontend.statistics import queued_ns
 
 _INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 # Heads that are kept; longer ones are not worth their memory.
@@ -294,7 +295,9 @@ class Inference:
         route = self._head.route
         assert route is not None
         done, started = perf_counter_ns(), self._started
-        route.entry.statistics.succeeded(self._call.batch, started, self._parsed, inferred, done)
+        route.entry.statistics.succeeded(
+            self._call.batch, started, self._parsed, inferred, done, queued_ns(self._future)
+        )
         route.observe_ok((done - started) * 1e-9)
         call = self._call
         if call.origin is not None:

@@ -18,6 +18,7 @@ from services.frontend.admission import Admission
 from services.frontend.call import Call, Form
 from services.frontend.clients import Clients
 from services.frontend.errors import Overloaded, TooManyRequests, http_status, status_of
+from services.frontend.statistics import queued_ns
 from tests.support.waiting import until
 
 FAR = 1e12
@@ -82,6 +83,7 @@ def test_work_is_bounded_and_the_rest_waits_in_order(made):
         assert futures[i].result(0) == str(i)
     assert (line.running, line.waiting, shared.room.held) == (0, 0, 0)
     assert sum(metrics.histogram(m.QUEUE_SECONDS, "m").read()[0]) == 3
+    assert [queued_ns(future) > 0 for future in futures] == [False, False, True, True, True]
 
 
 def test_another_kind_of_request_stands_in_the_same_line(made):

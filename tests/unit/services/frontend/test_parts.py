@@ -68,6 +68,9 @@ def test_a_traceback_is_one_line():
     assert 'traceback="ValueError: broken\\nin two"' in line
 
 
+COMPUTE = ("compute_input", "compute_infer", "compute_output")
+
+
 def test_statistics_break_out_a_bounded_number_of_batch_sizes():
     stats = Statistics()
     for batch in range(MAX_BATCH_SIZES + 10):
@@ -83,6 +86,20 @@ def test_statistics_break_out_a_bounded_number_of_batch_sizes():
         "compute_output": {"count": 1, "ns": 40},
     }
     assert Statistics().as_json("m", "1")["last_inference"] == 0
+
+
+def test_a_request_that_waited_for_its_turn_is_queued_meanwhile():
+    stats = Statistics()
+    stats.succeeded(2, 10, 20, 140, 150, queued=70)
+    stats.failed(10, 30)
+    found = stats.as_json("m", "1")["inference_stats"]
+    split = {name: found[name]["ns"] for name in ("queue", *COMPUTE)}
+    assert split == dict(zip(("queue", *COMPUTE), (70, 10, 50, 10), strict=True))
+    assert sum(split.values()) == found["success"]["ns"] == 140
+    assert found["fail"] == {"count": 1, "ns": 20}
+    total = Statistics()
+    total.add(stats.numbers())
+    assert total.as_json("m", "1") == stats.as_json("m", "1")
 
 
 def test_progress_is_seen_and_can_be_cut_off():

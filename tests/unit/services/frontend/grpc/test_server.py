@@ -152,7 +152,7 @@ def test_errors_have_codes_and_name_the_mend(client, small):
     assert "did you mean 'left'" in message
     code, _ = refused(client.load_model, "words")
     assert code == "StatusCode.UNIMPLEMENTED"
-    for call in (client.get_system_shared_memory_status, client.get_log_settings):
+    for call in (client.get_system_shared_memory_status, client.get_trace_settings):
         code, message = refused(call)
         assert code == "StatusCode.UNIMPLEMENTED"
         assert "is not offered" in message
@@ -282,6 +282,26 @@ def test_a_stream(client):
     result, error = answers.get(timeout=60)
     assert result.get_response().id == "right"
     client.stop_stream()
+
+
+def test_statistics_agree_with_what_was_asked(client, small):
+    answers = queue.Queue()
+    client.start_stream(lambda result, error: answers.put((result, error)))
+    for key in (1, 12, 2):  # the second is in the store
+        client.async_stream_infer("words.lookup", [keys("left", key, key)])
+        client.async_stream_infer("words.lookup", [keys("lift", key)])
+        client.infer("words.lookup", [keys("right", key)])
+        refused(client.infer, "words.lookup", [keys("lift", key)])
+    for _ in range(6):
+        answers.get(timeout=60)
+    client.stop_stream()
+    told = client.get_inference_statistics("words.lookup").model_stats[0]
+    stats = told.inference_stats
+    assert (stats.success.count, stats.fail.count) == (6, 6)
+    assert (told.execution_count, told.inference_count) == (6, 9)
+    split = [stats.queue, stats.compute_input, stats.compute_infer, stats.compute_output]
+    assert [part.count for part in split] == [6] * 4
+    assert sum(part.ns for part in split) == stats.success.ns
 
 
 def test_a_stream_that_wants_its_errors_as_its_own(serve):
