@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from benchmarks.peers.process import free_ports
+from hps import otel, tracing
 from hps.build import open_node
 from hps.config import configuration_from
 from hps.errors import ConfigError, ModelError
@@ -243,6 +244,28 @@ def test_what_comes_in_the_delay_of_a_stop_is_answered_and_told_to_go(small_repo
         server.frontend.stop()  # the second time, it hurries
         server.join()
         assert server.error is None
+
+
+def test_a_server_records_spans_where_it_is_asked_to(small_repository, tmp_path, monkeypatch):
+    sdk = pytest.importorskip("opentelemetry.sdk.trace")
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), sdk.TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    asked = []
+    monkeypatch.setattr(otel, "tracer", lambda role: asked.append(role) or otel.Tracer(provider))
+    with running(configuration(small_repository, tmp_path)) as server:
+        assert server.ready.wait(60)
+        assert tracing.recorder() is not None
+        assert server.request("POST", PATH, BODY)[0] == 200
+    assert server.error is None
+    assert asked == ["node"]
+    assert tracing.recorder() is None
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    request = spans["infer words.lookup"]
+    for part in ("decode", "lookup", "encode"):
+        assert spans[part].parent.span_id == request.context.span_id
 
 
 def test_a_repository_without_a_model_that_fits_ends_the_server(tmp_path):
