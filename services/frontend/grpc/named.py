@@ -1,0 +1,42 @@
+"""What a call is named, by its message and its metadata."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import grpc
+
+from hps.tracing import Origin, traceparent_of, tracestate_of
+from services.frontend.grpc.request import GrpcCall
+from services.frontend.observer import Observer
+
+_NAMES = frozenset({"x-request-id", "traceparent", "tracestate"})
+
+
+class Named(NamedTuple):
+    """``request_id`` is the message's, else the metadata's."""
+
+    request_id: str
+    traceparent: str = ""
+    tracestate: str = ""
+
+
+def named(request_id: str, context: grpc.ServicerContext) -> Named:
+    given = {name: value for name, value in context.invocation_metadata() if name in _NAMES}
+    if not given:
+        return Named(request_id)
+    parent = traceparent_of(given.get("traceparent", ""))
+    state = tracestate_of(given.get("tracestate", "")) if parent else ""
+    return Named(request_id or given.get("x-request-id", "")[:128], parent, state)
+
+
+def identify(
+    call: GrpcCall, model: str, context: grpc.ServicerContext, started: int, observer: Observer
+) -> Origin | None:
+    """On whose behalf ``call`` is, where anybody cares. Its answer carries the id that it came with, in
+    whichever way."""
+    found = named(call.id, context)
+    call.id = found.request_id
+    if any(found) or observer.watches:
+        call.origin = observer.begin(model, started, *found)
+    return call.origin

@@ -1,0 +1,142 @@
+"""A gRPC server that ends under load, beside another one: no call is lost."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
+
+from hps.client import Client
+from services.frontend.state import State
+from tests.support.waiting import until
+
+CLIENTS, CALLS = 6, 40
+# What a client has to say to be told that a server is not ready any more.
+HEALTH = {
+    "loadBalancingConfig": [{"round_robin": {}}],
+    "healthCheckConfig": {"serviceName": "inference.GRPCInferenceService"},
+}
+
+
+def question():
+    asked = pb.ModelInferRequest(model_name="words.lookup")
+    asked.inputs.add(name="left", datatype="INT64", shape=[1, 1])
+    asked.raw_input_contents.append(np.array([1]).tobytes())
+    return asked
+
+
+@contextmanager
+def load(ask: Callable[[], Callable[[], object]]) -> Iterator[Callable[[], None]]:
+    """Clients that ask all the time; what is yielded waits until each has been answered some more. No call
+    may fail."""
+    done, errors = threading.Event(), []
+    answered = [threading.Semaphore(0) for _ in range(CLIENTS)]
+
+    def client(mine: threading.Semaphore) -> None:
+        call = ask()
+        while not done.is_set():
+            try:
+                call()
+            except Exception as error:
+                errors.append(error)
+            mine.release()
+
+    def some_more() -> None:
+        for mine in answered:
+            for _ in range(CALLS):
+                assert mine.acquire(timeout=60)
+
+    threads = [threading.Thread(target=client, args=(mine,)) for mine in answered]
+    for thread in threads:
+        thread.start()
+    try:
+        some_more()
+        yield some_more
+        some_more()
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join(60)
+    assert errors == []
+
+
+@pytest.fixture
+def channels():
+    """``channels(target, config)``: a new connection's ``ModelInfer``; closed at the end."""
+    made = []
+
+    def connect(target, config=None, watch=None):
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        if config:
+            options.append(("grpc.service_config", json.dumps(config)))
+        made.append(grpc.insecure_channel(target, options))
+        if watch is not None:
+            made[-1].subscribe(watch)
+        infer = GRPCInferenceServiceStub(made[-1]).ModelInfer
+        return lambda: infer(question(), timeout=60, wait_for_ready=True)
+
+    yield connect
+    for channel in made:
+        channel.close()
+
+
+def test_clients_that_look_at_its_health_leave_a_server_before_it_ends(small, serve, channels):
+    second = serve()
+    ending = State()
+    ending.serve(small.node)
+    first = serve(state=ending)
+    target = f"ipv4:{first.server.url},{second.server.url}"
+    counted = ending.entries["words.lookup"].statistics
+    with load(lambda: channels(target, HEALTH)) as some_more:
+        assert counted.success_count
+        ending.stop()
+        some_more()  # within server.drain_delay_s
+        before = counted.success_count
+        some_more()
+        assert counted.success_count == before  # nobody asks it any more
+        first.stop()
+        first.join()
+
+
+def test_no_call_is_lost_by_the_age_of_a_connection(serve, channels):
+    running = serve(grpc={"max_connection_age_s": 0.05})
+    states = []
+    with load(lambda: channels(running.server.url, watch=states.append)) as some_more:
+        until(lambda: states.count(grpc.ChannelConnectivity.READY) > 2 * CLIENTS)
+        some_more()
+
+
+def test_our_client_asks_again_where_a_call_was_cut_off(serve):
+    first, second = serve(), serve()
+    ends = [first.server.url, second.server.url]
+    clients = []
+
+    def ask():
+        # Retries find the other server, as they do behind a load balancer.
+        client = Client(f"grpc://{ends[0]}", retries=4)
+        other = Client(f"grpc://{ends[1]}")
+        clients.extend([client, other])
+        send, go_over = client._line.send, other._line.send
+
+        def either(message, until):
+            try:
+                return send(message, until)
+            except Exception:
+                client._line.send = go_over
+                raise
+
+        client._line.send = either
+        return lambda: client.lookup("words", {"left": [1]})
+
+    with load(ask):
+        first.stop()
+        first.join()
+    for client in clients:
+        client.close()

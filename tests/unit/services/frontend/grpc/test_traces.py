@@ -1,0 +1,204 @@
+"""A request's id and trace, from what it came with to the spans of its parts, by both protocols."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.service_pb2_grpc import (
+    GRPCInferenceServiceServicer,
+    add_GRPCInferenceServiceServicer_to_server,
+)
+from tritonclient.utils import InferenceServerException
+
+from hps import otel
+from hps.client import Client
+from hps.dense.triton import TritonModel
+from hps.dense.triton.grpc import GrpcTransport
+from services.frontend.observer import Observer
+from tests.unit.services.conftest import Adder
+
+export = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+
+CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+NAMED = {"traceparent": CALLER, "x-request-id": "r-1"}
+# One key in memory, one in the store.
+CTR = {
+    "user": np.array([[1], [12]]),
+    "item": np.array([[1], [2]]),
+    "history": np.array([[1, 2], [3, 4]]),
+    "dense": np.ones((2, 3), np.float32),
+}
+TYPES = {np.dtype(np.int64): "INT64", np.dtype(np.float32): "FP32"}
+
+
+class Http:
+    def __init__(self, small, ask, _serve):
+        self._ask = lambda *args: ask(small.app(), *args)
+
+    def __call__(self, model, tensors, headers, request_id=""):
+        inputs = [
+            {"name": n, "shape": list(a.shape), "datatype": TYPES[a.dtype], "data": a.tolist()}
+            for n, a in tensors.items()
+        ]
+        body = {"inputs": inputs, "id": request_id}
+        reply = self._ask("POST", f"/v2/models/{model}/infer", body, headers)
+        return reply.status, reply.headers.get("x-request-id")
+
+
+class Grpc:
+    def __init__(self, _small, _ask, serve):
+        self._url = serve().server.url
+
+    def __call__(self, model, tensors, headers, request_id=""):
+        inputs = [
+            triton.InferInput(n, list(a.shape), TYPES[a.dtype]).set_data_from_numpy(a)
+            for n, a in tensors.items()
+        ]
+        with triton.InferenceServerClient(self._url) as client:
+            try:
+                told = client.infer(model, inputs, headers=headers, request_id=request_id)
+            except InferenceServerException as error:
+                return error.status(), None
+        return 200, told.get_response().id or None
+
+
+@pytest.fixture(params=[Http, Grpc], ids=["http", "grpc"])
+def infer(request, small, ask, serve):
+    return request.param(small, ask, serve)
+
+
+@pytest.fixture
+def spans(small):
+    """The small server records; those that have ended, by name."""
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+
+    exporter = export.InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    small.state.observer = Observer(0.0, otel.Tracer(provider))
+    return lambda: {span.name: span for span in exporter.get_finished_spans()}
+
+
+def test_the_id_comes_back_the_messages_before_the_headers(infer):
+    word = {"left": np.array([[1]])}
+    assert infer("words.lookup", word, NAMED) == (200, "r-1")
+    assert infer("words.lookup", word, {}, "r-2") == (200, "r-2")
+    assert infer("words.lookup", word, {}) == (200, None)
+
+
+def test_a_prediction_is_a_span_with_all_its_parts(infer, spans):
+    assert infer("ctr", CTR, NAMED)[0] == 200
+    found = spans()
+    request = found.pop("infer ctr")
+    assert f"{request.context.trace_id:032x}" == CALLER[3:35]
+    assert f"{request.parent.span_id:016x}" == CALLER[36:52]
+    assert request.attributes["hps.request_id"] == "r-1"
+    assert request.attributes["hps.model"] == "ctr"
+    tier = found.pop("rocksdb")
+    assert tier.parent.span_id == found["lookup"].context.span_id
+    assert tier.attributes == {"hps.asked": 1, "hps.found": 1}
+    assert found["lookup"].attributes["hps.keys"] == 8
+    assert found.keys() == {"decode", "lookup", "dense", "encode"}
+    for part in found.values():
+        assert part.parent.span_id == request.context.span_id
+
+
+class Recording(GRPCInferenceServiceServicer):
+    """A Triton that scores everything 1, and keeps what it is told beside the tensors."""
+
+    def __init__(self):
+        self.told = []
+
+    def ModelMetadata(self, request, context):
+        answer = pb.ModelMetadataResponse(name=request.name)
+        for tensor in Adder.inputs:
+            answer.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        for tensor in Adder.outputs:
+            answer.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        return answer
+
+    def ModelConfig(self, request, context):
+        return pb.ModelConfigResponse()
+
+    def ModelInfer(self, request, context):
+        self.told.append((request.id, dict(context.invocation_metadata())["traceparent"]))
+        answer = pb.ModelInferResponse(model_name=request.model_name)
+        for name, shape in {"score": [1, 1], "logit": [1]}.items():
+            answer.outputs.add(name=name, datatype="FP32", shape=shape)
+            answer.raw_output_contents.append(np.ones(1, np.float32).tobytes())
+        return answer
+
+
+@pytest.fixture
+def recording(small):
+    """The small server's network is in a Triton that records."""
+    made = Recording()
+    server = grpc.server(ThreadPoolExecutor(2))
+    add_GRPCInferenceServiceServicer_to_server(made, server)
+    url = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    expected = Adder.inputs, Adder.outputs
+    network = TritonModel(
+        "n", url, GrpcTransport(url, "n", "", channels=1), expected, timeout_s=30, retries=0
+    )
+    small.node.models["ctr"].pipeline.dense = network
+    yield made
+    network.close()
+    server.stop(0).wait(30)
+
+
+def test_a_trace_goes_from_the_client_through_the_server_to_triton(small, serve, spans, recording):
+    tracer = small.state.observer._tracer.tracer
+    one = {name: values[:1] for name, values in CTR.items()}
+    dense = {"dense": one.pop("dense")}
+    with (
+        Client(f"grpc://{serve().server.url}") as client,
+        tracer.start_as_current_span("mine") as mine,
+    ):
+        client.predict("ctr", one, dense, request_id="r-7")
+    found = spans()
+    chain = ["mine", "infer ctr", "dense", "triton_infer"]
+    for above, below in pairwise(chain):
+        assert found[below].parent.span_id == found[above].context.span_id
+    ((request_id, told),) = recording.told
+    assert request_id == "r-7"
+    assert told[3:35] == f"{mine.get_span_context().trace_id:032x}"
+    assert told[36:52] == f"{found['triton_infer'].context.span_id:016x}"
+
+
+def test_lookups_of_one_form_are_spans_each(infer, spans):
+    for i in range(3):
+        infer("words.lookup", {"left": np.array([[i]])}, {"x-request-id": f"r-{i}"})
+    found = spans()
+    assert found.keys() == {"infer words.lookup", "decode", "lookup", "encode"}
+    assert found["infer words.lookup"].attributes["hps.request_id"] == "r-2"
+
+
+def test_a_request_that_fails_is_a_span_that_failed(infer, spans):
+    infer("words.lookup", {"lift": np.array([[1]])}, NAMED)
+    infer("ctr", {"user": np.array([[1]])}, NAMED)
+    for name in ("infer words.lookup", "infer ctr"):
+        assert not spans()[name].status.is_ok
+        assert f"{spans()[name].context.trace_id:032x}" == CALLER[3:35]
+
+
+def test_requests_are_told_of_in_the_log(infer, small, caplog):
+    small.state.observer = Observer(1.0)
+    caplog.set_level(logging.INFO, "hps.access")
+    infer("words.lookup", {"left": np.array([[1], [99]])}, NAMED)
+    infer("words.lookup", {"left": np.array([[1]])}, {})
+    infer("words.lookup", {"lift": np.array([[1]])}, NAMED)
+    told = [record.args for record in caplog.records if record.name == "hps.access"]
+    assert [each["request_id"] for each in told] == ["r-1", told[1]["request_id"], "r-1"]
+    assert len(told[1]["request_id"]) == 16
+    assert (told[0]["keys"], told[0]["misses"]) == (2, 1)
+    assert told[0]["trace_id"] == CALLER[3:35]
+    assert "unexpected inference input" in told[2]["error"]
