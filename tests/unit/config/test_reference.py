@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from hps.config import load_config
+from hps.config.admission_settings import BatchingSettings
 from hps.config.auth import read_keys_file
 from hps.config.environment import VARIABLES
 from hps.config.model_schema import ModelSpec
@@ -132,7 +133,7 @@ def test_the_example_shows_every_setting_with_its_default() -> None:
         "models": True,
         "tiers": {"rocksdb": {"path"}, "redis": True, "remote": True},
         "updates": {"kafka", "directory"},
-        "server": {"grpc": {"tls", "admin"}},
+        "server": {"grpc": {"tls", "admin"}, "batching": True},
         "dense": {"triton"},
     }
     assert settings.model_dump(exclude=apart) == Settings().model_dump(exclude=apart)
@@ -140,6 +141,7 @@ def test_the_example_shows_every_setting_with_its_default() -> None:
     assert settings.tiers.remote is not None
     targets = settings.tiers.remote.targets
     assert settings.tiers.remote == RemoteSettings(targets=targets, tls=RemoteTlsSettings())
+    assert settings.server.batching == BatchingSettings()
     assert settings.server.grpc is not None
     assert settings.server.grpc.admin == GrpcAdminSettings()
     assert settings.models.repository == EXAMPLE.parent / Settings().models.repository
