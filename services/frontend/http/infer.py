@@ -142,6 +142,8 @@ class InferApp:
         if route is None or not route.entry.endpoint.is_busy:
             return None
         head = Head(route, dict(scope["headers"]))
+        if b"expect" in head.headers:  # its body may come or not
+            return None
         try:
             self._guard.check(head.headers, "read")
             route.entry.endpoint.require_room(_announced(head.headers))
