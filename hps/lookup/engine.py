@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from hps.errors import DeadlineExceeded
 from hps.lookup.base import Feature, LookupModel, Submit
@@ -22,11 +21,11 @@ from hps.lookup.gaps import GapJob, Gaps
 from hps.lookup.job import Job, WholeJob
 from hps.lookup.plans import Plans
 from hps.lookup.share import Share, make_share
+from hps.lookup.traced import traced
 from hps.meters import LookupMeter
 from hps.metrics import Metrics
 from hps.tiers.base import Part, Tier
 from hps.tiers.fused import fused
-from hps.tracing import followed
 from hps.types import (
     EmbeddingTable,
     IndexArray,
@@ -95,14 +94,7 @@ class LookupEngine:
         The future fails with ``DeadlineExceeded`` or with what a store without a guard raised. Until
         it is done, arrays in ``request.out`` belong to the engine.
         """
-        if request.origin is not None and request.origin.is_recorded:
-            part = request.origin.begin("lookup")
-            part.note(
-                model=self.model.name, keys=sum(len(k.keys) for k in request.features.values())
-            )
-            of_part = replace(request, origin=part)
-            return followed(part, partial(self._submit, of_part), _described)
-        return self._submit(request)
+        return traced(self.model.name, request, self._submit)
 
     def _submit(self, request: LookupRequest) -> Future[LookupResult]:
         form = self._short.form(request) if self._short else None
@@ -235,11 +227,6 @@ class LookupEngine:
                 check_targets(table, features, keys, out)
             shares.append(make_share(table, features, keys, out))
         return shares, total
-
-
-def _described(result: LookupResult) -> dict[str, Any]:
-    """What a span tells of an answer."""
-    return {"defaulted": result.defaulted, "degraded": ",".join(result.degraded)}
 
 
 def _is_past(deadline: float | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ class LookupEndpoint:
             return Done(LookupResult({}))
         # By table, the numbers of keys are data; offsets and weights are too.
         if form.kept and not request.by_table and len(request.features) == len(call.inputs):
-            form.prepared = self._engine.prepare(request), call.batch
+            form.prepared = self._engine.prepare(replace(request, origin=None)), call.batch
         return self._engine.submit(request)
 
     def request(self, call: Call, deadline: float) -> LookupRequest:

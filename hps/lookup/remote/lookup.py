@@ -30,6 +30,7 @@ from hps.lookup.checks import check_keys, check_out_names, check_sizes, check_ta
 from hps.lookup.remote.messages import check_same, decoded, encoded
 from hps.lookup.remote.picking import LeastBusy, Picker
 from hps.lookup.remote.targets import Target, Targets
+from hps.lookup.traced import traced
 from hps.meters import LookupMeter
 from hps.metrics import Metrics
 from hps.types import EmbeddingTable, JaggedKeys, KeyArray, LookupRequest, LookupResult, Source
@@ -127,6 +128,9 @@ class RemoteLookup:
 
     def submit(self, request: LookupRequest) -> Future[LookupResult]:
         """Start a lookup; see ``Lookup.submit``."""
+        return traced(self.model.name, request, self._submit)
+
+    def _submit(self, request: LookupRequest) -> Future[LookupResult]:
         features = self._checked(request)
         now = time.monotonic()
         deadline = now + self._timeout_s if request.deadline is None else request.deadline
@@ -176,7 +180,9 @@ class RemoteLookup:
         call.tried.append(target)
         started = time.monotonic()
         try:
-            asked = target.start(call.message, max(0.0, call.deadline - started))
+            origin = call.request.origin
+            headers = {} if origin is None else origin.headers()
+            asked = target.start(call.message, max(0.0, call.deadline - started), headers)
         except ValueError:  # the channel is closed
             call.fail(Unavailable("the lookup is being closed; ask another replica"))
             return

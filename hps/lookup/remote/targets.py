@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import grpc
@@ -59,9 +59,13 @@ class Target:
             pb.DescribeResponse.FromString,
         )
 
-    def start(self, message: bytes, timeout_s: float) -> Any:
-        """A lookup begun; gRPC's future of a ``LookupResponse``. ValueError after ``close``."""
-        asked = self._lookup.future(message, timeout=timeout_s, metadata=self._metadata)
+    def start(
+        self, message: bytes, timeout_s: float, headers: Mapping[str, str] | None = None
+    ) -> Any:
+        """A lookup begun, told of its trace by ``headers``; gRPC's future of a ``LookupResponse``. ValueError
+        after ``close``."""
+        metadata = (*self._metadata, *(headers or {}).items())
+        asked = self._lookup.future(message, timeout=timeout_s, metadata=metadata)
         with self._lock:
             self.in_flight += 1
         asked.add_done_callback(self._ended)
