@@ -180,6 +180,8 @@ def test_no_request_fails_and_no_answer_is_mixed(server):
     for answers in asking.answers:
         # Of each version one answer, whatever way it was asked: rows and network are of one.
         assert sorted(version for version, _ in answers) == ["1", "2"]
+    # What was replaced is not held on to by requests of the past.
+    until(lambda: server.hps.log.read_text().count("is gone") == 4)
 
 
 def test_models_are_listed_loaded_and_unloaded(server):
