@@ -100,7 +100,7 @@ class ServerSettings(Strict):
     batching: BatchingSettings | None = None
     """Requests that wait at the same time, answered as one; null: each by itself."""
     drain_delay_s: float = Field(0.0, ge=0)
-    """How long a stopping server still takes requests, not ready any more: load balancers need that to notice."""
+    """How long a stopping server still takes requests, not ready any more, for load balancers to notice."""
     drain_s: float = Field(10.0, ge=0)
     """How long a stopping server finishes what it has accepted."""
     docs: bool = True

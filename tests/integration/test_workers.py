@@ -23,6 +23,7 @@ import pytest
 import hps
 from benchmarks.peers.hps_server import Hps, start_hps
 from hps.client import Admin, Client
+from hps.errors import Unsupported
 from hps.native import COMPILED
 from tests.integration.conftest import write_models
 from tests.support.waiting import until
@@ -95,6 +96,24 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[hps.Node]:
     }
     with hps.open(settings) as node:
         yield node
+
+
+def test_a_log_level_is_told_to_all(server):
+    def levels():
+        told = set()
+        for _ in range(12):  # connections are spread over the workers
+            with Connection(server.address) as data:
+                told.add(data.ask("GET", "/v2/logging")["log_verbose_level"])
+        return told
+
+    with Admin(f"http://{server.admin}") as admin, Admin(f"http://{server.address}") as data:
+        with pytest.raises(Unsupported, match="ask the admin port"):
+            data.ask("/v2/logging", {"log_verbose_level": 1})
+        assert levels() == {0}
+        assert admin.ask("/v2/logging", {"log_verbose_level": 1})["log_verbose_level"] == 1
+        assert levels() == {1}
+        admin.ask("/v2/logging", {"log_verbose_level": 0})
+        assert levels() == {0}
 
 
 def test_who_there_is(server):
