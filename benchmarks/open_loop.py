@@ -1,7 +1,8 @@
 """A load generator whose requests come when they come, not when the server has answered the last ones.
 
-Latencies count from the instant a request was to be sent, so a server that falls behind is not spared. One
-thread; a refused request's body is sent to its end, as HTTP/1.1 wants.
+Latencies count from the instant a request was to be sent, so a server that falls behind is not spared. How
+soon a refusal comes is counted from when the request was sent. A refused request's body is sent to its end,
+as HTTP/1.1 wants.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -21,13 +24,13 @@ _MOST_CONNECTIONS = 1024
 
 @dataclass
 class Seen:
-    """Statuses and latencies in seconds, in the order of the answers; ``wall_s`` from the first request to
-    the last answer, ``lag_s`` how late the generator itself was at most."""
+    """Statuses and latencies in seconds, in the order of the answers; ``late`` is how late each request was
+    sent, ``wall_s`` from the first request to the last answer."""
 
     statuses: list[int] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
+    late: list[float] = field(default_factory=list)
     wall_s: float = 0.0
-    lag_s: float = 0.0
 
     def of(self, *, ok: bool) -> np.ndarray:
         """Latencies of the answers that were 200, or of the others."""
@@ -43,9 +46,15 @@ class Seen:
         return Seen(
             self.statuses + other.statuses,
             self.latencies + other.latencies,
+            self.late + other.late,
             self.wall_s + other.wall_s,
-            max(self.lag_s, other.lag_s),
         )
+
+    @property
+    def refusals(self) -> np.ndarray:
+        """How long each refusal took from when its request was sent."""
+        told = zip(self.latencies, self.late, self.statuses, strict=True)
+        return np.array([s - late for s, late, status in told if status != 200])
 
     @property
     def goodput(self) -> float:
@@ -99,7 +108,6 @@ class _Run:
                 second = now
                 now_and_then()
             while due is not None and start + due <= now:
-                seen.lag_s = max(seen.lag_s, now - start - due)
                 self._send(start + due)
                 due = next(arrivals, None)
             for number, events in self._poll.poll(0):
@@ -109,6 +117,7 @@ class _Run:
                     last = time.monotonic()
                     seen.statuses.append(status)
                     seen.latencies.append(last - connection.since)
+                    seen.late.append(connection.sent - connection.since)
                 if connection.is_free:
                     if self.again():
                         connection.send(next(self._supply), time.monotonic(), self._poll)
@@ -139,7 +148,7 @@ class _Connection:
         self.socket = socket.create_connection(to, 10)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket.setblocking(False)
-        self.since = 0.0
+        self.since = self.sent = 0.0
         self._left = memoryview(b"")
         self._got = bytearray()
         self._answered = True
@@ -149,7 +158,7 @@ class _Connection:
         return self._answered and not self._left
 
     def send(self, request: bytes, since: float, poll: select.epoll) -> None:
-        self.since, self._answered = since, False
+        self.since, self.sent, self._answered = since, time.monotonic(), False
         self._left = memoryview(request)
         self._write(poll)
 
@@ -202,8 +211,9 @@ def grpc_open_loop(
     open_calls = set()
     start = second = time.monotonic()
 
-    def ended(since: float, call: Any) -> None:
+    def ended(since: float, sent: float, call: Any) -> None:
         now = time.monotonic()
+        seen.late.append(sent - since)
         code = call.code()
         codes.add(code.name)
         seen.statuses.append(200 if code.name == "OK" else 503)
@@ -215,13 +225,12 @@ def grpc_open_loop(
         while (left := start + due - time.monotonic()) > 0:
             time.sleep(min(left, 0.05))
         now = time.monotonic()
-        seen.lag_s = max(seen.lag_s, now - start - due)
         if now > second + 1:
             second = now
             now_and_then()
         call = next(calls).future(next(supply), timeout=30)
         open_calls.add(call)
-        call.add_done_callback(lambda done, since=start + due: ended(since, done))
+        call.add_done_callback(partial(ended, start + due, now))
     while open_calls:
         time.sleep(0.01)
     for channel in channels:
@@ -230,4 +239,33 @@ def grpc_open_loop(
     return seen, codes
 
 
-__all__ = ["Seen", "closed_loop", "grpc_open_loop", "open_loop", "poisson"]
+def grpc_closed_loop(
+    address: str, method: str, messages: Sequence[bytes], calls: int, seconds: float
+) -> Seen:
+    """As `closed_loop` over gRPC. Raises ``grpc.RpcError`` for any answer but OK."""
+    import grpc
+
+    end = time.monotonic() + seconds
+
+    def ask(channel: Any) -> Seen:
+        seen, supply = Seen(), cycle(messages)
+        call = channel.unary_unary(method)
+        while (since := time.monotonic()) < end:
+            call(next(supply), timeout=30)
+            seen.statuses.append(200)
+            seen.latencies.append(time.monotonic() - since)
+            seen.late.append(0.0)
+        return seen
+
+    options = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+    channels = [grpc.insecure_channel(address, options) for _ in range(calls)]
+    start = time.monotonic()
+    with ThreadPoolExecutor(calls) as pool:
+        seen = sum(pool.map(ask, channels), Seen())
+    seen.wall_s = time.monotonic() - start
+    for channel in channels:
+        channel.close()
+    return seen
+
+
+__all__ = ["Seen", "closed_loop", "grpc_closed_loop", "grpc_open_loop", "open_loop", "poisson"]
