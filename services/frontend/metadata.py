@@ -144,9 +144,10 @@ def tables_info(served: ServedModel) -> ModelInfo:
     return _info(served, served.name, inputs, outputs, parameters)
 
 
-def server_metadata(version: str) -> dict[str, Any]:
-    """``GET /v2``."""
-    return {"name": SERVER_NAME, "version": version, "extensions": list(EXTENSIONS)}
+def server_metadata(version: str, *, control: bool) -> dict[str, Any]:
+    """``GET /v2``; ``control``: models can be loaded and unloaded there."""
+    extensions = [*EXTENSIONS, "model_repository"] if control else list(EXTENSIONS)
+    return {"name": SERVER_NAME, "version": version, "extensions": extensions}
 
 
 def _info(

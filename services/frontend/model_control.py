@@ -29,21 +29,26 @@ def index(state: State, *, only_ready: bool = False) -> list[dict[str, str]]:
 
 
 def load(state: State, name: str, version: Any = None) -> int:
-    """Serve a model, or another version of it; the version that is served then. May take long; for a thread
-    that may wait."""
-    served = _control(state).load(name, _number(version))
+    """Serve a model, by one of its names, or another version of it; the version that is served then. May take
+    long; for a thread that may wait."""
+    served = _control(state).load(_model_of(name), _number(version))
     state.renew()
     return served
 
 
 def unload(state: State, name: str) -> None:
     """Serve a model no more."""
-    _control(state).unload(name)
+    _control(state).unload(_model_of(name))
     state.renew()
 
 
 def _told(name: str, version: str, state: str, reason: str = "") -> dict[str, str]:
     return {"name": name, "version": version, "state": state, "reason": reason}
+
+
+def _model_of(name: str) -> str:
+    """The model that answers to ``name``: what a model is called has no dot."""
+    return name.removesuffix(".lookup")
 
 
 def _control(state: State) -> Control:

@@ -81,7 +81,8 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
         return pb.ModelReadyResponse(ready=known and self._state.ready)
 
     def ServerMetadata(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return ParseDict(server_metadata(__version__), pb.ServerMetadataResponse())
+        found = server_metadata(__version__, control=self._state.control_everywhere)
+        return ParseDict(found, pb.ServerMetadataResponse())
 
     def ModelMetadata(self, request: Any, context: grpc.ServicerContext) -> Any:
         info = self._state.entry(request.name, request.version or None).info

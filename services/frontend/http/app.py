@@ -50,7 +50,7 @@ def _api(
 ) -> FastAPI:
     api = bare_api(title, _ABOUT, settings, guard)
     api.include_router(health_routes(state))
-    api.include_router(model_routes(state, guard))
+    api.include_router(model_routes(state, guard, control=control))
     api.include_router(repository_routes(state, guard, control=control))
     api.include_router(logging_routes(state, guard))
     return api

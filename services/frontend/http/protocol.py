@@ -39,8 +39,8 @@ def health_routes(state: ServerState[Any]) -> APIRouter:
     return router
 
 
-def model_routes(state: State, guard: Guard) -> APIRouter:
-    """What is told of the server and its models."""
+def model_routes(state: State, guard: Guard, *, control: bool) -> APIRouter:
+    """What is told of the server and its models; ``control``: they can be loaded here."""
     router = APIRouter(tags=["models"], dependencies=needs(guard, "read"))
     prefixes = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
 
@@ -48,7 +48,7 @@ def model_routes(state: State, guard: Guard) -> APIRouter:
     @router.get("/v2/", include_in_schema=False)
     async def metadata() -> Response:
         """The server's name, version and the protocol extensions it has."""
-        return Json(server_metadata(__version__))
+        return Json(server_metadata(__version__, control=control))
 
     @router.get("/v2/models", responses=answers("ModelNames", [503]))
     async def models() -> Response:

@@ -53,7 +53,7 @@ TRITON_DIFFERS = {
 # What a server does not offer, and why.
 OURS_LACKS = dict.fromkeys(
     ("http: load and unload", "grpc: repository"),
-    "models are served as the repository holds them when the server starts",
+    "its models are those it was started with: other processes are attached to it",
 )
 TRITON_LACKS = {"http: raw bodies": "a lookup has HPS's KEYS and NUMKEYS beside its features there"}
 

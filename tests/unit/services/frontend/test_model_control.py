@@ -43,8 +43,10 @@ def test_over_http(call, admin, control, error):
     assert call(admin, "POST", path).json() == {"name": "other", "version": "7"}
     body = {"parameters": {"version": "3"}}
     assert call(admin, "POST", path, json=body).json() == {"name": "other", "version": "3"}
-    assert call(admin, "POST", "/v2/repository/models/ctr/unload").json() == {"name": "ctr"}
+    path_of_lookup = "/v2/repository/models/ctr.lookup/unload"
+    assert call(admin, "POST", path_of_lookup).json() == {"name": "ctr.lookup"}
     assert control.asked == [("load", "other", None), ("load", "other", 3), ("unload", "ctr")]
+    assert "model_repository" in call(admin, "GET", "/v2").json()["extensions"]
     for parameters in (3, {"version": 0}, {"version": -1}, {"version": 1.5}, {"version": "x"}):
         reply = call(admin, "POST", path, json={"parameters": parameters})
         assert reply.status_code == 400
@@ -57,6 +59,7 @@ def test_the_data_port_says_where(call, data, control, error):
         assert reply.status_code == 501
         assert error(reply).endswith("ask the admin port, or set models.control: all")
     assert not control.asked
+    assert "model_repository" not in call(data, "GET", "/v2").json()["extensions"]
 
 
 def test_role_admin_is_asked_for(call, small, control, key_guard):
@@ -72,6 +75,7 @@ def test_every_port_where_it_is_wanted(call, everywhere, control):
     app = data_app(everywhere.state, everywhere.settings, OpenGuard())
     assert call(app, "POST", "/v2/repository/models/ctr/load").status_code == 200
     with running(everywhere) as one, triton.InferenceServerClient(one.server.url) as client:
+        assert "model_repository" in client.get_server_metadata().extensions
         client.load_model("other", config=None)
         client.unload_model("other")
         index = client.get_model_repository_index(as_json=True)["models"]
