@@ -39,6 +39,7 @@ COMMANDS = {
     "tables": Entry(ASK, "List the tables: rows, bytes, what is cached."),
     "status": Entry(ASK, "Show what a server is doing: models, tiers, hit rates."),
     "hotkeys": Entry(ASK, "List the hottest keys of the CPU cache, of a server or of a snapshot."),
+    "conformance": Entry(ASK, "Check that any server speaks the Open Inference Protocol."),
     "model": Entry(CARE, "Import, inspect and verify models of a repository.", group=True),
     "store": Entry(CARE, "Look into Redis and RocksDB; load, compare, convert.", group=True),
     "generate": Entry(CARE, "Make models and requests for load tests.", group=True),

@@ -210,16 +210,6 @@ def streams(target: Target) -> None:
 
 
 @SUITE.check
-def deadlines(target: Target) -> None:
-    """A call whose deadline is over ends in DEADLINE_EXCEEDED, and the next one is answered."""
-    with Grpc(target) as ask:
-        ask.infer(request(target.sample))
-        late = request(target.sample)
-        refused(lambda: ask.infer(late, timeout=1e-6), "DEADLINE_EXCEEDED")
-        ask.infer(request(target.sample))
-
-
-@SUITE.check
 def statistics_only_grow(target: Target) -> None:
     """ModelStatistics counts what was asked."""
     model, batch = target.sample.model, len(next(iter(target.sample.inputs.values())))
@@ -239,7 +229,7 @@ def statistics_only_grow(target: Target) -> None:
         require(grown == (3, 3 * batch), f"3 × {batch} inferences, counted {grown}")
 
 
-@SUITE.check
+@SUITE.changing
 def repository(target: Target) -> None:
     """RepositoryIndex lists the models; a server with model_repository unloads and loads them, another one
     says that it does not."""

@@ -261,7 +261,7 @@ def repository_index(target: Target) -> None:
                 require(states.get(sample.model) == "READY", f"{sample.model}: {states}")
 
 
-@SUITE.check
+@SUITE.changing
 def load_and_unload(target: Target) -> None:
     """A server with the extension model_repository unloads a model and loads it again; one without it says
     so."""

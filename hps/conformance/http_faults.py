@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hps.conformance.http_wire import LENGTH, Http, path_of, request
+from hps.conformance.http_wire import BINARY_ONLY, LENGTH, Http, path_of, request
 from hps.conformance.target import NotOffered, Sample, Suite, Target, note, require
 
 SUITE = Suite("http")
@@ -61,7 +61,7 @@ def missing_inputs(target: Target) -> None:
 @SUITE.check
 def wrong_types(target: Target) -> None:
     """A datatype that the model does not take, strings for numbers among them, is 400."""
-    sample = target.sample
+    sample = _textual(target)
     with Http(target) as http:
         for name, array in sample.inputs.items():
             for other in (np.full(array.shape, "x", np.object_), array.astype(np.float64)):
@@ -78,7 +78,7 @@ def wrong_types(target: Target) -> None:
 @SUITE.check
 def wrong_shapes(target: Target) -> None:
     """A shape that the model does not take, or that its elements do not fill, is 400."""
-    sample = target.sample
+    sample = _textual(target)
     with Http(target) as http:
         fixed = [
             tensor["name"]
@@ -132,7 +132,7 @@ def lengths_that_lie(target: Target) -> None:
 @SUITE.check
 def two_forms_of_one_tensor(target: Target) -> None:
     """A tensor that has `data` as well as binary_data_size, or neither of them, is 400."""
-    sample = target.sample
+    sample = _textual(target)
     body, length = request(sample)
     assert length is not None
     head = json.loads(body[:length])
@@ -203,6 +203,14 @@ def what_is_not_offered(target: Target) -> None:
                 require(answer.status == 200, f"{extension} is told of, but {path} is not 200")
             else:
                 answer.refused(400, 404, 501)
+
+
+def _textual(target: Target) -> Sample:
+    """A sample whose inputs all have a form in JSON."""
+    for sample in target.samples:
+        if not BINARY_ONLY & {*map(sample.datatype, sample.inputs)}:
+            return sample
+    raise NotOffered("a model whose inputs have a form in JSON")
 
 
 def _goes_on(http: Http, sample: Sample) -> None:

@@ -25,7 +25,7 @@ from hps.conformance.target import Sample, Target, note, require
 LENGTH = "Inference-Header-Content-Length"
 PATIENCE_S = 30.0
 # Types without a form in JSON.
-_BINARY_ONLY = {"FP16", "BF16"}
+BINARY_ONLY = {"FP16", "BF16"}
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def request(
             "datatype": sample.datatype(name),
         }
         chosen = binary if isinstance(binary, bool) else name in binary
-        if chosen or tensor["datatype"] in _BINARY_ONLY:
+        if chosen or tensor["datatype"] in BINARY_ONLY:
             raw = encoded(array)
             tensor["parameters"] = {"binary_data_size": len(raw)}
             data.append(raw)

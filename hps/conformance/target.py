@@ -57,12 +57,14 @@ class Target:
 
 @dataclass(frozen=True)
 class Check:
-    """``text`` says in a sentence what the server must do; ``body`` is what is done to find out."""
+    """``text`` says in a sentence what the server must do; ``body`` is what is done to find out, which
+    ``changes`` what is served if it says so."""
 
     name: str
     protocol: Protocol
     text: str
     body: Callable[[Target], None]
+    changes: bool = False
 
     def run(self, target: Target) -> None:
         """Raises Deviation with all that was found, NotOffered, or what a client raises."""
@@ -77,6 +79,19 @@ class Check:
         if found:
             raise Deviation(*found)
 
+    def verdict(self, target: Target) -> tuple[str, tuple[str, ...]]:
+        """``as it should``, ``differs`` or ``not offered``, and what was found. An error of a client counts
+        as a difference."""
+        try:
+            self.run(target)
+        except Deviation as deviation:
+            return "differs", deviation.found
+        except NotOffered as lacks:
+            return "not offered", (str(lacks),)
+        except Exception as error:
+            return "differs", (f"{type(error).__name__}: {error}",)
+        return "as it should", ()
+
 
 class Suite:
     """Checks of one protocol, in the order in which they are written down."""
@@ -87,9 +102,16 @@ class Suite:
 
     def check(self, run: Callable[[Target], None]) -> Callable[[Target], None]:
         """A decorator; the function's docstring is what the check says."""
+        return self._add(run, changes=False)
+
+    def changing(self, run: Callable[[Target], None]) -> Callable[[Target], None]:
+        """The same for one that changes what is served."""
+        return self._add(run, changes=True)
+
+    def _add(self, run: Callable[[Target], None], changes: bool) -> Callable[[Target], None]:
         text = " ".join((run.__doc__ or "").split())
         name = f"{self.protocol}: {run.__name__.replace('_', ' ')}"
-        self.checks.append(Check(name, self.protocol, text, run))
+        self.checks.append(Check(name, self.protocol, text, run, changes))
         return run
 
 

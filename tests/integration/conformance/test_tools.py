@@ -1,4 +1,4 @@
-"""Programs that others wrote, unchanged, against both servers: curl, KServe's client, perf_analyzer."""
+"""Programs against both servers: curl, KServe's client and perf_analyzer, unchanged; our own checks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks.peers.environments import ENVIRONMENTS
 from benchmarks.peers.perf_analyzer import perf_analyzer
+from hps.cli.conformance import app
 from hps.conformance.http_wire import LENGTH, Http, request, tensors_of
 
 CLIENT = Path(__file__).parents[2] / "support/kserve_client.py"
@@ -101,3 +103,15 @@ def test_perf_analyzer(target_of, perf_analyzer_ready, server, protocol):
     ]
     row = perf_analyzer(getattr(target, protocol), sample.model, steps, protocol=protocol)
     assert row["Inferences/Second"] > 10
+
+
+@pytest.mark.parametrize(("server", "code"), [("ours", 0), ("triton", 1)])
+def test_hps_conformance(target_of, server, code):
+    """By requests that it makes up itself."""
+    target = target_of(server)
+    done = CliRunner().invoke(app, [target.http, target.grpc, "--output", "json"])
+    found = {row["check"]: row for row in json.loads(done.stdout)}
+    differs = [row for row in found.values() if row["verdict"] == "differs"]
+    assert done.exit_code == code, differs
+    assert found["http: forms agree"]["verdict"] == "as it should"
+    assert "http: load and unload" not in found
