@@ -31,11 +31,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 import hps
 from benchmarks.common import Bar, Benchmark, Options, Report, main
+from benchmarks.cores import CoreTimes
 from benchmarks.measure import versions
 from benchmarks.peers.fresh_lookups import KEYS, LOOKUPS_S, AttachedLookups, Lookups, Seen
 from benchmarks.peers.kafka_broker import KAFKA, kafka_broker
@@ -46,7 +46,7 @@ from hps.models.writer import write_version
 from hps.tiers.base import FetchContext, Part
 
 MODEL, TABLE, DIM = "fresh", "items", 32
-ROWS, QUICK_ROWS = 500_000, 100_000
+ROWS = 500_000
 ROWS_S = 50_000
 STRETCH_S, QUICK_STRETCH_S = 30.0, 8.0
 # The broker starts cold; whoever reads is behind then.
@@ -86,14 +86,14 @@ class Asked:
         self._thread.join()
 
 
-def _settings(folder: Path, brokers: str, redis: str, rows: int) -> dict[str, Any]:
+def _settings(folder: Path, brokers: str, redis: str) -> dict[str, Any]:
     spec = ModelSpec(name=MODEL, tables=[TableSpec(name=TABLE, dim=DIM)])
     # No tick looks like one of these.
     write_version(
         folder / "models",
         spec,
         1,
-        {TABLE: (np.arange(rows), np.full((rows, DIM), -1.0, np.float32))},
+        {TABLE: (np.arange(ROWS), np.full((ROWS, DIM), -1.0, np.float32))},
     )
     return {
         "models": {"repository": str(folder / "models")},
@@ -111,48 +111,40 @@ def run(options: Options) -> Report:
     report = Report(
         figures={"versions": versions("numpy", "confluent-kafka", "rocksdict", "redis")}
     )
-    rows = QUICK_ROWS if options.quick else ROWS
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         broker = stack.enter_context(kafka_broker(folder / "kafka"))
         redis = stack.enter_context(redis_server(folder / "redis"))
         _make_topic(broker.address)
-        settings = _settings(folder, broker.address, redis.address, rows)
+        settings = _settings(folder, broker.address, redis.address)
         ingest = _ingest(folder / "ingest.yaml", settings)
         stack.callback(ingest.kill)
         node = stack.enter_context(hps.open(settings))
-        rows_sent = RowStream(broker.address, MODEL, TABLE, rows, DIM, ROWS_S, folder / "times.npy")
+        rows_sent = RowStream(broker.address, MODEL, TABLE, ROWS, DIM, ROWS_S, folder / "times.npy")
         stack.callback(rows_sent.kill)
-        lookups = Lookups(node, MODEL, TABLE, rows, options.seed)
+        lookups = Lookups(node, MODEL, TABLE, ROWS, options.seed)
         stores = {each.tier.info.name: each.tier for each in node.tiers}
         asked = {name: Asked(stores[name].fetch, node) for name in ("rocksdb", "redis")}
         _until(lambda: all(len(e.seen.times) > PROBES for e in (lookups, *asked.values())))
         time.sleep(_WARM_S)
         _until(lambda: _behind(node) < _CAUGHT_UP)
         seconds = QUICK_STRETCH_S if options.quick else STRETCH_S
-        begun, used = time.time(), _cpu_seconds(ingest=ingest.pid)
-        updating = lookups.stretch(seconds)
-        span = begun, time.time() - 1.0
-        _tell_cores(used, _cpu_seconds(ingest=ingest.pid), seconds, node, report)
-        node.streams.pause()
-        time.sleep(0.5)
-        paused = lookups.stretch(seconds)
+        processes = {"ingest": ingest.pid, "redis": redis.pid, "producer": rows_sent.pid}
+        updating, paused, span = _stretches(
+            node, lookups.stretch, seconds, processes, "node", report
+        )
         lookups.end()
         for each in asked.values():
             each.end()
-        worker = AttachedLookups(settings, MODEL, TABLE, rows, options.seed)
+        worker = AttachedLookups(settings, MODEL, TABLE, ROWS, options.seed)
         stack.callback(worker.kill)
         node.streams.resume()
         time.sleep(1.0)  # how far it is behind was told before the pause
         _until(lambda: _behind(node) < _CAUGHT_UP)
-        own = {"ingest": ingest.pid, "worker": worker.pid}
-        begun, used = time.time(), _cpu_seconds(**own)
-        worker_updating = worker.stretch(seconds)
-        worker_span = begun, time.time() - 1.0
-        _tell_cores(used, _cpu_seconds(**own), seconds, node, report, "lookups in a worker")
-        node.streams.pause()
-        time.sleep(0.5)
-        worker_paused = worker.stretch(seconds)
+        processes["worker"] = worker.pid
+        worker_updating, worker_paused, worker_span = _stretches(
+            node, worker.stretch, seconds, processes, "worker", report
+        )
         worker_seen = worker.end()
         sent = rows_sent.end()
     seen = {"cpu": lookups.seen.times, **{n: a.seen.times for n, a in asked.items()}}
@@ -191,41 +183,40 @@ def _until(done: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def _cpu_seconds(**processes: int) -> dict[str, float]:
-    """Of the node's threads by name, and of the processes it started, ``processes`` by these names."""
-    me = psutil.Process()
-    names = {each.native_id: each.name for each in threading.enumerate()}
-    names_of = {number: name for name, number in processes.items()}
-    used: dict[str, float] = {}
-    for thread in me.threads():
-        name = f"node: {names.get(thread.id, 'native threads')}"
-        used[name] = used.get(name, 0.0) + thread.user_time + thread.system_time
-    for child in me.children():
-        times = child.cpu_times()
-        called = child.name() if "python" not in child.name() else "producer"
-        called = names_of.get(child.pid, called)
-        used[called] = times.user + times.system
-    return used
-
-
-def _tell_cores(
-    before: dict[str, float],
-    after: dict[str, float],
-    seconds: float,
+def _stretches(
     node: hps.Node,
+    stretch: Callable[[float], list[float]],
+    seconds: float,
+    processes: dict[str, int],
+    where: str,
     report: Report,
-    where: str = "lookups in the node",
-) -> None:
-    shares = {name: (used - before.get(name, 0.0)) / seconds for name, used in after.items()}
-    lines = [
-        {"": name, "cores": share}
-        for name, share in sorted(shares.items(), key=lambda each: -each[1])
+) -> tuple[list[float], list[float], tuple[float, float]]:
+    """The lookups' times with updates and with the node's reader paused, and when the first were."""
+    shares, behind = [], 0.0
+
+    def timed() -> list[float]:
+        before, begun = CoreTimes(processes), time.monotonic()
+        took = stretch(seconds)
+        shares.append(CoreTimes(processes).shares(before, time.monotonic() - begun))
+        return took
+
+    begun = time.time()
+    updating = timed()
+    span, behind = (begun, time.time() - 1.0), _behind(node)
+    node.streams.pause()
+    time.sleep(0.5)
+    paused = timed()
+    on, off = shares
+    totals = {"all": sum(on.values())} | on
+    off["all"] = sum(off.values())
+    report.tables[f"Cores used, lookups in the {where}"] = [
+        {"": name, "with updates": share, "paused": off.get(name, 0.0)}
+        for name, share in sorted(totals.items(), key=lambda each: -each[1])
         if share >= 0.01
     ]
-    report.tables[f"Cores used while updates were read, {where}"] = lines
-    behind = _behind(node)
-    report.figures[f"behind, {where}"] = behind
-    report.notes.append(f"Messages behind at the end, {where}: {behind}")
+    report.figures[f"behind, lookups in the {where}"] = behind
+    report.notes.append(f"Messages behind at the end, lookups in the {where}: {behind}")
+    return updating, paused, span
 
 
 def _tell_freshness(

@@ -68,7 +68,8 @@ class Histogram:
 
     def observe_all(self, seconds: Iterable[float]) -> None:
         self._notes.extend(seconds)
-        self.read()
+        if len(self._notes) >= _NOTES:
+            self.read()
 
     def read(self) -> tuple[list[int], float]:
         """Observations per bucket, the last one without an upper bound, and their sum."""

@@ -41,6 +41,7 @@ class RowStream:
         command = [sys.executable, "-m", "benchmarks.peers.row_stream",
                    json.dumps({**given, "rows": round(rows_s * TICK_S), "file": str(file)})]  # fmt: skip
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        self.pid = self._process.pid
 
     def end(self) -> NDArray[np.float64]:
         """When each call was made, by tick, Unix seconds."""

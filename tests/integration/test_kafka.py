@@ -317,6 +317,23 @@ def test_messages_that_kafka_dropped_are_missed(broker, model, tmp_path, caplog)
     assert "keeps messages from 3 on, but 1 to 2 were not applied yet and are gone" in caplog.text
 
 
+def test_nothing_waits_where_kafka_dropped_everything(broker, model, tmp_path):
+    topic = native_topic(model)
+    make_topic(broker, topic)
+    with sending(broker) as producer:
+        producer.produce(topic, native(model, 1, 1.0, 1))
+    admin = ck.admin.AdminClient({"bootstrap.servers": broker.address})
+    (gone,) = admin.delete_records([ck.TopicPartition(topic, 0, 1)]).values()
+    gone.result(20)
+    with reading(broker, tmp_path, model) as reader:
+        until(lambda: reader.source.lag() == {(topic, 0): 0})
+        assert reader.source.applied() == {(topic, 0): 1}
+        with sending(broker) as producer:
+            producer.produce(topic, native(model, 2, 2.0, 1))
+        until(lambda: reader.rows([2]) == [2.0])
+        until(lambda: reader.applied(topic) == 2)
+
+
 def test_who_has_no_store_to_ask_begins_at_a_time(broker, model, tmp_path):
     topic = native_topic(model)
     make_topic(broker, topic, 2)

@@ -644,6 +644,32 @@ def test_what_redis_lost_of_a_load_is_loaded_again(server, open_tier, table, kin
         assert len(held(tier, table, keys)) == 4000
 
 
+def test_only_what_may_be_older_is_looked_at(server, open_tier, table):
+    """Versions are compared by one kept for each partition; where none is kept, with each row's own."""
+    tier, keys = open_tier(), np.arange(1000)
+    fill(tier, table, 0, 1000)
+    looks = server.ask("INFO", "commandstats").get("cmdstat_hmget", {"calls": 0})["calls"]
+    tier.insert(table, keys, rows_of(keys + 1), versions_of(1000, STARTED.ms + 2_000))
+    tier.delete(table, keys[500:], versions_of(500, STARTED.ms + 3_000))
+    assert server.ask("INFO", "commandstats").get("cmdstat_hmget", {"calls": 0})["calls"] == looks
+
+    # Of the first half newer than the rows and older than the deletions that their partitions have seen.
+    tier.insert(table, keys, rows_of(keys + 2), versions_of(1000, STARTED.ms + 2_500))
+    part = tier.get(table, keys)
+    assert np.flatnonzero(part.source).tolist() == list(range(500))
+    assert (part.out[:500] == rows_of(keys[:500] + 2)).all()
+
+    # As written by who does not keep it.
+    names = tier._tables.opened()[0].layout
+    for name in names.positions_keys:
+        assert server.ask("HDEL", name, "highest") == 1
+    tier.insert(table, keys, rows_of(keys), versions_of(1000, STARTED.ms + 2_400))
+    assert (tier.get(table, keys).out[:500] == rows_of(keys[:500] + 2)).all()
+    tier.insert(table, keys, rows_of(keys), versions_of(1000, STARTED.ms + 4_000))
+    tier.insert(table, keys, rows_of(keys + 1), versions_of(1000, STARTED.ms + 3_999))
+    assert (tier.get(table, keys).out == rows_of(keys)).all()
+
+
 LOADER = """
 import sys, numpy as np
 import hps.tiers.redis.load

@@ -170,7 +170,7 @@ def test_a_full_disk_keeps_serving_and_recovers(small_disk):
 
 _BEHIND = {
     "write_buffer_size": "65536",
-    "max_write_buffer_number": "2",
+    "max_write_buffer_number": "6",
     "level0_file_num_compaction_trigger": "2",
     "level0_slowdown_writes_trigger": "2",
     "level0_stop_writes_trigger": "2",

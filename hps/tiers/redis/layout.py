@@ -8,7 +8,8 @@ hash        ``native``                                        ``hps``, HPS's own
 ==========  ================================================  ====================================
 rows        ``hps:{<model>/<version>/<table>/p<i>}v``         ``hps_et{hps_et.<model>.<table>/p<i>}v``
 stamps      ``…}t``: uses or last use, as HPS keeps them      ``…}t``
-positions   ``…}o``: ``<topic>/<partition>`` -> offset        ``…}o``
+positions   ``…}o``: ``<topic>/<partition>`` -> offset;       ``…}o``
+            ``highest`` -> version ever written
 floors      ``…}f``: versions of evicted rows, a string
 facts       ``hps:{<model>/<version>/<table>}m``              ``hps_et{hps_et.<model>.<table>}m``
 ==========  ================================================  ====================================
@@ -193,9 +194,13 @@ class TableLayout:
         names = [self.rows_keys[partition]]
         names += [self.stamps_keys[partition]] if head.stamp else []
         names += [self.floors_keys[partition]] if head.floors else []
-        names += [self.positions_keys[partition]] if head.positions else []
+        versions = records["version"] if self.values.versioned and len(records) else ()
+        bounds = (
+            [each(versions).tobytes() for each in (np.min, np.max)] if len(versions) else [b"", b""]
+        )
+        names += [self.positions_keys[partition]] if head.positions or len(versions) else []
         flags = head.flags + (b"f" if head.floors else b"")
-        arguments = [flags, head.oldest_tombstone, head.stamp, b"%d" % len(head.positions)]
+        arguments = [flags, head.oldest_tombstone, head.stamp, *bounds, b"%d" % len(head.positions)]
         arguments += [part for position in head.positions for part in position]
         return packed_script(WRITE, names, arguments, 2 * len(keys)) + pairs.tobytes()
 

@@ -185,7 +185,8 @@ class KafkaSource:
                     ck.TopicPartition(*place), cached=True
                 )
                 # Before the first answer to a fetch no end is known: it is negative then.
-                behind[place] = max(0, high - max(low, offset)) if high >= 0 else None
+                polled = max(low, offset, self._committed.get(place, 0))
+                behind[place] = max(0, high - polled) if high >= 0 else None
         self._lag = behind if self._joined else None
 
     def _report(self, error: Any) -> None:
@@ -227,11 +228,13 @@ class KafkaSource:
         while self._unplaced:
             each = self._unplaced[-1]
             offset = self._begin(each.topic, each.partition)
+            low = self._watermarks(each)[0]
             if offset is not None:
-                self._warn_of_gap(each, offset)
+                _warn_of_gap(each, offset, low)
             place = each.topic, each.partition
             self._seek(*place, self._first(each) if offset is None else offset)
-            self._committed[place] = self._next[place]
+            # What Kafka keeps no more is not waited for.
+            self._committed[place] = max(low, self._next[place])
             self._consumer.resume([each])
             self._unplaced.pop()
 
@@ -254,15 +257,6 @@ class KafkaSource:
             raise Unavailable(f"Kafka: {partition.topic}: {_text(error)}") from None
         return low, high
 
-    def _warn_of_gap(self, partition: ck.TopicPartition, offset: int) -> None:
-        low, _high = self._watermarks(partition)
-        if low > offset:
-            log.error(
-                "%s/%d: Kafka keeps messages from %d on, but %d to %d were not applied yet and are gone; "
-                "load the model's files again, or raise the topic's retention",
-                partition.topic, partition.partition, low, offset, low - 1,
-            )  # fmt: skip
-
     def _seek(self, topic: str, partition: int, offset: int) -> None:
         self._next[topic, partition] = max(0, offset)
         try:
@@ -281,6 +275,15 @@ class KafkaSource:
         positions = [StreamPosition(*p, end, before.get(p, 0)) for p, end in ends.items()]
         traces = () if recorder() is None else traceparents(messages)
         return UpdateBatch(updates, positions, dead, traces)
+
+
+def _warn_of_gap(partition: ck.TopicPartition, offset: int, low: int) -> None:
+    if low > offset:
+        log.error(
+            "%s/%d: Kafka keeps messages from %d on, but %d to %d were not applied yet and are gone; "
+            "load the model's files again, or raise the topic's retention",
+            partition.topic, partition.partition, low, offset, low - 1,
+        )  # fmt: skip
 
 
 def _place(message: Any) -> tuple[str, int, int]:

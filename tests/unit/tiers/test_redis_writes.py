@@ -72,7 +72,7 @@ def written(requests):
     """Rows that go with these commands, by the number of their arguments."""
     counts = [int(re.match(rb"\*(\d+)", request)[1]) for request in requests]
     heads = [3 + int(re.search(rb"\r\n\$1\r\n(\d)\r\n", request)[1]) for request in requests]
-    noted = [6 if b"rows/3" in request else 4 for request in requests]
+    noted = [9 if b"rows/3" in request else 6 for request in requests]
     return sum((c - h - n) // 2 for c, h, n in zip(counts, heads, noted, strict=True))
 
 
