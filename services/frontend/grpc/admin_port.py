@@ -20,7 +20,10 @@ class AdminPort(GrpcPort):
     ) -> None:
         """``ConfigError`` when it cannot listen."""
         super().__init__("server.grpc.admin", at, state, settings)
-        services: dict[str, Service] = {"Updates": UpdatesService(state), "Admin": AdminService(state)}
+        services: dict[str, Service] = {
+            "Updates": UpdatesService(state),
+            "Admin": AdminService(state),
+        }
         found = pb.DESCRIPTOR.services_by_name
         self._listen(
             {
