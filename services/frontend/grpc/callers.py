@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
 import grpc
 
 from hps.config.auth import Role
+from hps.errors import HpsError
 from services.frontend.auth import Guard
+from services.frontend.clients import Clients
+from services.frontend.grpc.arrivals import Reply
+
+# What grpc calls them.
+_COMMON, _ALTERNATIVE = "x509_common_name", "x509_subject_alternative_name"
 
 
 def check(guard: Guard, context: grpc.ServicerContext, role: Role) -> str:
@@ -20,10 +30,44 @@ def check(guard: Guard, context: grpc.ServicerContext, role: Role) -> str:
             if isinstance(value, str)
         },
         role,
+        partial(certificate_names, context),
     )
+
+
+def certificate_names(context: grpc.ServicerContext) -> set[str]:
+    """What the caller's certificate names, if it has shown one that was verified: its alternative names, and
+    its common name as ``CN=<name>``."""
+    told = context.auth_context()
+    names = {name.decode("utf-8", "replace") for name in told.get(_ALTERNATIVE, ())}
+    common = {f"CN={name.decode('utf-8', 'replace')}" for name in told.get(_COMMON, ())}
+    return {name for name in names if not name.startswith("CN=")} | common
 
 
 def address_of(context: grpc.ServicerContext) -> str:
     """Where the caller is, without its port: all of its connections are one client's."""
     peer: str = context.peer()
     return peer.removeprefix("ipv4:").removeprefix("ipv6:").rpartition(":")[0]
+
+
+class Counted:
+    """``reply`` to a client whose requests are counted until they are answered. Raises ``TooManyRequests`` when
+    there are too many of them."""
+
+    def __init__(self, reply: Reply, clients: Clients, caller: str) -> None:
+        """``caller``: who that is, "" when only its address is known."""
+        self.context = reply.context
+        self._reply = reply
+        self._clients = clients
+        self._client = caller or address_of(reply.context)
+        clients.enter(self._client)
+
+    def answer(self, message: bytes) -> None:
+        self._clients.leave(self._client)
+        self._reply.answer(message)
+
+    def fail(self, error: HpsError) -> None:
+        self._clients.leave(self._client)
+        self._reply.fail(error)
+
+    def waits_for(self, future: Future[Any]) -> None:
+        self._reply.waits_for(future)

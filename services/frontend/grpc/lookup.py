@@ -26,9 +26,9 @@ from hps.v1 import lookup_pb2 as pb
 from services.frontend import faults
 from services.frontend.auth import Guard
 from services.frontend.datatypes import DATATYPE_OF
-from services.frontend.errors import shown, status_of, told
+from services.frontend.errors import refused_for, shown, status_of, told
 from services.frontend.grpc.arrivals import Arrivals, Direct, Reply
-from services.frontend.grpc.callers import check
+from services.frontend.grpc.callers import Counted, check
 from services.frontend.grpc.failures import count_failure
 from services.frontend.grpc.methods import handlers_of
 from services.frontend.grpc.packed import FLOAT32, INT64, numbers
@@ -73,16 +73,18 @@ class LookupService:
         started = perf_counter_ns()
         entry: Entry | None = None
         try:
-            check(self._guard, reply.context, "read")
+            caller = check(self._guard, reply.context, "read")
+            if (clients := self._state.admission.clients) is not None:
+                reply = Counted(reply, clients, caller)
             request = _parsed(message)
             entry = self._entry(request)
             entry.freshness.require()
             features = _features(request.keys, self._max_keys)
             parsed = perf_counter_ns()
             deadline = deadline_of(reply.context, self._timeout_s)
-            future = entry.served.engine.submit(
-                LookupRequest(features, deadline, request.report, by_table=request.by_table)
-            )
+            asked = LookupRequest(features, deadline, request.report, by_table=request.by_table)
+            start = partial(entry.served.engine.submit, asked)
+            future = entry.endpoint.admit(start, len(message), deadline)
         except Exception as error:
             self._fail(reply, entry, started, error)
             return
@@ -107,7 +109,7 @@ class LookupService:
             result = future.result()
             inferred = perf_counter_ns()
             served, freshness = entry.served, entry.freshness
-            stale_s = freshness.flag() if freshness.stale_s else 0
+            stale_s = freshness.flag() if freshness.stale_s else result.stale_s
             answer = encode(served.name, served.version, result, stale_s)
             done = perf_counter_ns()
             entry.statistics.succeeded(batch, started, parsed, inferred, done)
@@ -122,7 +124,14 @@ class LookupService:
 
     def _fail(self, reply: Reply, entry: Entry | None, started: int, error: Exception) -> None:
         answered = told(error, "")
-        count_failure(self._state.metrics, "lookup", entry, status_of(answered), started)
+        count_failure(
+            self._state.metrics,
+            "lookup",
+            entry,
+            status_of(answered),
+            started,
+            refused_for(answered),
+        )
         reply.fail(answered)
 
     def _entry(self, request: Any) -> Entry:
