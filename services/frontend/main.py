@@ -21,6 +21,7 @@ from hps.otel import Tracer
 from hps.types import Progress
 from services.frontend import logs
 from services.frontend.auth import guard
+from services.frontend.grpc.admin_port import AdminPort
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.http.app import admin_app, data_app
 from services.frontend.http.asgi import Application
@@ -115,10 +116,17 @@ class Frontend(Process[OpenModels]):
             self.state.spread_level = workers.set_level
             self.state.processes = lambda: [worker.describe() for worker in workers.workers]
             elsewhere = {"grpc": Elsewhere(workers.grpc_url)} if workers.grpc_url else {}
-            return {"http": workers, **elsewhere}
+            return {"http": workers, **elsewhere, **self._grpc_admin()}
         if at is None:
             return {}
-        return {"grpc": GrpcServer(at, self.state, self._settings, self._guard)}
+        server = GrpcServer(at, self.state, self._settings, self._guard)
+        return {"grpc": server, **self._grpc_admin()}
+
+    def _grpc_admin(self) -> dict[str, Server]:
+        at = self._settings.grpc
+        if at is None or at.admin is None:
+            return {}
+        return {"grpc_admin": AdminPort(at.admin, self.state, self._settings, self._guard)}
 
     def _app(self, port: str) -> Application:
         make = data_app if port == "http" else admin_app
