@@ -50,8 +50,8 @@ def address_of(context: grpc.ServicerContext) -> str:
 
 
 class Counted:
-    """``reply`` to a client whose requests are counted until they are answered. Raises ``TooManyRequests`` when
-    there are too many of them."""
+    """``reply`` to a client whose requests are counted until they are answered. Raises ``TooManyRequests``
+    when there are too many of them."""
 
     def __init__(self, reply: Reply, clients: Clients, caller: str) -> None:
         """``caller``: who that is, "" when only its address is known."""

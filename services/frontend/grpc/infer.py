@@ -1,10 +1,12 @@
-"""``ModelInfer`` and ``ModelStreamInfer``: from bytes to bytes, on a thread of the server."""
+"""``ModelInfer`` and ``ModelStreamInfer``: from bytes to bytes."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from time import perf_counter_ns
 from typing import Any
 
@@ -15,16 +17,19 @@ from hps import metric_names as m
 from hps.config.server_settings import ServerSettings
 from hps.errors import HpsError, Unavailable
 from hps.metrics import Metrics
+from hps.tracing import Origin
 from services.frontend.auth import Guard
-from services.frontend.errors import Status, status_of, told
-from services.frontend.grpc.callers import check
+from services.frontend.errors import refused_for, status_of, told
+from services.frontend.grpc.arrivals import Awaited, Reply
+from services.frontend.grpc.callers import Counted, check
 from services.frontend.grpc.failures import count_failure
+from services.frontend.grpc.named import identify, named
+from services.frontend.grpc.pending import Pending, deadline_of
 from services.frontend.grpc.request import Address, GrpcCall, Parser, address
 from services.frontend.grpc.response import Encoder
-from services.frontend.grpc.runners import Runners
-from services.frontend.grpc.waiting import Cancelling, deadline_of, wait_for
 from services.frontend.grpc.wire import field
 from services.frontend.state import Entry, State
+from services.frontend.statistics import queued_ns
 
 # Set by clients that want the first error of a stream as the stream's own (Triton's extension).
 _STRICT_STREAM = ("triton_grpc_error", "true")
@@ -53,18 +58,16 @@ class Route:
 
 
 class Inference:
-    """Answers inference requests, each on a thread of its own until the answer is there; ``runners`` has
-    those of ``one``."""
+    """Answers inference requests: single ones when they can be, those of streams in turn."""
 
-    def __init__(
-        self, state: State, settings: ServerSettings, guard: Guard, runners: Runners
-    ) -> None:
-        self._runners = runners
+    def __init__(self, state: State, settings: ServerSettings, guard: Guard) -> None:
+        self._pending = Pending()
         self._state = state
         self._guard = guard
         self._timeout_s = settings.request_timeout_ms / 1e3
         self._max_keys = settings.max_keys
         self._streams = threading.Semaphore(STREAMS)
+        self._clients = state.admission.clients
         self._routes: dict[str, Route] = {}
         state.watch(self._find_routes)
 
@@ -77,14 +80,15 @@ class Inference:
             for name, entry in self._state.entries.items()
         }
 
-    def one(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+    def begin(self, message: bytes, reply: Reply) -> None:
         """``ModelInfer``."""
+        started = perf_counter_ns()
         try:
-            self._check(context)
-            return self._answer(message, context, self._runners.waiting, Cancelling(context))
-        except HpsError as error:
-            context.abort(grpc.StatusCode[status_of(error).grpc], str(error))
-            raise AssertionError("abort raises") from None
+            caller = check(self._guard, reply.context, "read")
+        except Exception as error:
+            self._fail(reply, None, "", started, error)
+        else:
+            self._begin(message, reply, started, caller)
 
     def stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """``ModelStreamInfer``: one answer or error message for each request, in their order."""
@@ -94,67 +98,115 @@ class Inference:
                 f"{STREAMS} streams are open already; close some, or use ModelInfer",
             )
         try:
-            self._check(context)
-            yield from self._answers(messages, context)
+            yield from self._answers(messages, context, self._check(context))
         except HpsError as error:
             context.abort(grpc.StatusCode[status_of(error).grpc], str(error))
         finally:
             self._streams.release()
 
-    def _answers(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        cancelling = Cancelling(context)
+    def _answers(
+        self, messages: Iterator[bytes], context: grpc.ServicerContext, caller: str
+    ) -> Iterator[bytes]:
         strict = _STRICT_STREAM in context.invocation_metadata()
+        reply = Awaited(context)
         for message in messages:
+            self._begin(message, reply, perf_counter_ns(), caller)
             try:
-                answer = self._answer(message, context, nullcontext, cancelling)
-                yield field(_INFER_RESPONSE, answer)
+                yield field(_INFER_RESPONSE, reply.result())
             except HpsError as error:
                 if strict:
                     raise
                 yield _stream_error(message, error)
 
-    def _answer(
-        self,
-        message: bytes,
-        context: grpc.ServicerContext,
-        waiting: Callable[[], AbstractContextManager[None]],
-        cancelling: Cancelling,
-    ) -> bytes:
-        """The answer to a request that may be made; entered ``waiting`` while others work at it. Raises what
-        its client is to be told."""
-        started = perf_counter_ns()
+    def _begin(self, message: bytes, reply: Reply, started: int, caller: str) -> None:
+        """Start answering a request that may be made."""
         route: Route | None = None
         known_as = ""
+        origin: Origin | None = None
         try:
             to = address(message)
             known_as = to.id
             route = self._route(to)
+            if self._clients is not None:
+                reply = Counted(reply, self._clients, caller)
+            if route.entry.endpoint.is_busy:
+                route.entry.endpoint.require_room(len(message))
             call = route.parser.parse(message, to)
             parsed = perf_counter_ns()
-            deadline = deadline_of(context, call.form.timeout_us * 1e-6 or self._timeout_s)
+            origin = identify(call, route.entry.name, reply.context, started, self._state.observer)
+            deadline = deadline_of(reply.context, call.form.timeout_us * 1e-6 or self._timeout_s)
             future = route.entry.endpoint.submit(call, deadline)
-            if not future.done():
-                with waiting():
-                    wait_for(future, deadline, cancelling)
+        except Exception as error:
+            self._fail(reply, route, known_as, started, error, origin)
+            return
+        if future.done():
+            self._end(reply, route, call, started, parsed, future)
+        else:
+            end = partial(self._end, reply, route, call, started, parsed)
+            self._pending.add(future, deadline, reply, end)
+
+    def _end(
+        self,
+        reply: Reply,
+        route: Route,
+        call: GrpcCall,
+        started: int,
+        parsed: int,
+        future: Future[Any],
+    ) -> None:
+        """Answer with what ``future`` has."""
+        try:
             result = future.result()
             inferred = perf_counter_ns()
             answer = route.encode(call, result)
             done = perf_counter_ns()
-            route.entry.statistics.succeeded(call.batch, started, parsed, inferred, done)
+            route.entry.statistics.succeeded(
+                call.batch, started, parsed, inferred, done, queued_ns(future)
+            )
             route.observe_ok((done - started) * 1e-9)
-            return answer
+            if call.origin is not None:
+                self._state.observer.answered(
+                    "grpc",
+                    call.origin,
+                    route.entry.endpoint,
+                    call,
+                    result,
+                    started,
+                    parsed,
+                    inferred,
+                    done,
+                )
         except Exception as error:
-            answered = told(error, known_as)
-            self._count_failure(route, status_of(answered), started)
-            raise answered from None
+            self._fail(reply, route, call.id, started, error, call.origin)
+        else:
+            reply.answer(answer)
 
-    def _check(self, context: grpc.ServicerContext) -> None:
+    def _check(self, context: grpc.ServicerContext) -> str:
         started = perf_counter_ns()
         try:
-            check(self._guard, context, "read")
+            return check(self._guard, context, "read")
         except HpsError as error:
-            self._count_failure(None, status_of(error), started)
+            self._count_failure(None, error, started)
             raise
+
+    def _fail(
+        self,
+        reply: Reply,
+        route: Route | None,
+        known_as: str,
+        started: int,
+        error: Exception,
+        origin: Origin | None = None,
+    ) -> None:
+        endpoint = None if route is None else route.entry.endpoint
+        observer = self._state.observer
+        if origin is None:
+            model = "" if endpoint is None else endpoint.name
+            origin = observer.begin(model, started, *named(known_as, reply.context))
+        answered = told(error, origin.request_id)
+        self._count_failure(route, answered, started)
+        observer.failed("grpc", origin, endpoint, status_of(answered).grpc, error, started)
+        reply.fail(answered)
 
     def _route(self, to: Address) -> Route:
         route = self._routes.get(to.model)
@@ -163,9 +215,11 @@ class Inference:
             raise Unavailable("the model has just become ready; ask again")
         return route
 
-    def _count_failure(self, route: Route | None, status: Status, started: int) -> None:
+    def _count_failure(self, route: Route | None, error: HpsError, started: int) -> None:
         entry = None if route is None else route.entry
-        count_failure(self._state.metrics, "infer", entry, status, started)
+        count_failure(
+            self._state.metrics, "infer", entry, status_of(error), started, refused_for(error)
+        )
 
 
 def _stream_error(message: bytes, error: HpsError) -> bytes:

@@ -1,7 +1,7 @@
 """gRPC as one of several servers in a process.
 
-Calls are answered on threads, which in Python take fewer cycles than grpc.aio. Three groups of them, so that
-none waits for another: inference, streams (each keeps a thread while it lasts), and all that is quick.
+Calls are taken up when their request is there (`arrivals.py`): inference on the server's own thread, whatever
+else is quick on a few others. Streams keep a thread each while they last.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from tritonclient.grpc.service_pb2_grpc import add_GRPCInferenceServiceServicer_
 from hps.config.server_settings import GrpcSettings, ServerSettings
 from hps.errors import ConfigError
 from services.frontend.auth import Guard
+from services.frontend.grpc.age import age_options
+from services.frontend.grpc.arrivals import Arrivals, Direct
 from services.frontend.grpc.credentials import credentials
 from services.frontend.grpc.health import Health
 from services.frontend.grpc.infer import STREAMS, Inference
-from services.frontend.grpc.runners import Runners
+from services.frontend.grpc.lookup import SERVICE as LOOKUP
+from services.frontend.grpc.lookup import LookupService, lookup_handlers
 from services.frontend.grpc.service import SERVICE, InferenceService
 from services.frontend.state import State
 
-# Threads of inference that compute at a time; one alone would idle whenever grpc hands it the next request.
-_AT_ONCE = 2
 # Threads for what is quick, for streams (each keeps its own) and for refusing more of them, and calls at a
 # time: beyond that grpc refuses them with RESOURCE_EXHAUSTED.
 _QUICK, _STREAMS, _CALLS = 16, STREAMS + 8, 4096
@@ -73,9 +74,7 @@ class GrpcServer:
     ) -> None:
         """``ConfigError`` when it cannot listen. ``one_of_many``: other processes listen there too."""
         self._drain_s = settings.drain_s
-        runners = Runners(_AT_ONCE, at.threads, "grpc-infer")
         self._pools = {
-            "infer": runners,
             "quick": ThreadPoolExecutor(_QUICK, "grpc-quick"),
             "stream": ThreadPoolExecutor(_STREAMS, "grpc-stream"),
         }
@@ -86,14 +85,19 @@ class GrpcServer:
                 ("grpc.max_receive_message_length", settings.max_body_bytes),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.so_reuseport", int(one_of_many)),
+                *age_options(at.max_connection_age_s, settings.drain_s),
             ],
         )
-        self._health = Health(state, self._pools["quick"])
+        arrivals = Arrivals(self._pools["quick"])
+        self._health = Health(state, arrivals, ("", SERVICE, LOOKUP))
         self._add_services(
-            Inference(state, settings, guard, runners), InferenceService(state, guard)
+            Inference(state, settings, guard), InferenceService(state, guard), arrivals
+        )
+        self._server.add_registered_method_handlers(
+            LOOKUP, lookup_handlers(LookupService(state, settings, guard), guard, arrivals)
         )
         if at.reflection:
-            names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            names = (SERVICE, LOOKUP, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
         host = f"[{at.host}]" if ":" in at.host else at.host
         self.url = f"{host}:{self._listen(at, host)}"
@@ -101,12 +105,21 @@ class GrpcServer:
         self._stopping = asyncio.Event()
         self._at_once = asyncio.Event()
 
-    def _add_services(self, inference: Inference, service: InferenceService) -> None:
+    def _add_services(
+        self, inference: Inference, service: InferenceService, arrivals: Arrivals
+    ) -> None:
         handlers = _Handlers()
         add_GRPCInferenceServiceServicer_to_server(service, handlers)
+        for name, handler in handlers.by_name.items():
+            if handler.unary_unary is not None:
+                handlers.by_name[name] = grpc.unary_unary_rpc_method_handler(
+                    _Pooled(handler.unary_unary, arrivals),
+                    handler.request_deserializer,
+                    handler.response_serializer,
+                )
         # In bytes and out bytes: see request.py and response.py.
         handlers.by_name["ModelInfer"] = grpc.unary_unary_rpc_method_handler(
-            _Pooled(inference.one, self._pools["infer"])
+            Direct(inference.begin, arrivals)
         )
         handlers.by_name["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
             _Pooled(inference.stream, self._pools["stream"])

@@ -1,0 +1,88 @@
+"""Answers that others still work at: ended when those are done, or when their time is up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import grpc
+
+from hps.errors import DeadlineExceeded, HpsError, Unavailable
+from services.frontend.grpc.arrivals import Reply
+
+_LOOK_S = 0.01  # between looks at the time while anything waits
+
+End = Callable[["Future[Any]"], None]
+
+
+def deadline_of(context: grpc.ServicerContext, allowed_s: float) -> float:
+    """An instant of ``time.monotonic``: the client's deadline, and no later than ``allowed_s`` from now."""
+    remaining_s = context.time_remaining()
+    if remaining_s is not None and remaining_s < allowed_s:
+        allowed_s = remaining_s
+    return time.monotonic() + allowed_s
+
+
+class Pending:
+    """Any thread may call it. A request costs it two changes of a dictionary; one thread looks at the time while
+    anything waits."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Future[Any], tuple[float, End]] = {}
+        self._any = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+
+    def add(self, future: Future[Any], deadline: float, reply: Reply, end: End) -> None:
+        """Call ``end`` once: with ``future`` when it is done, else at its deadline with one that failed
+        (``DeadlineExceeded``). ``future`` is cancelled then, and when the client is gone."""
+        self._waiting[future] = (deadline, end)
+        if self._thread is None:
+            self._start()
+        self._any.set()
+        reply.waits_for(future)
+        future.add_done_callback(self._done)
+
+    def _done(self, future: Future[Any]) -> None:
+        found = self._waiting.pop(future, None)
+        if found is not None:
+            cancelled = future.cancelled()
+            found[1](_failed(Unavailable("the request was cancelled")) if cancelled else future)
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._look, name="grpc-late", daemon=True)
+                self._thread.start()
+
+    def _look(self) -> None:
+        while True:
+            self._any.wait()
+            self._any.clear()
+            while self._waiting:
+                time.sleep(_LOOK_S)
+                now = time.monotonic()
+                for future, (deadline, _) in list(self._waiting.items()):
+                    if deadline <= now:
+                        self._too_late(future)
+
+    def _too_late(self, future: Future[Any]) -> None:
+        found = self._waiting.pop(future, None)
+        if found is not None:
+            future.cancel()
+            found[1](_failed(DeadlineExceeded(_LATE)))
+
+
+def _failed(error: HpsError) -> Future[Any]:
+    failed: Future[Any] = Future()
+    failed.set_exception(error)
+    return failed
+
+
+_LATE = (
+    "no answer within the request's time; a later deadline, parameter 'timeout' (microseconds) or "
+    "server.request_timeout_ms allow more"
+)
