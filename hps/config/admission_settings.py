@@ -35,7 +35,7 @@ class AdmissionSettings(Strict):
     """How many inference requests are worked at, and how many wait; see docs/overload.md."""
 
     running: int | None = Field(None, ge=1)
-    """Requests to a model under way at a time; null: as many as there are threads, 64 with `server.batching`."""
+    """Requests to a model under way at a time; null: one for each thread, with `server.batching` 64."""
     queue: int = Field(1024, ge=0)
     """Requests to a model that may wait beyond those; more get 503."""
     queue_bytes: int = Field(256 << 20, ge=1 << 20)

@@ -27,7 +27,7 @@ def deadline_of(context: grpc.ServicerContext, allowed_s: float) -> float:
 
 
 class Pending:
-    """Any thread may call it. A request costs it two changes of a dictionary; one thread looks at the time while
+    """Any thread may call it. A request costs two changes of a dictionary; one thread looks at the time while
     anything waits."""
 
     def __init__(self) -> None:
