@@ -1,0 +1,119 @@
+"""Calls taken up once their request is there: on grpc's own thread, beside it, and as grpc has it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import grpc
+import pytest
+import tritonclient.grpc as triton
+
+from services.frontend.grpc import arrivals as module
+from services.frontend.grpc.service import SERVICE
+from tests.support.waiting import until
+from tests.unit.services.frontend.grpc.test_server import keys, row
+
+
+def test_grpc_is_as_expected():
+    assert module.KNOWN
+
+
+def test_what_memory_has_is_answered_on_the_servers_own_thread(serve, small, monkeypatch):
+    endpoint = type(small.state.entries["words.lookup"].endpoint)
+    names = []
+    submit = endpoint.submit
+    monkeypatch.setattr(
+        endpoint,
+        "submit",
+        lambda *args: (names.append(threading.current_thread().name), submit(*args))[1],
+    )
+    with triton.InferenceServerClient(serve().server.url) as client:
+        for _ in range(5):
+            client.infer("words.lookup", [keys("left", 1)])
+    assert len(set(names)) == 1
+    assert not names[0].startswith("grpc-")
+
+
+def test_without_what_is_known_of_grpc_calls_run_on_threads(serve, monkeypatch):
+    monkeypatch.setattr(module, "KNOWN", False)
+    with triton.InferenceServerClient(serve().server.url) as client:
+        for key in (1, 12):  # in memory, in the store
+            answer = client.infer("words.lookup", [keys("left", key)])
+            assert answer.as_numpy("left").tolist() == [row(key, 3)]
+        assert client.is_server_live()
+        with pytest.raises(triton.InferenceServerException, match="NOT_FOUND"):
+            client.infer("none", [keys("left", 1)])
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "ServerLive"])
+def test_a_call_without_a_request(serve, method):
+    with grpc.insecure_channel(serve().server.url) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.stream_unary(f"/{SERVICE}/{method}")(iter([]), timeout=60)
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert "exactly one request message" in caught.value.details()
+
+
+def test_a_message_that_is_none(serve):
+    with grpc.insecure_channel(serve().server.url) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.unary_unary(f"/{SERVICE}/ModelMetadata")(b"\xff\xff", timeout=60)
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+
+
+def test_a_fault_of_ours_does_not_end_the_server(serve, small, monkeypatch):
+    server = serve()
+    with triton.InferenceServerClient(server.server.url) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(module._Call, "answer", lambda self, message: 1 / 0)
+            with pytest.raises(triton.InferenceServerException, match="INTERNAL"):
+                client.infer("words.lookup", [keys("left", 1)])
+        client.infer("words.lookup", [keys("left", 1)])
+
+
+def test_calls_that_ended_are_not_counted_any_more(serve, small):
+    server = serve()
+    state = server.server._server._state
+    small.store.gate.clear()
+    with triton.InferenceServerClient(server.server.url) as client:
+        client.infer("words.lookup", [keys("left", 1)])
+        with pytest.raises(triton.InferenceServerException):
+            client.infer("none", [keys("left", 1)])
+        left = client.async_infer("words.lookup", [keys("left", 12)], lambda result, error: None)
+        until(lambda: state.active_rpc_count == 1)
+        left.cancel()
+        until(lambda: state.active_rpc_count == 0)
+        small.store.gate.set()
+    until(lambda: not state.rpc_states)
+
+
+SERVER = """
+import services.frontend.grpc, grpc, os
+from concurrent.futures import ThreadPoolExecutor
+server = grpc.server(ThreadPoolExecutor(1))
+echo = grpc.unary_unary_rpc_method_handler(lambda message, context: message)
+server.add_registered_method_handlers("test", {"Echo": echo})
+print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+server.start()
+input()
+woken = 0
+for task in os.listdir("/proc/self/task"):
+    status = open(f"/proc/self/task/{task}/status").read()
+    if "event_engine" in status:
+        woken += int(status.split("voluntary_ctxt_switches:")[1].split()[0])
+print(woken)
+"""
+
+
+def test_grpcs_engine_is_off():
+    """It hands every request to other threads once more."""
+    pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SERVER], **pipe) as server:
+        with grpc.insecure_channel(f"127.0.0.1:{int(server.stdout.readline())}") as channel:
+            echo = channel.unary_unary("/test/Echo")
+            for _ in range(300):
+                echo(b"", timeout=60)
+        woken, _ = server.communicate("\n", timeout=60)
+    assert int(woken) < 300
