@@ -61,8 +61,6 @@ class GrpcSettings(GrpcListener):
 
     port: int = Field(8001, ge=0, le=65_535)
     """0 picks a free port, printed at start."""
-    threads: int = Field(64, ge=1, le=1024)
-    """Inference requests under way at a time; more wait."""
     admin: GrpcAdminSettings | None = None
     """The port of updates and administration over gRPC; null offers none."""
 

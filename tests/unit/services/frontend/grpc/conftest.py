@@ -42,7 +42,7 @@ class Running:
 def running(small: Any, guard: Any = None, **settings: Any) -> Iterator[Running]:
     """A server for ``small``; ``settings`` as in `server`, those of `server.grpc` under ``grpc``; ``state``
     in place of the small node's."""
-    at = GrpcSettings(**{"port": 0, "threads": 4, **settings.pop("grpc", {})})
+    at = GrpcSettings(**{"port": 0, **settings.pop("grpc", {})})
     state = settings.pop("state", small.state)
     chosen = small.settings.model_copy(update=settings)
     server = Running(GrpcServer(at, state, chosen, guard or OpenGuard()))
