@@ -72,3 +72,9 @@ def keep_onnxruntime_quiet() -> None:
     """Switch ONNX Runtime's telemetry off, to be called before it is imported: a server sends nothing
     about itself and writes nothing into the home folder unless its user asked for that."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+
+def keep_grpc_from_its_engine() -> None:
+    """Have grpc's servers read their sockets themselves, to be called before it is imported: its engine of
+    threads hands each request on once more, 300 µs of CPU for 26 keys instead of 230."""
+    os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
