@@ -53,7 +53,7 @@ class Route:
         """The answer that carries ``result``."""
         outputs = self.entry.endpoint.outputs(call, result)
         freshness = self.entry.freshness
-        stale_s = freshness.flag() if freshness.stale_s else 0
+        stale_s = freshness.flag() if freshness.stale_s else result.stale_s
         return self.encoder.encode(call, result.defaulted, result.degraded, stale_s, outputs)
 
 

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from hps.config.server_settings import GrpcListener, ServerSettings
 from hps.errors import ConfigError
 from services.frontend.grpc.age import age_options
-from services.frontend.grpc.arrivals import Arrivals
+from services.frontend.grpc.arrivals import Arrivals, Direct
 from services.frontend.grpc.credentials import credentials
 from services.frontend.grpc.health import Health
 from services.server_state import ServerState
@@ -24,6 +24,17 @@ from services.server_state import ServerState
 _QUICK, _CALLS = 16, 4096
 
 Handlers = Mapping[str, grpc.RpcMethodHandler]
+
+
+class Pooled:
+    """A behavior that grpc runs on the threads of ``experimental_thread_pool``."""
+
+    def __init__(self, behavior: Any, pool: ThreadPoolExecutor) -> None:
+        self._behavior = behavior
+        self.experimental_thread_pool = pool
+
+    def __call__(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return self._behavior(request, context)
 
 
 class GrpcPort:
@@ -64,7 +75,8 @@ class GrpcPort:
         """Offer ``services``, by name, beside health and reflection. ``ConfigError`` when it cannot
         listen."""
         for name, handlers in services.items():
-            self._server.add_registered_method_handlers(name, handlers)
+            taken = {method: self._taken(handler) for method, handler in handlers.items()}
+            self._server.add_registered_method_handlers(name, taken)
         self._health = Health(self._state, self.arrivals, ("", *services))
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
         if self._at.reflection:
@@ -72,6 +84,17 @@ class GrpcPort:
             reflection.enable_server_reflection(names, self._server)
         host = f"[{self._at.host}]" if ":" in self._at.host else self._at.host
         self.url = f"{host}:{self._port(host)}"
+
+    def _taken(self, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+        """``handler``, run once its request is there."""
+        behavior = handler.unary_unary
+        if behavior is None or isinstance(behavior, Direct):
+            return handler
+        return grpc.unary_unary_rpc_method_handler(
+            Pooled(behavior, self.arrivals),
+            handler.request_deserializer,
+            handler.response_serializer,
+        )
 
     def _port(self, host: str) -> int:
         """The port it listens on."""

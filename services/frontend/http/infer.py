@@ -287,7 +287,7 @@ class Inference:
         assert route is not None
         outputs = route.entry.endpoint.outputs(call, result)
         freshness = route.entry.freshness
-        stale_s = freshness.flag() if freshness.stale_s else 0
+        stale_s = freshness.flag() if freshness.stale_s else result.stale_s
         reply = route.encoder.encode(call.form, result.defaulted, result.degraded, stale_s, outputs)
         known_as = head.request_id or repeatable(call.id)
         return reply.known_as(known_as) if known_as else reply
