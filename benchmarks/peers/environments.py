@@ -146,4 +146,7 @@ FEAST = Environment("feast", lambda _folder: None)
 FBGEMM = Environment("fbgemm", lambda _folder: None)
 TFRA = Environment("tfra", lambda _folder: None)
 KSERVE = Environment("kserve", lambda _folder: None)
-ENVIRONMENTS = {each.name: each for each in (TRITON, PERF_ANALYZER, FEAST, FBGEMM, TFRA, KSERVE)}
+MLSERVER = Environment("mlserver", lambda _folder: None)
+ENVIRONMENTS = {
+    each.name: each for each in (TRITON, PERF_ANALYZER, FEAST, FBGEMM, TFRA, KSERVE, MLSERVER)
+}
