@@ -94,7 +94,8 @@ class OpenDoor(_Roles):
 class KeyRing(_Roles):
     """The keys of the settings and of ``keys_file``, which is read again when it changes.
 
-    A change that cannot be read keeps the former keys in force and is logged once.
+    A change that cannot be read keeps the former keys in force and is logged once; it is tried again at
+    every look, for what was in the way may go without a change of the file.
     """
 
     enabled = True
@@ -106,6 +107,7 @@ class KeyRing(_Roles):
         self._lock = threading.Lock()
         self._next_look = time.monotonic() + LOOK_EVERY_S
         self._stamp = _stamp(file) if file else None
+        self._problem = ""
         self._owners, self._certificates = self._read()
 
     def certified(self, names: Collection[str]) -> Identity | None:
@@ -167,12 +169,15 @@ class KeyRing(_Roles):
             stamp = _stamp(self._file)
             if stamp == self._stamp:
                 return
-            self._stamp = stamp
             self._owners, self._certificates = self._read()
+            self._stamp, self._problem = stamp, ""
             known = len(self._owners) + len(self._certificates)
             log.info("%s: read again, %d API keys in force", self._file, known)
         except ConfigError as error:
-            log.error("API keys were not read again, the former ones stay in force: %s", error)
+            self._stamp = None
+            if str(error) != self._problem:
+                self._problem = str(error)
+                log.error("API keys were not read again, the former ones stay in force: %s", error)
         finally:
             self._lock.release()
 
@@ -252,4 +257,4 @@ def _stamp(path: Path) -> Any:
         status = os.stat(path)
     except OSError as error:
         return error.errno
-    return status.st_mtime_ns, status.st_size, status.st_ino
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino

@@ -98,19 +98,19 @@ class Inference:
                 f"{STREAMS} streams are open already; close some, or use ModelInfer",
             )
         try:
-            yield from self._answers(messages, context, self._check(context))
+            self._check(context)
+            yield from self._answers(messages, context)
         except HpsError as error:
             context.abort(grpc.StatusCode[status_of(error).grpc], str(error))
         finally:
             self._streams.release()
 
-    def _answers(
-        self, messages: Iterator[bytes], context: grpc.ServicerContext, caller: str
-    ) -> Iterator[bytes]:
+    def _answers(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         strict = _STRICT_STREAM in context.invocation_metadata()
         reply = Awaited(context)
         for message in messages:
-            self._begin(message, reply, perf_counter_ns(), caller)
+            # Each time: a stream may outlive its caller's key.
+            self._begin(message, reply, perf_counter_ns(), self._check(context))
             try:
                 yield field(_INFER_RESPONSE, reply.result())
             except HpsError as error:

@@ -15,6 +15,7 @@ from hps.config.auth import check_exposure, key_file_warnings, load_api_keys
 from hps.config.schema import Settings
 from hps.config.server_settings import ApiKey, AuthSettings
 from hps.errors import ConfigError, Forbidden, Unauthenticated
+from tests.support.waiting import until
 
 READER, WRITER, ROOT = "reader-secret-0001", "writer-secret-0001", "admin-secret-00001"
 KEYS = f"""
@@ -144,6 +145,46 @@ def test_a_bad_change_keeps_the_former_keys(
     assert "another-secret" not in caplog.text
     rewrite(keys_file, KEYS.replace(READER, "mended-secret-00001"))
     assert keys.authenticate("mended-secret-00001").name == "web"
+
+
+def test_a_change_acts_once_it_can_be_read(
+    keys_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was in the way goes without a change of the file."""
+    monkeypatch.setattr(auth, "LOOK_EVERY_S", 0.0)
+    keys = load_api_keys(settings(keys_file))
+
+    def refused(path: Path) -> list[ApiKey]:
+        raise ConfigError(f"{path} cannot be read: Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(auth, "read_keys_file", refused)
+        rewrite(keys_file, "- {name: web, role: write, key: another-secret-0001}\n")
+        for _ in range(3):
+            assert keys.authenticate(READER).name == "web"
+    assert len([r for r in caplog.records if r.levelno == logging.ERROR]) == 1
+    with pytest.raises(Unauthenticated):
+        keys.authenticate(READER)
+
+
+def test_a_change_of_the_same_size_and_time_acts(
+    keys_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auth, "LOOK_EVERY_S", 0.0)
+    keys = load_api_keys(settings(keys_file))
+    before = keys_file.stat()
+    # The clock of the file system has to have moved on.
+    until(lambda: _touched(keys_file) != before.st_ctime_ns)
+    keys_file.write_text(KEYS.replace(READER, READER[::-1]))
+    os.utime(keys_file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(Unauthenticated):
+        keys.authenticate(READER)
+
+
+def _touched(path: Path) -> int:
+    """When the file was last changed in any way, which is now."""
+    path.chmod(0o600)
+    return path.stat().st_ctime_ns
 
 
 def test_the_file_is_not_looked_at_for_every_request(

@@ -18,10 +18,12 @@ from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from hps import metric_names as m
-from hps.config.server_settings import GrpcSettings, TlsSettings
+from hps.config import auth
+from hps.config.auth import load_api_keys
+from hps.config.server_settings import AuthSettings, GrpcSettings, TlsSettings
 from hps.errors import ConfigError
 from services.frontend import log_settings
-from services.frontend.auth import OpenGuard
+from services.frontend.auth import OpenGuard, guard
 from services.frontend.grpc import infer as infer_module
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.grpc.service import SERVICE
@@ -267,6 +269,29 @@ def test_streams_have_a_most(serve, monkeypatch):
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         gate.set()
         first.cancel()
+
+
+def test_a_stream_ends_with_its_callers_key(serve, tmp_path, monkeypatch):
+    monkeypatch.setattr(auth, "LOOK_EVERY_S", 0.0)
+    file = tmp_path / "keys.yaml"
+    entry = "- {{name: {0}, role: read, key: {0}-secret-000001}}\n"
+    file.write_text(entry.format("web") + entry.format("other"))
+    file.chmod(0o600)
+    keys_of = guard(load_api_keys(AuthSettings(mode="api_key", keys_file=file)))
+    asked = queue.Queue()
+    with grpc.insecure_channel(serve(keys_of).server.url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        answers = stub.ModelStreamInfer(
+            iter(asked.get, None), metadata=[("x-api-key", "web-secret-000001")]
+        )
+        asked.put(pb.ModelInferRequest(model_name="none"))
+        assert "is not found" in next(answers).error_message
+        file.write_text(entry.format("other"))
+        asked.put(pb.ModelInferRequest(model_name="none"))
+        with pytest.raises(grpc.RpcError) as caught:
+            next(answers)
+        asked.put(None)
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_a_stream(client):
