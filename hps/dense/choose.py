@@ -12,7 +12,7 @@ from hps.cuda.loader import lacking
 from hps.dense.base import DenseModel, TensorInfo
 from hps.dense.fallback import Fallback
 from hps.dense.onnx import OnGpu, OnnxModel
-from hps.errors import ConfigError, ModelError
+from hps.errors import ConfigError, ModelError, Unavailable
 
 if TYPE_CHECKING:
     from hps.dense.triton.memory import Regions
@@ -99,7 +99,7 @@ def _there(
 
 
 def _regions(triton: TritonSettings, device: int) -> Regions | None:
-    from hps.dense.triton.memory import Regions
+    from hps.dense.triton.memory import SMALLEST, Regions
 
     if triton.shared_memory == "none":
         return None
@@ -111,4 +111,8 @@ def _regions(triton: TritonSettings, device: int) -> Regions | None:
         )
     from hps.dense.triton.device_memory import DeviceRegion
 
+    try:
+        DeviceRegion(device, SMALLEST).release()
+    except Unavailable as error:
+        raise ConfigError(f"dense.triton.shared_memory is cuda, but {error}") from None
     return Regions(partial(DeviceRegion, device))

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from hps.cuda.loader import cupy
 from hps.dense.triton.memory import unused_name
 from hps.dense.triton.transport import OnDevice
-from hps.errors import DenseModelError
+from hps.errors import Unavailable
 
 
 class DeviceRegion:
     """A `Region` of the memory of GPU number ``device``, which Triton must know by the same number. It is
     given back when Triton has said that it uses it no more; CUDA leaves open what happens otherwise.
-    Raises DenseModelError when the GPU has none left."""
+    Raises Unavailable when the GPU has none left, or shares none with other processes."""
 
     def __init__(self, device: int, size: int) -> None:
         cp = self._cupy = cupy()
@@ -30,9 +30,18 @@ class DeviceRegion:
             try:
                 # Of its own, not of a pool: a handle stands for a whole allocation.
                 self._memory = cp.cuda.Memory(size)
-            except cp.cuda.memory.OutOfMemoryError as error:
-                raise DenseModelError(f"no memory to share with Triton: {error}") from None
-            handle = cp.cuda.runtime.ipcGetMemHandle(self._memory.ptr)
+            except cp.cuda.runtime.CUDARuntimeError as error:
+                raise Unavailable(
+                    f"GPU {device} has no {size} bytes to share with Triton ({error}); leave it more "
+                    "memory, or set dense.triton.shared_memory to system"
+                ) from None
+            try:
+                handle = cp.cuda.runtime.ipcGetMemHandle(self._memory.ptr)
+            except cp.cuda.runtime.CUDARuntimeError as error:
+                raise Unavailable(
+                    f"GPU {device} shares no memory with other processes ({error}); start the container "
+                    "with --ipc=host, or set dense.triton.shared_memory to system"
+                ) from None
         self.key: str | OnDevice = OnDevice(handle, device)
 
     def put(self, tensors: Iterable[tuple[int, NDArray[Any]]]) -> None:

@@ -5,6 +5,7 @@ For large batches: what it saves is measured by `benchmarks/dense_transports.py`
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
@@ -18,14 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.dense.base import TensorInfo
-from hps.dense.triton.transport import OnDevice, Placed, Transport, Unreachable
-from hps.errors import DeadlineExceeded, DenseModelError
+from hps.dense.triton.transport import NotReached, OnDevice, Placed, Refused, Transport
+from hps.errors import DeadlineExceeded, DenseModelError, Unavailable
 
+log = logging.getLogger(__name__)
+SMALLEST = 1 << 16
 _ALIGN = 64
-_SMALLEST = 1 << 16
-# Regions that Triton may still know and has to be told to forget: at most so many are remembered.
-_STALE = 64
-_CLOSE_S = 1.0
+# What regions that nobody here uses and Triton may still know may hold together.
+_STALE_BYTES = 1 << 30
+# Of them Triton is told to forget so many at a time, and within this time where nobody's run depends on it.
+_AT_A_TIME = 64
+_FORGET_S = 1.0
 
 
 class Region(Protocol):
@@ -34,6 +38,7 @@ class Region(Protocol):
     name: str
     size: int
     registered: bool
+    """Triton knows it, or may."""
     key: str | OnDevice
     """What Triton finds it by."""
 
@@ -50,7 +55,7 @@ class Region(Protocol):
         ...
 
     def release(self) -> None:
-        """Triton does not know it any more."""
+        """Triton does not know it any more, or never did."""
         ...
 
 
@@ -91,13 +96,17 @@ class Regions:
 
     Triton must allow them (``--allow-client-shm=true`` in newer ones). Outputs whose size cannot be told
     beforehand come in the answer. ``make`` makes a region of a size.
+
+    One that a failed run leaves to Triton is kept until Triton says that it has let go of it. At most a GiB
+    waits for that; beyond it runs raise Unavailable.
     """
 
     def __init__(self, make: Callable[[int], Region] = HostRegion) -> None:
         self._make = make
         self._own = threading.local()
         self._all: list[Region] = []
-        self._stale: deque[Region] = deque(maxlen=_STALE)
+        self._stale: deque[Region] = deque()
+        self._stale_bytes = 0
         self._lock = threading.Lock()
 
     def infer(
@@ -108,28 +117,37 @@ class Regions:
         left_s: Callable[[], float],
     ) -> dict[str, NDArray[Any]]:
         """As ``transport.infer``. After an error the thread takes another region, for Triton may still write
-        to the one it had; at once for a Triton that was started anew and knows of none."""
-        try:
-            return self._infer(transport, inputs, outputs, left_s)
-        except BaseException as error:
-            self._drop()
-            if not isinstance(error, DenseModelError) or "shared memory region" not in str(error):
+        to the one it had, unless it never heard of the run; at once for a Triton that was started anew and
+        knows of none. Raises Unavailable, too, where there is no memory for a region."""
+        for first in (True, False):
+            try:
+                return self._infer(transport, inputs, outputs, left_s)
+            except NotReached:
                 raise
-        try:
-            return self._infer(transport, inputs, outputs, left_s)
-        except BaseException:
-            self._drop()
-            raise
+            except BaseException as error:
+                self._drop()
+                told = isinstance(error, DenseModelError) and "shared memory region" in str(error)
+                if not (first and told):
+                    raise
+        raise AssertionError("the second attempt answers or raises")
 
     def close(self, transport: Transport) -> None:
-        """Nobody may run anything any more. A Triton that answers forgets the regions."""
+        """Nobody may run anything any more. A Triton that answers forgets the regions; memory that another
+        one may still use is kept as long as this process lives."""
         with self._lock:
-            for region in self._all:
-                self._stale.append(region)
-                region.drop()
-            self._all.clear()
-        until = time.monotonic() + _CLOSE_S
-        self._forget(transport, lambda: max(0.0, until - time.monotonic()))
+            regions, self._all = self._all, []
+        for region in regions:
+            self._leave(region)
+        self._forget(transport, _within(_FORGET_S))
+        if self._stale:
+            log.warning(
+                "Triton has not said that it uses %d shared regions of %d MiB no more: they are left to it",
+                len(self._stale),
+                self._stale_bytes >> 20,
+            )
+            _left.add(self)
+        else:
+            _left.discard(self)
 
     def _infer(
         self,
@@ -153,10 +171,9 @@ class Regions:
             sized[tensor.name] = tensor, shape
             places[tensor.name] = (end, int(np.prod(shape)) * tensor.dtype.itemsize)
             end += -(-places[tensor.name][1] // _ALIGN) * _ALIGN
-        region = self._region(end)
+        region = self._region(end, transport, left_s)
         if not region.registered:
-            transport.register(region.name, region.key, region.size, left_s())
-            region.registered = True
+            _register(region, transport, left_s())
             self._forget(transport, left_s)
         region.put((places[name][0], array) for name, _, array in inputs)
         shared = Placed(region.name, places)
@@ -165,16 +182,27 @@ class Regions:
             answer[name] = region.get(places[name][0], shape, tensor.dtype)
         return {tensor.name: answer[tensor.name] for tensor in outputs}
 
-    def _region(self, size: int) -> Region:
+    def _region(self, size: int, transport: Transport, left_s: Callable[[], float]) -> Region:
         region: Region | None = getattr(self._own, "region", None)
         if region is not None and region.size >= size:
             return region
         self._drop()
-        larger = self._make(max(_SMALLEST, 2 * size if region else size))
+        size = max(SMALLEST, 2 * size if region else size)
+        if self._is_full(size):
+            self._forget(transport, _within(min(_FORGET_S, left_s())))
+        if self._is_full(size):
+            raise Unavailable(
+                f"Triton has not said that it uses {self._stale_bytes >> 20} MiB of shared memory no more, "
+                "which runs that failed have left to it; see whether it hangs"
+            )
+        larger = self._make(size)
         self._own.region = larger
         with self._lock:
             self._all.append(larger)
         return larger
+
+    def _is_full(self, size: int) -> bool:
+        return bool(self._stale) and self._stale_bytes + size > _STALE_BYTES
 
     def _drop(self) -> None:
         """This thread has no region any more. What Triton mapped stays its own until it is told."""
@@ -184,21 +212,63 @@ class Regions:
         self._own.region = None
         with self._lock:
             self._all.remove(region)
-            self._stale.append(region)
+        self._leave(region)
+
+    def _leave(self, region: Region) -> None:
         region.drop()
+        if not region.registered:
+            region.release()
+            return
+        with self._lock:
+            self._stale.append(region)
+            self._stale_bytes += region.size
 
     def _forget(self, transport: Transport, left_s: Callable[[], float]) -> None:
-        """Triton unregisters the regions that are no more; what it does not hear now is told another time."""
-        while self._stale:
-            try:
+        """Triton unregisters regions that are no more; what it does not hear now is told another time."""
+        for _ in range(min(_AT_A_TIME, len(self._stale))):
+            with self._lock:
+                if not self._stale:  # other threads were quicker
+                    return
                 region = self._stale.popleft()
-            except IndexError:  # another thread was quicker
-                return
             try:
-                transport.unregister(region.name, region.key, left_s())
-            except (Unreachable, DeadlineExceeded):
+                gone = _unregister(region, transport, left_s())
+            except BaseException as error:
                 self._stale.append(region)
+                if not isinstance(error, (DenseModelError, DeadlineExceeded)):
+                    raise
                 return
-            except DenseModelError:  # it never knew this one
-                pass
+            if not gone:
+                self._stale.append(region)
+                continue
+            with self._lock:
+                self._stale_bytes -= region.size
             region.release()
+
+
+_left: set[Regions] = set()
+"""Closed, with regions that their Triton may still use."""
+
+
+def _register(region: Region, transport: Transport, left_s: float) -> None:
+    region.registered = True
+    try:
+        transport.register(region.name, region.key, region.size, left_s)
+    except (NotReached, Refused):
+        region.registered = False
+        raise
+
+
+def _unregister(region: Region, transport: Transport, left_s: float) -> bool:
+    """Whether Triton has let go of it. It refuses to while a run uses it."""
+    try:
+        transport.unregister(region.name, region.key, left_s)
+    except Refused as error:
+        if "in use" in str(error):
+            return False
+        log.warning("Triton does not know the shared region %s: %s", region.name, error)
+    return True
+
+
+def _within(seconds: float) -> Callable[[], float]:
+    until = time.monotonic() + seconds
+    return lambda: max(0.0, until - time.monotonic())

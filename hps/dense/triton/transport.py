@@ -5,6 +5,7 @@ Errors are Triton's: `Unreachable` for what may be better a moment later or else
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,10 +21,25 @@ from hps.tracing import current
 _TOO_LATE = "StatusCode.DEADLINE_EXCEEDED"
 _UNREACHABLE = {"StatusCode.UNAVAILABLE", "503"}
 _NOT_FOUND = {"StatusCode.NOT_FOUND", "404"}
+# gRPC's own codes for what goes wrong on the way are not among them.
+_ANSWERED = {
+    f"StatusCode.{code}"
+    for code in ("INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "UNIMPLEMENTED")
+}
+# gRPC's words for a call that found no connection. In others, it counts as one that may have arrived.
+_NO_CONNECTION = ("failed to connect to all addresses", "DNS resolution failed")
 
 
 class Unreachable(DenseModelError):
     """Nobody answers there, or Triton says that it cannot at the moment."""
+
+
+class NotReached(Unreachable):
+    """There was no connection: Triton has not heard of the call."""
+
+
+class Refused(DenseModelError):
+    """Triton has answered that it did not do it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +162,14 @@ def told(error: Exception, describing: str | None = None) -> Exception:
             return NotFound(message)
         # A Triton that was started anew serves before it has loaded every model.
         if status in _UNREACHABLE or "unknown model" in message:
-            return Unreachable(message)
-        return DenseModelError(f"Triton answered: {message}")
+            away = any(words in message for words in _NO_CONNECTION)
+            return NotReached(message) if away else Unreachable(message)
+        answered = status in _ANSWERED or str(status).isdigit()
+        return (Refused if answered else DenseModelError)(f"Triton answered: {message}")
     if isinstance(error, TimeoutError):
         return DeadlineExceeded("Triton did not answer within the request's time")
+    if isinstance(error, (ConnectionRefusedError, socket.gaierror)):
+        return NotReached(str(error))
     if isinstance(error, (OSError, EOFError)):
         return Unreachable(str(error) or type(error).__name__)
     return DenseModelError(f"Triton could not be asked: {type(error).__name__}: {error}")

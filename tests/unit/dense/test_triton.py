@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import threading
 import time
+import weakref
 from base64 import b64encode
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing.shared_memory import SharedMemory
 from types import SimpleNamespace
 from typing import Any
@@ -17,15 +19,32 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from hps.config.dense_settings import DenseSettings, TritonSettings
 from hps.dense.base import TensorInfo
+from hps.dense.choose import open_network
 from hps.dense.fallback import Fallback
 from hps.dense.triton import TritonModel
 from hps.dense.triton.connections import Connections
+from hps.dense.triton.device_memory import DeviceRegion
 from hps.dense.triton.grpc import GrpcTransport
 from hps.dense.triton.http import HttpTransport
 from hps.dense.triton.memory import HostRegion, Regions
-from hps.dense.triton.transport import Described, OnDevice, Unreachable, told
-from hps.errors import DeadlineExceeded, DenseModelError, ModelError, NotFound, Unavailable
+from hps.dense.triton.transport import (
+    Described,
+    NotReached,
+    OnDevice,
+    Refused,
+    Unreachable,
+    told,
+)
+from hps.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    DenseModelError,
+    ModelError,
+    NotFound,
+    Unavailable,
+)
 
 IN, OUT = TensorInfo("x", "FP32", (-1, 2)), TensorInfo("y", "FP32", (-1, 2))
 
@@ -69,6 +88,7 @@ class Triton:
         self.regions[shared.region].buf[offset : offset + size] = values.astype("f4").tobytes()
 
     def register(self, region, key, size, timeout_s):
+        self._fail("reach")
         if region in self.regions:
             raise DenseModelError(f"shared memory region '{region}' already in manager")
         self.regions[region] = SharedMemory(key.removeprefix("/"))
@@ -202,6 +222,169 @@ def test_memory_that_triton_may_still_write_to_is_kept(triton, opened):
     for name in triton.ever:
         with pytest.raises(FileNotFoundError):
             SharedMemory(name)
+
+
+class Counted(Lasting):
+    """Regions that are there, by name."""
+
+    there: dict[str, int]
+    made: int
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.there[self.name] = self.size
+        type(self).made += 1
+
+    def release(self):
+        del self.there[self.name]
+        super().release()
+
+
+@pytest.fixture
+def counted() -> type[Counted]:
+    return type("CountedHere", (Counted,), {"there": {}, "made": 0})
+
+
+def test_a_region_that_triton_never_heard_of_is_used_again(triton, opened, counted):
+    network = opened(Regions(counted))
+    triton.faults["reach"] = [NotReached("refused")] * 9
+    for _ in range(8):
+        with pytest.raises(Unavailable):
+            network.predict(rows(1))
+    assert counted.made == 1
+    with pytest.raises(Unavailable):
+        network.predict(rows(1, 1 << 16))
+    assert (counted.made, len(counted.there)) == (2, 1)  # the small one was released
+    doubled(network, 2)
+    triton.faults["infer"] = [NotReached("refused")]
+    with pytest.raises(Unavailable):
+        network.predict(rows(1))
+    doubled(network, 3)
+    assert counted.made == 2
+
+
+def test_a_region_that_triton_refuses_is_released(triton, opened, counted):
+    network = opened(Regions(counted))
+    triton.faults["reach"] = [Refused("failed to register shared memory region")] * 4
+    for _ in range(2):
+        with pytest.raises(DenseModelError):
+            network.predict(rows(1))
+        assert not counted.there
+
+
+def test_what_a_hung_triton_may_use_is_bounded_and_none_of_it_freed(
+    triton, opened, counted, monkeypatch
+):
+    monkeypatch.setattr("hps.dense.triton.memory._STALE_BYTES", 1 << 20)
+    network = opened(Regions(counted))
+    triton.faults |= {"infer": [LATE] * 99, "unregister": [AWAY] * 99}
+    for _ in range(16):
+        with pytest.raises(DeadlineExceeded):
+            network.predict(rows(1))
+    for _ in range(4):
+        with pytest.raises(Unavailable, match="1 MiB of shared memory"):
+            network.predict(rows(1))
+    assert counted.there.keys() == set(triton.ever) == triton.regions.keys()
+    assert sum(counted.there.values()) == 1 << 20
+    triton.faults["infer"] = []
+    doubled(Fallback("n", network, opened()), 1)
+    triton.faults.clear()
+    doubled(network, 2)
+    assert len(counted.there) == len(triton.regions) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [
+        (Refused("Cannot unregister shared memory region 'r', it is currently in use."), True),
+        (LOST, True),
+        (Refused("no such region"), False),
+    ],
+)
+def test_a_region_is_released_when_triton_has_let_go_of_it(triton, opened, counted, error, kept):
+    network = opened(Regions(counted))
+    triton.faults |= {"infer": [LATE], "unregister": [error]}
+    with pytest.raises(DeadlineExceeded):
+        network.predict(rows(1))
+    doubled(network, 2)
+    assert (triton.ever[0] in counted.there) == kept
+    triton.regions.pop(triton.ever[0]).close()
+
+
+def test_memory_that_triton_does_not_let_go_of_outlives_the_network(triton, counted, caplog):
+    regions = Regions(counted)
+    regions.infer(triton, [("x", "FP32", rows(1)["x"])], (OUT,), lambda: 60.0)
+    triton.faults["unregister"] = [AWAY]
+    regions.close(triton)
+    assert "1 shared regions" in caplog.text
+    left = weakref.ref(regions)
+    del regions
+    gc.collect()
+    assert len(counted.there) == 1
+    still = left()
+    assert still is not None
+    still.close(triton)
+    assert not counted.there
+
+
+@pytest.mark.parametrize("kind", ["http", "grpc"])
+def test_a_call_without_a_connection_has_not_reached_triton(kind):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    transport: Any = (
+        HttpTransport(address, "n", "")
+        if kind == "http"
+        else GrpcTransport(address, "n", "", channels=1)
+    )
+    with pytest.raises(NotReached):
+        transport.register("r", "/r", 4096, 10.0)
+    transport.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "is_answer"),
+    [
+        ("400", True),
+        ("StatusCode.INVALID_ARGUMENT", True),
+        ("StatusCode.INTERNAL", False),
+        (None, False),
+    ],
+)
+def test_what_triton_has_answered(status, is_answer):
+    error = told(InferenceServerException("no", status))
+    assert isinstance(error, DenseModelError)
+    assert isinstance(error, Refused) == is_answer
+
+
+class CudaError(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [("Memory", "no 65536 bytes to share"), ("ipcGetMemHandle", "shares no memory with other")],
+)
+def test_a_gpu_without_memory_to_share(monkeypatch, call, text):
+    def fail(*_):
+        raise CudaError("cudaErrorNone: no")
+
+    runtime = SimpleNamespace(CUDARuntimeError=CudaError, ipcGetMemHandle=lambda at: bytes(64))
+    cuda = SimpleNamespace(
+        Device=lambda number: nullcontext(),
+        Stream=lambda **_: None,
+        Memory=lambda size: SimpleNamespace(ptr=0),
+        runtime=runtime,
+    )
+    setattr(cuda if call == "Memory" else runtime, call, fail)
+    monkeypatch.setattr("hps.dense.triton.device_memory.cupy", lambda: SimpleNamespace(cuda=cuda))
+    with pytest.raises(Unavailable, match=rf"{text}.*cudaErrorNone.*or set .*shared_memory"):
+        DeviceRegion(0, 1 << 16)
+    monkeypatch.setattr("hps.dense.choose.lacking", lambda: None)
+    fed = {"x": IN}
+    triton = TritonSettings(url="127.0.0.1:1", shared_memory="cuda", protocol="http")
+    settings = DenseSettings(triton=triton)
+    with pytest.raises(ConfigError, match=text):
+        open_network("n", None, fed, (OUT,), settings, 0, lambda network: None)
 
 
 def test_a_gpus_memory_is_told_by_its_handle(monkeypatch):
