@@ -25,7 +25,7 @@ def perf_analyzer(
     steps: Sequence[tuple[Tensors, Tensors]],
     *arguments: str,
     protocol: str = "http",
-    requests: int = 200,
+    requests: int | None = 200,
     concurrency: int = 4,
     timeout_s: float = 240.0,
 ) -> dict[str, float]:
@@ -34,6 +34,10 @@ def perf_analyzer(
     ``steps`` are the requests it cycles through (none: random numbers), each with the outputs it
     compares bit by bit (none: not compared). When the model batches, the arrays lack the batch
     dimension. perf_analyzer refuses to compare an output with another variable dimension.
+
+    With ``requests`` it stops after so many, and its throughput is that many over a time which it looks at
+    only now and then; None measures in windows of time, as ``arguments`` say: what was answered within each
+    of them over its length.
 
     Raises PeerMissing when it is not set up, and RuntimeError with its output when it fails, a wrong
     answer included.
@@ -51,7 +55,8 @@ def perf_analyzer(
             "-i",
             protocol,
         ]
-        command += ["--concurrency-range", str(concurrency), "--request-count", str(requests)]
+        command += ["--concurrency-range", str(concurrency)]
+        command += [] if requests is None else ["--request-count", str(requests)]
         # It repeats until its figures are stable, which on a busy machine they never are.
         command += ["--stability-percentage", "999"]
         command += ["-f", str(report), *_input_data(Path(folder), steps), *arguments]
