@@ -63,7 +63,13 @@ BENCHMARK = Benchmark(
     title="Nothing of a stream is lost, whoever is killed",
     run=run,
     bars=BARS,
-    measured=("hps/tiers", "hps/updates", "hps/streams.py", "tests/support"),
+    measured=(
+        "hps/tiers",
+        "hps/updates",
+        "hps/streams.py",
+        "hps/stream_readers.py",
+        "tests/support",
+    ),
     lacking=_lacking,
 )
 

@@ -268,6 +268,7 @@ BENCHMARK = Benchmark(
         "hps/tiers",
         "hps/updates",
         "hps/streams.py",
+        "hps/stream_readers.py",
         "hps/attached.py",
     ),
     lacking=_lacking,

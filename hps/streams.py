@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,80 +21,33 @@ from hps.config.update_settings import DirectorySettings, KafkaSettings
 from hps.errors import BadRequest, NotFound, Unavailable
 from hps.meters import UpdateMeter
 from hps.metrics import Metrics
+from hps.stream_readers import Stream, StreamReaders, Watermarks
 from hps.types import EmbeddingTable, KeyArray, VectorArray
-from hps.updates.arrivals import LOOK_EVERY_S, Waiting
+from hps.updates.arrivals import LOOK_EVERY_S
 from hps.updates.direct import DirectWriter
-from hps.updates.files.directory import DirectorySource
-from hps.updates.files.waiting import WaitingFiles
 from hps.updates.freshness import Freshness
-from hps.updates.ingest_thread import IngestThread
-from hps.updates.ingestor import Ingestor
-from hps.updates.kafka.client import DeadLetterTopic
-from hps.updates.kafka.ends import WaitingMessages
 from hps.updates.kafka.source import KafkaSource
-from hps.updates.source import UpdateSource
-from hps.updates.stream_places import Readers, Store
-from hps.updates.topics import Topics
+from hps.updates.stream_places import Store
 from hps.updates.writer import CacheWriter
 from hps.workers import Repeated
 
-# A node without a store of its own: updates that others may not have written yet when its caches were
-# filled.
-_OVERLAP_S = 600.0
 # What waits for less than this is as good as applied: under load there is always something.
 _NEARLY_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """One reader: its ``group``, its source and ingestor, the thread they run on, what ``waits`` for them,
-    and which tables a topic may change."""
-
-    group: str
-    kind: str
-    source: UpdateSource
-    ingestor: Ingestor
-    thread: IngestThread
-    waits: Waiting
-    readers: Readers
-
-    def status(self) -> dict[str, Any]:
-        """Ready for JSON. ``lag`` is null while it is not known."""
-        lag = self.source.lag()
-        return {
-            "group": self.group,
-            "source": self.kind,
-            "state": "paused" if self.thread.paused else "running",
-            "problem": self.ingestor.problem or self.source.problem,
-            "stores": self.ingestor.store_names,
-            "caches": self.ingestor.refreshes,
-            "lag": None if lag is None or None in lag.values() else sum(filter(None, lag.values())),
-            "partitions": [
-                {"topic": topic, "partition": partition, "lag": messages}
-                for (topic, partition), messages in sorted((lag or {}).items())
-            ],
-        }
-
-
 class Streams:
-    """Those of one node. Any thread may call it; ``resources`` closes it. ``watermarks``: of each table, what
-    the files it was loaded from contain of the streams (`Manifest.watermark`).
-    """
+    """Those of one node. Any thread may call it; ``resources`` closes it."""
 
     def __init__(
         self,
         tables: Iterable[EmbeddingTable],
         metrics: Metrics,
         resources: ExitStack,
-        watermarks: Mapping[EmbeddingTable, Mapping[str, Mapping[str, int]]] | None = None,
+        watermarks: Watermarks | None = None,
     ) -> None:
-        self._tables = list(tables)
-        self._watermarks = watermarks or {}
-        self._metrics = metrics
         self._resources = resources
         self._meter = UpdateMeter(metrics)
-        self._streams: list[Stream] = []
-        self._begin: list[Callable[[], None]] = []
+        self._readers = StreamReaders(tables, watermarks or {}, self._meter, resources)
         self._direct: DirectWriter | None = None
         self._opened_s = time.time()
         metrics.gauges(m.UPDATE_LAG, self._lags)
@@ -108,88 +60,23 @@ class Streams:
         stores: Sequence[Store],
         caches: CacheWriter | None,
     ) -> None:
-        """Start a reader. Raises ConfigError; never because Kafka is not there."""
-        self._begin.append(partial(self._read_kafka, settings, group, stores, caches))
-        self._begin[-1]()
-
-    def _read_kafka(
-        self,
-        settings: KafkaSettings,
-        group: str,
-        stores: Sequence[Store],
-        caches: CacheWriter | None,
-    ) -> None:
-        topics = Topics(self._tables, settings.takes)
-        since = None if stores else time.time() - _OVERLAP_S
-        source = KafkaSource(settings, group, topics, lambda t, p: ingestor.begin(t, p), since)
-        ingestor = Ingestor(
-            source,
-            topics.tables,
-            topics.readers,
-            stores,
-            caches,
-            DeadLetterTopic(settings),
-            self._meter,
-            self._contained,
-        )
-        waits = WaitingMessages(settings, source.applied)
-        self._start(group, "kafka", source, ingestor, waits, topics.readers)
+        """See `StreamReaders.read_kafka`."""
+        self._readers.read_kafka(settings, group, stores, caches)
 
     def read_folder(
         self, settings: DirectorySettings, stores: Sequence[Store], caches: CacheWriter
     ) -> None:
-        """Start a reader of a folder's files. Raises ConfigError."""
-        self._begin.append(partial(self._read_folder, settings, stores, caches))
-        self._begin[-1]()
+        """See `StreamReaders.read_folder`."""
+        self._readers.read_folder(settings, stores, caches)
 
-    def _read_folder(
-        self, settings: DirectorySettings, stores: Sequence[Store], caches: CacheWriter
-    ) -> None:
-        topics = Topics(self._tables, settings.takes)
-        source = DirectorySource(settings, topics.tables)
-        ingestor = Ingestor(
-            source, topics.tables, topics.readers, stores, caches, source, self._meter
-        )
-        tables = list(topics.tables.values())
-        waits = WaitingFiles(settings.path)
-        self._start("directory", "directory", source, ingestor, waits, lambda _folder: tables)
-
-    def _start(
-        self,
-        group: str,
-        kind: str,
-        source: UpdateSource,
-        ingestor: Ingestor,
-        waits: Waiting,
-        readers: Readers,
-    ) -> None:
-        thread = IngestThread(ingestor, source, f"hps-ingest-{len(self._streams)}")
-        self._streams.append(Stream(group, kind, source, ingestor, thread, waits, readers))
-        self._resources.callback(thread.close)
-        thread.start()
-
-    def follow(
-        self,
-        tables: Iterable[EmbeddingTable],
-        watermarks: Mapping[EmbeddingTable, Mapping[str, Mapping[str, int]]],
-    ) -> None:
-        """Have the readers change ``tables``, and no others, from now on: they end and begin anew, where the
-        stores are in the streams. A reader that is paused stays so."""
-        ended, self._streams = self._streams, []
-        for stream in ended:
-            stream.thread.close()
-        self._tables, self._watermarks = list(tables), watermarks
-        for begin in self._begin:
-            begin()
-        paused = {stream.group for stream in ended if stream.thread.paused}
-        for stream in self._streams:
-            if stream.group in paused:
-                stream.thread.pause()
+    def follow(self, tables: Iterable[EmbeddingTable], watermarks: Watermarks) -> None:
+        """See `StreamReaders.follow`."""
+        self._readers.follow(tables, watermarks)
 
     def behind(self, tables: Iterable[EmbeddingTable]) -> str:
         """What ``tables`` may still lack of the streams; empty when that is nothing to speak of, or when
         nobody reads. Never waits."""
-        for stream in self._streams:
+        for stream in self._readers.streams:
             if stream.thread.paused:
                 continue
             lag = stream.source.lag()
@@ -205,15 +92,15 @@ class Streams:
     def watch(self, limits: Mapping[str, Freshness], every_s: float = LOOK_EVERY_S) -> None:
         """Have the models of ``limits``, by name, know how fresh they are. Called once, after the readers
         were started; without any it does nothing."""
-        if not self._streams:
+        if not self._readers.streams:
             return
 
         def look() -> None:
-            for stream in self._streams:
+            for stream in self._readers.streams:
                 with suppress(OSError):  # a folder that cannot be read: its source says so
                     stream.waits.look()
             tables: dict[str, dict[EmbeddingTable, float]] = {}
-            for table in self._tables:
+            for table in self._readers.tables:
                 tables.setdefault(table.model, {})[table] = self.age_s(table)
             for model, freshness in list(limits.items()):
                 if model in tables:
@@ -240,7 +127,7 @@ class Streams:
         return self._direct.write(table, keys, vectors, deleted)
 
     def status(self) -> list[dict[str, Any]]:
-        return [stream.status() for stream in self._streams]
+        return [stream.status() for stream in self._readers.streams]
 
     def pause(self, group: str | None = None, wait_s: float = 10.0) -> None:
         """Have one group's reader, or all, apply nothing more for the time being. Raises Unavailable when
@@ -282,7 +169,7 @@ class Streams:
         as was looked; 0 when everything there is was applied. Never waits."""
         ages = [
             age_s
-            for stream in self._streams
+            for stream in self._readers.streams
             for (topic, _partition), age_s in stream.waits.ages_s().items()
             if table in stream.readers(topic)
         ]
@@ -299,27 +186,24 @@ class Streams:
             why = stream.ingestor.problem or "the node is closing, or writes a large batch"
             raise Unavailable(f"{stream.group} did not {what} within {wait_s:g} s: {why}") from None
 
-    def _contained(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
-        return self._watermarks.get(table, {}).get(topic, {}).get(str(partition))
-
     def _chosen(self, group: str | None) -> list[Stream]:
-        if not self._streams:
+        if not self._readers.streams:
             raise NotFound("no updates are read here; set updates.kafka or updates.directory")
-        chosen = [s for s in self._streams if group in (None, s.group)]
+        chosen = [s for s in self._readers.streams if group in (None, s.group)]
         if not chosen:
-            groups = ", ".join(s.group for s in self._streams)
+            groups = ", ".join(s.group for s in self._readers.streams)
             raise NotFound(f"no reader is of group {group!r}; there are: {groups}")
         return chosen
 
     def _lags(self) -> Iterable[tuple[tuple[str, ...], float]]:
-        for stream in self._streams:
+        for stream in self._readers.streams:
             for (topic, partition), messages in (stream.source.lag() or {}).items():
                 if messages is not None:
                     yield (stream.group, topic, str(partition)), messages
 
     def _ages(self) -> Iterable[tuple[tuple[str, ...], float]]:
-        if self._streams:
-            for table in self._tables:
+        if self._readers.streams:
+            for table in self._readers.tables:
                 yield (table.model, table.name), self.age_s(table)
 
 

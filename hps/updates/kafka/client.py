@@ -67,6 +67,11 @@ class DeadLetterTopic:
             why = failed[0] if failed else f"no answer within {ANSWER_S:.0f} s"
             raise Unavailable(f"Kafka does not take dead letters into {self._topic}: {why}")
 
+    def close(self) -> None:
+        """End its threads and connections. What `keep` did not return for is given up."""
+        self._producer.purge()
+        self._producer.close()
+
 
 class _Once(logging.Filter):
     """Lets a message pass once a minute: librdkafka repeats itself every second while a broker is away."""

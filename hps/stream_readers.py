@@ -1,0 +1,175 @@
+"""The readers of a node's update streams: what begins them, and begins them anew when the models change."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from hps.config.update_settings import DirectorySettings, KafkaSettings
+from hps.meters import UpdateMeter
+from hps.types import EmbeddingTable
+from hps.updates.arrivals import Waiting
+from hps.updates.files.directory import DirectorySource
+from hps.updates.files.waiting import WaitingFiles
+from hps.updates.ingest_thread import IngestThread
+from hps.updates.ingestor import Ingestor
+from hps.updates.kafka.client import DeadLetterTopic
+from hps.updates.kafka.ends import WaitingMessages
+from hps.updates.kafka.source import KafkaSource
+from hps.updates.source import UpdateSource
+from hps.updates.stream_places import Readers, Store
+from hps.updates.topics import Topics
+from hps.updates.writer import CacheWriter
+
+# A node without a store of its own: updates that others may not have written yet when its caches were
+# filled.
+_OVERLAP_S = 600.0
+
+Watermarks = Mapping[EmbeddingTable, Mapping[str, Mapping[str, int]]]
+"""Of each table, what the files it was loaded from contain of the streams (`Manifest.watermark`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """One reader: its ``group``, its source and ingestor, the thread they run on, what ``waits`` for them,
+    and which tables a topic may change."""
+
+    group: str
+    kind: str
+    source: UpdateSource
+    ingestor: Ingestor
+    thread: IngestThread
+    waits: Waiting
+    readers: Readers
+
+    def status(self) -> dict[str, Any]:
+        """Ready for JSON. ``lag`` is null while it is not known."""
+        lag = self.source.lag()
+        return {
+            "group": self.group,
+            "source": self.kind,
+            "state": "paused" if self.thread.paused else "running",
+            "problem": self.ingestor.problem or self.source.problem,
+            "stores": self.ingestor.store_names,
+            "caches": self.ingestor.refreshes,
+            "lag": None if lag is None or None in lag.values() else sum(filter(None, lag.values())),
+            "partitions": [
+                {"topic": topic, "partition": partition, "lag": messages}
+                for (topic, partition), messages in sorted((lag or {}).items())
+            ],
+        }
+
+
+class StreamReaders:
+    """Those of one node, which ``resources`` closes: pushed there with the first of them, for they end before
+    what they write to. One thread at a time begins them or has them follow; ``streams`` and ``tables`` any may
+    read.
+    """
+
+    def __init__(
+        self,
+        tables: Iterable[EmbeddingTable],
+        watermarks: Watermarks,
+        meter: UpdateMeter,
+        resources: ExitStack,
+    ) -> None:
+        self.streams: list[Stream] = []
+        self.tables = list(tables)
+        self._watermarks = watermarks
+        self._meter = meter
+        self._resources = resources
+        self._begin: list[Callable[[], None]] = []
+        self._paused: Collection[str] = ()  # groups that begin so
+        self._generation = ExitStack()  # all that those hold that run now
+
+    def read_kafka(
+        self,
+        settings: KafkaSettings,
+        group: str,
+        stores: Sequence[Store],
+        caches: CacheWriter | None,
+    ) -> None:
+        """Start a reader. Raises ConfigError; never because Kafka is not there."""
+        self._add(partial(self._read_kafka, settings, group, stores, caches))
+
+    def read_folder(
+        self, settings: DirectorySettings, stores: Sequence[Store], caches: CacheWriter
+    ) -> None:
+        """Start a reader of a folder's files. Raises ConfigError."""
+        self._add(partial(self._read_folder, settings, stores, caches))
+
+    def follow(self, tables: Iterable[EmbeddingTable], watermarks: Watermarks) -> None:
+        """Have the readers change ``tables``, and no others, from now on: they end and begin anew, where the
+        stores are in the streams. A reader that is paused stays so."""
+        ended, self.streams = self.streams, []
+        self._generation.close()
+        self.tables, self._watermarks = list(tables), watermarks
+        self._paused = {stream.group for stream in ended if stream.thread.paused}
+        for begin in self._begin:
+            begin()
+
+    def _add(self, begin: Callable[[], None]) -> None:
+        if not self._begin:
+            self._resources.callback(self._generation.close)
+        self._begin.append(begin)
+        begin()
+
+    def _read_kafka(
+        self,
+        settings: KafkaSettings,
+        group: str,
+        stores: Sequence[Store],
+        caches: CacheWriter | None,
+    ) -> None:
+        topics = Topics(self.tables, settings.takes)
+        since = None if stores else time.time() - _OVERLAP_S
+        source = KafkaSource(settings, group, topics, lambda t, p: ingestor.begin(t, p), since)
+        dead_letters = DeadLetterTopic(settings)
+        self._generation.callback(dead_letters.close)
+        ingestor = Ingestor(
+            source,
+            topics.tables,
+            topics.readers,
+            stores,
+            caches,
+            dead_letters,
+            self._meter,
+            self._contained,
+        )
+        waits = WaitingMessages(settings, source.applied)
+        self._start(group, "kafka", source, ingestor, waits, topics.readers)
+
+    def _read_folder(
+        self, settings: DirectorySettings, stores: Sequence[Store], caches: CacheWriter
+    ) -> None:
+        topics = Topics(self.tables, settings.takes)
+        source = DirectorySource(settings, topics.tables)
+        ingestor = Ingestor(
+            source, topics.tables, topics.readers, stores, caches, source, self._meter
+        )
+        tables = list(topics.tables.values())
+        waits = WaitingFiles(settings.path)
+        self._start("directory", "directory", source, ingestor, waits, lambda _folder: tables)
+
+    def _start(
+        self,
+        group: str,
+        kind: str,
+        source: UpdateSource,
+        ingestor: Ingestor,
+        waits: Waiting,
+        readers: Readers,
+    ) -> None:
+        thread = IngestThread(ingestor, source, f"hps-ingest-{len(self.streams)}")
+        if group in self._paused:
+            thread.pause()
+        self.streams.append(Stream(group, kind, source, ingestor, thread, waits, readers))
+        self._generation.callback(thread.close)
+        thread.start()
+
+    def _contained(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
+        return self._watermarks.get(table, {}).get(topic, {}).get(str(partition))

@@ -1,0 +1,74 @@
+"""Readers that begin anew when the models change: what the former ones held is given back."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from benchmarks.peers.process import free_ports
+from hps.config.update_settings import DirectorySettings, KafkaSettings
+from hps.metrics import Metrics
+from hps.streams import Streams
+from hps.types import EmbeddingTable
+from tests.support.waiting import until
+
+USERS = EmbeddingTable.make("users", 2, model="ctr")
+
+
+class Caches:
+    """Counts what they hear of."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def update(self, _table, keys, *_rest):
+        self.rows += len(keys)
+        done = Future()
+        done.set_result(None)
+        return done
+
+    delete = update
+
+
+@pytest.fixture
+def resources():
+    with ExitStack() as resources:
+        yield resources
+
+
+def held():
+    """This process' threads and descriptors."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def test_a_switch_leaves_nothing_of_the_former_readers(resources, tmp_path):
+    streams = Streams([USERS], Metrics(), resources)
+    (port,) = free_ports(1)
+    streams.read_kafka(KafkaSettings(brokers=f"127.0.0.1:{port}"), "group", [], Caches())
+    streams.read_folder(DirectorySettings(path=tmp_path), [], Caches())
+    before, switches = np.array(held()), 4
+    for _ in range(switches):
+        streams.follow([USERS], {})
+    # librdkafka's threads come a little later than its clients.
+    until(lambda: (held() - before < switches).all())
+    assert len(resources._exit_callbacks) == 1
+    assert [each["source"] for each in streams.status()] == ["kafka", "directory"]
+
+
+def test_a_paused_reader_stays_so_over_a_switch(resources, tmp_path):
+    caches = Caches()
+    streams = Streams([USERS], Metrics(), resources)
+    streams.read_folder(DirectorySettings(path=tmp_path), [], caches)
+    streams.pause()
+    part = tmp_path / ".part.npz"
+    np.savez(part, key=np.arange(5), vector=np.ones((5, 2), np.float32))
+    part.rename(tmp_path / "ctr.users.1.npz")
+    streams.follow([USERS], {})
+    streams.pause()  # over when the reader has run
+    assert caches.rows == 0
+    streams.resume()
+    until(lambda: caches.rows == 5)
