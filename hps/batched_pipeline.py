@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.lookup.base import Feature
-from hps.lookup.batched import keys_size
+from hps.lookup.batched import Together, keys_size
 from hps.lookup.batching import Batcher, Bounds, Size
 from hps.lookup.merged import Merged, bounds, checked, kind
 from hps.types import LookupRequest, PredictRequest, PredictResult
-from hps.workers import Done, then
 
 
 class Pipeline(Protocol):
@@ -53,10 +52,9 @@ class _Predictions:
     """Predictions as the work of a `Batcher`."""
 
     def __init__(self, pipeline: Pipeline, features: Mapping[str, Feature]) -> None:
-        self._pipeline = pipeline
         self._features = features
         self.alone = pipeline.submit
-        self._defaults = False  # as with lookups: sources are asked for while they tell something
+        self.together = Together(pipeline.submit, self._merged).begin
 
     def kind(self, request: PredictRequest) -> tuple[Hashable, PredictRequest] | None:
         if request.top_k is not None or request.features.keys() != self._features.keys():
@@ -79,18 +77,8 @@ class _Predictions:
     def deadline(self, request: PredictRequest) -> float | None:
         return request.deadline
 
-    def together(self, requests: Sequence[PredictRequest]) -> Future[list[PredictResult]]:
-        sourced = self._defaults or any(request.want_source for request in requests)
-        merged = _Merged(requests, self._features, want_source=sourced)
-
-        def split(result: PredictResult) -> Future[list[PredictResult]]:
-            self._defaults = result.defaulted > 0
-            if self._defaults and not sourced:
-                return self.together(requests)
-            return Done(merged.split(result))
-
-        asked = self._pipeline.submit(merged.request)
-        return split(asked.result()) if asked.done() else then(asked, split)
+    def _merged(self, requests: Sequence[PredictRequest], want_source: bool) -> _Merged:
+        return _Merged(requests, self._features, want_source=want_source)
 
 
 class _Merged:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Generic, Protocol, TypeVar
 
 from hps.lookup.base import Feature, Lookup, Submit
 from hps.lookup.batching import Batcher, Bounds, Size
@@ -68,9 +69,7 @@ class _Lookups:
     def __init__(self, lookup: Lookup) -> None:
         self._lookup = lookup
         self.alone = lookup.submit
-        # Asking for sources takes the longer way through the engine. So it is done only while there are
-        # keys without a row, whose requests have to be told.
-        self._defaults = False
+        self.together = Together(lookup.submit, self._merged).begin
 
     def kind(self, request: LookupRequest) -> tuple[Hashable, LookupRequest] | None:
         known = self._lookup.tables if request.by_table else self._lookup.features
@@ -86,17 +85,70 @@ class _Lookups:
     def deadline(self, request: LookupRequest) -> float | None:
         return request.deadline
 
-    def together(self, requests: Sequence[LookupRequest]) -> Future[list[LookupResult]]:
-        sourced = self._defaults or any(request.want_source for request in requests)
-        merged = Merged(requests, self._lookup.features, want_source=sourced)
+    def _merged(self, requests: Sequence[LookupRequest], want_source: bool) -> Merged:
+        return Merged(requests, self._lookup.features, want_source=want_source)
 
-        def split(result: LookupResult) -> Future[list[LookupResult]]:
-            self._defaults = result.defaulted > 0
-            if self._defaults and not merged.request.want_source:
-                return self.together(requests)
+
+class Report(Protocol):
+    """Of a result: how many keys were answered with a default."""
+
+    @property
+    def defaulted(self) -> int: ...
+
+
+class Sourced(Protocol):
+    """Of a request: whether it asks where its rows come from."""
+
+    @property
+    def want_source(self) -> bool: ...
+
+
+Request = TypeVar("Request", bound=Sourced)
+Result = TypeVar("Result", bound=Report)
+Asked = TypeVar("Asked", covariant=True)
+
+
+class Joined(Protocol[Asked, Result]):
+    """Several requests made one."""
+
+    @property
+    def request(self) -> Asked: ...
+
+    def split(self, result: Result) -> list[Result]: ...
+
+
+class Together(Generic[Request, Result]):
+    """Several requests begun by ``submit`` as the one that ``merge`` makes of them, with sources or without.
+
+    Asking for sources takes the longer way through the engine. So it is done only while there are keys
+    without a row, whose requests have to be told. Any number of threads may call it.
+    """
+
+    def __init__(
+        self,
+        submit: Callable[[Request], Future[Result]],
+        merge: Callable[[Sequence[Request], bool], Joined[Request, Result]],
+    ) -> None:
+        self._submit = submit
+        self._merge = merge
+        self._defaults = False  # in the batch that ended last
+
+    def begin(self, requests: Sequence[Request]) -> Future[list[Result]]:
+        """An answer for each of ``requests``, which are of one kind."""
+        sourced = self._defaults or any(request.want_source for request in requests)
+        return self._begin(requests, sourced)
+
+    def _begin(self, requests: Sequence[Request], sourced: bool) -> Future[list[Result]]:
+        merged = self._merge(requests, sourced)
+
+        def split(result: Result) -> Future[list[Result]]:
+            # Of this batch: `self._defaults` may be another's by the next line.
+            some = self._defaults = result.defaulted > 0
+            if some and not sourced:
+                return self._begin(requests, True)
             return Done(merged.split(result))
 
-        asked = self._lookup.submit(merged.request)
+        asked = self._submit(merged.request)
         return split(asked.result()) if asked.done() else then(asked, split)
 
 
@@ -108,4 +160,4 @@ def keys_size(features: Mapping[str, JaggedKeys]) -> Size:
     return Size(rows, keys)
 
 
-__all__ = ["BatchedLookup", "keys_size"]
+__all__ = ["BatchedLookup", "Together", "keys_size"]

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from hps.errors import BadRequest, DeadlineExceeded, Unavailable
-from hps.lookup.batched import BatchedLookup
+from hps.lookup.batched import BatchedLookup, Together
 from hps.lookup.batching import Batcher, Bounds, Size
+from hps.lookup.merged import Merged
 from hps.types import JaggedKeys, LookupRequest
 from hps.workers import Done
 from tests.support.waiting import until
@@ -305,3 +306,26 @@ def test_a_timer_serves_many_threads():
     with ThreadPoolExecutor(8) as pool:
         assert sum(map(len, pool.map(ask, range(8)))) == 160
     assert sum(map(len, works.runs)) == 160
+
+
+class OthersEnd(Together):
+    """Batches beside which another is always just ending that had no defaults."""
+
+    @property
+    def _defaults(self):
+        return False
+
+    @_defaults.setter
+    def _defaults(self, _):
+        pass
+
+
+def test_defaults_are_told_though_another_batch_had_none(make_world):
+    engine = make_world().engine
+
+    def merge(requests, want_source):
+        return Merged(requests, engine.features, want_source=want_source)
+
+    asked = [LookupRequest({"user": JaggedKeys.dense([1, 2])}) for _ in range(2)]
+    answers = OthersEnd(engine.submit, merge).begin(asked).result(60)
+    assert [answer.defaulted for answer in answers] == [2, 2]
