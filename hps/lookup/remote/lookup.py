@@ -88,6 +88,9 @@ class RemoteLookup:
         self._lock = threading.Lock()
         self._usable: tuple[Target, ...] = ()
         self._problems: dict[Target, str] = {}
+        # The descriptions that were compared with the model and mean the same: a node may start again with
+        # another model.yaml, unnoticed but for what its answers say.
+        self._same: frozenset[int] = frozenset()
         self._look(refuse=True)
         self._watch = Repeated(self._look, _LOOK_AGAIN_S, f"hps-lookup-nodes-{model.name}")
 
@@ -170,6 +173,12 @@ class RemoteLookup:
 
     def _ask(self, call: _Call) -> None:
         """Send ``call`` to a node that was not tried yet."""
+        try:
+            self._send(call)
+        except Exception as error:  # a picker's, for one; the caller must hear of it
+            call.fail(error)
+
+    def _send(self, call: _Call) -> None:
         if call.answer.cancelled():
             return
         left = [target for target in self._usable if target not in call.tried]
@@ -191,34 +200,40 @@ class RemoteLookup:
 
     def _told(self, call: _Call, target: Target, started: float, asked: Any) -> None:
         """A node answered."""
+        try:
+            self._heard(call, target, started, asked)
+        except Exception as error:  # as above
+            call.fail(error)
+
+    def _heard(self, call: _Call, target: Target, started: float, asked: Any) -> None:
         code = asked.code()
         self._picker.answered(target, code, time.monotonic() - started)
+        details, changed = asked.details(), False
         if code is _Code.OK:
-            self._finish(call, asked.result())
-            return
-        told = call.failure = f"{target.address}: {asked.details()}"
-        if code is _Code.NOT_FOUND:
+            response = asked.result()
+            if response.digest in self._same:
+                self._finish(call, response)
+                return
+            details, changed = "serves something else under the same version by now", True
+        told = call.failure = f"{target.address}: {details}"
+        if changed or code is _Code.NOT_FOUND:
             self._drop(target, told)
-        if code in _ELSEWHERE:
+        if changed or code in _ELSEWHERE:
             if len(call.tried) <= self._retries:
                 self._ask(call)
             else:
                 call.fail(Unavailable(self._nobody(call)))
         elif code is _Code.INVALID_ARGUMENT:
-            call.fail(BadRequest(asked.details()))
+            call.fail(BadRequest(details))
         else:
             call.fail(_ERRORS.get(code, HpsError)(f"lookup node {told}"))
 
     def _finish(self, call: _Call, response: Any) -> None:
         known = self._by_table if call.request.by_table else self.model.features
-        try:
-            result = decoded(response, known, call.features)
-            for name, into in (call.request.out or {}).items():
-                into[...] = result.vectors[name]
-                result.vectors[name] = into
-        except Exception as error:  # whatever it was, the caller must hear of it
-            call.fail(error)
-            return
+        result = decoded(response, known, call.features)
+        for name, into in (call.request.out or {}).items():
+            into[...] = result.vectors[name]
+            result.vectors[name] = into
         counted = [
             (known[n].table, int(Source.REMOTE), len(k.keys)) for n, k in call.features.items()
         ]
@@ -258,6 +273,7 @@ class RemoteLookup:
                 self._problem(target, str(error))
             else:
                 with self._lock:
+                    self._same |= {told.digest}
                     self._problems = {t: why for t, why in self._problems.items() if t != target}
                     self._usable = (*self._usable, target)
 
@@ -268,7 +284,7 @@ class RemoteLookup:
             self._problems = {**self._problems, target: why}
 
     def _drop(self, target: Target, why: str) -> None:
-        """Ask it no more, until it serves the version again."""
+        """Ask it no more, until it serves the version again, and the same under it."""
         with self._lock:
             self._usable = tuple(each for each in self._usable if each is not target)
         self._problem(target, why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ _UINT8, _UINT64 = np.dtype("u1"), np.dtype("<u8")
 
 def described(model: LookupModel) -> Any:
     """The ``DescribeResponse`` that tells of ``model``."""
-    return pb.DescribeResponse(
+    told = pb.DescribeResponse(
         model=model.name,
         version=model.version,
         tables=[
@@ -36,6 +37,9 @@ def described(model: LookupModel) -> Any:
         max_batch_size=model.max_batch_size,
         max_keys=model.max_keys,
     )
+    content = told.SerializeToString(deterministic=True)
+    told.digest = int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
+    return told
 
 
 def _feature(feature: Feature) -> Any:

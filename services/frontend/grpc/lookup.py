@@ -54,9 +54,18 @@ class LookupService:
         self._guard = guard
         self._timeout_s = settings.request_timeout_ms / 1e3
         self._max_keys = settings.max_keys
+        self._digests: dict[Entry, int] = {}
+        state.watch(self._describe_all)
+
+    def _describe_all(self) -> None:
+        entries = self._state.entries.values()
+        self._digests = {entry: self._described(entry).digest for entry in entries}
 
     def Describe(self, request: Any, context: grpc.ServicerContext) -> Any:
-        served = self._entry(request).served
+        return self._described(self._entry(request))
+
+    def _described(self, entry: Entry) -> Any:
+        served = entry.served
         return described(
             LookupModel(
                 served.name,
@@ -110,7 +119,7 @@ class LookupService:
             inferred = perf_counter_ns()
             served, freshness = entry.served, entry.freshness
             stale_s = freshness.flag() if freshness.stale_s else result.stale_s
-            answer = encode(served.name, served.version, result, stale_s)
+            answer = encode(served.name, served.version, self._digest(entry), result, stale_s)
             done = perf_counter_ns()
             entry.statistics.succeeded(batch, started, parsed, inferred, done)
             seconds = self._state.metrics.histogram(
@@ -121,6 +130,10 @@ class LookupService:
             self._fail(reply, entry, started, error)
         else:
             reply.answer(answer)
+
+    def _digest(self, entry: Entry) -> int:
+        """Of what is told of it; it may have been taken out of service by now."""
+        return self._digests.get(entry) or int(self._described(entry).digest)
 
     def _fail(self, reply: Reply, entry: Entry | None, started: int, error: Exception) -> None:
         answered = told(error, "")
@@ -178,7 +191,7 @@ def _features(given: Iterable[Any], max_keys: int) -> dict[str, JaggedKeys]:
     return found
 
 
-def encode(model: str, version: int, result: LookupResult, stale_s: int) -> bytes:
+def encode(model: str, version: int, digest: int, result: LookupResult, stale_s: int) -> bytes:
     """The bytes of the ``LookupResponse`` that carries ``result``."""
     head = pb.LookupResponse(
         model=model,
@@ -186,6 +199,7 @@ def encode(model: str, version: int, result: LookupResult, stale_s: int) -> byte
         defaulted=result.defaulted,
         degraded=result.degraded,
         stale_s=stale_s,
+        digest=digest,
     )
     pieces: list[Any] = [head.SerializeToString()]
     for name, vectors in result.vectors.items():

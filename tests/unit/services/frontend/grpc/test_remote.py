@@ -1,5 +1,6 @@
 """`RemoteLookup` over real ports: as the engine behind them, to the bit; and what it does when they fail."""
 
+import contextlib
 import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -13,9 +14,11 @@ from hps.errors import BadRequest, DeadlineExceeded, HpsError, ModelError, TierE
 from hps.lookup.base import LookupModel
 from hps.lookup.remote import RemoteLookup, Targets
 from hps.lookup.remote.messages import described
+from hps.lookup.remote.picking import LeastBusy
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, Source
 from hps.v1 import lookup_pb2 as pb
 from tests.support.waiting import until
+from tests.unit.services import conftest as support
 from tests.unit.services.conftest import row
 from tests.unit.services.frontend.grpc.conftest import running
 
@@ -266,6 +269,56 @@ def test_a_version_that_is_not_served_any_more(serve, connect, small):
     assert remote.lookup(left(1)).vectors
 
 
+def test_a_node_that_starts_again_with_another_model_yaml(small, connect, monkeypatch):
+    """Shapes are the same, vectors would be others."""
+    feature = {"name": "left", "table": "left", "key_offset": 1}
+    monkeypatch.setattr(support, "WORDS", {**support.WORDS, "features": [feature]})
+    other = support.make_small()
+    with running(small) as same, contextlib.closing(other.node):
+        with running(small) as first:
+            url = first.server.url
+            alone = connect(url, model="words")
+            both = connect(url, same.server.url, model="words")
+            assert alone.lookup(left(1)).vectors["left"].tolist() == [row(1, 3)]
+        refused = []
+
+        def is_told():
+            try:
+                assert alone.lookup(left(1)).vectors["left"].tolist() == [row(1, 3)]
+            except Unavailable as error:
+                refused.append(str(error))
+            return "same model.yaml" in alone.problems.get(url, "")
+
+        with running(other, grpc={"port": int(url.rsplit(":", 1)[1])}):
+            until(is_told)
+            assert any("something else under the same version" in text for text in refused)
+            for key in range(4):
+                assert both.lookup(left(key)).vectors["left"].tolist() == [row(key, 3)]
+
+
+class Faulty(LeastBusy):
+    """A picker with a fault at one place."""
+
+    def __init__(self, place):
+        self.place = place
+
+    def pick(self, among):
+        return among[0] if self.place != "pick" else {}["pick"]
+
+    def answered(self, target, code, seconds):
+        assert self.place != "answered", "answered"
+
+
+@pytest.mark.parametrize("place", ["pick", "answered"])
+def test_a_picker_that_fails(serve, connect, place):
+    remote = connect(serve().server.url, model="words", in_flight=1, picker=Faulty(place))
+    for _ in range(3):  # nothing is under way any more
+        with pytest.raises((KeyError, AssertionError), match=place):
+            remote.submit(left(1)).result(20)
+    remote._picker.place = ""
+    assert remote.lookup(left(1)).vectors["left"].tolist() == [row(1, 3)]
+
+
 def test_keys_of_callers(serve, connect, key_guard):
     url = serve(key_guard).server.url
     assert "UNAUTHENTICATED" in connect(url, model="words").problems[url]
@@ -286,12 +339,13 @@ class Impostor(grpc.GenericRpcHandler):
 @pytest.mark.parametrize("given", [{"dim": 7}, {"name": "other"}, {"datatype": "FP16"}, None])
 def test_an_answer_that_does_not_fit_is_an_error(connect, small, given):
     model = model_of(small.node.models["words"])
-    answer = pb.LookupResponse()
+    told = described(model)
+    answer = pb.LookupResponse(digest=told.digest)
     if given is not None:
         right = {"name": "left", "datatype": "FP32", "dim": 3, "vectors": bytes(12)}
         answer.vectors.add(**{**right, **given})
     server = grpc.server(ThreadPoolExecutor(2))
-    handler = Impostor(described(model).SerializeToString(), answer.SerializeToString())
+    handler = Impostor(told.SerializeToString(), answer.SerializeToString())
     server.add_generic_rpc_handlers((handler,))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
