@@ -59,6 +59,10 @@ class TooManyRequests(HpsError):
         self.reason = reason
 
 
+class Cancelled(HpsError):
+    """Whoever asked is gone."""
+
+
 class Status(NamedTuple):
     """How a protocol calls a kind of error: HTTP by number, gRPC by the name of a code."""
 
@@ -72,6 +76,7 @@ STATUS: dict[type[HpsError], Status] = {
     Unauthenticated: Status(401, "UNAUTHENTICATED"),
     Forbidden: Status(403, "PERMISSION_DENIED"),
     NotFound: Status(404, "NOT_FOUND"),
+    Cancelled: Status(499, "CANCELLED"),
     TooSlow: Status(408, "INVALID_ARGUMENT"),
     TooLarge: Status(413, "INVALID_ARGUMENT"),
     UnknownEncoding: Status(415, "INVALID_ARGUMENT"),

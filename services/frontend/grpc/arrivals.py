@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
@@ -26,6 +28,11 @@ from services.frontend.errors import status_of
 log = logging.getLogger(__name__)
 
 _RECEIVE, _SEND = "receive_message", "send_status_from_server"  # grpc's names of what is due
+# Requests beyond so many bytes are parsed on other threads, of which there are so many.
+_LARGE, _LARGE_AT_ONCE = 65_536, 32
+# How long a request may take to come; looked at so often.
+_PATIENCE_S, _LOOK_S = 60.0, 1.0
+_MOST_DETAILS = 2048
 _EXPECTED = {
     "_unary_response_in_pool": [
         "rpc_event",
@@ -47,7 +54,11 @@ def _known() -> bool:
     return all(
         list(inspect.signature(getattr(_server, name, dict)).parameters) == parameters
         for name, parameters in _EXPECTED.items()
-    ) and hasattr(_server, "_CANCELLED")
+    ) and (
+        hasattr(_server, "_CANCELLED")
+        and {"due", "request", "statused", "client", "condition", "initial_metadata_allowed"}
+        <= vars(_server._RPCState()).keys()
+    )
 
 
 KNOWN = _known()
@@ -95,7 +106,9 @@ class Awaited:
         self.context = context
         self._result: Future[bytes] = Future()
         self._future: Future[Any] | None = None
-        self._gone = not context.add_callback(self._cancel)
+        self._gone = False
+        if not context.add_callback(self._cancel):
+            self._gone = True
 
     def _cancel(self) -> None:
         self._gone = True
@@ -121,16 +134,40 @@ class Awaited:
             self._result, self._future = Future(), None
 
 
+class Pooled:
+    """A behavior that grpc runs on the threads of ``experimental_thread_pool``."""
+
+    def __init__(self, behavior: Callable[..., Any], pool: ThreadPoolExecutor) -> None:
+        self._behavior = behavior
+        self.experimental_thread_pool = pool
+
+    def __call__(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return self._behavior(request, context)
+
+
 class Arrivals(ThreadPoolExecutor):
-    """Takes unary calls from grpc. Those of a ``Direct`` behavior begin on the server's own thread; others
-    run on ``pool``, which never waits for a request."""
+    """Takes unary calls from grpc. Those of a ``Direct`` behavior begin on the server's own thread, large
+    ones on others, since nothing else is received meanwhile; what is not ``Direct`` runs on ``pool``, which
+    never waits for a request. Calls whose request does not come for ``_PATIENCE_S`` are ended."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
-        super().__init__(1)  # whose thread is never started: it is one because grpc asks for one
+        # Its own threads are for what would hold up the server's.
+        super().__init__(_LARGE_AT_ONCE, "grpc-large")
         self._pool = pool
+        self._expected: dict[_Call, float] = {}  # calls without a request, and since when
+        self._looking = threading.Lock()
+        if not KNOWN:
+            log.warning(
+                "grpc %s is not as expected inside: calls run on its threads, which is slower",
+                grpc.__version__,
+            )
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        if not KNOWN or len(args) != 7:
+        if len(args) != 7:
+            return self._pool.submit(fn, *args, **kwargs)
+        if not KNOWN:
+            if isinstance(args[3], Direct):
+                return super().submit(fn, *args, **kwargs)
             return self._pool.submit(fn, *args, **kwargs)
         in_pool, event, state, behavior, _, deserializer, serializer = args
         call = _Call(event, state)
@@ -140,24 +177,51 @@ class Arrivals(ThreadPoolExecutor):
             finished = received(message_event)
             request, state.request = state.request, None
             try:
-                if request is None:
+                if self._expected.pop(call, None) is None:
+                    pass  # it came too late
+                elif request is None:
                     call.incomplete()
                 elif isinstance(behavior, Direct):
-                    behavior.begin(request, call)
+                    if len(request) <= _LARGE:
+                        behavior.begin(request, call)
+                    else:
+                        super(Arrivals, self).submit(call.take, behavior.begin, request)
                 else:
                     pooled = self._pool.submit(
                         fn, in_pool, event, state, behavior, lambda: request, None, serializer
                     )
                     pooled.add_done_callback(call.ended)
             except BaseException:  # which would end the server's thread
-                log.exception("a call could not be taken up")
-                call.abort(cygrpc.StatusCode.internal, "internal error")
+                call.failed()
             return finished
 
+        self._expected[call] = time.monotonic()
+        if len(self._expected) == 1:
+            self._look_soon()
         with state.condition:
             event.call.start_server_batch((cygrpc.ReceiveMessageOperation(0),), begin)
             state.due.add(_RECEIVE)
         return call  # type: ignore[return-value]  # all that grpc does with it is done below
+
+    def _look_soon(self) -> None:
+        """See to it that a thread looks at what is expected, while anything is."""
+        if self._looking.acquire(blocking=False):
+            threading.Thread(target=self._look, name="grpc-expected", daemon=True).start()
+
+    def _look(self) -> None:
+        try:
+            while self._expected:
+                time.sleep(_LOOK_S)
+                too_old = time.monotonic() - _PATIENCE_S
+                for call, since in self._expected.copy().items():
+                    if since > too_old:
+                        break  # they are in the order in which they came
+                    if self._expected.pop(call, None) is not None:
+                        call.abort(cygrpc.StatusCode.deadline_exceeded, "no request came")
+        finally:
+            self._looking.release()
+        if self._expected:  # came in between
+            self._look_soon()
 
 
 class _Call:
@@ -201,6 +265,18 @@ class _Call:
                 state.due.add(_SEND)
         self.ended()
 
+    def take(self, begin: Begin, request: bytes) -> None:
+        """``begin``, whatever comes of it."""
+        try:
+            begin(request, self)
+        except BaseException:
+            self.failed()
+
+    def failed(self) -> None:
+        """End after a fault of ours."""
+        log.exception("a call could not be taken up")
+        self.abort(cygrpc.StatusCode.internal, "internal error")
+
     def fail(self, error: HpsError) -> None:
         code = grpc.StatusCode[status_of(error).grpc]
         self.abort(code.value[0], str(error))
@@ -209,7 +285,10 @@ class _Call:
         """End with a status of grpc's, unless there is one already."""
         with self._state.condition:
             if not self._state.statused:
-                _server._abort(self._state, self._event.call, code, details.encode())
+                # Trailers have a largest size, each byte of these may take three; beyond it clients get
+                # another error.
+                shown = details.encode()[:_MOST_DETAILS].decode(errors="ignore")
+                _server._abort(self._state, self._event.call, code, shown.encode())
         self.ended()
 
     def incomplete(self) -> None:

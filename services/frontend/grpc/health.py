@@ -17,6 +17,7 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
+from services.frontend.grpc.arrivals import Pooled
 from services.frontend.grpc.service import SERVICE
 from services.server_state import ServerState
 
@@ -38,7 +39,7 @@ class Health:
         self._stopped = False
         self._watchers: set[_Watcher] = set()
         self.servicer = HealthServicer()
-        self.servicer.Check = self._check
+        self.servicer.Check = Pooled(self._check, pool)
         self.servicer.Watch = _NonBlocking(self._watch, pool)
         state.watch_phase(self._tell)
 

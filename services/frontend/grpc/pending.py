@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -10,8 +11,11 @@ from typing import Any
 
 import grpc
 
-from hps.errors import DeadlineExceeded, HpsError, Unavailable
+from hps.errors import DeadlineExceeded, HpsError
+from services.frontend.errors import Cancelled
 from services.frontend.grpc.arrivals import Reply
+
+log = logging.getLogger(__name__)
 
 _LOOK_S = 0.01  # between looks at the time while anything waits
 
@@ -48,9 +52,15 @@ class Pending:
 
     def _done(self, future: Future[Any]) -> None:
         found = self._waiting.pop(future, None)
-        if found is not None:
-            cancelled = future.cancelled()
-            found[1](_failed(Unavailable("the request was cancelled")) if cancelled else future)
+        if found is None:
+            return
+        deadline, end = found
+        if not future.cancelled():
+            _call(end, future)
+        elif time.monotonic() < deadline - _LOOK_S:
+            _call(end, _failed(Cancelled("the request was cancelled")))
+        else:
+            _call(end, _failed(DeadlineExceeded(_LATE)))
 
     def _start(self) -> None:
         with self._starting:
@@ -65,7 +75,7 @@ class Pending:
             while self._waiting:
                 time.sleep(_LOOK_S)
                 now = time.monotonic()
-                for future, (deadline, _) in list(self._waiting.items()):
+                for future, (deadline, _) in self._waiting.copy().items():
                     if deadline <= now:
                         self._too_late(future)
 
@@ -73,7 +83,14 @@ class Pending:
         found = self._waiting.pop(future, None)
         if found is not None:
             future.cancel()
-            found[1](_failed(DeadlineExceeded(_LATE)))
+            _call(found[1], _failed(DeadlineExceeded(_LATE)))
+
+
+def _call(end: End, future: Future[Any]) -> None:
+    try:
+        end(future)
+    except Exception:  # which must not keep others from being ended
+        log.exception("an answer could not be given")
 
 
 def _failed(error: HpsError) -> Future[Any]:

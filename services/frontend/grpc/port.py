@@ -15,26 +15,16 @@ from grpc_reflection.v1alpha import reflection
 from hps.config.server_settings import GrpcListener, ServerSettings
 from hps.errors import ConfigError
 from services.frontend.grpc.age import age_options
-from services.frontend.grpc.arrivals import Arrivals, Direct
+from services.frontend.grpc.arrivals import Arrivals, Direct, Pooled
 from services.frontend.grpc.credentials import credentials
 from services.frontend.grpc.health import Health
 from services.server_state import ServerState
 
-# Threads for what is quick, and calls at a time: beyond that grpc refuses them with RESOURCE_EXHAUSTED.
-_QUICK, _CALLS = 16, 4096
+# Threads for what is quick, and for what keeps a thread: reflection, a stream. Calls at a time: beyond that
+# grpc refuses them with RESOURCE_EXHAUSTED.
+_QUICK, _OTHERS, _CALLS = 16, 8, 4096
 
 Handlers = Mapping[str, grpc.RpcMethodHandler]
-
-
-class Pooled:
-    """A behavior that grpc runs on the threads of ``experimental_thread_pool``."""
-
-    def __init__(self, behavior: Any, pool: ThreadPoolExecutor) -> None:
-        self._behavior = behavior
-        self.experimental_thread_pool = pool
-
-    def __call__(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return self._behavior(request, context)
 
 
 class GrpcPort:
@@ -55,10 +45,11 @@ class GrpcPort:
         self._setting, self._at, self._state = setting, at, state
         self._drain_s = settings.drain_s
         quick = ThreadPoolExecutor(_QUICK, "grpc-quick")
-        self._pools = [quick]
+        others = ThreadPoolExecutor(_OTHERS, "grpc-others")
         self.arrivals = Arrivals(quick)
+        self._pools = [quick, others, self.arrivals]
         self._server = grpc.server(
-            quick,
+            others,
             maximum_concurrent_rpcs=_CALLS,
             options=[
                 ("grpc.max_receive_message_length", settings.max_body_bytes),

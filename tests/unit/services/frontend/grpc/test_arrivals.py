@@ -117,3 +117,60 @@ def test_grpcs_engine_is_off():
                 echo(b"", timeout=60)
         woken, _ = server.communicate("\n", timeout=60)
     assert int(woken) < 300
+
+
+def test_calls_without_a_request_hold_up_nobody_and_end(serve, monkeypatch):
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(module, "_LOOK_S", 2.0)
+    server = serve()
+    gate = threading.Event()
+
+    def nothing():
+        gate.wait(60)
+        yield from ()
+
+    health = "/grpc.health.v1.Health/Check"
+    reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+    with (
+        grpc.insecure_channel(server.server.url) as channel,
+        triton.InferenceServerClient(server.server.url) as client,
+    ):
+        waiting = [
+            channel.stream_unary(method).future(nothing())
+            for method in [health] * 20 + [f"/{SERVICE}/ModelInfer"] * 20
+        ]
+        watching = [channel.stream_stream(reflection)(nothing()) for _ in range(20)]
+        assert client.is_server_live()
+        check = channel.unary_unary(health)
+        assert check(b"", timeout=60) == b"\x08\x01"
+        client.infer("words.lookup", [keys("left", 1)])
+        for call in waiting:
+            with pytest.raises(grpc.RpcError) as caught:
+                call.result(60)
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        gate.set()
+        for stream in watching:
+            stream.cancel()
+
+
+def test_large_requests_do_not_hold_up_the_servers_thread(serve, small, monkeypatch):
+    endpoint = type(small.state.entries["words.lookup"].endpoint)
+    names = []
+    submit = endpoint.submit
+    monkeypatch.setattr(
+        endpoint,
+        "submit",
+        lambda *args: (names.append(threading.current_thread().name), submit(*args))[1],
+    )
+    monkeypatch.setattr(module, "_LARGE", 8)
+    with triton.InferenceServerClient(serve().server.url) as client:
+        client.infer("words.lookup", [keys("left", 1)])
+        monkeypatch.setattr(module._Call, "answer", lambda self, message: 1 / 0)
+        with pytest.raises(triton.InferenceServerException, match="INTERNAL"):
+            client.infer("words.lookup", [keys("left", 1)])
+    assert all(name.startswith("grpc-large") for name in names)
+
+
+def test_long_details_arrive(client):
+    with pytest.raises(triton.InferenceServerException, match="NOT_FOUND"):
+        client.infer("ü" * 20_000, [keys("left", 1)])
