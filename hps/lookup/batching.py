@@ -10,10 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from hps.errors import DeadlineExceeded, TierError, Unavailable
@@ -21,6 +20,8 @@ from hps.errors import DeadlineExceeded, TierError, Unavailable
 Request = TypeVar("Request")
 Taken = TypeVar("Taken", contravariant=True)
 Result = TypeVar("Result")
+# What fails by the server's state.
+_OURS = (Unavailable, DeadlineExceeded, TierError)
 # A timer that nothing needs for so long ends.
 _TIMER_IDLE_S = 10.0
 
@@ -68,8 +69,8 @@ class Batcher(Generic[Request, Result]):
     """Batches ``work`` within ``bounds``; ``observe`` is told of the requests in each batch. Any number of
     threads may call it.
 
-    What fails a batch fails all of it when it is the server's state (overload, deadline, a store); else each
-    of its requests is tried alone, so that only the one at fault fails.
+    What fails a batch fails all of it when it is the server's state (overload, deadline, a store); else its
+    halves are tried one after the other, and theirs, so that only the request at fault fails.
     """
 
     def __init__(
@@ -131,16 +132,22 @@ class Batcher(Generic[Request, Result]):
         """Begin what may begin. Not recursive: a batch may be done when it has begun."""
         while batch := self._next():
             self._observe(len(batch))
-            future = self._begin(batch)
-            if future is not None and not future.done():
-                future.add_done_callback(partial(self._answer, batch))
-                future.add_done_callback(self._ended)
-                continue
-            if future is not None:
-                self._answer(batch, future)
-            with self._changed:
-                self._under_way -= 1
-                self._changed.notify()
+            if self._go_on(self._answers(batch)):
+                with self._changed:
+                    self._under_way -= 1
+                    self._changed.notify()
+
+    def _go_on(self, answers: Iterator[Future[Any]]) -> bool:
+        """Whether all of a batch is answered. If not, this is called again when more of it can be."""
+        for awaited in answers:
+            if not awaited.done():
+                awaited.add_done_callback(lambda _: self._resume(answers))
+                return False
+        return True
+
+    def _resume(self, answers: Iterator[Future[Any]]) -> None:
+        if self._go_on(answers):
+            self._ended()
 
     def _next(self) -> list[_Waiting]:
         """The requests of the next batch; it counts as under way. Empty when none may begin yet."""
@@ -167,35 +174,32 @@ class Batcher(Generic[Request, Result]):
                 found, since = kind, line.due
         return found
 
-    def _begin(self, batch: list[_Waiting]) -> Future[Any] | None:
-        """What will answer ``batch``; None when it has failed already."""
+    def _answers(self, batch: list[_Waiting]) -> Iterator[Future[Any]]:
+        """Answer ``batch``; gives the futures it waits for, one after another."""
+        alone = len(batch) == 1
+        error: BaseException | None
+        run: Future[Any]
         try:
-            if len(batch) == 1:
-                return self._work.alone(batch[0].request)
-            return self._work.together([each.request for each in batch])
-        except BaseException as error:  # whatever it was, those who asked must hear of it
-            self._fail(batch, error)
-            return None
-
-    def _answer(self, batch: list[_Waiting], future: Future[Any]) -> None:
-        if (error := future.exception()) is not None:
-            self._fail(batch, error)
-            return
-        results = [future.result()] if len(batch) == 1 else future.result()
-        for each, result in zip(batch, results, strict=True):
-            each.future.set_result(result)
-
-    def _fail(self, batch: list[_Waiting], error: BaseException) -> None:
-        ours = isinstance(error, Unavailable | DeadlineExceeded | TierError)
-        if len(batch) == 1 or ours or not isinstance(error, Exception):
+            requests = [each.request for each in batch]
+            run = self._work.alone(*requests) if alone else self._work.together(requests)
+        except BaseException as fault:  # whatever it was, those who asked must hear of it
+            error = fault
+        else:
+            yield run
+            cancelled = run.cancelled()
+            error = Unavailable("the batch was cancelled") if cancelled else run.exception()
+        if error is None:
+            results = [run.result()] if alone else run.result()
+            for each, result in zip(batch, results, strict=True):
+                each.future.set_result(result)
+        elif alone or isinstance(error, _OURS) or not isinstance(error, Exception):
             for each in batch:
                 each.future.set_exception(error)
-            return
-        for each in batch:
-            try:
-                self._work.alone(each.request).add_done_callback(each.copy)
-            except Exception as its_own:
-                each.future.set_exception(its_own)
+        else:
+            # In halves, one after the other: all at once would be more than there is room for.
+            half = len(batch) // 2
+            yield from self._answers(batch[:half])
+            yield from self._answers(batch[half:])
 
     def _forget(self, kind: Hashable, waiting: _Waiting, future: Future[Any]) -> None:
         """A request that was given up makes room."""
@@ -297,10 +301,3 @@ class _Waiting:
             DeadlineExceeded("the deadline passed while the request waited for its batch")
         )
         return False
-
-    def copy(self, future: Future[Any]) -> None:
-        """Be answered as ``future`` was."""
-        if (error := future.exception()) is not None:
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(future.result())

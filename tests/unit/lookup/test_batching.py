@@ -141,6 +141,27 @@ def test_a_fault_fails_its_own_request_alone(at_once):
     assert batcher.is_idle
 
 
+def test_looking_for_the_one_at_fault_takes_one_place():
+    """One run at a time, and few of them; what comes meanwhile waits as for any batch."""
+    works = Works()
+    batcher = Batcher(works, LARGE)
+    batcher.submit(Asked())
+    asked = [Asked() for _ in range(64)]
+    asked[10].fault = BadRequest("yours")
+    answers = [batcher.submit(each) for each in asked]
+    works.end()
+    later = batcher.submit(Asked())
+    while not answers[-1].done():
+        assert len(works.futures) == 1
+        assert not later.done()
+        works.end()
+    assert len(works.runs) <= 1 + 13 + 1
+    assert [answer.exception(0) for answer in answers if answer.exception(0)] == [asked[10].fault]
+    works.end()
+    assert later.done()
+    assert batcher.is_idle
+
+
 def test_what_fails_everybody_is_not_tried_again():
     works = Works()
     batcher = Batcher(works, LARGE)
