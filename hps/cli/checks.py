@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Verdict = Literal["OK", "WARN", "FAIL"]
 
+GPU = Path("/dev/nvidia0")
+NETWORK = Path(__file__).parent / "demo_model/ctr/1/dense.onnx"
 OPEN_FILES = 4096
 SHM_BYTES = 256 << 20
 # Tables lie on disk twice while they are loaded: once in the model's files, once in the database;
@@ -50,6 +52,8 @@ def machine() -> Iterator[Check]:
     yield packages()
     yield native_core()
     yield gpu()
+    if GPU.exists():
+        yield networks()
     yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield shared_memory(Path("/dev/shm"))
 
@@ -99,13 +103,26 @@ def native_core() -> Check:
 
 def gpu() -> Check:
     """Whether there is a GPU, and whether its packages work."""
-    if not Path("/dev/nvidia0").exists():
+    if not GPU.exists():
         return Check("GPU", "OK", "none; hps serves from the CPU")
     from hps.cuda.loader import lacking
 
     if why := lacking():
         return Check("GPU", "WARN", f"there is one, but {why}", "pip install 'hps-server[gpu]'")
     return Check("GPU", "OK", "there is one, and CuPy can use it")
+
+
+def networks() -> Check:
+    """Whether ONNX Runtime runs networks on the GPU. Its two packages fill one folder: the last one stays."""
+    from hps.dense.onnx import OnnxModel
+
+    try:
+        OnnxModel(NETWORK, "cuda")
+    except HpsError as error:
+        found = f"run on the CPU: {str(error).partition('; ')[0]}"
+        mend = "pip install 'hps-server[gpu]', then pip install --force-reinstall --no-deps onnxruntime-gpu"
+        return Check("networks", "WARN", found, mend)
+    return Check("networks", "OK", "ONNX Runtime runs them on the GPU")
 
 
 def open_files(limit: int) -> Check:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,8 +36,6 @@ _DATATYPE_OF = {
     "tensor(double)": "FP64",
 }
 _WARM_BATCH = 64
-# float32 products keep their 24 bits. TF32, ONNX Runtime's default, keeps 11: scores 3e-3 off the trainer's.
-_EXACT = {"use_tf32": "0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,8 @@ class OnnxModel:
         self._gpu = gpu or OnGpu()
         self._threads = threads
         self._asked = _choose(ort, provider)
+        if self._asked:
+            _load_cuda(ort)
         self._network: Any = str(path)
         if self._gpu.precision == "float16":
             self._network = self._narrowed(provider)
@@ -79,8 +81,8 @@ class OnnxModel:
         if provider in _PROVIDERS and self.provider != _PROVIDERS[provider]:
             raise ConfigError(
                 f"dense.provider is {provider}, but ONNX Runtime fell back to {self.provider}: its "
-                "libraries do not load (CUDA and cuDNN; TensorRT for tensorrt); install them or set "
-                "dense.provider: cpu"
+                "libraries do not load (CUDA and cuDNN; TensorRT for tensorrt); install them (docs/gpu.md) "
+                "or set dense.provider: cpu"
             )
         self.inputs = tuple(_info(path, node) for node in self._session.get_inputs())
         self.outputs = tuple(_info(path, node) for node in self._session.get_outputs())
@@ -220,9 +222,17 @@ def _choose(ort: Any, provider: Provider) -> str | None:
     if _PROVIDERS[provider] not in have:
         raise ConfigError(
             f"dense.provider is {provider}, but this ONNX Runtime has only "
-            f"{', '.join(have)}; install onnxruntime-gpu in place of onnxruntime, or set it to auto"
+            f"{', '.join(have)}; install onnxruntime-gpu over it (docs/gpu.md), or set it to auto"
         )
     return _PROVIDERS[provider]
+
+
+def _load_cuda(ort: Any) -> None:
+    """Load CUDA and cuDNN from where pip puts them, if they are there: ONNX Runtime by itself finds only what
+    the system's loader does. What it prints of others is left out; a session without CUDA tells."""
+    if hasattr(ort, "preload_dlls"):  # since 1.21
+        with redirect_stdout(StringIO()):
+            ort.preload_dlls()
 
 
 def narrowed(path: Path) -> bytes:

@@ -67,15 +67,30 @@ def test_a_missing_package_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("lacks", "verdict"), [("there is no CuPy", "WARN"), (None, "OK")])
 def test_a_gpu_that_cannot_be_used_is_warned_of(
-    lacks: str | None, verdict: str, monkeypatch: pytest.MonkeyPatch
+    lacks: str | None, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hps.cuda.loader.lacking", lambda: lacks)
-    monkeypatch.setattr(checks.Path, "exists", lambda _path: True)
+    monkeypatch.setattr(checks, "GPU", tmp_path)
     check = checks.gpu()
     assert check.verdict == verdict
     assert (lacks or "CuPy can use it") in check.found
-    monkeypatch.setattr(checks.Path, "exists", lambda _path: False)
+    assert any(each.name == "networks" for each in checks.machine())
+    monkeypatch.setattr(checks, "GPU", tmp_path / "none")
     assert "serves from the CPU" in checks.gpu().found
+    assert not any(each.name == "networks" for each in checks.machine())
+
+
+def test_a_gpu_that_networks_do_not_run_on_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CPUExecutionProvider"])
+    check = checks.networks()
+    assert check.verdict == "WARN"
+    assert "has only" in check.found
+    assert "--no-deps onnxruntime-gpu" in check.mend
+
+
+def test_a_gpu_that_networks_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hps.dense.onnx.OnnxModel", lambda path, _provider: path.read_bytes())
+    assert checks.networks().verdict == "OK"
 
 
 def test_an_error_is_split_into_what_was_found_and_the_mend() -> None:

@@ -141,6 +141,12 @@ class _Runtime:
     def __init__(self, available, used):
         self._available, self._used = available, used
         self.asked = None
+        self.preloaded = 0
+
+    def preload_dlls(self):
+        """As ONNX Runtime's, which prints what it doesn't find."""
+        self.preloaded += 1
+        print("Failed to load libcublas.so.13")
 
     def get_available_providers(self):
         return self._available
@@ -175,10 +181,12 @@ RT = "TensorrtExecutionProvider"
         ("cuda", [CUDA, CPU], [CUDA, CPU]),
     ],
 )
-def test_provider(monkeypatch, provider, available, asked):
+def test_provider(monkeypatch, capfd, provider, available, asked):
     runtime = _Runtime(available, None)
     monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
     assert OnnxModel(Path("x.onnx"), provider, threads=3).provider == asked[0]
+    assert runtime.preloaded == (asked[0] == CUDA)
+    assert capfd.readouterr().out == ""
     assert [each if isinstance(each, str) else each[0] for each in runtime.asked] == asked
     assert runtime.options.intra_op_num_threads == 3
 
@@ -251,7 +259,7 @@ def test_a_narrowed_network_takes_and_gives_what_it_did(tmp_path):
 
 def test_cuda_that_is_not_there(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", _Runtime([CPU], None))
-    with pytest.raises(ConfigError, match="install onnxruntime-gpu"):
+    with pytest.raises(ConfigError, match="install onnxruntime-gpu over it"):
         OnnxModel(Path("x.onnx"), "cuda")
 
 
