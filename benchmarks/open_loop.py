@@ -185,12 +185,21 @@ class _Connection:
         if end < 0:
             return 0
         head = bytes(self._got[:end]).lower() + b"\r\n"
-        at = head.index(b"\r\ncontent-length: ") + 18
-        if len(self._got) < end + 4 + int(head[at : head.index(b"\r", at)]):
+        if not self._is_whole(head, end + 4):
             return 0
         self._got.clear()
         self._answered = True
         return int(head[9:12])
+
+    def _is_whole(self, head: bytes, start: int) -> bool:
+        """Whether the body, which begins at ``start``, is all there. Nothing follows an answer before the
+        next request, so what ends like the last chunk is it."""
+        at = head.find(b"\r\ncontent-length: ") + 18
+        if at >= 18:
+            return len(self._got) >= start + int(head[at : head.index(b"\r", at)])
+        if b"\r\ntransfer-encoding: chunked\r\n" not in head:
+            raise RuntimeError(f"an answer without a length: {head!r}")
+        return self._got.endswith(b"\r\n0\r\n\r\n")
 
 
 def grpc_open_loop(

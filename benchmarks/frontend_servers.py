@@ -1,0 +1,193 @@
+"""Our front end, Triton's, KServe's and MLServer's, asked by one small load generator.
+
+One of `benchmarks.frontend`'s two halves; what is asked and of whom stands in `benchmarks/frontend_scene.py`.
+KServe 0.21 and MLServer 1.7 have custom models that do the same work in the server's process; they lack a call
+that perf_analyzer insists on, so all four are asked alike here: HTTP by `benchmarks/open_loop.py`, gRPC by
+`benchmarks/grpc_load.py`, keep-alive connections with one request each. Tensors are binary where the server has that: all
+but MLServer's HTTP, which has JSON alone. Every server is pinned to one core, the generator to another.
+
+Sides take turns, several rounds; ratios are taken round by round against the peer's better protocol, and the
+median over the rounds is judged. infer/s is answers over the time from the first request to the last answer;
+CPU is user + system time of the server's processes over those answers. Every answer's form is checked once
+against the tables before anything is measured.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from http.client import HTTPResponse
+from pathlib import Path
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+from tritonclient.grpc import service_pb2 as pb
+
+from benchmarks.common import Bar, Benchmark, Options, Report, main
+from benchmarks.frontend_scene import Side, Work, client_on, sides, works, write_scene
+from benchmarks.frontend_triton import CONCURRENCY, WAYS, Measured, table
+from benchmarks.grpc_load import grpc_closed
+from benchmarks.measure import Spread, alternate, ratio, versions
+from benchmarks.open_loop import closed_loop
+from benchmarks.peers.process import cores
+
+METHOD = "/inference.GRPCInferenceService/ModelInfer"
+SERVERS = ("hps", "Triton", "KServe", "MLServer")
+LEAST = {"KServe": 3.0, "MLServer": 5.0}
+PREDICT = (8, 32)
+"""In flight, of predictions, which have no bar here."""
+
+BARS = tuple(
+    bar
+    for peer, least in LEAST.items()
+    for n in CONCURRENCY
+    for name, head in [
+        (f"{peer.lower()}_{n}", f"26 keys, {n} in flight: hps REST / {peer}'s better protocol")
+    ]
+    for bar in (
+        Bar(name, f"{head}, infer/s", at_least=least),
+        Bar(f"{name}_p99", f"{head}, p99", at_most=1.0),
+    )
+)
+
+
+def measure(side: Side, work: Work, way: str, requests: list[bytes], n: int, s: float) -> Measured:
+    """Keep ``n`` requests in flight for ``s`` seconds. Raises RuntimeError for any answer but a good one."""
+    cpu = side.server.cpu_seconds()
+    if way == "grpc":
+        seen = grpc_closed(side.grpc, METHOD, requests, n, s)
+    else:
+        seen = closed_loop(side.server.address, requests, n, s)
+    cpu = side.server.cpu_seconds() - cpu
+    if set(seen.statuses) != {200}:
+        raise RuntimeError(f"{work.title}: answered with {set(seen.statuses)}")
+    p50, p99 = np.quantile(seen.of(ok=True), [0.5, 0.99]) * 1e3
+    return Measured(seen.goodput, float(p50), float(p99), cpu / len(seen.statuses) * 1e6)
+
+
+def first_answer(side: Side, way: str, request: bytes) -> NDArray[np.float32]:
+    """The values of the one tensor that answers ``request``, flat."""
+    if way == "http":
+        host, _, port = side.server.address.rpartition(":")
+        with socket.create_connection((host, int(port)), 30) as connection:
+            connection.sendall(request)
+            answer = HTTPResponse(connection)
+            answer.begin()
+            body = answer.read()
+        if not side.binary:
+            return np.array(orjson.loads(body)["outputs"][0]["data"], np.float32).ravel()
+        length = int(answer.headers["Inference-Header-Content-Length"])
+        return np.frombuffer(body[length:], np.float32)
+    import grpc
+
+    options = [("grpc.max_receive_message_length", -1)]
+    with grpc.insecure_channel(side.grpc, options) as channel:
+        message = pb.ModelInferResponse.FromString(channel.unary_unary(METHOD)(request, timeout=30))
+    if message.raw_output_contents:
+        return np.frombuffer(message.raw_output_contents[0], np.float32)
+    return np.array(message.outputs[0].contents.fp32_contents, np.float32)
+
+
+def asked(
+    work: Work, running: Mapping[str, Side]
+) -> dict[str, tuple[Side, str, list[bytes]]]:
+    """By server and protocol: whom, how, and with what."""
+    found = {}
+    for server, side in running.items():
+        for way, name in WAYS.items():
+            requests = (
+                work.grpc(ours=side.ours)
+                if way == "grpc"
+                else work.http(ours=side.ours, binary=side.binary)
+            )
+            found[f"{server} {name}"] = (side, way, requests)
+    return found
+
+
+def run(options: Options) -> Report:
+    return measured(options, ("26", "1024", "predict"), 1 if options.quick else 3)
+
+
+def measured(options: Options, names: tuple[str, ...], rounds: int) -> Report:
+    seconds, levels = (0.4, (8,)) if options.quick else (1.0, CONCURRENCY)
+    report = Report()
+    found = works(options.seed)
+    core, client = cores()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        rows = write_scene(folder, options.seed)["rows"]
+        running = stack.enter_context(sides(folder, SERVERS, core, report.notes))
+        client_on(stack, client)
+        for name in names:
+            work = found[name]
+            them = asked(work, running)
+            check(work, them, rows)
+            for n in levels if name == "26" or options.quick else PREDICT:
+                runs: dict[str, Callable[[], Measured]] = {
+                    key: partial(measure, side, work, way, requests, n, seconds)
+                    for key, (side, way, requests) in them.items()
+                }
+                record(report, name, work.title, n, alternate(runs, rounds))
+    report.figures["versions"] = versions("numpy", "onnxruntime", "grpcio", "uvicorn")
+    return report
+
+
+def check(
+    work: Work, them: Mapping[str, tuple[Side, str, list[bytes]]], rows: NDArray[np.float32]
+) -> None:
+    """Lookups give the table's rows bit for bit, predictions agree to 1e-6. Raises RuntimeError."""
+    expected = None
+    if "f" in work.requests[0]:
+        expected = rows[work.requests[0]["f"]].ravel()
+    for name, (side, way, requests) in them.items():
+        answer = first_answer(side, way, requests[0])
+        expected = answer if expected is None else expected
+        if not np.allclose(answer, expected, rtol=0, atol=1e-6 if work.ours == "ctr" else 0):
+            raise RuntimeError(f"{name}: wrong answer to {work.title}")
+
+
+def record(
+    report: Report, work: str, title: str, n: int, runs: Mapping[str, list[Measured]]
+) -> None:
+    report.tables[f"{title}, {n} in flight, one generator"] = table(runs)
+    report.figures[f"servers_{work}_{n}"] = {
+        k: [asdict(each) for each in v] for k, v in runs.items()
+    }
+    if work != "26":
+        return
+    ours = runs["hps REST"]
+    for peer in LEAST:
+        ways = [runs[key] for key in runs if key.startswith(f"{peer} ")]
+        if not ways:
+            continue
+        best = max(ways, key=lambda way: Spread.of([each.per_second for each in way]).median)
+        pairs = {"": "per_second", "_p99": "p99_ms"}
+        for suffix, field in pairs.items():
+            report.values[f"{peer.lower()}_{n}{suffix}"] = ratio(
+                [getattr(each, field) for each in ours], [getattr(each, field) for each in best]
+            ).median
+
+
+BENCHMARK = Benchmark(
+    name="frontend_servers",
+    title="The front end, Triton's, KServe's and MLServer's",
+    run=run,
+    bars=BARS,
+    measured=(
+        "hps",
+        "services",
+        "benchmarks/frontend_scene.py",
+        "benchmarks/frontend_triton.py",
+        "benchmarks/grpc_load.py",
+        "benchmarks/open_loop.py",
+    ),
+)
+
+if __name__ == "__main__":
+    sys.exit(main(BENCHMARK))
