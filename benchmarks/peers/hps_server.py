@@ -44,17 +44,19 @@ def start_hps(
     *,
     limits: Mapping[str, Any] | None = None,
     tiers: Mapping[str, Any] | None = None,
+    auth: Mapping[str, Any] | None = None,
     core: int | None = None,
     timeout_s: float = 120.0,
 ) -> Iterator[Hps]:
     """``hps serve`` on ``folder/models``, defaults but for ports and paths; entered when ready.
 
-    ``limits`` are further settings of the `server` section, ``tiers`` of that. Raises RuntimeError with
-    the log when it does not become ready.
+    ``limits`` are further settings of the `server` section, ``tiers`` and ``auth`` of those. Raises
+    RuntimeError with the log when it does not become ready.
     """
     http, grpc, admin = free_ports(3)
     configuration = {
         "models": {"repository": str(folder / "models")},
+        "auth": dict(auth or {}),
         "tiers": {"rocksdb": {"path": str(folder / "rocksdb")}, **(tiers or {})},
         "server": {
             "http": {"port": http},

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from http.client import HTTPException
 from typing import Annotated
 
 import typer
 
-from hps.cli.output import Output, OutputFormat, complain, print_json, print_table
+from hps.cli.output import Output, OutputFormat, complain, print_json, print_table, warn
 from hps.cli.targets import ApiKeyOption
 from hps.errors import Unavailable
 
@@ -19,10 +20,26 @@ Examples:
 """
 
 
+def _address(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    number = int(port) if port.isascii() and port.isdigit() else 0
+    if not host or "/" in host or not 0 < number < 1 << 16:
+        raise typer.BadParameter(f"{value!r} is not host:port; localhost:8000 would be")
+    return value
+
+
+HttpArgument = Annotated[
+    str, typer.Argument(metavar="HTTP", help="host:port of its HTTP.", callback=_address)
+]
+GrpcArgument = Annotated[
+    str, typer.Argument(metavar="GRPC", help="host:port of its gRPC.", callback=_address)
+]
+
+
 @app.command(epilog=EXAMPLES)
 def conformance(
-    http: Annotated[str, typer.Argument(metavar="HTTP", help="host:port of its HTTP.")],
-    grpc: Annotated[str, typer.Argument(metavar="GRPC", help="host:port of its gRPC.")],
+    http: HttpArgument,
+    grpc: GrpcArgument,
     model: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Ask this model only; may be repeated."),
@@ -40,10 +57,13 @@ def conformance(
 
     headers = {"x-api-key": api_key} if api_key else {}
     try:
-        samples = samples_of(http, headers)
-    except (OSError, Deviation) as error:
-        raise Unavailable(f"{http} cannot be asked what it serves: {error}") from None
-    samples = tuple(each for each in samples if not model or each.model in model)
+        samples, left_out = samples_of(http, headers, model or ())
+    except (OSError, HTTPException, Deviation) as error:
+        raise Unavailable(
+            f"{http} cannot be asked what it serves: {error}; name models with --model where it has no index"
+        ) from None
+    for name, why in left_out.items():
+        warn(f"{name} is left out, it does not answer a request made from its metadata: {why}")
     if not samples:
         raise Unavailable(f"{http} has no model that answers a request made from its metadata")
     target = Target(http, grpc, samples, headers)

@@ -112,8 +112,9 @@ def tritonclient_http(target: Target) -> None:
     with _closing(kind.InferenceServerClient(target.http)) as client:
         _drive(kind, client, target, **_CODED)
         inputs, outputs = _tensors(kind, target.sample)
-        expected = client.infer(target.sample.model, inputs, outputs=outputs)
-        later = client.async_infer(target.sample.model, inputs, outputs=outputs).get_result()
+        ask: dict[str, Any] = {"outputs": outputs, "headers": dict(target.headers)}
+        expected = client.infer(target.sample.model, inputs, **ask)
+        later = client.async_infer(target.sample.model, inputs, **ask).get_result()
         for name in target.sample.outputs:
             same({name: later.as_numpy(name)}, {name: expected.as_numpy(name)}, "async_infer")
 

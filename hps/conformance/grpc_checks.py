@@ -12,7 +12,15 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tritonclient.grpc import service_pb2 as pb
 
 from hps.conformance.grpc_wire import PATIENCE_S, Grpc, refused, request
-from hps.conformance.target import NotOffered, Suite, Target, note, require, same
+from hps.conformance.target import (
+    NotOffered,
+    Suite,
+    Target,
+    note,
+    require,
+    same,
+    unknown_version,
+)
 
 SUITE = Suite("grpc")
 SERVICE = "inference.GRPCInferenceService"
@@ -25,11 +33,11 @@ def health(target: Target) -> None:
     model = target.sample.model
     with Grpc(target) as ask:
         require(ask.ask("ServerLive").live and ask.ask("ServerReady").ready, "not ready")
-        (version,) = ask.ask("ModelMetadata", pb.ModelMetadataRequest(name=model)).versions
-        for given in ("", version):
+        versions = list(ask.ask("ModelMetadata", pb.ModelMetadataRequest(name=model)).versions)
+        for given in ("", *versions[:1]):
             ready = pb.ModelReadyRequest(name=model, version=given)
             require(ask.ask("ModelReady", ready).ready, f"version {given!r} is not ready")
-        for name, given in (("none", ""), (model, "77")):
+        for name, given in (("none", ""), (model, unknown_version(versions))):
             try:
                 found = ask.ask("ModelReady", pb.ModelReadyRequest(name=name, version=given)).ready
             except grpc.RpcError as error:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Literal
 
 import numpy as np
@@ -125,6 +126,11 @@ def require(holds: object, text: str) -> None:
     """Raises Deviation with ``text`` unless ``holds``."""
     if not holds:
         raise Deviation(text)
+
+
+def unknown_version(versions: Collection[str]) -> str:
+    """One that is not among a model's ``versions``, of which there may be several, or none that it tells."""
+    return next(str(number) for number in count(77) if str(number) not in versions)
 
 
 def same(

@@ -11,9 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.peers.environments import ENVIRONMENTS
+from benchmarks.peers.hps_server import start_hps
 from benchmarks.peers.perf_analyzer import perf_analyzer
 from hps.cli.conformance import app
 from hps.conformance.http_wire import LENGTH, Http, request, tensors_of
+from tests.integration.conftest import write_models
 
 CLIENT = Path(__file__).parents[2] / "support/kserve_client.py"
 SERVERS = ("ours", "triton")
@@ -115,3 +117,15 @@ def test_hps_conformance(target_of, server, code):
     assert done.exit_code == code, differs
     assert found["http: forms agree"]["verdict"] == "as it should"
     assert "http: load and unload" not in found
+
+
+def test_hps_conformance_with_a_key(tmp_path):
+    """Every request carries the key: without it the server answers none of them."""
+    write_models(tmp_path / "models")
+    key = "conformance-checks-1"
+    auth = {"mode": "api_key", "keys": [{"name": "checks", "role": "read", "key": key}]}
+    with start_hps(tmp_path, auth=auth) as server:
+        command = [server.address, server.grpc, "--output", "json"]
+        done = CliRunner().invoke(app, [*command, "--api-key", key])
+        assert done.exit_code == 0, done.stdout
+        assert CliRunner().invoke(app, command).exit_code

@@ -1,0 +1,97 @@
+"""Servers that tell of themselves otherwise than ours does."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from typer.testing import CliRunner
+
+from hps.cli.conformance import app
+from hps.conformance import Deviation, Target
+from hps.conformance.http_checks import SUITE
+from hps.conformance.sampling import samples_of
+from hps.conformance.target import unknown_version
+from hps.errors import Unavailable
+
+TENSOR = {"name": "x", "datatype": "FP32", "shape": [-1, 2]}
+MODEL = {"inputs": [TENSOR], "outputs": [{**TENSOR, "name": "y"}]}
+HEALTH = next(check for check in SUITE.checks if check.name == "http: health")
+ABOUT = {
+    "/v2/models/good": {**MODEL, "name": "good", "versions": ["77", "latest"]},
+    "/v2/models/bare": {**MODEL, "name": "bare"},
+    "/v2/models/bad": {**MODEL, "name": "bad", "versions": ["1"]},
+}
+READY = {
+    *("/v2/health/live", "/v2/health/ready", "/v2/models/good/ready", "/v2/models/bare/ready"),
+    *("/v2/models/good/versions/77/ready", "/v2/models/good/versions/latest/ready"),
+}
+INFERS = {"/v2/models/good/infer", "/v2/models/bare/infer"}
+
+
+class Odd(BaseHTTPRequestHandler):
+    """``good`` has versions with names, ``bare`` tells none, ``bad`` answers nothing; there is no index."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.answer(ABOUT.get(self.path, {} if self.path in READY else None))
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.answer({} if self.path in INFERS else None)
+
+    def answer(self, told: object) -> None:
+        body = json.dumps(told if told is not None else {"error": "none such"}).encode()
+        self.send_response(200 if told is not None else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def odd() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Odd) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_models_that_are_named_need_no_index(odd):
+    with pytest.raises(Deviation, match="404"):
+        samples_of(odd, {})
+    samples, left_out = samples_of(odd, {}, ["good", "bad", "none", "bare"])
+    assert [sample.model for sample in samples] == ["good", "bare"]
+    assert left_out.keys() == {"bad", "none"}
+    assert all("404" in why for why in left_out.values())
+
+
+def test_versions_are_several_named_or_not_told(odd):
+    samples, _ = samples_of(odd, {}, ["good", "bare"])
+    for sample in samples:
+        HEALTH.run(Target(odd, "", (sample,)))
+    assert unknown_version(["77", "latest", "78"]) == "79"
+
+
+def test_models_left_out_are_told_of(odd):
+    done = CliRunner().invoke(app, [odd, odd, "--model", "bad", "--model", "none"])
+    told = " ".join(done.stderr.split())
+    assert "bad is left out" in told
+    assert "none is left out" in told
+    assert isinstance(done.exception, Unavailable)
+
+
+@pytest.mark.parametrize(
+    "address", ["localhost", "localhost:", ":8000", "http://localhost:8000", "h:65536", "h:x"]
+)
+def test_an_address_without_host_or_port(address):
+    for given in ([address, "h:1"], ["h:1", address]):
+        done = CliRunner().invoke(app, given)
+        assert done.exit_code == 2
+        assert "is not host:port" in " ".join(done.stderr.replace("│", " ").split())
