@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Collection, Mapping
 
 from hps.config.cache_settings import Eviction
 from hps.config.schema import ModelOverride, Settings, TableOverride
-from hps.tiers.capacity import Rows, plan_capacity
+from hps.tiers.capacity import TABLE_BYTES, Rows, plan_capacity, slot_bytes
 from hps.types import EmbeddingTable
+
+log = logging.getLogger(__name__)
 
 
 def planned_rows(settings: Settings, table_rows: Mapping[EmbeddingTable, int]) -> Rows:
@@ -21,6 +24,33 @@ def planned_rows(settings: Settings, table_rows: Mapping[EmbeddingTable, int]) -
         rows={t: o.cache_rows for t, o in overrides.items() if o.cache_rows is not None},
         shares={t: o.cache_share for t, o in overrides.items() if o.cache_share is not None},
     )
+
+
+def planned_beside(
+    settings: Settings,
+    table_rows: Mapping[EmbeddingTable, int],
+    new: Collection[EmbeddingTable],
+    held: Mapping[EmbeddingTable, int],
+) -> Rows:
+    """As `planned_rows`, for the ``new`` of the tables, beside others that keep the ``held`` rows of capacity
+    they have: no more than those leave of the memory. A share of the rows is given whatever it costs."""
+    whole = planned_rows(settings, table_rows)
+    plan = {table: whole[table] for table in new}
+    chosen = settings.tiers.cpu_cache
+    if chosen.share is not None:
+        return plan
+    taken = sum(slot_bytes(table) * rows + TABLE_BYTES for table, rows in held.items() if rows)
+    left = max(0, chosen.capacity_bytes - taken - TABLE_BYTES * len(plan))
+    wanted = sum(slot_bytes(table) * rows for table, rows in plan.items())
+    fraction = min(1.0, left / wanted) if wanted else 0.0
+    if wanted > left:
+        log.warning(
+            "tiers.cpu_cache.capacity_bytes: what others leave of it are %.0f %% of the share of table %s; a "
+            "start shares it out anew",
+            100 * fraction,
+            next(iter(plan)).id,
+        )
+    return {table: int(fraction * rows) for table, rows in plan.items()}
 
 
 def eviction_of(settings: Settings, table: EmbeddingTable) -> Eviction | None:

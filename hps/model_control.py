@@ -11,22 +11,21 @@ go. Its rows stay in RocksDB, so that going back takes no load, until the next v
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
 
-from hps.cache_plan import eviction_of, planned_rows
+from hps.cache_plan import eviction_of, planned_beside
 from hps.config import Settings
 from hps.devices import Devices
 from hps.errors import NotFound, Unavailable, Unsupported
 from hps.models.repository import ModelVersion, Repository
 from hps.node import Node, ServedModel
 from hps.opening import OpenedModel, open_model, watermarks_of
+from hps.retiring import Retiring
 from hps.serving import Serving
 from hps.storage import Stores
 from hps.tier_status import TierStatus
@@ -38,15 +37,6 @@ from hps.updates.warm import Warming
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
-# Cycles of garbage may hold the last reference to what has ended.
-_COLLECT_EVERY_S = 2.0
-
-
-class _Former(NamedTuple):
-    """A version that was served, and who waits for its requests."""
-
-    model: OpenedModel
-    thread: threading.Thread
 
 
 class ModelControl:
@@ -85,9 +75,7 @@ class ModelControl:
         self._closed = threading.Event()
         self._to_close = resources
         self._resources: dict[str, ExitStack] = {}  # of versions that came later, by model
-        # The version before, by model, whose rows RocksDB still has.
-        self._former: dict[str, _Former] = {}
-        self._retiring: list[threading.Thread] = []
+        self._retiring = Retiring(stores, self._forget, self._version_of, self._turn, self._closed)
         self.loading: dict[str, int] = {}
         """Versions that are being made ready, by model."""
 
@@ -127,20 +115,25 @@ class ModelControl:
             self._node.models = {n: m for n, m in self._node.models.items() if n != name}
             self._now([each for each in self._opened if each is not old])
             self._follow(self._opened)
-            self._retire(old, self._resources.pop(name, None), weakref.ref(served.engine))
+            self._retiring.retire(old, self._resources.pop(name, None), weakref.ref(served.engine))
 
     def close(self) -> None:
-        """Wait for no requests any more; the node is closed."""
+        """Change nothing any more, once a change under way has ended, and wait for no requests: the node is
+        being closed."""
         self._closed.set()
-        for thread in self._retiring:
-            thread.join()
+        with self._turn:
+            pass
+        self._retiring.close()
 
     @contextmanager
     def _change(self) -> Iterator[None]:
         with self._turn:
-            if self._closed.is_set():
-                raise Unavailable("the node is being closed; ask another replica")
+            self._require_open()
             yield
+
+    def _require_open(self) -> None:
+        if self._closed.is_set():
+            raise Unavailable("the node is being closed; ask another replica")
 
     def _require_possible(self, name: str) -> None:
         why = ""
@@ -180,6 +173,7 @@ class ModelControl:
             model = open_model(found, self._settings, own)
             undo.callback(self._stores.leave, model)
             self._stores.add(model, progress)
+            self._require_open()
             undo.callback(self._forget, model)
             self._fill(model, old, progress)
             others = [each for each in self._opened if each is not old]
@@ -188,6 +182,7 @@ class ModelControl:
             self._catch_up(model)
             self._freshness.setdefault(found.name, self._new_freshness(found.name))
             ready = self._serving.serve(model, node.metrics, self._devices, self._freshness)
+            self._require_open()
             node.models = {**node.models, found.name: ready}
             self._now([*others, model])
             before = self._resources.pop(found.name, None)
@@ -200,7 +195,7 @@ class ModelControl:
             time.monotonic() - began,
         )
         if old is not None and served is not None:
-            self._retire(old, before, weakref.ref(served.engine))
+            self._retiring.retire(old, before, weakref.ref(served.engine))
 
     def _now(self, opened: list[OpenedModel]) -> None:
         self._opened[:] = opened
@@ -211,14 +206,16 @@ class ModelControl:
         cache = self._cache
         if cache is None:
             return
-        gone = () if old is None else old.tables.values()
-        tables = [
-            table
-            for each in (*self._opened, model)
-            for table in each.tables.values()
-            if table not in gone
+        others = [
+            table for each in self._opened if each is not old for table in each.tables.values()
         ]
-        plan = planned_rows(self._settings, {table: self._stores.rows(table) for table in tables})
+        new = list(model.tables.values())
+        plan = planned_beside(
+            self._settings,
+            {table: self._stores.rows(table) for table in (*others, *new)},
+            new,
+            {table: cache.capacity(table) for table in others},
+        )
         warming = Warming(self._node.writer, progress)
         for name, table in model.tables.items():
             cache.add_table(table, plan[table], eviction_of(self._settings, table))
@@ -236,6 +233,8 @@ class ModelControl:
                 warming.fill(table, files.keys(0, rows), files.vectors, known)
 
     def _follow(self, opened: list[OpenedModel]) -> None:
+        if self._closed.is_set():
+            return
         tables = [table for each in opened for table in each.tables.values()]
         self._node.streams.follow(tables, watermarks_of(opened))
 
@@ -248,8 +247,8 @@ class ModelControl:
                     f"model '{model.version.name}' version {model.version.version} was not brought up to "
                     f"date within {wait_s:g} s (models.catch_up_s): {behind}; the former version is served on"
                 )
-            if self._closed.wait(_LOOK_S):
-                raise Unavailable("the node is being closed; ask another replica")
+            self._closed.wait(_LOOK_S)
+            self._require_open()
 
     def _new_freshness(self, name: str) -> Freshness:
         updates = self._settings.updates
@@ -257,41 +256,9 @@ class ModelControl:
 
     # -- a version goes ----------------------------------------------------------------------------
 
-    def _retire(
-        self, old: OpenedModel, resources: ExitStack | None, engine: weakref.ref[object]
-    ) -> None:
-        """Let go of what a version has in memory, once nothing refers to its lookups."""
-
-        def wait() -> None:
-            collect = time.monotonic() + _COLLECT_EVERY_S
-            while engine() is not None and not self._closed.wait(_LOOK_S):
-                if time.monotonic() > collect:
-                    gc.collect()
-                    collect = time.monotonic() + _COLLECT_EVERY_S
-            self._forget(old)
-            self._stores.leave(old)
-            if resources is not None:
-                resources.close()
-            log.info("model %s: version %d is gone", old.version.name, old.version.version)
-
-        thread = threading.Thread(target=wait, name="hps-retire", daemon=True)
-        self._retiring = [*(each for each in self._retiring if each.is_alive()), thread]
-        self._drop_rows_before(_Former(old, thread))
-        thread.start()
-
-    def _drop_rows_before(self, old: _Former) -> None:
-        """RocksDB keeps the rows of ``old`` from now on, and no more those of the version before it: unless
-        that is the one that is served now, or some request still is on it."""
-        name = old.model.version.name
-        before, self._former[name] = self._former.get(name), old
+    def _version_of(self, name: str) -> int | None:
         served = self._node.models.get(name)
-        if before is None or before.thread.is_alive():
-            return
-        if before.model.version.version not in (
-            old.model.version.version,
-            None if served is None else served.version,
-        ):
-            self._stores.leave(before.model, drop=True)
+        return None if served is None else served.version
 
     def _forget(self, model: OpenedModel) -> None:
         if self._cache is not None:

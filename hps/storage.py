@@ -63,6 +63,7 @@ class Stores:
         self._opened = opened
         self._metrics = metrics
         self._resources = resources
+        self._loads = ExitStack()  # what still is to be loaded, now or for models that come later
         self._files: dict[EmbeddingTable, TableFiles] = {
             table: model.version.tables[name]
             for model in opened
@@ -99,12 +100,21 @@ class Stores:
 
     def leave(self, model: OpenedTables, *, drop: bool = False) -> None:
         """Have nothing more to do with a model's tables, which nobody asks for. Their rows stay where they
-        are; ``drop``: but in the node's own RocksDB. Other nodes may need those in Redis."""
+        are; ``drop``: but in the node's own RocksDB. Other nodes may need those in Redis. Raises TierError
+        when they cannot be dropped."""
         self._opened = [each for each in self._opened if each is not model]
         tables = list(model.tables.values())
         self._files = {t: files for t, files in self._files.items() if t not in tables}
-        if drop and self._rocksdb is not None and self._rocksdb.access == "primary":
-            self._rocksdb.drop(*tables)
+        rocksdb = self._rocksdb
+        if rocksdb is None:
+            return
+        if drop and rocksdb.access == "primary":
+            rocksdb.drop(*tables)
+            return
+        try:
+            rocksdb.forget(*tables)
+        except TierError as error:
+            log.warning("%s", error)
 
     @property
     def tiers(self) -> list[Tier]:
@@ -222,6 +232,7 @@ class Stores:
 
         redis = self._redis = RedisTier(chosen)
         guarded = self._guarded(redis, chosen.guard, self._redis_threads(chosen))
+        self._resources.push(self._loads)
         self._load_redis(redis, self._redis_share, progress, self._opened)
         if self._rocksdb is not None and chosen.cache_missed_embeddings:
             self._into_redis = CacheWriter(
@@ -261,6 +272,8 @@ class Stores:
 
         def load(progress: Progress) -> None:
             for model in models:
+                if not any(each is model for each in self._opened):
+                    continue  # it has left
                 if share > 0:
                     preload_tables(model.version, model.tables, redis, share, progress)
                 for table in model.tables.values():
@@ -280,7 +293,7 @@ class Stores:
             log.warning("%s", message)
             self.warnings.append(message)
             again = Again(partial(load, NoProgress()), "hps-redis-load")
-            self._resources.callback(again.close)
+            self._loads.callback(again.close)
 
     # -- both --------------------------------------------------------------------------------------
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from hps.errors import BadRequest, Unsupported
+from hps.errors import BadRequest, Unavailable, Unsupported
 from hps.node import Control, Node
 from services.frontend.state import State
 
@@ -31,15 +33,31 @@ def index(state: State, *, only_ready: bool = False) -> list[dict[str, str]]:
 def load(state: State, name: str, version: Any = None) -> int:
     """Serve a model, by one of its names, or another version of it; the version that is served then. May take
     long; for a thread that may wait."""
-    served = _control(state).load(_model_of(name), _number(version))
-    state.renew()
-    return served
+    control, model, wanted = _control(state), _model_of(name), _number(version)
+    with _change(state):
+        return control.load(model, wanted)
 
 
 def unload(state: State, name: str) -> None:
     """Serve a model no more."""
-    _control(state).unload(_model_of(name))
-    state.renew()
+    control = _control(state)
+    with _change(state):
+        control.unload(_model_of(name))
+
+
+@contextmanager
+def _change(state: State) -> Iterator[None]:
+    """Whatever became of it, answers are for what the node serves then. Each takes a thread of those that
+    answer for the server's health too, so no more than a few wait."""
+    if not state.changes.acquire(blocking=False):
+        raise Unavailable(
+            "a load is under way, and another waits for it; ask again when it has ended"
+        )
+    try:
+        yield
+    finally:
+        state.changes.release()
+        state.renew()
 
 
 def _told(name: str, version: str, state: str, reason: str = "") -> dict[str, str]:

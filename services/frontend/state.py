@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -20,6 +21,8 @@ from services.server_state import ServerState
 
 # Requests worked at at a time where they are batched: what waits for its batch counts.
 _BATCHED = 64
+# Changes of models at a time: one that is made, and one that waits for it.
+_CHANGES = 2
 
 Sums = Callable[[], Mapping[str, dict[str, Any]] | None]
 """The numbers of `Statistics` of all processes together, by name; None when this one is alone."""
@@ -48,6 +51,8 @@ class State(ServerState[OpenModels]):
         self.admission = Admission(settings.server.admission)
         self.control_everywhere = settings.models.control == "all"
         """Whether every port may load and unload models, and not those of administration alone."""
+        self.changes = threading.BoundedSemaphore(_CHANGES)
+        """Held by whoever loads or unloads a model."""
         self._sums: Sums = lambda: None
         self.observer = Observer(settings.server.access_log)
         self.entries: dict[str, Entry] = {}

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 import hps
+from benchmarks.peers.process import free_ports
+from hps import retiring
 from hps.config.model_schema import ModelSpec
-from hps.errors import ModelError, NotFound, Unavailable, Unsupported
+from hps.errors import ModelError, NotFound, TierError, Unavailable, Unsupported
 from hps.models.writer import write_version
+from hps.tiers.capacity import TABLE_BYTES, slot_bytes
 from tests.support.waiting import until
 
 SPEC = {"name": "words", "tables": [{"name": "left", "dim": 4}, {"name": "right", "dim": 2}]}
@@ -62,7 +65,7 @@ def families(node):
 
 def settled(node):
     """Once what has ended is gone from memory."""
-    until(lambda: not any(thread.is_alive() for thread in node.control._retiring))
+    until(lambda: not any(thread.is_alive() for thread in node.control._retiring.threads))
 
 
 def cached(node):
@@ -211,6 +214,117 @@ def test_written_rows_go_to_the_version_that_is_served(node, repository):
     assert node.lookup("words", {"left": [7]}).vectors["left"][0, 0] == 6
     node.load("words", 1)
     assert node.lookup("words", {"left": [7]}).vectors["left"][0, 0] == 5
+
+
+def test_rows_a_request_was_on_are_dropped_when_it_ends(node, repository):
+    write(repository, 2)
+    write(repository, 3)
+    request = node.models["words"].engine
+    node.load("words", 2)
+    node.load("words", 3)
+    until(lambda: cached(node) == {1, 3})
+    assert families(node) == {f"words/{v}/{t}" for v in (1, 2, 3) for t in ("left", "right")}
+    del request
+    settled(node)
+    assert families(node) == {f"words/{v}/{t}" for v in (2, 3) for t in ("left", "right")}
+
+
+def test_rows_that_cannot_be_dropped_now_are_dropped_later(node, repository, monkeypatch):
+    monkeypatch.setattr(retiring, "_DROP_AGAIN_S", 0.01)
+    rocksdb = node.control._stores._rocksdb
+    drop, refused = rocksdb.drop, []
+
+    def once(*tables):
+        if not refused:
+            refused.append(tables)
+            raise TierError("rocksdb", "disk full")
+        drop(*tables)
+
+    rocksdb.drop = once
+    for version in (2, 3):
+        write(repository, version)
+        assert node.load("words", version) == version
+        settled(node)
+    assert refused
+    assert families(node) == {f"words/{v}/{t}" for v in (2, 3) for t in ("left", "right")}
+    assert value(node) == 3007
+
+
+def test_switches_leave_nothing_behind(node, repository):
+    database = node.control._stores._rocksdb._database
+    write(repository, 2)
+    bytes_of_one = node.control._stores._rocksdb.figures().table_bytes
+    request = node.models["words"].engine
+    for version in (2, 1, 2, 1):
+        node.load("words", version)
+    assert node.control._stores._rocksdb.figures().table_bytes <= 2 * bytes_of_one
+    del request
+    settled(node)
+    assert {table.version for table in database._families} == {1}
+    assert len(database._families) == 2
+
+
+def test_the_memory_of_the_cpu_cache_is_not_exceeded(settings, repository):
+    for name in ("more", "most"):
+        write(repository, 1, spec={"name": name, "tables": [{"name": "t", "dim": 4}]})
+    settings["models"]["serve"] = {"words": {}}
+    capacity = settings["tiers"]["cpu_cache"] = {"capacity_bytes": 20_000}
+    with hps.open(settings) as node:
+        cache = node.tiers[0].tier
+
+        def used():
+            return sum(cache.capacity(t) * slot_bytes(t) + TABLE_BYTES for t in list(cache._tables))
+
+        for name in ("more", "most"):
+            node.load(name)
+            assert used() <= capacity["capacity_bytes"] + len(cache._tables) * TABLE_BYTES
+            assert node.lookup(name, {"t": [5]}).vectors["t"][0, 0] == 1005
+        # What another leaves is there for who comes next.
+        node.unload("words")
+        node.unload("more")
+        settled(node)
+        node.load("more")
+        assert cache.capacity(node.models["more"].tables["t"]) > 100
+
+
+def test_a_redis_that_was_not_there_at_a_load_is_not_waited_for_after_the_end(settings, repository):
+    (port,) = free_ports(1)
+    settings["models"]["serve"] = {"words": {}}
+    settings["tiers"]["redis"] = {"addresses": [f"127.0.0.1:{port}"], "initial_cache_rate": 1.0}
+    before = set(threading.enumerate())
+    write(repository, 1, spec={"name": "more", "tables": [{"name": "t", "dim": 3}]})
+    with hps.open(settings) as node:
+        node.load("more")
+    until(lambda: not {t for t in set(threading.enumerate()) - before if "redis" in t.name})
+
+
+def test_the_node_ends_during_a_load(settings, repository, tmp_path):
+    (tmp_path / "updates").mkdir()
+    settings["updates"] = {"directory": {"path": str(tmp_path / "updates")}}
+    before = set(threading.enumerate())
+    node = hps.open(settings)
+    write(repository, 2)
+    asked = threading.Event()
+
+    def behind(tables):
+        asked.set()
+        return "3 messages to apply"
+
+    node.streams.behind = behind
+    raised = []
+
+    def load():
+        with pytest.raises(Unavailable, match="is being closed") as error:
+            node.load("words")
+        raised.append(error)
+
+    loading = threading.Thread(target=load)
+    loading.start()
+    assert asked.wait(60)
+    node.close()
+    assert not {t.name for t in set(threading.enumerate()) - before - {loading} if t.is_alive()}
+    loading.join()
+    assert raised
 
 
 class _Behind:

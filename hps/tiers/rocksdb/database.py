@@ -99,6 +99,10 @@ class Database:
 
     def writable(self, needed: int = 0) -> None:
         """Raises TierError unless this instance may write, and the disk has room for ``needed`` bytes."""
+        self.require_primary()
+        self.room.check(needed)
+
+    def require_primary(self) -> None:
         access = self.settings.access
         if access != "primary":
             raise TierError(
@@ -106,7 +110,6 @@ class Database:
                 f"{self.settings.path} was opened with access: {access}; writing is off. Write where "
                 "it is open with access: primary",
             )
-        self.room.check(needed)
 
     # -- column families --------------------------------------------------------------------------
 
@@ -225,10 +228,11 @@ class Database:
 
     def drop(self, tables: Iterable[EmbeddingTable]) -> None:
         """Forget tables: rows, tombstones and load records. A handful of column families is removed
-        as well; of more, the empty ones stay, as removing each would rewrite the OPTIONS file."""
+        as well; of more, the empty ones stay, as removing each would rewrite the OPTIONS file. No space
+        is asked for: that is how a full disk gets some."""
         with self.lock, self.errors():
-            self.writable()
-            families = [self.family(t) for t in tables]
+            self.require_primary()
+            families = [self.family(t) for t in tables if self.known(t)]
             for family in families:
                 self.records.remove(family.name)
                 self.clear(family)
@@ -239,6 +243,16 @@ class Database:
                 for name in names:
                     self.db.drop_column_family(name)
                     self.opened.families.discard(name)
+
+    def forget(self, tables: Iterable[EmbeddingTable]) -> None:
+        """Have nothing more in memory of tables nobody asks for; what they hold stays."""
+        with self.lock, self.errors():
+            for table in tables:
+                family = self._families.get(table)
+                if family is not None:
+                    if family.dirty:
+                        family.data.flush()
+                    del self._families[table]
 
     def record(self, table: EmbeddingTable) -> LoadRecord | None:
         with self.errors():
@@ -270,7 +284,9 @@ class Database:
 
     def figures(self) -> StoreFigures:
         with self.errors():
-            return self.room.figures([family.data for family in list(self._families.values())])
+            # A version that comes again while requests are on it has two objects a table.
+            families = {family.name: family.data for family in list(self._families.values())}
+            return self.room.figures(list(families.values()))
 
     # -- end --------------------------------------------------------------------------------------
 

@@ -122,6 +122,11 @@ class RocksDbTier:
         """Forget tables: their rows, tombstones and load records. No other call on them may run."""
         self._database.drop(tables)
 
+    def forget(self, *tables: EmbeddingTable) -> None:
+        """Have nothing more in memory of tables nobody asks for. Their rows stay: asked for again, they are
+        opened again."""
+        self._database.forget(tables)
+
     def codes(self, table: EmbeddingTable, keys: KeyArray) -> CodeArray:
         """(n,) keys -> (n,) uint64 that sort as the stored keys do; for `bulk_load`."""
         return self._database.family(table).codec.codes(keys)

@@ -270,6 +270,36 @@ class TestTombstonesOnDisk:
         assert self.left(tmp_path, tier)[1] == 0
 
 
+class TestForgetting:
+    def test_a_full_disk_lets_tables_go(self, tmp_path, monkeypatch):
+        tier, items = RocksDbTier(tmp_path), table()
+        tier.insert(items, KEYS, VECTORS, VERSIONS)
+        monkeypatch.setattr(tier._database.room, "free_bytes", lambda: 0)
+        with pytest.raises(TierError, match="min_free_bytes"):
+            tier.insert(items, KEYS, VECTORS, VERSIONS)
+        tier.drop(items, table("never made"))
+        tier.close()
+        assert "ctr/7/items" not in Rdict.list_cf(str(tmp_path))
+
+    def test_what_is_forgotten_is_there_when_it_is_asked_for(self, tmp_path):
+        tier, items = RocksDbTier(tmp_path), table()
+        tier.insert(items, KEYS, VECTORS, VERSIONS)
+        tier.forget(items, table("never opened"))
+        assert not tier._database._families
+        assert fetch(tier, items, KEYS).out.tolist() == VECTORS.tolist()
+        assert tier.streamed(items)
+        tier.close()
+
+    def test_a_table_with_two_names_is_counted_once(self, tmp_path):
+        tier = RocksDbTier(tmp_path)
+        tier.insert(table(), KEYS, VECTORS, VERSIONS)
+        tier.flush()
+        once = tier.figures().table_bytes
+        tier.open_tables([table()])
+        assert tier.figures().table_bytes == once > 0
+        tier.close()
+
+
 class TestBulkLoad:
     def load(self, tier, items, keys, digest="one", **record):
         code = tier.codes(items, np.asarray(keys, np.int64))

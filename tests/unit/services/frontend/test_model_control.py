@@ -1,10 +1,15 @@
 """The repository extension, over HTTP and over Triton's gRPC."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from hps.config import Settings
+from hps.errors import Unavailable
+from services.frontend import model_control
 from services.frontend.auth import OpenGuard
 from services.frontend.http.app import admin_app, data_app
 from services.frontend.state import State
@@ -90,3 +95,38 @@ def test_triton_is_refused_where_it_is_not(small, control):
         with pytest.raises(InferenceServerException, match=r"set models\.control: all"):
             client.unload_model("ctr")
     assert not control.asked
+
+
+def test_loads_that_wait_stop_nothing_else(small, control):
+    """Those beyond a few are refused, and all threads but those few are left for others."""
+    small.state.serve(small.node)
+    entered, gate = threading.Semaphore(0), threading.Event()
+
+    def load(name, version=None):
+        entered.release()
+        assert gate.wait(60)
+        return 7
+
+    control.load = load
+    with ThreadPoolExecutor(2) as pool:
+        loads = [pool.submit(model_control.load, small.state, "other") for _ in range(2)]
+        assert all(entered.acquire(timeout=60) for _ in loads)
+        for change in (model_control.load, model_control.unload):
+            with pytest.raises(Unavailable, match="a load is under way"):
+                change(small.state, "other")
+        gate.set()
+        assert [each.result(60) for each in loads] == [7, 7]
+    assert model_control.load(small.state, "other") == 7
+
+
+def test_what_failed_half_way_is_served_as_it_is(small, control):
+    small.state.serve(small.node)
+
+    def load(name, version=None):
+        small.node.models = {}
+        raise Unavailable("half way")
+
+    control.load = load
+    with pytest.raises(Unavailable, match="half way"):
+        model_control.load(small.state, "other")
+    assert not small.state.entries
