@@ -8,8 +8,8 @@ Predictions of few samples by a network of 0.5 M parameters in the process (benc
 * on with a delay of 1 ms for others to come;
 
 and lookups of 26 keys from memory, which wait for nothing, one in flight. The servers have one core, the load
-generator another; they take turns. The floor is the server without batching. A network in the process has
-little to gain, so the bars are that nothing is lost: what docs/overload.md says of the default rests on this.
+generator another; they take turns. The floor is the server without batching. The bars are that batching loses
+nothing here; where a run has a price of its own (a GPU, another process) it is not measured.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SERVERS: dict[str, Any] = {
 }
 
 BARS = (
-    Bar("many", f"{MANY} in flight: predictions/s, on / off", at_least=0.9),
+    Bar("many", f"{MANY} in flight: predictions/s, on / off", at_least=0.95),
     Bar("one", "one in flight: median, on / off", at_most=1.05),
     Bar("lookup", "lookup from memory: median, on / off", at_most=1.05),
 )
