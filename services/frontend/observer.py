@@ -125,5 +125,6 @@ class Observer:
 
 
 def _keys(endpoint: Endpoint, name: str) -> bool:
+    """Whether an input is keys; one without a rule is those of a table."""
     rule = endpoint.rules.get(name)
-    return rule is not None and rule.is_keys
+    return rule is None or rule.is_keys

@@ -6,7 +6,7 @@ once: protobuf would copy them twice more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from time import perf_counter_ns
@@ -21,16 +21,19 @@ from hps.config.server_settings import ServerSettings
 from hps.errors import BadRequest
 from hps.lookup.base import LookupModel
 from hps.lookup.remote.messages import described
+from hps.tracing import Origin
 from hps.types import JaggedKeys, LookupRequest, LookupResult
 from hps.v1 import lookup_pb2 as pb
 from services.frontend import faults
 from services.frontend.auth import Guard
+from services.frontend.call import Call, Form
 from services.frontend.datatypes import DATATYPE_OF
 from services.frontend.errors import refused_for, shown, status_of, told
 from services.frontend.grpc.arrivals import Arrivals, Direct, Reply
 from services.frontend.grpc.callers import Counted, check
 from services.frontend.grpc.failures import count_failure
 from services.frontend.grpc.methods import handlers_of
+from services.frontend.grpc.named import begun, named
 from services.frontend.grpc.packed import FLOAT32, INT64, numbers
 from services.frontend.grpc.pending import Pending, deadline_of
 from services.frontend.grpc.wire import field, varint
@@ -81,6 +84,7 @@ class LookupService:
         """``Lookup``."""
         started = perf_counter_ns()
         entry: Entry | None = None
+        origin: Origin | None = None
         try:
             caller = check(self._guard, reply.context, "read")
             if (clients := self._state.admission.clients) is not None:
@@ -88,17 +92,20 @@ class LookupService:
             request = _parsed(message)
             entry = self._entry(request)
             entry.freshness.require()
-            features = _features(request.keys, self._max_keys)
+            features = _features(request, self._max_keys)
             parsed = perf_counter_ns()
+            found = named("", reply.context)
+            origin = begun(found, entry.name, started, self._state.observer)
             deadline = deadline_of(reply.context, self._timeout_s)
-            asked = LookupRequest(features, deadline, request.report, by_table=request.by_table)
+            asked = LookupRequest(
+                features, deadline, request.report, by_table=request.by_table, origin=origin
+            )
             start = partial(entry.served.engine.submit, asked)
             future = entry.endpoint.admit(start, len(message), deadline)
         except Exception as error:
-            self._fail(reply, entry, started, error)
+            self._fail(reply, entry, started, error, origin)
             return
-        batch = max((keys.batch for keys in features.values()), default=0)
-        end = partial(self._end, reply, entry, batch, started, parsed)
+        end = partial(self._end, reply, entry, asked, started, parsed)
         if future.done():
             end(future)
         else:
@@ -108,7 +115,7 @@ class LookupService:
         self,
         reply: Reply,
         entry: Entry,
-        batch: int,
+        asked: LookupRequest,
         started: int,
         parsed: int,
         future: Future[LookupResult],
@@ -121,13 +128,16 @@ class LookupService:
             stale_s = freshness.flag() if freshness.stale_s else result.stale_s
             answer = encode(served.name, served.version, self._digest(entry), result, stale_s)
             done = perf_counter_ns()
+            batch = _batch(asked)
             entry.statistics.succeeded(batch, started, parsed, inferred, done)
             seconds = self._state.metrics.histogram(
                 m.REQUEST_SECONDS, "grpc", "lookup", entry.name, "OK"
             )
             seconds.observe((done - started) * 1e-9)
+            if asked.origin is not None:
+                self._tell(entry, asked, batch, result, started, parsed, inferred, done)
         except Exception as error:
-            self._fail(reply, entry, started, error)
+            self._fail(reply, entry, started, error, asked.origin)
         else:
             reply.answer(answer)
 
@@ -135,8 +145,30 @@ class LookupService:
         """Of what is told of it; it may have been taken out of service by now."""
         return self._digests.get(entry) or int(self._described(entry).digest)
 
-    def _fail(self, reply: Reply, entry: Entry | None, started: int, error: Exception) -> None:
-        answered = told(error, "")
+    def _tell(
+        self, entry: Entry, asked: LookupRequest, batch: int, result: LookupResult, *instants: int
+    ) -> None:
+        """Have it in the log and in its trace."""
+        assert asked.origin is not None
+        call = Call(Form(), {name: given.keys for name, given in asked.features.items()})
+        call.batch = batch
+        self._state.observer.answered("grpc", asked.origin, entry.endpoint, call, result, *instants)
+
+    def _fail(
+        self,
+        reply: Reply,
+        entry: Entry | None,
+        started: int,
+        error: Exception,
+        origin: Origin | None,
+    ) -> None:
+        endpoint = None if entry is None else entry.endpoint
+        observer = self._state.observer
+        if origin is None:
+            model = "" if endpoint is None else endpoint.name
+            origin = observer.begin(model, started, *named("", reply.context))
+        answered = told(error, origin.request_id)
+        observer.failed("grpc", origin, endpoint, status_of(answered).grpc, error, started)
         count_failure(
             self._state.metrics,
             "lookup",
@@ -168,11 +200,18 @@ def _parsed(message: bytes) -> Any:
         raise BadRequest(f"the message is no hps.v1.LookupRequest: {error}") from None
 
 
-def _features(given: Iterable[Any], max_keys: int) -> dict[str, JaggedKeys]:
+def _batch(asked: LookupRequest) -> int:
+    """Samples, for statistics; every key of a table is one."""
+    if asked.by_table:
+        return max((len(keys.keys) for keys in asked.features.values()), default=0)
+    return max((keys.batch for keys in asked.features.values()), default=0)
+
+
+def _features(request: Any, max_keys: int) -> dict[str, JaggedKeys]:
     """The keys of a request, by name. Raises ``BadRequest`` or ``TooLarge``."""
     found: dict[str, JaggedKeys] = {}
     total = 0
-    for each in given:
+    for each in request.keys:
         name = each.name
         if name in found:
             raise BadRequest(f"{shown(name)} stands twice in the request")
@@ -180,6 +219,10 @@ def _features(given: Iterable[Any], max_keys: int) -> dict[str, JaggedKeys]:
         total += len(keys)
         offsets = weights = None
         batch = each.batch or len(keys)
+        if request.by_table and batch > len(keys):
+            raise BadRequest(
+                f"{shown(name)} is a table: {len(keys)} keys are no batch of {batch}; leave the batch out"
+            )
         if packed := each.offsets:
             offsets = numbers(name, "offsets", packed, INT64)
             batch = len(offsets) - 1

@@ -37,6 +37,12 @@ def identify(
     whichever way."""
     found = named(call.id, context)
     call.id = found.request_id
-    if any(found) or observer.watches:
-        call.origin = observer.begin(model, started, *found)
+    call.origin = begun(found, model, started, observer)
     return call.origin
+
+
+def begun(found: Named, model: str, started: int, observer: Observer) -> Origin | None:
+    """The request that is named so, where anybody cares."""
+    if any(found) or observer.watches:
+        return observer.begin(model, started, *found)
+    return None

@@ -1,5 +1,7 @@
 """`hps.v1.Lookup`, asked as any gRPC client would."""
 
+import logging
+
 import grpc
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from hps.types import Source
 from hps.v1 import lookup_pb2 as pb
+from services.frontend.observer import Observer
 from tests.support.waiting import until
 from tests.unit.services.conftest import ROW_VERSION, row
 
@@ -160,6 +163,34 @@ def test_a_lookup_ends_at_its_deadline(client, small):
     assert refused(client.lookup, request, timeout=0.05)[0] == "DEADLINE_EXCEEDED"
     small.store.gate.set()
     assert client.lookup(request).vectors
+
+
+def test_keys_of_tables_count_each(client, small):
+    client.lookup(pb.LookupRequest(model="words", by_table=True, keys=[keys("left", 1, 2, 3)]))
+    for given in (keys("left", batch=2**63 - 1), keys("left", 1, batch=2)):
+        request = pb.LookupRequest(model="words", by_table=True, keys=[given])
+        code, text = refused(client.lookup, request)
+        assert (code, "leave the batch out" in text) == ("INVALID_ARGUMENT", True)
+    counted = small.state.entries["words.lookup"].statistics
+    assert (counted.success_count, counted.inferences) == (1, 3)
+
+
+def test_lookups_are_told_of_in_the_log(client, small, caplog):
+    small.state.observer = Observer(1.0)
+    caplog.set_level(logging.INFO, "hps.access")
+    caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    given = [("x-request-id", "r-1"), ("traceparent", caller)]
+    for by_table in (False, True):
+        request = pb.LookupRequest(model="words", by_table=by_table, keys=[keys("left", 1, 99)])
+        client.lookup(request, metadata=given)
+    refused(client.lookup, pb.LookupRequest(model="words", keys=[keys("lift", 1)]))
+    until(lambda: len(caplog.records) == 3)
+    first, second, third = (record.args for record in caplog.records)
+    for each in (first, second):
+        assert (each["request_id"], each["trace_id"]) == ("r-1", caller[3:35])
+        assert (each["model"], each["keys"], each["misses"]) == ("words.lookup", 2, 1)
+    assert third["status"] == "INVALID_ARGUMENT"
+    assert "did you mean 'left'" in third["error"]
 
 
 def test_lookups_count_as_requests(client, small):

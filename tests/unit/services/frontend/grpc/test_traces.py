@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -21,7 +23,11 @@ from hps import otel
 from hps.client import Client
 from hps.dense.triton import TritonModel
 from hps.dense.triton.grpc import GrpcTransport
+from hps.lookup.base import LookupModel
+from hps.lookup.remote import RemoteLookup, Targets
+from hps.types import JaggedKeys, LookupRequest
 from services.frontend.observer import Observer
+from tests.support.waiting import until
 from tests.unit.services.conftest import Adder
 
 export = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
@@ -172,6 +178,33 @@ def test_a_trace_goes_from_the_client_through_the_server_to_triton(small, serve,
     assert request_id == "r-7"
     assert told[3:35] == f"{mine.get_span_context().trace_id:032x}"
     assert told[36:52] == f"{found['triton_infer'].context.span_id:016x}"
+
+
+def test_a_trace_goes_on_at_the_lookup_node(small, serve, spans):
+    """The node and the process that asks it record to the same place here."""
+    served = small.node.models["words"]
+    model = LookupModel(served.name, served.version, served.tables, served.engine.features)
+    with (
+        contextlib.closing(Targets([serve().server.url])) as targets,
+        contextlib.closing(RemoteLookup(model, targets)) as remote,
+    ):
+        origin = small.state.observer.begin("words", time.perf_counter_ns(), "r-8", CALLER, "")
+        keys = {"left": JaggedKeys(np.array([1, 12]), 2)}
+        remote.lookup(LookupRequest(keys, origin=origin))
+        origin.end()
+
+    def chained():
+        """Of the two lookups, the one that asks ends last."""
+        found = spans()
+        chain = [found.get(name) for name in ("infer words", "lookup", "infer words.lookup")]
+        return None not in chain and all(
+            below.parent.span_id == above.context.span_id for above, below in pairwise(chain)
+        )
+
+    until(chained)
+    found = spans()
+    assert all(f"{span.context.trace_id:032x}" == CALLER[3:35] for span in found.values())
+    assert found["rocksdb"].attributes == {"hps.asked": 1, "hps.found": 1}
 
 
 def test_lookups_of_one_form_are_spans_each(infer, spans):
