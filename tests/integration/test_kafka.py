@@ -317,6 +317,44 @@ def test_messages_that_kafka_dropped_are_missed(broker, model, tmp_path, caplog)
     assert "keeps messages from 3 on, but 1 to 2 were not applied yet and are gone" in caplog.text
 
 
+def test_a_step_that_fails_after_a_gap_is_noted_all_the_same(broker, model, tmp_path, monkeypatch):
+    """The gap may be Kafka's or an operator's."""
+    topic = native_topic(model)
+    make_topic(broker, topic)
+    apply, failures = Ingestor.apply, []
+
+    def fail_once(ingestor, batch):
+        if failures:
+            raise failures.pop()
+        apply(ingestor, batch)
+
+    def send(first, last):
+        with sending(broker) as producer:
+            for i in range(first, last):
+                producer.produce(topic, native(model, i, 1.0, 1))
+
+    send(0, 1)
+    with reading(broker, tmp_path, model) as reader:
+        until(lambda: reader.applied(topic) == 1)
+    send(1, 5)
+    admin = ck.admin.AdminClient({"bootstrap.servers": broker.address})
+    (gone,) = admin.delete_records([ck.TopicPartition(topic, 0, 3)]).values()
+    gone.result(20)
+    monkeypatch.setattr(Ingestor, "apply", fail_once)
+    failures.append(RuntimeError("of ours"))
+    with reading(broker, tmp_path, model) as reader:
+        until(lambda: reader.applied(topic) == 5)
+        assert not failures
+        reader.thread.pause().result(60)
+        send(5, 8)
+        reader.thread.call(lambda: reader.source.seek(topic, 0, 6)).result(60)
+        failures.append(RuntimeError("of ours"))
+        reader.thread.resume()
+        until(lambda: reader.applied(topic) == 8)
+        assert not failures
+        assert reader.rows([1, 2, 3, 5, 6]) == [None, None, 1.0, None, 1.0]
+
+
 def test_nothing_waits_where_kafka_dropped_everything(broker, model, tmp_path):
     topic = native_topic(model)
     make_topic(broker, topic)

@@ -56,8 +56,9 @@ class KafkaSource:
         self._begin = begin
         self._since_s = since_s
         self._next: dict[tuple[str, int], int] = {}  # what is polled next
-        self._jumped: set[tuple[str, int]] = set()  # by an operator's seek
+        self._jumped: set[tuple[str, int]] = set()  # by an operator's seek, until committed
         self._committed: dict[tuple[str, int], int] = {}
+        self._kept: dict[tuple[str, int], int] = {}  # the first that Kafka had when reading began
         self._untold: dict[tuple[str, int], int] = {}  # of these, what the group does not know yet
         self._resting = False
         self._joined = False  # the group has said once which partitions are read here
@@ -116,6 +117,7 @@ class KafkaSource:
         reached = {(p.topic, p.partition): p.offset for p in batch.positions}
         self._committed |= reached
         self._untold |= reached
+        self._jumped -= reached.keys()
 
     def keep_alive(self) -> None:
         """Nothing is taken, but the group is told that this member lives."""
@@ -158,9 +160,10 @@ class KafkaSource:
         return self._lag
 
     def applied(self) -> dict[tuple[str, int], int]:
-        """The offset up to which each partition is in the stores, of those that are read here. Any thread may
-        ask."""
-        return dict(self._committed)
+        """The offset up to which each partition is in the stores, of those that are read here; what Kafka
+        keeps no more is not waited for. Any thread may ask."""
+        committed = dict(self._committed)
+        return {place: max(at, self._kept.get(place, 0)) for place, at in committed.items()}
 
     def _tell_group(self) -> None:
         """Not with each batch, and not waited for: the stores keep their own positions, and a lost commit
@@ -233,8 +236,10 @@ class KafkaSource:
                 _warn_of_gap(each, offset, low)
             place = each.topic, each.partition
             self._seek(*place, self._first(each) if offset is None else offset)
-            # What Kafka keeps no more is not waited for.
-            self._committed[place] = max(low, self._next[place])
+            self._kept[place] = low
+            # Not from `low` on: a store notes a position only if it has what is before it, or what
+            # there was between is gone.
+            self._committed[place] = self._next[place]
             self._consumer.resume([each])
             self._unplaced.pop()
 
@@ -268,7 +273,6 @@ class KafkaSource:
 
     def _batch(self, messages: list[Any]) -> UpdateBatch:
         before = {place: 0 if place in self._jumped else at for place, at in self._next.items()}
-        self._jumped.clear()
         ends = {(m.topic(), m.partition()): m.offset() + 1 for m in messages}
         self._next |= ends
         updates, dead = self._messages.decoded(messages)
