@@ -278,6 +278,7 @@ class _Waiting(Future[Any]):
 
     def copy(self, work: Future[Any]) -> None:
         """Be answered as ``work`` was."""
+        self.work = None  # which holds on to this
         try:
             if (error := work.exception()) is not None:
                 self.set_exception(error)

@@ -8,6 +8,9 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
+from weakref import ReferenceType, ref
+
+from services.frontend.logs import log
 
 # A thread that nothing needs for so long ends.
 _IDLE_S = 10.0
@@ -53,18 +56,19 @@ class Expiring(Protocol):
 
 
 class Expiry:
-    """Ends what has waited for ``after_s``, on a thread of its own while there is any."""
+    """Ends what has waited for ``after_s``, on a thread of its own while there is any. What ends sooner
+    is not kept until then: whoever has it wait holds it, and what it holds."""
 
     def __init__(self, after_s: float) -> None:
         self._after_s = after_s
-        self._line: deque[Expiring] = deque()
+        self._line: deque[tuple[float, ReferenceType[Expiring]]] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def add(self, waiting: Expiring) -> None:
         """``waiting`` has just begun to wait."""
         with self._changed:
-            self._line.append(waiting)
+            self._line.append((waiting.since + self._after_s, ref(waiting)))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="hps-expiry", daemon=True)
                 self._thread.start()
@@ -74,16 +78,32 @@ class Expiry:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while self._line and self._line[0].has_ended:
+                while self._line and _has_ended(self._line[0][1]):
                     self._line.popleft()
                 if not self._line:
                     if not self._changed.wait(_IDLE_S) and not self._line:
                         self._thread = None
                         return
                     continue
-                left_s = self._line[0].since + self._after_s - time.monotonic()
+                due, late = self._line[0]
+                left_s = due - time.monotonic()
                 if left_s > 0:
                     self._changed.wait(left_s)
                     continue
-                late = self._line.popleft()
-            late.expire()
+                self._line.popleft()
+            _expire(late)
+
+
+def _has_ended(waiting: ReferenceType[Expiring]) -> bool:
+    found = waiting()
+    return found is None or found.has_ended
+
+
+def _expire(late: ReferenceType[Expiring]) -> None:
+    found = late()
+    if found is None:
+        return
+    try:
+        found.expire()
+    except Exception:  # the others still have to be ended
+        log.exception("a request that waited too long could not be refused")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from services.frontend.admission import Admission
 from services.frontend.call import Call, Form
 from services.frontend.clients import Clients
 from services.frontend.errors import Overloaded, TooManyRequests, http_status, status_of
+from services.frontend.room import Expiry
 from services.frontend.statistics import queued_ns
 from tests.support.waiting import until
 
@@ -190,6 +192,41 @@ def test_what_has_waited_too_long_is_refused(made):
             each.result(60)
         assert refused.value.reason == "queue_wait"
     assert (line.waiting, shared.room.held) == (0, 0)
+
+
+def test_what_was_answered_in_time_is_let_go(made):
+    """With its inputs and its result, and without the collector of cycles."""
+    works, line, *_ = made(max_wait_ms=60_000)
+    line.submit(call(), FAR)
+    asked = call()
+    waits = line.submit(asked, FAR)
+    works.end()
+    works.end()
+    assert waits.done()
+    kept = [ref(asked.inputs["x"]), ref(waits)]
+    del asked, waits
+    assert [each() for each in kept] == [None, None]
+
+
+def test_one_that_cannot_be_refused_does_not_keep_the_others(caplog):
+    class Waits:
+        has_ended, expired = False, False
+
+        def __init__(self):
+            self.since = time.monotonic()
+
+        def expire(self):
+            self.expired = True
+            if self is broken:
+                raise RuntimeError("broken")
+
+    broken, good = Waits(), Waits()
+    expiry = Expiry(0.01)
+    expiry.add(broken)
+    expiry.add(good)
+    until(lambda: good.expired)
+    assert broken.expired
+    assert "could not be refused" in caplog.text
 
 
 def test_deadlines_hold_in_the_line(made):
