@@ -52,10 +52,14 @@ def health_service(target: Target) -> None:
     with Grpc(target) as ask:
         stub = health_pb2_grpc.HealthStub(ask.channel)
         for name in ("", SERVICE):
-            status = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=PATIENCE_S)
+            status = stub.Check(
+                health_pb2.HealthCheckRequest(service=name),
+                timeout=PATIENCE_S,
+                metadata=ask.metadata,
+            )
             require(status.status == _SERVING, f"{name!r}: {status}")
         other = health_pb2.HealthCheckRequest(service="none")
-        refused(lambda: stub.Check(other, timeout=PATIENCE_S), "NOT_FOUND")
+        refused(lambda: stub.Check(other, timeout=PATIENCE_S, metadata=ask.metadata), "NOT_FOUND")
 
 
 @SUITE.check
@@ -63,7 +67,9 @@ def health_watch(target: Target) -> None:
     """grpc.health.v1.Health/Watch says at once how the server is, and stays open."""
     with Grpc(target) as ask:
         stub = health_pb2_grpc.HealthStub(ask.channel)
-        watch = stub.Watch(health_pb2.HealthCheckRequest(service=""), timeout=PATIENCE_S)
+        watch = stub.Watch(
+            health_pb2.HealthCheckRequest(service=""), timeout=PATIENCE_S, metadata=ask.metadata
+        )
         try:
             require(next(watch).status == _SERVING, "not SERVING")
             require(watch.is_active(), "the watch ended")
@@ -83,7 +89,9 @@ def reflection(target: Target) -> None:
     with Grpc(target) as ask:
         stub = reflection_pb2_grpc.ServerReflectionStub(ask.channel)
         try:
-            listed, described = stub.ServerReflectionInfo(iter(wanted), timeout=PATIENCE_S)
+            listed, described = stub.ServerReflectionInfo(
+                iter(wanted), timeout=PATIENCE_S, metadata=ask.metadata
+            )
         except grpc.RpcError as error:
             require(False, f"{error.code()}: {error.details()}")
     names = {service.name for service in listed.list_services_response.service}
