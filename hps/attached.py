@@ -24,7 +24,7 @@ from hps.meters import TierMeter
 from hps.metrics import Metrics
 from hps.open_models import OpenModels
 from hps.opening import open_model, open_versions
-from hps.serving import Serving, dense_runs, lookup_lanes
+from hps.serving import Serving, dense_runs, freshness_of, lookup_lanes
 from hps.tier_status import TierStatus
 from hps.tiers.attached_cache import AttachedCache
 from hps.tiers.base import Tier
@@ -143,7 +143,10 @@ class _Attaching:
         serving.publish(metrics)
         devices = Devices(settings, self._opened, metrics, self._resources)  # none is opened
         freshness = self._freshness(connections)
-        served = [serving.serve(model, metrics, devices, freshness) for model in self._opened]
+        served = [
+            serving.serve(model, metrics, devices, freshness[model.version.name])
+            for model in self._opened
+        ]
         return Attached(
             connections,
             models={model.name: model for model in served},
@@ -184,12 +187,9 @@ class _Attaching:
 
     def _freshness(self, connections: Connections) -> dict[str, Freshness]:
         """By model; looked at as often as the node looks. While the node does not tell, rows age."""
-        updates = self._settings.updates
-        limit_s = updates.max_staleness_s
+        limit_s = self._settings.updates.max_staleness_s
         freshness = {
-            model.version.name: Freshness(
-                model.version.name, limit_s, updates.on_stale, self._metrics
-            )
+            model.version.name: freshness_of(self._settings, model.version.name, self._metrics)
             for model in self._opened
         }
         if limit_s is None:

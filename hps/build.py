@@ -28,9 +28,9 @@ from hps.models.tables import TableFiles
 from hps.native import COMPILED, dedup
 from hps.node import Node, ServedModel
 from hps.opening import OpenedModel, open_model, open_versions, watermarks_of
-from hps.serving import Serving, dense_runs, lookup_lanes
+from hps.serving import Serving, dense_runs, freshness_of, lookup_lanes
 from hps.storage import Stores, count_promotion
-from hps.streams import Streams, node_group
+from hps.streams import Limited, Streams, node_group
 from hps.tier_status import TierStatus, publish_tiers
 from hps.tiers.base import Tier
 from hps.tiers.chain import TierChain
@@ -41,7 +41,6 @@ from hps.tiers.ranking import HotKeys, RankedTogether
 from hps.tiers.wrappers import Metered
 from hps.types import EmbeddingTable, KeyArray, NoProgress, Progress, Source
 from hps.updates.arrivals import LOOK_EVERY_S
-from hps.updates.freshness import Freshness
 from hps.updates.lifting import Lifting
 from hps.updates.snapshot import Snapshots, hot_keys_at_start
 from hps.updates.warm import Warming, promote_keys
@@ -98,11 +97,6 @@ class _Builder:
         self._devices = Devices(settings, opened, self._metrics, resources)
         self._hot: dict[str, HotKeys] = {}
         self._tables = [table for model in opened for table in model.tables.values()]
-        updates = settings.updates
-        self._freshness = {
-            name: Freshness(name, updates.max_staleness_s, updates.on_stale, self._metrics)
-            for name in {table.model for table in self._tables}
-        }
 
     def node(self, warnings: tuple[str, ...]) -> Node:
         tiers = self._settings.tiers
@@ -137,7 +131,12 @@ class _Builder:
         lift = lifting.lift if lifting else serving.promote
         self._devices.bridge(metered, serving.stores, lift, serving.promote)
         served = [
-            serving.serve(model, self._metrics, self._devices, self._freshness)
+            serving.serve(
+                model,
+                self._metrics,
+                self._devices,
+                freshness_of(self._settings, model.version.name, self._metrics),
+            )
             for model in self._opened
         ]
         node = Node(
@@ -153,7 +152,7 @@ class _Builder:
             promotions_into_stores=lambda: stores.promotions_waiting,
         )
         self._publish(node, serving)
-        self._read_updates(node.streams, writer)
+        self._read_updates(node, writer)
         node.socket = self._let_attach(node, serving)
         node.control = ModelControl(
             self._settings,
@@ -162,7 +161,6 @@ class _Builder:
             stores,
             in_memory[0] if in_memory else None,
             self._devices,
-            self._freshness,
             self._opened,
             self._tables,
             later,
@@ -200,8 +198,9 @@ class _Builder:
         self._resources.callback(socket.close)
         return socket
 
-    def _read_updates(self, streams: Streams, writer: CacheWriter) -> None:
+    def _read_updates(self, node: Node, writer: CacheWriter) -> None:
         """Last, when everything is filled: from here on the caches change."""
+        streams = node.streams
         both = [*self._stores.fed(shared=False), *self._stores.fed(shared=True)]
         streams.write_directly(both, writer, self._devices.static)
         directory, kafka = self._settings.updates.directory, self._settings.updates.kafka
@@ -213,7 +212,11 @@ class _Builder:
             if kafka.shared_writer == "nodes" and shared:
                 streams.read_kafka(kafka, kafka.shared_group, shared, None)
         limit_s = self._settings.updates.max_staleness_s
-        limited = self._freshness if limit_s is not None else {}
+
+        def limited() -> list[Limited]:
+            models = node.models.values() if limit_s is not None else ()
+            return [(model.freshness, model.tables.values()) for model in models]
+
         streams.watch(limited, min(LOOK_EVERY_S, (limit_s or math.inf) / 4))
 
     def _make_cpu_cache(self) -> TierStatus:

@@ -85,7 +85,7 @@ def open_ingest(configuration: Configuration, progress: Progress | None = None) 
         ingest = Ingest(opened, metrics, stores.statuses, streams, (*warnings, *stores.warnings))
         _publish(ingest)
         streams.read_kafka(kafka, kafka.shared_group, stores.fed(shared=True), None)
-        streams.watch({})
+        streams.watch()
         ingest._resources.push(resources.pop_all())
         return ingest
     raise AssertionError  # an ExitStack swallows nothing; for the type checker

@@ -26,12 +26,11 @@ from hps.models.repository import ModelVersion, Repository
 from hps.node import Node, ServedModel
 from hps.opening import OpenedModel, open_model, watermarks_of
 from hps.retiring import Retiring
-from hps.serving import Serving
+from hps.serving import Serving, freshness_of
 from hps.storage import Stores
 from hps.tier_status import TierStatus
 from hps.tiers.cpu_cache import CpuCache
 from hps.types import EmbeddingTable, NoProgress, Progress
-from hps.updates.freshness import Freshness
 from hps.updates.warm import Warming
 
 log = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ _LOOK_S = 0.05
 class ModelControl:
     """Of one open node. Any thread may call it; one change is made at a time, others wait for it.
 
-    ``opened``, its ``tables`` and ``freshness``, by model, are the node's own, and kept up to date.
+    ``opened`` and its ``tables`` are the node's own, and kept up to date.
     """
 
     def __init__(
@@ -53,7 +52,6 @@ class ModelControl:
         stores: Stores,
         cache: TierStatus | None,
         devices: Devices,
-        freshness: dict[str, Freshness],
         opened: list[OpenedModel],
         tables: list[EmbeddingTable],
         resources: ExitStack,
@@ -65,7 +63,6 @@ class ModelControl:
         self._stores = stores
         self._status = cache
         self._devices = devices
-        self._freshness = freshness
         self._opened = opened
         self._tables = tables
         self._repository = Repository(settings.models.repository)
@@ -180,8 +177,8 @@ class ModelControl:
             undo.callback(self._follow, self._opened)
             self._follow([*others, model])
             self._catch_up(model)
-            self._freshness.setdefault(found.name, self._new_freshness(found.name))
-            ready = self._serving.serve(model, node.metrics, self._devices, self._freshness)
+            freshness = freshness_of(self._settings, found.name, node.metrics)
+            ready = self._serving.serve(model, node.metrics, self._devices, freshness)
             self._require_open()
             node.models = {**node.models, found.name: ready}
             self._now([*others, model])
@@ -249,10 +246,6 @@ class ModelControl:
                 )
             self._closed.wait(_LOOK_S)
             self._require_open()
-
-    def _new_freshness(self, name: str) -> Freshness:
-        updates = self._settings.updates
-        return Freshness(name, updates.max_staleness_s, updates.on_stale, self._node.metrics)
 
     # -- a version goes ----------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -38,9 +37,9 @@ class Serving:
         model: OpenedModel,
         metrics: Metrics,
         devices: Devices,
-        freshness: Mapping[str, Freshness],
+        freshness: Freshness,
     ) -> ServedModel:
-        """``model``, ready to be asked. ``freshness`` by the model's name."""
+        """``model``, ready to be asked."""
         name = model.version.name
         lookups = LookupMeter(metrics, name)
         engine = LookupEngine(
@@ -64,13 +63,19 @@ class Serving:
             engine,
             pipeline,
             tuple(there),
-            freshness[name],
+            freshness,
         )
 
     def publish(self, metrics: Metrics) -> None:
         """Gauges that are read when metrics are asked for."""
         metrics.gauge(m.LOOKUP_WAITING, lambda: self.lookups.waiting)
         metrics.gauge(m.DENSE_WAITING, lambda: self.runs.waiting)
+
+
+def freshness_of(settings: Settings, model: str, metrics: Metrics) -> Freshness:
+    """What says how fresh a version of ``model`` is: one for each that is served."""
+    updates = settings.updates
+    return Freshness(model, updates.max_staleness_s, updates.on_stale, metrics)
 
 
 def lookup_lanes(settings: Settings, resources: ExitStack) -> Lanes:

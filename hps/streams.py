@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -28,11 +28,15 @@ from hps.updates.direct import DirectWriter
 from hps.updates.freshness import Freshness
 from hps.updates.kafka.source import KafkaSource
 from hps.updates.stream_places import Store
+from hps.updates.topics import native_topic
 from hps.updates.writer import CacheWriter
 from hps.workers import Repeated
 
 # What waits for less than this is as good as applied: under load there is always something.
 _NEARLY_S = 1.0
+
+Limited = tuple[Freshness, Collection[EmbeddingTable]]
+"""What is served at a time, and its tables."""
 
 
 class Streams:
@@ -50,6 +54,8 @@ class Streams:
         self._readers = StreamReaders(tables, watermarks or {}, self._meter, resources)
         self._direct: DirectWriter | None = None
         self._opened_s = time.time()
+        # Until when tables had everything that are followed no more, but served until others are ready.
+        self._current_s: dict[EmbeddingTable, float] = {}
         metrics.gauges(m.UPDATE_LAG, self._lags)
         metrics.gauges(m.UPDATE_AGE, self._ages)
 
@@ -70,8 +76,14 @@ class Streams:
         self._readers.read_folder(settings, stores, caches)
 
     def follow(self, tables: Iterable[EmbeddingTable], watermarks: Watermarks) -> None:
-        """See `StreamReaders.follow`."""
-        self._readers.follow(tables, watermarks)
+        """See `StreamReaders.follow`. Rows of a table that is left age from then on."""
+        following, now = list(tables), time.time()
+        self._current_s = {
+            table: now - self.age_s(table)
+            for table in self._readers.tables
+            if table not in following and self._fed(table)
+        }
+        self._readers.follow(following, watermarks)
 
     def behind(self, tables: Iterable[EmbeddingTable]) -> str:
         """What ``tables`` may still lack of the streams; empty when that is nothing to speak of, or when
@@ -89,8 +101,10 @@ class Streams:
                 return f"{stream.group} has {waiting} messages to apply"
         return ""
 
-    def watch(self, limits: Mapping[str, Freshness], every_s: float = LOOK_EVERY_S) -> None:
-        """Have the models of ``limits``, by name, know how fresh they are. Called once, after the readers
+    def watch(
+        self, served: Callable[[], Iterable[Limited]] = tuple, every_s: float = LOOK_EVERY_S
+    ) -> None:
+        """Have those that are ``served`` at a time know how fresh they are. Called once, after the readers
         were started; without any it does nothing."""
         if not self._readers.streams:
             return
@@ -99,12 +113,9 @@ class Streams:
             for stream in self._readers.streams:
                 with suppress(OSError):  # a folder that cannot be read: its source says so
                     stream.waits.look()
-            tables: dict[str, dict[EmbeddingTable, float]] = {}
-            for table in self._readers.tables:
-                tables.setdefault(table.model, {})[table] = self.age_s(table)
-            for model, freshness in list(limits.items()):
-                if model in tables:
-                    freshness.judge(tables[model])
+            for freshness, tables in served():
+                if ages_s := {table: self.age_s(table) for table in tables}:
+                    freshness.judge(ages_s)
 
         watch = Repeated(look, every_s, "hps-update-age")
         self._resources.callback(watch.close)
@@ -166,7 +177,10 @@ class Streams:
 
     def age_s(self, table: EmbeddingTable) -> float:
         """How old rows of ``table`` may be: how long ago the first update came that is not applied, as far
-        as was looked; 0 when everything there is was applied. Never waits."""
+        as was looked; 0 when everything there is was applied. Of a table that is followed no more, how long
+        ago it had everything. Never waits."""
+        if (current_s := self._current_s.get(table)) is not None:
+            return max(0.0, time.time() - current_s)
         ages = [
             age_s
             for stream in self._readers.streams
@@ -177,6 +191,10 @@ class Streams:
             newest = self._meter.newest_s.get(table, self._opened_s)
             ages.append(max(0.0, time.time() - newest))
         return max((age_s for age_s in ages if age_s is not None), default=0.0)
+
+    def _fed(self, table: EmbeddingTable) -> bool:
+        topic = native_topic(table.model)
+        return any(table in stream.readers(topic) for stream in self._readers.streams)
 
     def _wait(self, what: str, stream: Stream, done: Future[None], wait_s: float) -> None:
         try:

@@ -11,6 +11,7 @@ from hps import retiring
 from hps.config.model_schema import ModelSpec
 from hps.errors import ModelError, NotFound, TierError, Unavailable, Unsupported
 from hps.models.writer import write_version
+from hps.streams import Streams
 from hps.tiers.capacity import TABLE_BYTES, slot_bytes
 from tests.support.waiting import until
 
@@ -325,6 +326,46 @@ def test_the_node_ends_during_a_load(settings, repository, tmp_path):
     assert not {t.name for t in set(threading.enumerate()) - before - {loading} if t.is_alive()}
     loading.join()
     assert raised
+
+
+def test_each_version_is_judged_by_its_own_rows(settings, repository, tmp_path, monkeypatch):
+    """While another is brought up to date, which may be far behind, too."""
+    (tmp_path / "updates").mkdir()
+    settings["updates"] = {
+        "directory": {"path": str(tmp_path / "updates")},
+        "max_staleness_s": 0.2,
+        "on_stale": "refuse",
+    }
+    looks = {1: 0, 2: 0}
+
+    def age_s(_, table):
+        looks[table.version] += 1
+        return 3600.0 if table.version == 2 else 0.0
+
+    monkeypatch.setattr(Streams, "age_s", age_s)
+    entered, gate = threading.Event(), threading.Event()
+
+    def behind(_, tables):
+        entered.set()
+        assert gate.wait(60)
+        return ""
+
+    monkeypatch.setattr(Streams, "behind", behind)
+    with hps.open(settings) as node:
+        write(repository, 2)
+        loading = threading.Thread(target=node.load, args=("words",))
+        loading.start()
+        assert entered.wait(60)
+        before = looks[1]
+        until(lambda: looks[1] > before + 6)
+        assert value(node) == 1007
+        gate.set()
+        loading.join()
+        until(lambda: node.models["words"].freshness.refusal)
+        with pytest.raises(Unavailable, match="max_staleness_s"):
+            node.lookup("words", {"left": [7]})
+        node.load("words", 1)
+        assert value(node) == 1007
 
 
 class _Behind:

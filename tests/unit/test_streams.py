@@ -72,3 +72,15 @@ def test_a_paused_reader_stays_so_over_a_switch(resources, tmp_path):
     assert caches.rows == 0
     streams.resume()
     until(lambda: caches.rows == 5)
+
+
+def test_rows_that_are_followed_no_more_age(resources, tmp_path):
+    streams = Streams([USERS], Metrics(), resources)
+    streams.read_folder(DirectorySettings(path=tmp_path), [], Caches())
+    assert streams.age_s(USERS) == 0
+    other = EmbeddingTable.make("users", 2, model="ctr", version=2)
+    streams.follow([other], {})
+    until(lambda: streams.age_s(USERS) > 0)
+    assert streams.age_s(other) == 0
+    streams.follow([USERS], {})
+    assert streams.age_s(USERS) == 0
