@@ -485,7 +485,7 @@ def test_ten_thousand_failing_requests_leave_nothing_behind(server, open_node):
         node.lookup("ctr", {"user": np.array([1, 2])})
     gc.collect()
     threads, open_sockets, memory = threads_of_hps(), sockets(), _memory()
-    assert threads <= before[0] + 1
+    assert threads <= before[0] + 4  # of the pools, which start theirs when they are needed
     assert open_sockets <= before[1] + 2
     assert memory < before[2] + (32 << 20)
 
