@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
+from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hps.client.errors import retry_after_s
 from hps.client.wire import Answer, Keys, numpy_type, tensors_of
-from hps.errors import DeadlineExceeded, HpsError, Unavailable
+from hps.errors import BadRequest, DeadlineExceeded, HpsError, Unavailable
 from hps.types import LookupResult, PredictResult
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
@@ -31,16 +32,27 @@ class Call(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """What has to be known of a model: NumPy's types of its inputs, and the names of its outputs."""
+    """What has to be known of a model: NumPy's types of its inputs, and the names of its outputs. So it is in
+    ``versions``, of which a server serves others later on."""
 
     inputs: Mapping[str, Any]
     outputs: tuple[str, ...]
+    versions: tuple[str, ...] = ()
+
+    def of_version(self, version: str) -> bool:
+        """Whether this may be of ``version``, the one that answered; it is not always told."""
+        return not version or not self.versions or version in self.versions
+
+    def same(self, other: Tensors) -> bool:
+        """Whether a request by ``other`` would be the same."""
+        return (self.inputs, self.outputs) == (other.inputs, other.outputs)
 
     @staticmethod
     def of(metadata: Mapping[str, Any]) -> Tensors:
         """By the protocol's description of the model."""
         types = {t["name"]: numpy_type(t["datatype"]) for t in metadata["inputs"]}
-        return Tensors(types, tuple(t["name"] for t in metadata["outputs"]))
+        outputs = tuple(t["name"] for t in metadata["outputs"])
+        return Tensors(types, outputs, tuple(metadata.get("versions", ())))
 
 
 UNKNOWN = Tensors({}, ())
@@ -56,7 +68,7 @@ def predict_call(
     request_id: str,
     timeout_s: float | None,
 ) -> Call:
-    """Dense values are sent in the model's types."""
+    """Dense values are sent in the model's types. Raises ``BadRequest``."""
     inputs = tensors_of(features)
     for name, value in (dense or {}).items():
         inputs[name] = np.ascontiguousarray(value, about.inputs.get(name))
@@ -64,7 +76,10 @@ def predict_call(
     if want_source:
         best = ["top_k_index"] if top_k else []
         outputs = [*about.outputs, *best, *_sources(features)]
-    parameters = {"top_k": top_k} if top_k else {}
+    try:
+        parameters = {"top_k": index(top_k)} if top_k else {}
+    except TypeError:
+        raise BadRequest(f"top_k must be a whole number, got {top_k!r}") from None
     return Call(model, inputs, outputs, parameters, request_id, timeout_s)
 
 

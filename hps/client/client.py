@@ -24,7 +24,7 @@ from hps.client.calls import (
 from hps.client.errors import Unreachable
 from hps.client.http_wire import HttpWire
 from hps.client.wire import Answer, Keys
-from hps.errors import HpsError, Unavailable
+from hps.errors import BadRequest, HpsError, Unavailable
 from hps.types import LookupResult, PredictResult
 
 T = TypeVar("T")
@@ -51,6 +51,17 @@ class _Opened:
         self._retries = retries
         self._wire, self._line = self._open(at, api_key)
         self._known: dict[str, Tensors] = {}
+        self._closed = False
+
+    def _patience(self, timeout_s: float | None = None, retries: int | None = None) -> Patience:
+        return Patience(
+            self.timeout_s if timeout_s is None else timeout_s,
+            self._retries if retries is None else retries,
+        )
+
+    def _open_still(self) -> None:
+        if self._closed:
+            raise HpsError("this client was closed; make another one")
 
     def _open(self, at: Address, api_key: str | None) -> tuple[Any, Any]:
         """How calls are written and answers read, and what sends them: a ``HttpWire`` and a ``Http``, or what
@@ -79,7 +90,8 @@ class Client(_Opened):
         self.close()
 
     def close(self) -> None:
-        """Close the connections; idempotent."""
+        """Close the connections, for good; idempotent."""
+        self._closed = True
         self._line.close()
 
     def predict(
@@ -99,11 +111,28 @@ class Client(_Opened):
         ``want_source`` adds the tier's code of every key. ``timeout_s``: for this call, told to the
         server, too.
         """
-        about = self._about(model) if dense or want_source else UNKNOWN
-        call = predict_call(
-            model, features, dense, about, top_k, want_source, request_id, timeout_s
-        )
-        return predict_result(self._infer(call))
+        patience = self._patience(timeout_s)
+
+        def ask(about: Tensors) -> Answer:
+            call = predict_call(
+                model, features, dense, about, top_k, want_source, request_id, timeout_s
+            )
+            return self._infer(call, patience)
+
+        if not dense and not want_source:
+            return predict_result(ask(UNKNOWN))
+        about = self._known.get(model) or self._about(model, patience)
+        try:
+            answer = ask(about)
+        except BadRequest as error:
+            newer = self._about(model, patience)
+            if newer.same(about):
+                raise error
+            return predict_result(ask(newer))
+        if not about.of_version(answer.model_version):
+            newer = self._about(model, patience)
+            answer = answer if newer.same(about) else ask(newer)
+        return predict_result(answer)
 
     def lookup(
         self,
@@ -156,24 +185,26 @@ class Client(_Opened):
         """
         self.ready()
 
-    def _about(self, model: str) -> Tensors:
-        if model not in self._known:
-            self._known[model] = Tensors.of(self._ask("metadata", model))
-        return self._known[model]
+    def _about(self, model: str, patience: Patience) -> Tensors:
+        """What the server tells of the model now."""
+        question = self._wire.question("metadata", model)
+        told = self._sent(question, partial(self._wire.told, "metadata"), patience)
+        self._known[model] = found = Tensors.of(told)
+        return found
 
-    def _infer(self, call: Call) -> Answer:
-        timeout_s = self.timeout_s if call.timeout_s is None else call.timeout_s
-        patience = Patience(timeout_s, self._retries)
+    def _infer(self, call: Call, patience: Patience | None = None) -> Answer:
+        patience = patience or self._patience(call.timeout_s)
         read: Callable[[Any], Answer] = self._wire.answer
         return self._sent(self._wire.request(call), read, patience)
 
     def _ask(self, what: str, model: str = "", retries: int | None = None) -> dict[str, Any]:
-        patience = Patience(self.timeout_s, self._retries if retries is None else retries)
         question = self._wire.question(what, model)
-        return self._sent(question, partial(self._wire.told, what), patience)
+        told = partial(self._wire.told, what)
+        return self._sent(question, told, self._patience(None, retries))
 
     def _sent(self, message: Any, read: Callable[[Any], T], patience: Patience) -> T:
         while True:
+            self._open_still()
             try:
                 return read(self._line.send(message, patience.until))
             except HpsError as error:
@@ -199,7 +230,8 @@ class AsyncClient(_Opened):
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections; idempotent."""
+        """Close the connections, for good; idempotent."""
+        self._closed = True
         await self._line.close()
 
     async def predict(
@@ -214,11 +246,28 @@ class AsyncClient(_Opened):
         timeout_s: float | None = None,
     ) -> PredictResult:
         """See ``Client.predict``."""
-        about = await self._about(model) if dense or want_source else UNKNOWN
-        call = predict_call(
-            model, features, dense, about, top_k, want_source, request_id, timeout_s
-        )
-        return predict_result(await self._infer(call))
+        patience = self._patience(timeout_s)
+
+        async def ask(about: Tensors) -> Answer:
+            call = predict_call(
+                model, features, dense, about, top_k, want_source, request_id, timeout_s
+            )
+            return await self._infer(call, patience)
+
+        if not dense and not want_source:
+            return predict_result(await ask(UNKNOWN))
+        about = self._known.get(model) or await self._about(model, patience)
+        try:
+            answer = await ask(about)
+        except BadRequest as error:
+            newer = await self._about(model, patience)
+            if newer.same(about):
+                raise error
+            return predict_result(await ask(newer))
+        if not about.of_version(answer.model_version):
+            newer = await self._about(model, patience)
+            answer = answer if newer.same(about) else await ask(newer)
+        return predict_result(answer)
 
     async def lookup(
         self,
@@ -261,23 +310,25 @@ class AsyncClient(_Opened):
             found.ready = (await self._ask("ready", "", retries=0))["ready"]
         return found.ready
 
-    async def _about(self, model: str) -> Tensors:
-        if model not in self._known:
-            self._known[model] = Tensors.of(await self._ask("metadata", model))
-        return self._known[model]
+    async def _about(self, model: str, patience: Patience) -> Tensors:
+        """What the server tells of the model now."""
+        question = self._wire.question("metadata", model)
+        told = await self._sent(question, partial(self._wire.told, "metadata"), patience)
+        self._known[model] = found = Tensors.of(told)
+        return found
 
-    async def _infer(self, call: Call) -> Answer:
-        timeout_s = self.timeout_s if call.timeout_s is None else call.timeout_s
-        patience = Patience(timeout_s, self._retries)
+    async def _infer(self, call: Call, patience: Patience | None = None) -> Answer:
+        patience = patience or self._patience(call.timeout_s)
         return await self._sent(self._wire.request(call), self._wire.answer, patience)
 
     async def _ask(self, what: str, model: str = "", retries: int | None = None) -> dict[str, Any]:
-        patience = Patience(self.timeout_s, self._retries if retries is None else retries)
         question = self._wire.question(what, model)
-        return await self._sent(question, partial(self._wire.told, what), patience)
+        told = partial(self._wire.told, what)
+        return await self._sent(question, told, self._patience(None, retries))
 
     async def _sent(self, message: Any, read: Callable[[Any], T], patience: Patience) -> T:
         while True:
+            self._open_still()
             try:
                 return read(await self._line.send(message, patience.until))
             except HpsError as error:

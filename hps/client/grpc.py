@@ -56,6 +56,8 @@ class GrpcChannel:
             return getattr(self._stub, method)(content, timeout=left_s(until), metadata=metadata)
         except grpc.RpcError as error:
             raise _told(error, self._at) from None
+        except ValueError as error:  # closed by another thread, for one
+            raise HpsError(f"{self._at.base} was not asked: {error}") from None
 
     def close(self) -> None:
         self._channel.close()
