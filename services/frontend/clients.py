@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from hps.config.admission_settings import ClientSettings
-from services.frontend.errors import TooManyRequests
+from services.frontend.errors import Overloaded, TooManyRequests
 
 # Clients that are remembered; those beyond that ask for nothing are forgotten.
 _KEPT = 4096
@@ -59,13 +59,17 @@ class Clients:
             client.allowed -= 1
             client.running += 1
 
-    def leave(self, name: str) -> None:
-        """One of ``name``'s requests is answered."""
+    def leave(self, name: str, error: BaseException | None = None) -> None:
+        """One of ``name``'s requests is answered, with ``error`` if it failed. One that was refused for want
+        of room does not count as sent."""
         with self._lock:
-            self._known[name].running -= 1
+            client = self._known[name]
+            client.running -= 1
+            if isinstance(error, Overloaded):
+                client.allowed += 1
 
     def undo(self, name: str) -> None:
-        """A request that had entered is begun anew."""
+        """A request that had entered is begun anew, or was refused."""
         with self._lock:
             self._known[name].running -= 1
             self._known[name].allowed += 1

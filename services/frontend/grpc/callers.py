@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 
@@ -44,9 +45,11 @@ def certificate_names(context: grpc.ServicerContext) -> set[str]:
 
 
 def address_of(context: grpc.ServicerContext) -> str:
-    """Where the caller is, without its port: all of its connections are one client's."""
-    peer: str = context.peer()
-    return peer.removeprefix("ipv4:").removeprefix("ipv6:").rpartition(":")[0]
+    """Where the caller is, as HTTP would have it and without its port: all of its connections are one
+    client's."""
+    peer = unquote(context.peer())  # grpc quotes IPv6's brackets
+    address = peer.removeprefix("ipv4:").removeprefix("ipv6:").rpartition(":")[0]
+    return address.removeprefix("[").removesuffix("]")
 
 
 class Counted:
@@ -66,7 +69,7 @@ class Counted:
         self._reply.answer(message)
 
     def fail(self, error: HpsError) -> None:
-        self._clients.leave(self._client)
+        self._clients.leave(self._client, error)
         self._reply.fail(error)
 
     def waits_for(self, future: Future[Any]) -> None:

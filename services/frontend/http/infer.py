@@ -85,7 +85,7 @@ class InferApp:
             arrived = perf_counter_ns()  # what the client took to send is not ours
             inference = Inference(self, head, body, arrived, client)
         except (Exception, asyncio.CancelledError) as error:
-            self.leave(client)
+            self.leave(client, error)
             unread = receive if not admitted or _is_unread(error) else None
             await fail(error, head, self.state, send, arrived, unread)
             return
@@ -165,10 +165,10 @@ class InferApp:
         self._clients.enter(client)
         return client
 
-    def leave(self, client: str | None) -> None:
-        """A request of ``client`` is answered."""
+    def leave(self, client: str | None, error: BaseException | None = None) -> None:
+        """A request of ``client`` is answered, with ``error`` if it failed."""
         if client is not None and self._clients is not None:
-            self._clients.leave(client)
+            self._clients.leave(client, error)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send, arrived: int) -> None:
         """An inference request for a name that is not served, now or ever."""
@@ -255,12 +255,14 @@ class Inference:
         self._future.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error: BaseException | None = None
         try:
-            await self._answer(scope, send)
+            error = await self._answer(scope, send)
         finally:
-            self._app.leave(self._client)
+            self._app.leave(self._client, error)
 
-    async def _answer(self, scope: Scope, send: Send) -> None:
+    async def _answer(self, scope: Scope, send: Send) -> BaseException | None:
+        """Returns what went wrong, which is told."""
         head, future = self._head, self._future
         if not future.done() and GONE in scope:
             scope[GONE](self.give_up)
@@ -274,12 +276,13 @@ class Inference:
         except (Exception, asyncio.CancelledError) as error:
             if not self._gone:
                 await fail(error, head, self._state, send, self._started, origin=self._call.origin)
-            return
+            return error
         if WHOLE in scope.get("extensions", ()):
             await send({"type": WHOLE, "reply": reply})
-            return
+            return None
         await send({"type": "http.response.start", "status": 200, "headers": reply.headers})
         await send({"type": "http.response.body", "body": reply.body})
+        return None
 
     def _reply(self, result: Any) -> Reply:
         call, head = self._call, self._head

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import grpc
 import pytest
 import tritonclient.grpc as triton
@@ -12,6 +14,7 @@ from hps import metric_names as m
 from hps.config import Settings
 from hps.config.admission_settings import AdmissionSettings
 from hps.config.server_settings import ServerSettings
+from services.frontend.grpc.callers import address_of
 from services.frontend.state import State
 from tests.support.waiting import until
 
@@ -101,6 +104,34 @@ def test_a_client_that_asks_too_much(small, slow, stub, key_guard):
     for _ in range(3):
         service.ModelInfer(predict(), timeout=60, metadata=reader)
     assert refused(small) == {"client_running": 1}
+
+
+def test_what_there_is_no_room_for_is_not_counted_as_sent(small, slow, stub):
+    service = stub(queue=0, client={"per_second": 1e-3, "burst": 3})
+    line = small.state.entries["ctr"].endpoint
+    taken = [service.ModelInfer.future(predict(), timeout=60) for _ in range(2)]
+    until(lambda: line.running == 2)
+    for _ in range(5):
+        call = service.ModelInfer.future(predict(), timeout=60)
+        assert call.code() is grpc.StatusCode.UNAVAILABLE
+    slow.leave.set()
+    assert all(call.result().outputs for call in taken)
+    assert service.ModelInfer(predict(), timeout=60).outputs
+    last = service.ModelInfer.future(predict(), timeout=60)
+    assert last.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        ("ipv4:10.0.0.7:5555", "10.0.0.7"),
+        ("ipv6:%5B::1%5D:5555", "::1"),
+        ("ipv6:%5Bfe80::2%25eth0%5D:5555", "fe80::2%eth0"),
+        ("ipv6:[::1]:5555", "::1"),
+    ],
+)
+def test_addresses_are_those_of_http(peer, address):
+    assert address_of(SimpleNamespace(peer=lambda: peer)) == address
 
 
 def test_a_streams_requests_are_counted_one_by_one(small, stub):

@@ -214,6 +214,36 @@ def test_clients_without_keys_are_known_by_address(small, limited, http):
     assert refused(small) == {"client_rate": 1}
 
 
+@pytest.mark.parametrize("way", ["whole", "head first", "body later", "after waiting"])
+def test_what_there_is_no_room_for_is_not_counted_as_sent(small, slow, limited, http, way):
+    """Whichever way it comes."""
+    waits = {"queue": 3, "max_wait_ms": 1} if way == "after waiting" else {"queue": 0}
+    app = limited(running=1, client=ClientSettings(per_second=1e-3, burst=2), **waits)
+    more = "Expect: 100-continue\r\n" if way == "body later" else ""
+
+    async def ask():
+        first, taken = http.connect(app)
+        await http.read(first, predict(http))
+        for _ in range(4):
+            protocol, wire = http.connect(app)
+            head, _, body = predict(http, more=more).partition(b"\r\n\r\n")
+            parts = [head + b"\r\n\r\n" + body]
+            if way in ("head first", "body later"):
+                parts = [head + b"\r\n\r\n", body]
+            for part in parts:
+                await http.read(protocol, part)
+            await http.until(lambda wire=wire: 503 in wire.statuses)
+        slow.leave.set()
+        await http.until(lambda: taken.statuses)
+        protocol, wire = http.connect(app)
+        for count in (1, 2):
+            await http.read(protocol, predict(http))
+            await http.until(lambda count=count: len(wire.statuses) == count)
+        assert wire.statuses == [200, 429]
+
+    http.run(ask)
+
+
 def test_a_faulty_request_counts_once(small, limited, http):
     app = limited(client=ClientSettings(running=1))
 
