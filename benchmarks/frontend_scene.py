@@ -1,7 +1,7 @@
 """The models, requests and servers of `benchmarks.frontend`: the same work for each of them.
 
-Two tables, 200,000 rows × 16 and 20,000 × 832 (1,024 rows of it are an answer of 3.4 MB), and a network of two
-layers over 8 features' vectors of 16. Ours finds rows by their keys in its CPU cache; the peers' custom
+Two tables, 200,000 rows × 16 and 20,000 × 832 (1,024 rows of it are an answer of 3.4 MB), and a network of
+two layers over 8 features' vectors of 16. Ours finds rows by their keys in its CPU cache; the peers' custom
 models do the least a lookup can be, ``table[row_numbers]`` in NumPy, and run the network in ONNX Runtime with
 one thread, as ours does.
 """
@@ -217,8 +217,8 @@ class Side:
 def sides(
     folder: Path, names: Sequence[str], core: int | None, notes: list[str]
 ) -> Iterator[Mapping[str, Side]]:
-    """Start ``names`` of hps, Triton, KServe and MLServer on ``folder``'s models; a peer that is not set up is
-    left out and said in ``notes``."""
+    """Start ``names`` of hps, Triton, KServe and MLServer on ``folder``'s models; a peer that is not set up
+    is left out and said in ``notes``."""
     env = {"BENCH_FOLDER": str(folder), "BENCH_PACKAGES": sysconfig.get_path("purelib")}
     with ExitStack() as stack:
         running: dict[str, Side] = {}

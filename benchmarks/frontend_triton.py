@@ -1,9 +1,10 @@
 """Our front end and a real Triton's, asked by NVIDIA's perf_analyzer.
 
 One of `benchmarks.frontend`'s two halves; what is asked and of whom stands in `benchmarks/frontend_scene.py`.
-hps serves with its defaults from one process, Triton 2.51 with python models (one instance each, dynamic batching on), predictions
-by an ensemble lookup → dense. All of them, and perf_analyzer, share the machine's cores, nothing is pinned. Sides
-take turns, several rounds; ratios are taken round by round, and the median over the rounds is judged.
+hps serves with its defaults from one process, Triton 2.51 with python models (one instance each, dynamic
+batching on), predictions by an ensemble lookup → dense. They and perf_analyzer share the machine's cores, nothing
+is pinned; perf_analyzer is synchronous, its default: with ``--async`` its one thread for HTTP is what is measured.
+Sides take turns, several rounds; ratios are taken round by round, and the median over the rounds is judged.
 
 infer/s is what was answered within three windows of time over their length (``--measurement-interval``, three
 ``--max-trials`` merged), not ``--request-count``, whose time perf_analyzer looks at so seldom that short runs
@@ -82,7 +83,7 @@ def measure(side: Side, work: Work, way: str, concurrency: int, window_ms: int) 
         side.grpc if way == "grpc" else side.server.address,
         model,
         steps,
-        *("-b", str(batch), "--async"),
+        *("-b", str(batch)),
         *("--measurement-interval", str(window_ms), "--max-trials", "3"),
         protocol=way,
         requests=None,

@@ -1,8 +1,9 @@
 """KServe with custom models: ``python -m benchmarks.peers.kserve_server HTTP_PORT GRPC_PORT`` in its own
-environment. One process, neither access log nor latency log."""
+environment. One process, which logs no request."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,8 @@ class Answers(Model):  # type: ignore[misc]
 
     def predict(self, payload: InferRequest, headers: Any = None) -> InferResponse:
         array = self._work([tensor.as_numpy() for tensor in payload.inputs])
-        output = InferOutput(self._output, list(array.shape), "FP32", array)
+        output = InferOutput(self._output, list(array.shape), "FP32")
+        output.set_data_from_numpy(array)
         binary = payload.use_binary_outputs
         return InferResponse(payload.id, self.name, [output], use_binary_outputs=binary)
 
@@ -31,6 +33,7 @@ def rows(name: str) -> Answers:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.INFO)
     http, grpc = map(int, sys.argv[1:])
     ModelServer(http_port=http, grpc_port=grpc, enable_latency_logging=False).start(
         [*map(rows, TABLES), Answers("ctr", "score", Scores())]

@@ -1,10 +1,13 @@
-"""MLServer with custom models: ``python -m benchmarks.peers.mlserver_server HTTP_PORT GRPC_PORT METRICS_PORT``
-in its own environment. Models in the server's process, which is quicker than workers where the work is
-small; no access log."""
+"""MLServer with custom models, in its own environment:
+``python -m benchmarks.peers.mlserver_server HTTP_PORT GRPC_PORT METRICS_PORT``.
+
+Models run in the server's process, which is quicker than workers where the work is small; no request is logged.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 
 from mlserver import MLModel, MLServer, ModelSettings, Settings
@@ -52,4 +55,5 @@ async def serve(http: int, grpc: int, metrics: int) -> None:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.INFO)
     asyncio.run(serve(*map(int, sys.argv[1:])))

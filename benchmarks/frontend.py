@@ -1,0 +1,41 @@
+"""Our front end beside others that do the same work: Triton's, KServe's, MLServer's.
+
+What is measured, against what and with which bars stands at the head of each half, which run alone as well:
+`benchmarks.frontend_triton`, where NVIDIA's perf_analyzer asks hps and Triton, and
+`benchmarks.frontend_servers`, where one small load generator asks all four.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks import frontend_servers, frontend_triton
+from benchmarks.common import Benchmark, Options, Report, main
+
+HALVES = (frontend_triton, frontend_servers)
+
+
+def run(options: Options) -> Report:
+    report = Report()
+    for half in HALVES:
+        if missing := half.BENCHMARK.lacking():
+            report.notes.append(f"{half.BENCHMARK.name} was not measured: {missing}")
+            continue
+        found = half.run(options)
+        report.values |= found.values
+        report.tables |= found.tables
+        report.figures |= found.figures
+        report.notes += found.notes
+    return report
+
+
+BENCHMARK = Benchmark(
+    name="frontend",
+    title="The front end beside Triton's, KServe's and MLServer's",
+    run=run,
+    bars=tuple(bar for half in HALVES for bar in half.BARS),
+    measured=(*frontend_servers.BENCHMARK.measured, "benchmarks/frontend_servers.py"),
+)
+
+if __name__ == "__main__":
+    sys.exit(main(BENCHMARK))

@@ -1,0 +1,109 @@
+"""The front end's benchmark: its light gRPC client against a real server, and its judgement."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from benchmarks import frontend_servers, frontend_triton
+from benchmarks.common import Report
+from benchmarks.frontend_scene import BATCH, works
+from benchmarks.frontend_triton import Measured, steps_of
+from benchmarks.grpc_load import grpc_closed
+from benchmarks.load import http_request
+from benchmarks.open_loop import closed_loop
+
+
+@pytest.fixture(scope="module")
+def echo():
+    """Answers a call of ``/test/Echo`` with as many bytes as the message says; refuses what says nothing."""
+
+    def answer(message, context):
+        if not message:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "nothing")
+        return bytes(int(message.split()[0]))
+
+    server = grpc.server(ThreadPoolExecutor(4))
+    handlers = {"Echo": grpc.unary_unary_rpc_method_handler(answer)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test", handlers)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(0).wait()
+
+
+@pytest.mark.parametrize("message", [b"10", b"300000", b"10 " + bytes(16_000)])
+def test_calls_are_answered(echo, message):
+    seen = grpc_closed(echo, "/test/Echo", [message], 3, 0.3)
+    assert len(seen.statuses) >= 6
+    assert seen.goodput > 0
+    assert max(seen.latencies) < seen.wall_s
+
+
+def test_a_call_that_fails_is_an_error(echo):
+    with pytest.raises(RuntimeError, match="the call failed"):
+        grpc_closed(echo, "/test/Echo", [b""], 1, 0.2)
+
+
+def test_a_message_has_to_fit_into_a_frame(echo):
+    with pytest.raises(ValueError, match="does not fit"):
+        grpc_closed(echo, "/test/Echo", [bytes(20_000)], 1, 0.2)
+
+
+def test_everyone_is_asked_for_the_same():
+    found = works(1)
+    for work in found.values():
+        for request in work.requests:
+            ours, theirs = work.tensors(request, ours=True), work.tensors(request, ours=False)
+            assert [a.tobytes() for a in ours.values()] == [a.tobytes() for a in theirs.values()]
+    assert len(steps_of(found["26"], ours=True)[0]) == len(found["26"].requests)
+    steps, batch = steps_of(found["predict"], ours=False)
+    assert batch == BATCH
+    assert len(steps) == BATCH * len(found["predict"].requests)
+
+
+def runs(**per_second):
+    """Two rounds of each side; latencies are 1,000 / the rate."""
+    return {
+        side.replace("_", " "): [Measured(rate, 1000 / rate, 1000 / rate, 10.0) for _ in range(2)]
+        for side, rate in per_second.items()
+    }
+
+
+def test_each_protocol_is_judged_by_its_own():
+    report = Report()
+    sides = runs(hps_REST=300.0, hps_gRPC=100.0, Triton_REST=100.0, Triton_gRPC=200.0)
+    frontend_triton.record(report, "26", "title", 8, sides)
+    assert report.values["rest_26_8"] == pytest.approx(3)
+    assert report.values["grpc_26_8"] == pytest.approx(0.5)
+    assert report.values["grpc_26_8_p99"] == pytest.approx(2)
+    assert set(report.values) <= {bar.name for bar in frontend_triton.BARS}
+
+
+def test_ours_is_judged_by_their_better_protocol():
+    report = Report()
+    sides = runs(hps_REST=300.0, KServe_REST=10.0, KServe_gRPC=100.0, MLServer_REST=50.0)
+    frontend_servers.record(report, "26", "title", 8, sides)
+    assert report.values["kserve_8"] == pytest.approx(3)
+    assert report.values["mlserver_8"] == pytest.approx(6)
+    assert report.values["kserve_8_p99"] == pytest.approx(1 / 3)
+
+
+def test_answers_without_a_length_end_with_their_last_chunk():
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        connection = listener.accept()[0]
+        with listener, connection:
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc")
+            connection.sendall(b"\r\n0\r\n\r\n")
+            connection.recv(65536)
+
+    threading.Thread(target=serve, daemon=True).start()
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    assert closed_loop(address, [http_request("/", b"")], 1, 0.0).statuses == [200]
