@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from hps.cuda import launch, layout
+from hps.cuda import launch, layout, loader
 from hps.cuda.layout import EMPTY, NO_ROW, ROW_MASK, SLOT, TOMBSTONE, Policy
 from hps.cuda.loader import cupy
 from hps.cuda.twin import TwinTable
@@ -243,6 +243,29 @@ def test_many_tables_in_more_than_one_launch():
         np.testing.assert_array_equal(part.out.get()[found], rows_of(part.table, part.keys[found]))
         others = np.setdiff1d(np.arange(len(part.keys)), found)
         assert (part.out.get()[others] == -1).all()
+
+
+def test_all_tables_of_a_batch_take_one_launch_and_one_wait(monkeypatch):
+    tables = [EmbeddingTable.make(f"t{i}", 8 + i % 3) for i in range(26)]
+    cache, keys, launched, waited = GpuCache(dict.fromkeys(tables, 500)), np.arange(100), [], []
+    for table in tables:
+        cache.insert(table, keys[::2].copy(), rows_of(table, keys[::2]), versions_of(keys[::2]))
+    parts = [part_of(table, keys) for table in tables]
+    cupy().cuda.get_current_stream().synchronize()
+    launch_it = loader.Kernel.launch
+    monkeypatch.setattr(
+        loader.Kernel, "launch", lambda *given: launched.append(given) or launch_it(*given)
+    )
+
+    class Stream(cupy().cuda.Stream):
+        def synchronize(self):
+            waited.append(self)
+            super().synchronize()
+
+    cache.fetch(parts, FetchContext(stream=Stream(non_blocking=True)))
+    assert (len(launched), len(waited)) == (1, 1)
+    for part in parts:
+        np.testing.assert_array_equal(part.missing, keys[1::2])
 
 
 def test_contains_row_numbers_and_export():
