@@ -100,7 +100,6 @@ int main(int argc, char** argv) {
   options.max_background_jobs = 8;
   options.db_write_buffer_size = 64 << 20;
   options.write_buffer_size = 4 << 20;
-  options.min_write_buffer_number_to_merge = 4;
   options.max_write_buffer_number = 8;
   options.level0_file_num_compaction_trigger = 8;
   options.arena_block_size = 64 << 10;

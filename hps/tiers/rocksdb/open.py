@@ -50,12 +50,14 @@ from hps.tiers.rocksdb.errors import NAME, translate
 Access = Literal["primary", "read_only", "secondary"]
 
 DEFAULT_FAMILY = "default"
-# Memory for rows not yet flushed, over all tables together; each table's share grows on demand. A row's place
-# is found in one buffer, the quicker the more of it is in the processor's cache: a streamed row costs 3.9 µs
-# with buffers of 4 MiB, 4.8 with 16, 6 with 64. Four of them are flushed as one file.
+# Memory for rows not yet flushed, over all tables together: as it is used up the oldest buffer is flushed,
+# and counts until its file is written. A table's full buffer is flushed at once: RocksDB does not do it for those
+# that shall be flushed together, and there may be some of each table. A row's place is found in one
+# buffer, the quicker the more of it is in the processor's cache: a streamed row costs 3.9 µs with buffers of
+# 4 MiB, 4.8 with 16, 6 with 64.
 _WRITE_BUFFERS = 64 << 20
-_WRITE_BUFFER, _FLUSHED_TOGETHER, _MOST_BUFFERS = 4 << 20, 4, 8
-# Each compaction of new files rewrites what it overlaps of the first level, of up to 256 MiB: half as many.
+_WRITE_BUFFER, _MOST_BUFFERS = 4 << 20, 8
+# Each compaction of new files rewrites what it overlaps of the first level, of up to 256 MiB.
 _NEW_FILES = 8
 _ARENA_BLOCK = 64 << 10
 _MAX_WAL = 256 << 20
@@ -103,7 +105,6 @@ def make_options(settings: OpenSettings, families: int) -> Options:
     options.set_max_background_jobs(_BACKGROUND_JOBS)
     options.set_db_write_buffer_size(_WRITE_BUFFERS)
     options.set_write_buffer_size(_WRITE_BUFFER)
-    options.set_min_write_buffer_number_to_merge(_FLUSHED_TOGETHER)
     options.set_max_write_buffer_number(_MOST_BUFFERS)
     options.set_level_zero_file_num_compaction_trigger(_NEW_FILES)
     options.set_arena_block_size(_ARENA_BLOCK)

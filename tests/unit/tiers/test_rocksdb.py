@@ -16,8 +16,10 @@ from rocksdict import Options, Rdict
 from hps.errors import TierError
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier, Tuning
+from hps.tiers.rocksdb import open as options
 from hps.tiers.rocksdb.errors import translate
 from hps.types import EmbeddingTable, Source, make_version, version_now
+from tests.support.waiting import until
 
 DIM = 4
 KEYS = np.array([5, -3, 2**62, 0, -(2**63), 2**63 - 1], np.int64)
@@ -174,6 +176,27 @@ class TestRestart:
             assert len(fetch(tier, each, KEYS).missing) == len(KEYS)
         assert fetch(tier, first[0], KEYS).out.tolist() == VECTORS.tolist()
         tier.close()
+
+
+def test_rows_in_memory_are_bounded_over_all_tables(tmp_path, monkeypatch):
+    """With buffers an eighth of ours; each table's last one is full in part."""
+    monkeypatch.setattr(options, "_WRITE_BUFFERS", bound := options._WRITE_BUFFERS // 8)
+    monkeypatch.setattr(options, "_WRITE_BUFFER", buffer := options._WRITE_BUFFER // 8)
+    tier = RocksDbTier(tmp_path)
+    tables = [EmbeddingTable.make(f"wide{i}", 256, model="ctr") for i in range(24)]
+    tier.open_tables(tables)
+    n = int(3.7 * buffer / 1100)
+    rows = np.zeros((n, 256), np.float32)
+    for each in tables:
+        tier.insert(each, np.arange(n), rows, np.full(n, 1, np.uint64))
+    assert len(tables) * n * 1024 > 4 * bound
+    data = [tier._database.family(each).data for each in tables]
+
+    def in_memory() -> int:
+        return sum(each.property_int_value("rocksdb.cur-size-all-mem-tables") for each in data)
+
+    until(lambda: in_memory() <= bound)
+    tier.close()
 
 
 class TestTombstonesOnDisk:
