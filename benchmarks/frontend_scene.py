@@ -35,6 +35,8 @@ HERE = Path(__file__).parents[1]
 MODELS = HERE / "benchmarks/peers/triton_frontend"
 ROWS, DIM, WIDE_ROWS, WIDE = 200_000, 16, 20_000, 832
 FEATURES, BATCH, HIDDEN, DISTINCT = 8, 64, 64, 64
+SHARED = 128 << 20
+"""Bytes between Triton and a Python model at first, so that they need not grow for large answers."""
 Keys = dict[str, NDArray[np.int64]]
 SPEC = {
     "name": "ctr",
@@ -166,7 +168,8 @@ def network(weights: Sequence[NDArray[np.float32]], parts: tuple[str, ...]) -> b
 
 def write_triton(folder: Path) -> None:
     """Python models, and the ensemble that `hps triton export` would write if its lookup were this one.
-    Dynamic batching is on, because it makes Triton cheaper: several requests share a hop to Python."""
+    Dynamic batching is on, because it makes Triton cheaper: several requests share a hop to Python; it makes
+    answers of megabytes dearer."""
     ids = [(f"f{i}", "INT64", 1) for i in range(FEATURES)]
     vectors, score = ("x", "FP32", FEATURES * DIM), ("score", "FP32", 1)
     dense = HERE / "hps/triton/files/dense_model.py"
@@ -180,7 +183,8 @@ def write_triton(folder: Path) -> None:
         model.mkdir(parents=True)
         shutil.copy(source, model / "model.py")
         most = 1024 if name.startswith("ctr") else 64
-        text = f'name: "{name}" backend: "python" max_batch_size: {most} dynamic_batching {{ }}\n'
+        batching = "" if name == "wide" else "dynamic_batching { }"
+        text = f'name: "{name}" backend: "python" max_batch_size: {most} {batching}\n'
         text += "instance_group [ { kind: KIND_CPU count: 1 } ]\n"
         (model.parent / "config.pbtxt").write_text(text + _tensors(inputs, [output]))
     shutil.copy(folder / "network.onnx", folder / "triton/ctr.dense/1/dense.onnx")
@@ -236,7 +240,9 @@ def _start(name: str, folder: Path, env: Mapping[str, str], core: int | None) ->
         with start_hps(folder, core=core) as hps:
             yield Side(hps, hps.grpc, ours=True)
     elif name == "Triton":
-        with start_triton(folder / "triton", core=core, env=env) as triton:
+        arguments = (f"--backend-config=python,shm-default-byte-size={SHARED}",)
+        triton_of = start_triton(folder / "triton", core=core, env=env, arguments=arguments)
+        with triton_of as triton:
             yield Side(triton, triton.grpc)
     else:
         module = name.lower()

@@ -2,8 +2,10 @@
 
 One of `benchmarks.frontend`'s two halves; what is asked and of whom stands in `benchmarks/frontend_scene.py`.
 hps serves with its defaults from one process, Triton 2.51 with python models (one instance each, dynamic
-batching on), predictions by an ensemble lookup → dense. They and perf_analyzer share the machine's cores, nothing
-is pinned; perf_analyzer is synchronous, its default: with ``--async`` its one thread for HTTP is what is measured.
+batching on but for the large answers, which it makes slower), predictions by an ensemble lookup → dense. They
+and perf_analyzer share the machine's cores, nothing is pinned; perf_analyzer is synchronous, its default:
+with ``--async`` its one thread for HTTP is what is measured.
+
 Sides take turns, several rounds; ratios are taken round by round, and the median over the rounds is judged.
 
 infer/s is what was answered within three windows of time over their length (``--measurement-interval``, three

@@ -13,7 +13,7 @@ from kserve import InferOutput, InferRequest, InferResponse, Model, ModelServer
 from benchmarks.peers.rows_and_network import TABLES, Rows, Scores
 
 
-class Answers(Model):  # type: ignore[misc]
+class Answers(Model):
     def __init__(self, name: str, output: str, work: Callable[[list[Any]], Any]) -> None:
         super().__init__(name)
         self._output, self._work = output, work

@@ -1,7 +1,8 @@
 """MLServer with custom models, in its own environment:
 ``python -m benchmarks.peers.mlserver_server HTTP_PORT GRPC_PORT METRICS_PORT``.
 
-Models run in the server's process, which is quicker than workers where the work is small; no request is logged.
+Models run in the server's process, which is quicker than workers where the work is small; no request is
+logged.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mlserver.types import InferenceRequest, InferenceResponse
 from benchmarks.peers.rows_and_network import TABLES, Rows, Scores
 
 
-class RowsModel(MLModel):  # type: ignore[misc]
+class RowsModel(MLModel):
     async def load(self) -> bool:
         self._rows = Rows(self.name)
         return True
@@ -28,7 +29,7 @@ class RowsModel(MLModel):  # type: ignore[misc]
         return InferenceResponse(model_name=self.name, outputs=[output])
 
 
-class ScoresModel(MLModel):  # type: ignore[misc]
+class ScoresModel(MLModel):
     async def load(self) -> bool:
         self._scores = Scores()
         return True
