@@ -4,8 +4,8 @@ One of `benchmarks.frontend`'s two halves; what is asked and of whom stands in `
 KServe 0.21 and MLServer 1.7 have custom models that do the same work in the server's process; they lack a
 call that perf_analyzer insists on, so all four are asked alike here: HTTP by `benchmarks/open_loop.py`, gRPC
 by `benchmarks/grpc_load.py`, keep-alive connections with one request each. Tensors are binary where the
-server has that: all but MLServer's HTTP, which has JSON alone. Every server is pinned to one core, the generator
-to another.
+server has that: all but MLServer's HTTP, which has JSON alone. Every server is pinned to one core, the
+generator to another.
 
 Sides take turns, several rounds; ratios are taken round by round against the peer's better protocol, and the
 median over the rounds is judged. infer/s is answers over the time from the first request to the last answer;
