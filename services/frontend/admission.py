@@ -112,8 +112,6 @@ class Line:
 
     def require_room(self, size: int = 0) -> None:
         """Raises ``Overloaded`` when a request of ``size`` bytes would be refused now."""
-        if self.running < self._most_running and not self._line and self._room.fits(size):
-            return
         places, limit_ms = len(self._line), self._max_wait_s * 1e3
         if places >= self._most_waiting and self.running >= self._most_running:
             raise Overloaded(
@@ -128,12 +126,7 @@ class Line:
                 "(server.admission.max_wait_ms); retry later, or ask another replica",
                 "queue_wait",
             )
-        if not self._room.fits(size):
-            raise Overloaded(
-                f"overloaded: waiting requests hold {self._room.held} bytes (server.admission.queue_bytes); "
-                "retry later, or ask another replica",
-                "queue_bytes",
-            )
+        self._room.require(size)
 
     def submit(self, call: Call, deadline: float) -> Future[Any]:
         """See ``Endpoint.submit``. Raises ``Overloaded`` when the request may not wait."""

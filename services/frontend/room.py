@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol
 from weakref import ReferenceType, ref
 
+from services.frontend.errors import Overloaded
 from services.frontend.logs import log
 
 # A thread that nothing needs for so long ends.
@@ -24,22 +23,41 @@ class Room:
         self.held = 0
         self._lock = threading.Lock()
 
-    def fits(self, size: int) -> bool:
-        """Whether ``size`` more bytes may be held. A request larger than all there is may come alone."""
-        return not self.held or self.held + size <= self.most
+    def require(self, size: int, own: int = 0) -> None:
+        """Raises ``Overloaded`` unless ``size`` more bytes may be held; ``own`` of what is held are the
+        request's already. A request larger than all there is may come alone."""
+        if self.held > own and self.held + size > self.most:
+            raise Overloaded(
+                f"overloaded: waiting requests hold {self.held} bytes (server.admission.queue_bytes); "
+                "retry later, or ask another replica",
+                "queue_bytes",
+            )
 
     def add(self, size: int) -> None:
         """Hold ``size`` bytes more, or fewer if negative."""
         with self._lock:
             self.held += size
 
-    @contextmanager
-    def holding(self, size: int) -> Iterator[None]:
-        self.add(size)
-        try:
-            yield
-        finally:
-            self.add(-size)
+
+class Share:
+    """The bytes of one request, held while it is entered."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._own = 0
+
+    def grow(self, size: int) -> None:
+        """Hold ``size`` bytes more. Raises ``Overloaded`` when there is no room for them."""
+        self._room.require(size, self._own)
+        self._room.add(size)
+        self._own += size
+
+    def __enter__(self) -> Share:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._room.add(-self._own)
+        self._own = 0
 
 
 class Expiring(Protocol):

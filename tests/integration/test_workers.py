@@ -198,7 +198,7 @@ def test_each_worker_keeps_to_its_bounds(server):
         waiting = []
         for _ in range(3):
             connection = stack.enter_context(socket.create_connection((host, int(port)), 60))
-            connection.sendall(head)
+            connection.sendall(head + b"{" * 700_000)
             waiting.append(connection)
         answered, _, _ = select.select(waiting, [], [], 60)
         assert answered[0].recv(4096).startswith(b"HTTP/1.1 503 ")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import zlib
 from collections.abc import MutableMapping
 from typing import Any
@@ -15,11 +16,14 @@ from typing import Any
 from hps.errors import BadRequest
 from services.frontend.errors import TooLarge, TooSlow, UnknownEncoding
 from services.frontend.http.asgi import Receive
+from services.frontend.room import Room, Share
 
 # zlib's window bits for each coding; "deflate" means a zlib stream (RFC 9110).
 _WINDOW = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 # Work beyond this many bytes leaves the event loop for a thread.
 _INLINE_BYTES = 256 << 10
+# Bytes a second that a body has to come with, or its memory would be held for as long as a client likes.
+_SLOWEST = 64 << 10
 # How much of a refused body is read so that the client gets to see the answer.
 _DISCARDED_BYTES, _DISCARDED_S = 1 << 30, 20.0
 # Smaller answers are sent as they are: compressing them costs more than it saves.
@@ -31,12 +35,13 @@ class ClientGone(Exception):
 
 
 async def read_body(
-    receive: Receive, headers: dict[bytes, bytes], limit: int, patience_s: float
+    receive: Receive, headers: dict[bytes, bytes], limit: int, patience_s: float, room: Room
 ) -> bytes:
-    """The whole body, decompressed: at most ``limit`` bytes, and never ``patience_s`` without news
-    once it has begun (the server closes connections on which nothing comes at all).
+    """The whole body, decompressed: at most ``limit`` bytes, never ``patience_s`` without news once it
+    has begun, and beyond that at `_SLOWEST` or faster (the server closes connections on which nothing
+    comes at all). What has come of it holds ``room`` while more is to come.
 
-    Raises TooLarge, UnknownEncoding, TooSlow, BadRequest or ClientGone.
+    Raises TooLarge, UnknownEncoding, TooSlow, Overloaded, BadRequest or ClientGone.
     """
     length = headers.get(b"content-length")
     if length is not None and length.isdigit() and int(length) > limit:
@@ -44,18 +49,24 @@ async def read_body(
     message = await receive()  # mostly there already; a timer for it would cost more than the wait
     body: bytes = message.get("body", b"")
     more = message.get("more_body") or message["type"] != "http.request"
-    if more or len(body) > limit:
-        body = await _rest(message, receive, limit, patience_s)
-    if b"content-encoding" in headers:
-        body = await decompress(body, headers[b"content-encoding"].decode("latin-1"), limit)
+    with Share(room) as share:
+        if more or len(body) > limit:
+            body = await _rest(message, receive, limit, patience_s, share)
+        if b"content-encoding" in headers:
+            body = await decompress(body, headers[b"content-encoding"].decode("latin-1"), limit)
     return body
 
 
 async def _rest(
-    message: MutableMapping[str, Any], receive: Receive, limit: int, patience_s: float
+    message: MutableMapping[str, Any],
+    receive: Receive,
+    limit: int,
+    patience_s: float,
+    share: Share,
 ) -> bytes:
     """A body that comes in several pieces, ``message`` being the first of them."""
     chunks, size = [], 0
+    begun = time.monotonic()
     while True:
         if message["type"] == "http.disconnect":
             raise ClientGone
@@ -66,7 +77,9 @@ async def _rest(
         chunks.append(chunk)
         if not message.get("more_body"):
             return b"".join(chunks)
-        message = await _next(receive, patience_s)
+        share.grow(len(chunk))
+        left_s = begun + patience_s + size / _SLOWEST - time.monotonic()
+        message = await _next(receive, min(patience_s, left_s))
 
 
 async def in_task() -> None:
@@ -75,14 +88,17 @@ async def in_task() -> None:
         await asyncio.sleep(0)
 
 
-async def _next(receive: Receive, patience_s: float) -> MutableMapping[str, Any]:
+async def _next(receive: Receive, left_s: float) -> MutableMapping[str, Any]:
     await in_task()
     try:
-        async with asyncio.timeout(patience_s):
+        if left_s <= 0:
+            raise TimeoutError
+        async with asyncio.timeout(left_s):
             return await receive()
     except TimeoutError:
         raise TooSlow(
-            f"the rest of the request's body did not come within {patience_s:g} s"
+            f"the rest of the request's body did not come within {max(0.0, left_s):.2g} s; at least "
+            f"{_SLOWEST >> 10} KiB of it have to come each second"
         ) from None
 
 

@@ -75,18 +75,20 @@ class InferApp:
             return
         head = Head(route, dict(scope["headers"]))
         admitted, client = False, None
+        body: bytes | None = None
         try:
             client = self._enter(self._guard.check(head.headers, "read"), scope.get("client"))
-            size = _announced(head.headers)
-            route.entry.endpoint.require_room(size)
+            if route.entry.endpoint.is_busy:
+                route.entry.endpoint.require_room(_announced(head.headers))
             admitted = True
-            with self.state.admission.room.holding(size):
-                body = await read_body(receive, head.headers, self._max_body, self.timeout_s)
+            room = self.state.admission.room
+            body = await read_body(receive, head.headers, self._max_body, self.timeout_s, room)
             arrived = perf_counter_ns()  # what the client took to send is not ours
             inference = Inference(self, head, body, arrived, client)
         except (Exception, asyncio.CancelledError) as error:
             self.leave(client, error)
-            unread = receive if not admitted or _is_unread(error) else None
+            coming = not admitted or (body is None and _is_unread(error))
+            unread = receive if coming else None
             await fail(error, head, self.state, send, arrived, unread)
             return
         await inference(scope, receive, send)
@@ -327,14 +329,16 @@ async def _compressed(reply: Reply, coding: str) -> Reply:
 
 
 def _announced(headers: dict[bytes, bytes]) -> int:
-    """The bytes of a body that is coming; what comes in chunks is taken to have a million."""
+    """The bytes of a body that is coming; 0 when it comes in chunks."""
     length = headers.get(b"content-length")
-    return int(length) if length is not None and length.isdigit() else 1 << 20
+    return int(length) if length is not None and length.isdigit() else 0
 
 
 def _is_unread(error: BaseException) -> bool:
     """Whether part of the body is still on its way, after reading it ended with ``error``."""
-    return isinstance(error, TooSlow) or (isinstance(error, TooLarge) and error.unread)
+    if isinstance(error, TooLarge):
+        return error.unread
+    return isinstance(error, TooSlow | Overloaded)
 
 
 def _header_size(value: bytes | None, size: int) -> int | None:

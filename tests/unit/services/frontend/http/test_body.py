@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hps.errors import BadRequest
-from services.frontend.errors import TooLarge, TooSlow, UnknownEncoding
+from services.frontend.errors import Overloaded, TooLarge, TooSlow, UnknownEncoding
+from services.frontend.http import body as body_module
 from services.frontend.http.body import (
     ClientGone,
     accepted_coding,
@@ -20,6 +21,7 @@ from services.frontend.http.body import (
     discard,
     read_body,
 )
+from services.frontend.room import Room
 
 ENCODERS = {"gzip": gzip.compress, "deflate": zlib.compress}
 
@@ -44,9 +46,9 @@ class Source:
         return {"type": "http.request", "body": chunk, "more_body": more}
 
 
-def read(source, limit=100, patience_s=5.0, **headers):
+def read(source, limit=100, patience_s=5.0, room=None, **headers):
     named = {k.replace("_", "-").encode(): v.encode("latin-1") for k, v in headers.items()}
-    return asyncio.run(read_body(source, named, limit, patience_s))
+    return asyncio.run(read_body(source, named, limit, patience_s, room or Room(1 << 20)))
 
 
 @given(st.lists(st.binary(max_size=20), min_size=1, max_size=4))
@@ -71,6 +73,35 @@ def test_a_body_without_a_length_is_refused_when_it_passes_the_limit():
 def test_a_body_that_stops_coming():
     with pytest.raises(TooSlow, match=r"did not come within 0.05 s"):
         read(Source(b"x", more=True), patience_s=0.05)
+
+
+def test_a_body_that_comes_too_slowly(monkeypatch):
+    """Though there is news all the time."""
+    now = [1000.0]
+    monkeypatch.setattr(body_module.time, "monotonic", lambda: now[0])
+
+    class Slow(Source):
+        async def __call__(self):
+            now[0] += 2.0
+            return await super().__call__()
+
+    with pytest.raises(TooSlow):
+        read(Slow(*[b"x"] * 20))
+    chunks = [b"x" * (130 << 10)] * 20
+    assert len(read(Slow(*chunks), limit=4 << 20, room=Room(4 << 20))) == 2600 << 10
+
+
+def test_what_has_come_holds_room():
+    room = Room(100)
+    room.add(50)
+    with pytest.raises(Overloaded, match="hold 90 bytes"):
+        read(Source(*[b"x" * 20] * 4), room=room)
+    assert room.held == 50
+    assert len(read(Source(b"x" * 20, b"x" * 20), room=room)) == 40
+    room.add(-50)
+    assert (
+        len(read(Source(*[b"x" * 50] * 4), limit=1000, room=room)) == 200
+    )  # alone it may be larger
 
 
 def test_a_client_that_hangs_up():

@@ -108,12 +108,13 @@ def test_bodies_that_are_coming_hold_room(small, limited, http):
     app = limited(queue_bytes=1 << 20)
 
     async def two_bodies():
-        size = 900_000
-        head = f"POST {CTR} HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n".encode()
+        head = f"POST {CTR} HTTP/1.1\r\nHost: x\r\nContent-Length: 900000\r\n\r\n".encode()
         first, one = http.connect(app)
         second, other = http.connect(app)
-        await http.read(first, head + b"{")
-        await http.read(second, head + b"{")
+        await http.read(first, head + b"{" * 800_000)
+        await http.read(second, head + b"{")  # what is only announced holds nothing
+        await http.until(lambda: app.state.admission.room.held == 800_001)
+        await http.read(second, b"{" * 400_000)
         await http.until(lambda: other.statuses)
         assert (one.statuses, other.statuses) == ([], [503])
         first.connection_lost(None)
