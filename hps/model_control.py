@@ -94,6 +94,8 @@ class ModelControl:
             served = self._node.models.get(name)
             if served is not None and served.version == found.version:
                 return found.version
+            if served is not None:
+                self._require_read_again(name)
             self.loading = {**self.loading, name: found.version}
             try:
                 self._serve(found, served, progress or NoProgress())
@@ -147,6 +149,16 @@ class ModelControl:
             why = f"'{name}' is a model of a ps.json, which has no versions"
         if why:
             raise Unsupported(f"{why}; start the server again, one replica after the other")
+
+    def _require_read_again(self, name: str) -> None:
+        """That another version gets the updates which the one that is served has."""
+        directory = self._settings.updates.directory
+        if directory is not None and directory.takes(name):
+            raise Unsupported(
+                f"'{name}' is updated from files (updates.directory), and those that were applied are not "
+                "read again: another version would lack their rows; unload the model, load the version, and "
+                f"move the files it needs from {directory.path / 'applied'} back to {directory.path}"
+            )
 
     def _layouts(self) -> list[str]:
         tiers = self._settings.tiers

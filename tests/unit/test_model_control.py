@@ -301,14 +301,15 @@ def test_a_redis_that_was_not_there_at_a_load_is_not_waited_for_after_the_end(se
 
 def test_the_node_ends_during_a_load(settings, repository, tmp_path):
     (tmp_path / "updates").mkdir()
-    settings["updates"] = {"directory": {"path": str(tmp_path / "updates")}}
+    settings["updates"] = {"directory": {"path": str(tmp_path / "updates"), "models": ["more"]}}
     before = set(threading.enumerate())
     node = hps.open(settings)
     write(repository, 2)
-    asked = threading.Event()
+    asked, gate = threading.Event(), threading.Event()
 
     def behind(tables):
         asked.set()
+        assert gate.wait(60)
         return "3 messages to apply"
 
     node.streams.behind = behind
@@ -322,17 +323,52 @@ def test_the_node_ends_during_a_load(settings, repository, tmp_path):
     loading = threading.Thread(target=load)
     loading.start()
     assert asked.wait(60)
-    node.close()
+    closing = threading.Thread(target=node.close)
+    closing.start()
+    closing.join(0.3)
+    assert closing.is_alive()  # what the load uses is there until it has ended
+    gate.set()
+    closing.join()
     assert not {t.name for t in set(threading.enumerate()) - before - {loading} if t.is_alive()}
     loading.join()
     assert raised
+
+
+def test_files_that_were_applied_are_not_read_again(settings, repository, tmp_path):
+    """Another version would lack their rows, and nobody would know."""
+    folder = tmp_path / "updates"
+    settings["updates"] = {"directory": {"path": str(folder)}}
+    rows = {"key": np.array([7]), "vector": np.full((1, 4), 5, np.float32)}
+
+    def apply():
+        np.savez(folder / ".rows.npz", **rows)
+        (folder / ".rows.npz").rename(folder / "words.left.1.npz")
+        until(lambda: updated(node) == 5)
+        until(lambda: (folder / "applied" / "words.left.1.npz").exists())
+
+    def updated(node):
+        return node.lookup("words", {"left": [7]}).vectors["left"][0, 0]
+
+    with hps.open(settings) as node:
+        write(repository, 2)  # older than the file, whose rows win
+        apply()
+        with pytest.raises(Unsupported, match=r"updates\.directory.*not read again: .*/applied"):
+            node.load("words", 2)
+        assert node.load("words", 1) == 1  # served already
+        assert updated(node) == 5
+        # As the message has it.
+        node.unload("words")
+        assert node.load("words", 2) == 2
+        assert updated(node) == 2007
+        (folder / "applied" / "words.left.1.npz").rename(folder / "words.left.1.npz")
+        until(lambda: updated(node) == 5)
 
 
 def test_each_version_is_judged_by_its_own_rows(settings, repository, tmp_path, monkeypatch):
     """While another is brought up to date, which may be far behind, too."""
     (tmp_path / "updates").mkdir()
     settings["updates"] = {
-        "directory": {"path": str(tmp_path / "updates")},
+        "directory": {"path": str(tmp_path / "updates"), "models": ["more"]},
         "max_staleness_s": 0.2,
         "on_stale": "refuse",
     }

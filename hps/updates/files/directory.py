@@ -6,7 +6,8 @@
 
 A file appears complete: written under a name that begins with a dot, and renamed. Files are applied in the
 order of their names and moved away once the stores have them, so a crash repeats a file and loses none; the
-rows' versions make that harmless. Rows without one get the file's time of change.
+rows' versions make that harmless. Rows without one get the file's time of change. A file that was applied is
+not read again: another version of a model has none of its rows.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class DirectorySource:
         self._tables = tables
         self._block = block
         self._names: deque[str] = deque()
+        self._looked = False
         self._reading: UpdateFile | None = None
         self._batches: Iterator[UpdateBatch] = iter(())
         # What was polled and not committed; with a batch that ends a file, the file.
@@ -110,12 +112,15 @@ class DirectorySource:
         self._stop()
         self._polled.clear()
         self._names.clear()
+        self._looked = False
 
     def keep(self, letters: Sequence[DeadLetter]) -> None:
         """The file they stand in is kept as a whole, in ``rejected/``, when its end is committed."""
 
-    def lag(self) -> dict[tuple[str, int], int]:
-        """Files that wait, of those that were there when the folder was looked at last."""
+    def lag(self) -> dict[tuple[str, int], int] | None:
+        """Files that wait, of those that were there when the folder was looked at last; None before."""
+        if not self._looked:
+            return None
         return {(str(self._folder), 0): len(self._names) + (self._reading is not None)}
 
     def close(self) -> None:
@@ -140,6 +145,7 @@ class DirectorySource:
                 return None
             self.problem = None
             self._names.extend(sorted(set(found) - taken))
+            self._looked = True
         return self._folder / self._names.popleft() if self._names else None
 
     def _settle(self, ended: UpdateFile) -> None:

@@ -332,7 +332,10 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 def test_how_many_files_wait(house):
     for name in ("1.hpsu", "2.hpsu", "3.hpsu"):
         house.put(name, GOOD)
+    assert house.source.lag() is None  # not looked at yet
     house.source.poll(0.0)
     assert list(house.source.lag().values()) == [3]
+    house.source.rewind()
+    assert house.source.lag() is None
     house.run()
     assert list(house.source.lag().values()) == [0]
