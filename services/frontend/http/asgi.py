@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from services.frontend.http.head import Head
-    from services.frontend.http.infer import Inference
+    from services.frontend.http.inference import Inference
     from services.frontend.http.response import Reply
 
 Scope = MutableMapping[str, Any]

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Mapping
-from concurrent.futures import Future
 from time import perf_counter_ns
 from typing import Any
 
 from hps.config.server_settings import ServerSettings
-from hps.errors import BadRequest, DeadlineExceeded, HpsError, Unavailable
+from hps.errors import HpsError, Unavailable
 from services.frontend.auth import Guard
 from services.frontend.errors import Overloaded, TooLarge, TooSlow
-from services.frontend.http.asgi import GONE, WHOLE, App, Receive, Scope, Send
-from services.frontend.http.body import COMPRESS_FROM_BYTES, compress, in_task, read_body
+from services.frontend.http.asgi import App, Receive, Scope, Send
+from services.frontend.http.body import read_body
 from services.frontend.http.failures import fail, failure
-from services.frontend.http.head import Head, apart, repeatable, without_own
+from services.frontend.http.head import Head, apart, without_own
+from services.frontend.http.inference import Inference
 from services.frontend.http.response import Reply
 from services.frontend.http.routes import Route
 from services.frontend.state import State
-from services.frontend.statistics import queued_ns
 
 _INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 # Heads that are kept; longer ones are not worth their memory.
@@ -185,149 +183,6 @@ class InferApp:
             await fail(error, head, self.state, send, arrived, receive)
 
 
-class Inference:
-    """A request that has been begun. As an ASGI application it waits for what is still missing, and
-    answers. ``started``, ``parsed`` and ``inferred`` are instants in ns."""
-
-    __slots__ = (
-        "_app",
-        "_call",
-        "_client",
-        "_deadline",
-        "_future",
-        "_gone",
-        "_head",
-        "_parsed",
-        "_started",
-        "_state",
-    )
-
-    def __init__(
-        self, app: InferApp, head: Head, body: bytes, started: int, client: str | None = None
-    ) -> None:
-        """Raises what is wrong with the request. ``client``: who is to leave when it is answered."""
-        self._app = app
-        self._head = head
-        self._client = client
-        self._gone = False
-        self._state = app.state
-        self._started = started
-        route = head.route
-        assert route is not None
-        if route.entry.endpoint.is_busy:
-            route.entry.endpoint.require_room(len(body))
-        size = _header_size(head.headers.get(b"inference-header-content-length"), len(body))
-        if size == 0:
-            call = route.parser.raw(body, route.entry.endpoint.raw_input)
-        else:
-            call = route.parser.parse(body, size)
-        self._call = call
-        self._parsed = perf_counter_ns()
-        observer = app.state.observer
-        if call.id or head.is_named or observer.watches:
-            call.origin = observer.begin(
-                route.entry.name,
-                started,
-                call.id or head.request_id,
-                head.traceparent,
-                head.tracestate,
-            )
-        self._deadline = time.monotonic() + (call.form.timeout_us * 1e-6 or app.timeout_s)
-        self._future = route.entry.endpoint.submit(call, self._deadline)
-
-    def at_once(self) -> Reply | None:
-        """The answer, if nothing has to be waited for; else go on as an application."""
-        if not self._future.done():
-            return None
-        try:
-            inferred = perf_counter_ns()
-            result = self._future.result()
-            reply = self._reply(result)
-        except Exception:
-            return None  # the application says what is wrong
-        if self._head.coding is not None and reply.size >= COMPRESS_FROM_BYTES:
-            return None
-        self._count(inferred, result)
-        self._app.leave(self._client)
-        return reply
-
-    def give_up(self) -> None:
-        """The client is gone."""
-        self._gone = True
-        self._future.cancel()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error: BaseException | None = None
-        try:
-            error = await self._answer(scope, send)
-        finally:
-            self._app.leave(self._client, error)
-
-    async def _answer(self, scope: Scope, send: Send) -> BaseException | None:
-        """Returns what went wrong, which is told."""
-        head, future = self._head, self._future
-        if not future.done() and GONE in scope:
-            scope[GONE](self.give_up)
-        try:
-            result = future.result() if future.done() else await outcome(future, self._deadline)
-            inferred = perf_counter_ns()
-            reply = self._reply(result)
-            if head.coding is not None and reply.size >= COMPRESS_FROM_BYTES:
-                reply = await _compressed(reply, head.coding)
-            self._count(inferred, result)
-        except (Exception, asyncio.CancelledError) as error:
-            if not self._gone:
-                await fail(error, head, self._state, send, self._started, origin=self._call.origin)
-            return error
-        if WHOLE in scope.get("extensions", ()):
-            await send({"type": WHOLE, "reply": reply})
-            return None
-        await send({"type": "http.response.start", "status": 200, "headers": reply.headers})
-        await send({"type": "http.response.body", "body": reply.body})
-        return None
-
-    def _reply(self, result: Any) -> Reply:
-        call, head = self._call, self._head
-        route = head.route
-        assert route is not None
-        outputs = route.entry.endpoint.outputs(call, result)
-        freshness = route.entry.freshness
-        stale_s = freshness.flag() if freshness.stale_s else result.stale_s
-        reply = route.encoder.encode(call.form, result.defaulted, result.degraded, stale_s, outputs)
-        known_as = head.request_id or repeatable(call.id)
-        return reply.known_as(known_as) if known_as else reply
-
-    def _count(self, inferred: int, result: Any) -> None:
-        """The statistics know of an answer that is ready to be sent."""
-        route = self._head.route
-        assert route is not None
-        done, started = perf_counter_ns(), self._started
-        route.entry.statistics.succeeded(
-            self._call.batch, started, self._parsed, inferred, done, queued_ns(self._future)
-        )
-        route.observe_ok((done - started) * 1e-9)
-        call = self._call
-        if call.origin is not None:
-            self._state.observer.answered(
-                "http",
-                call.origin,
-                route.entry.endpoint,
-                call,
-                result,
-                started,
-                self._parsed,
-                inferred,
-                done,
-            )
-
-
-async def _compressed(reply: Reply, coding: str) -> Reply:
-    body = await compress(reply.body, coding)
-    length = b"content-length", b"%d" % len(body)
-    coded = b"content-encoding", coding.encode()
-    return Reply.make([*reply.headers[:-1], coded, length], [body], len(body))
-
-
 def _announced(headers: dict[bytes, bytes]) -> int:
     """The bytes of a body that is coming; 0 when it comes in chunks."""
     length = headers.get(b"content-length")
@@ -339,26 +194,3 @@ def _is_unread(error: BaseException) -> bool:
     if isinstance(error, TooLarge):
         return error.unread
     return isinstance(error, TooSlow | Overloaded)
-
-
-def _header_size(value: bytes | None, size: int) -> int | None:
-    """``Inference-Header-Content-Length``; None when it is absent."""
-    if value is None:
-        return None
-    if not value.isdigit() or len(value) > 18 or int(value) > size:
-        shown = value[:40].decode("latin-1")
-        raise BadRequest(f"inference header size should be in range (0, {size}), got: {shown}")
-    return int(value)
-
-
-async def outcome(future: Future[Any], deadline: float) -> Any:
-    """The result of work that is done elsewhere; cancels it when its time is up."""
-    await in_task()
-    try:
-        async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-            return await asyncio.wrap_future(future)
-    except TimeoutError:
-        raise DeadlineExceeded(
-            "no answer within the request's time; parameter 'timeout' (microseconds) or "
-            "server.request_timeout_ms allow more"
-        ) from None

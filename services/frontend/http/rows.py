@@ -20,7 +20,7 @@ from hps.types import JaggedKeys, KeyArray, LookupRequest, VectorArray
 from services.frontend.auth import Guard
 from services.frontend.errors import shown
 from services.frontend.http.api import Json, answers, json_body, needs, takes
-from services.frontend.http.infer import outcome
+from services.frontend.http.inference import outcome
 from services.frontend.state import State
 from services.server_state import ServerState
 
