@@ -60,7 +60,10 @@ class Manifest(_Strict):
 
 
 def now() -> datetime:
-    return datetime.now(UTC).replace(microsecond=0)
+    """In milliseconds, as versions of rows are: cut to a second, the files would be older than rows that were
+    streamed before them."""
+    created = datetime.now(UTC)
+    return created.replace(microsecond=created.microsecond // 1000 * 1000)
 
 
 def read_manifest(path: Path) -> Manifest:
