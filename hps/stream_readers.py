@@ -66,8 +66,8 @@ class Stream:
 
 class StreamReaders:
     """Those of one node, which ``resources`` closes: pushed there with the first of them, for they end before
-    what they write to. One thread at a time begins them or has them follow; ``streams`` and ``tables`` any may
-    read.
+    what they write to. One thread at a time begins them or has them follow; any may read ``streams`` and
+    ``tables``.
     """
 
     def __init__(
