@@ -114,7 +114,7 @@ def run(options: Options) -> Report:
 
 
 def measured(options: Options, names: tuple[str, ...], rounds: int) -> Report:
-    seconds, levels = (0.4, (8,)) if options.quick else (1.0, CONCURRENCY)
+    seconds, levels = (0.4, (8,)) if options.quick else (0.8, CONCURRENCY)
     report = Report()
     found = works(options.seed)
     core, client = cores()
