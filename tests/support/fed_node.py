@@ -93,7 +93,7 @@ def _look(node: hps.Node, stream: UpdateStream, faults: Path, ended: threading.E
 def _applied(node: hps.Node, topic: str, partitions: int) -> dict[str, list[int]]:
     """By group, and of each partition, up to where every store has it; -1 where one is not certain."""
     applied = {}
-    for stream in node.streams._streams:
+    for stream in node.streams._readers.streams:
         ingestor = stream.ingestor
         asked = [(each.store, t) for each in ingestor._stores for t in ingestor.readers(topic)]
         applied[stream.group] = [

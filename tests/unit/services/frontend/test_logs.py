@@ -89,7 +89,12 @@ def test_the_level_is_changed_while_the_server_runs(levels):
 class Endpoint:
     name: str = "m.lookup"
     version: str = "3"
-    rules: dict = field(default_factory=lambda: {"f": InputRule(INTEGERS, is_keys=True)})
+    rules: dict = field(
+        default_factory=lambda: {
+            "f": InputRule(INTEGERS, is_keys=True),
+            "dense": InputRule({"FP32": np.dtype("f4")}, is_keys=False),
+        }
+    )
 
 
 @dataclass
