@@ -11,7 +11,8 @@ store that does (asked every 20 ms, which adds 10 on average). 64 of the keys as
 tell when they were sent; each of the producer's calls, one in 10 ms, sends one of them.
 
 What lookups pay: the 99th percentile of their time, from when they were due, beside that of as many lookups
-right afterwards, when the node's reader is paused while all others go on. Who spends the cores' time
+when the node's reader is paused while all others go on: in short stretches by turns, so that what else the
+machine does meets both; ratios are taken turn by turn, and their median is judged. Who spends the cores' time
 is told beside it, and how many messages the node is behind at the end. Then the same once more with the
 lookups in a process of their own that is attached to the node, as with `hps serve --workers 1`.
 """
@@ -25,18 +26,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 import hps
 from benchmarks.common import Bar, Benchmark, Options, Report, main
 from benchmarks.cores import CoreTimes
-from benchmarks.measure import versions
+from benchmarks.measure import ratio, versions
 from benchmarks.peers.fresh_lookups import KEYS, LOOKUPS_S, AttachedLookups, Lookups, Seen
 from benchmarks.peers.kafka_broker import KAFKA, kafka_broker
 from benchmarks.peers.redis_server import redis_server
@@ -48,7 +50,9 @@ from hps.tiers.base import FetchContext, Part
 MODEL, TABLE, DIM = "fresh", "items", 32
 ROWS = 500_000
 ROWS_S = 50_000
-STRETCH_S, QUICK_STRETCH_S = 30.0, 8.0
+STRETCH_S, TURNS, QUICK_TURNS = 4.0, 8, 2
+Span = tuple[float, float]
+"""Since and until when, Unix time in seconds."""
 # The broker starts cold; whoever reads is behind then.
 _WARM_S, _CAUGHT_UP = 8.0, 100
 _ASK_EVERY_S = 0.02
@@ -128,28 +132,25 @@ def run(options: Options) -> Report:
         _until(lambda: all(len(e.seen.times) > PROBES for e in (lookups, *asked.values())))
         time.sleep(_WARM_S)
         _until(lambda: _behind(node) < _CAUGHT_UP)
-        seconds = QUICK_STRETCH_S if options.quick else STRETCH_S
+        turns = QUICK_TURNS if options.quick else TURNS
         processes = {"ingest": ingest.pid, "redis": redis.pid, "producer": rows_sent.pid}
-        updating, paused, span = _stretches(
-            node, lookups.stretch, seconds, processes, "node", report
+        updating, paused, spans = _stretches(
+            node, lookups.stretch, turns, processes, "node", report
         )
         lookups.end()
         for each in asked.values():
             each.end()
         worker = AttachedLookups(settings, MODEL, TABLE, ROWS, options.seed)
         stack.callback(worker.kill)
-        node.streams.resume()
-        time.sleep(1.0)  # how far it is behind was told before the pause
-        _until(lambda: _behind(node) < _CAUGHT_UP)
         processes["worker"] = worker.pid
-        worker_updating, worker_paused, worker_span = _stretches(
-            node, worker.stretch, seconds, processes, "worker", report
+        worker_updating, worker_paused, worker_spans = _stretches(
+            node, worker.stretch, turns, processes, "worker", report
         )
         worker_seen = worker.end()
         sent = rows_sent.end()
     seen = {"cpu": lookups.seen.times, **{n: a.seen.times for n, a in asked.items()}}
-    _tell_freshness(seen, sent, span, report)
-    _tell_freshness({"worker": worker_seen}, sent, worker_span, report)
+    _tell_freshness(seen, sent, spans, report)
+    _tell_freshness({"worker": worker_seen}, sent, worker_spans, report)
     _tell_lookups("lookup", "", updating, paused, report)
     _tell_lookups("worker_lookup", " in a worker", worker_updating, worker_paused, report)
     report.figures["rows_s"] = len(sent) * ROWS_S * 0.01 / (sent[-1] - sent[0])
@@ -186,47 +187,64 @@ def _until(done: Callable[[], bool], seconds: float = 60.0) -> None:
 def _stretches(
     node: hps.Node,
     stretch: Callable[[float], list[float]],
-    seconds: float,
+    turns: int,
     processes: dict[str, int],
     where: str,
     report: Report,
-) -> tuple[list[float], list[float], tuple[float, float]]:
-    """The lookups' times with updates and with the node's reader paused, and when the first were."""
-    shares, behind = [], 0.0
+) -> tuple[list[list[float]], list[list[float]], list[Span]]:
+    """The lookups' times with updates and with the node's reader paused, by turns; when the first were."""
+    shares: dict[str, list[dict[str, float]]] = {"with updates": [], "paused": []}
 
-    def timed() -> list[float]:
+    def timed(kind: str) -> list[float]:
         before, begun = CoreTimes(processes), time.monotonic()
-        took = stretch(seconds)
-        shares.append(CoreTimes(processes).shares(before, time.monotonic() - begun))
+        took = stretch(STRETCH_S)
+        shares[kind].append(CoreTimes(processes).shares(before, time.monotonic() - begun))
         return took
 
-    begun = time.time()
-    updating = timed()
-    span, behind = (begun, time.time() - 1.0), _behind(node)
-    node.streams.pause()
-    time.sleep(0.5)
-    paused = timed()
-    on, off = shares
-    totals = {"all": sum(on.values())} | on
-    off["all"] = sum(off.values())
+    updating: list[list[float]] = []
+    paused: list[list[float]] = []
+    spans, behind, stolen = [], 0.0, psutil.cpu_times().steal
+    for _ in range(turns):
+        begun = time.time()
+        updating.append(timed("with updates"))
+        spans.append((begun, time.time() - 1.0))
+        behind = max(behind, _behind(node))
+        node.streams.pause()
+        time.sleep(0.5)
+        paused.append(timed("paused"))
+        node.streams.resume()
+        time.sleep(2.5)  # how far it is behind was told before the pause
+        _until(lambda: _behind(node) < _CAUGHT_UP)
+    means = {kind: _mean(each) for kind, each in shares.items()}
     report.tables[f"Cores used, lookups in the {where}"] = [
-        {"": name, "with updates": share, "paused": off.get(name, 0.0)}
-        for name, share in sorted(totals.items(), key=lambda each: -each[1])
+        {"": name, **{kind: each.get(name, 0.0) for kind, each in means.items()}}
+        for name, share in sorted(means["with updates"].items(), key=lambda each: -each[1])
         if share >= 0.01
     ]
+    stolen = psutil.cpu_times().steal - stolen
+    report.notes.append(f"Seconds of the cores' that the machine's host took: {stolen:.1f}")
     report.figures[f"behind, lookups in the {where}"] = behind
-    report.notes.append(f"Messages behind at the end, lookups in the {where}: {behind}")
-    return updating, paused, span
+    report.notes.append(f"Most messages behind, lookups in the {where}: {behind}")
+    return updating, paused, spans
+
+
+def _mean(shares: list[dict[str, float]]) -> dict[str, float]:
+    """Of all stretches, with the sum as "all"."""
+    names = {name for each in shares for name in each}
+    mean = {name: sum(each.get(name, 0.0) for each in shares) / len(shares) for name in names}
+    return {"all": sum(mean.values())} | mean
 
 
 def _tell_freshness(
     seen: dict[str, dict[int, float]],
     sent: NDArray[np.float64],
-    span: tuple[float, float],
+    spans: list[Span],
     report: Report,
 ) -> None:
-    chosen = np.flatnonzero((sent >= span[0]) & (sent < span[1]))
-    lines = []
+    chosen = np.flatnonzero(
+        np.logical_or.reduce([(sent >= begun) & (sent < ended) for begun, ended in spans])
+    )
+    lines: list[Mapping[str, Any]] = []
     for tier, times in seen.items():
         # What was never seen counts as infinitely late.
         waits = np.array([times.get(int(i), np.inf) - sent[i] for i in chosen]) * 1e3
@@ -240,17 +258,26 @@ def _tell_freshness(
 
 
 def _tell_lookups(
-    bar: str, where: str, updating: list[float], paused: list[float], report: Report
+    bar: str, where: str, updating: list[list[float]], paused: list[list[float]], report: Report
 ) -> None:
-    lines = [
+    kinds = {"with updates": updating, "paused": paused}
+    p99 = {
+        name: [float(np.quantile(each, 0.99)) for each in turns] for name, turns in kinds.items()
+    }
+    lines: list[Mapping[str, Any]] = [
         {
             "lookup, ms": name,
-            **{f"p{q}": float(np.quantile(took, q / 100)) * 1e3 for q in (50, 90, 99)},
+            **{
+                f"p{q}": float(np.quantile(np.concatenate(turns), q / 100)) * 1e3
+                for q in (50, 90, 99)
+            },
+            "p99 of the turns": ", ".join(f"{each * 1e3:.1f}" for each in p99[name]),
         }
-        for name, took in (("with updates", updating), ("paused", paused))
+        for name, turns in kinds.items()
     ]
     report.tables[f"Lookups{where} of {KEYS:,} keys, {LOOKUPS_S} a second"] = lines
-    report.values[bar] = float(np.quantile(updating, 0.99) / np.quantile(paused, 0.99))
+    report.figures[f"{bar}_turns"] = p99
+    report.values[bar] = ratio(p99["with updates"], p99["paused"]).median
 
 
 def _lacking() -> str | None:
