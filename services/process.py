@@ -22,10 +22,11 @@ import uvloop
 from hps import otel
 from hps.config import Configuration
 from hps.config.auth import check_exposure
-from hps.config.server_settings import AdminSettings, HttpSettings
+from hps.config.server_settings import Listener
 from hps.errors import ConfigError
 from hps.tracing import record
 from hps.types import NoProgress, Progress
+from services.frontend.certificates import server_context
 from services.frontend.http.asgi import Application
 from services.frontend.http.server import HttpServer, listen
 from services.frontend.loading import LoadProgress, open_in_background
@@ -74,7 +75,7 @@ class Process(ABC, Generic[Node]):
         self._owns_process = False
 
     @abstractmethod
-    def _ports(self) -> Mapping[str, HttpSettings | AdminSettings]:
+    def _ports(self) -> Mapping[str, Listener]:
         """Where to listen for HTTP, by the setting's name below ``server``; the last closes last."""
 
     @abstractmethod
@@ -194,8 +195,10 @@ class Process(ABC, Generic[Node]):
 
     def _listen(self) -> None:
         sockets: dict[str, socket.socket] = {}
+        ports = self._ports()
+        shown = {name: server_context(at, f"server.{name}") for name, at in ports.items()}
         try:
-            for name, at in self._ports().items():
+            for name, at in ports.items():
                 sockets[name] = listen(at.host, at.port, f"server.{name}")
             self._servers.update(self._others())
         except ConfigError:
@@ -203,7 +206,8 @@ class Process(ABC, Generic[Node]):
                 each.close()
             raise
         for name, each in sockets.items():
-            self._servers[name] = HttpServer(self._app(name), each, self._settings.drain_s)
+            app = self._app(name)
+            self._servers[name] = HttpServer(app, each, self._settings.drain_s, shown[name])
 
     async def _load(self) -> None:
         node = await open_in_background(

@@ -18,8 +18,10 @@ from hps.cli.output import plural, size
 from hps.errors import HpsError, TierError, TierTimeout, Unauthenticated
 
 if TYPE_CHECKING:
+    from hps.client import Tls
     from hps.config import Configuration
     from hps.config.schema import Settings
+    from hps.config.server_settings import Listener
     from hps.config.store_settings import RedisSettings
     from hps.models.repository import ModelVersion
     from hps.types import EmbeddingTable
@@ -143,14 +145,16 @@ def shared_memory(path: Path) -> Check:
     return Check("shared memory", "WARN", f"{path} has {size(total)} only", mend)
 
 
-def configured(configuration: Configuration, api_key: str | None = None) -> Iterator[Check]:
+def configured(
+    configuration: Configuration, api_key: str | None = None, tls: Tls | None = None
+) -> Iterator[Check]:
     """What the settings lead to: ports, models, disk."""
     settings = configuration.settings
     yield attempt("access", lambda: exposure(settings))
     for name in ("http", "grpc", "admin"):
         listener = getattr(settings.server, name)
         if listener is not None:
-            yield port(f"{name} port", listener.host, listener.port, api_key)
+            yield port(f"{name} port", listener, api_key, tls)
     yield processes(settings)
     versions = []
     for check, version in models(configuration):
@@ -213,8 +217,9 @@ def exposure(settings: Settings) -> Check:
     return Check("access", "OK", found + (", loopback only" if mode == "off" else ""))
 
 
-def port(name: str, host: str, number: int, api_key: str | None = None) -> Check:
+def port(name: str, at: Listener, api_key: str | None = None, tls: Tls | None = None) -> Check:
     """Free, or taken by an hps server (which is as it should be), or taken by something else."""
+    host, number = at.host, at.port
     if number == 0:
         return Check(name, "OK", "any free one")
     kind = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -226,26 +231,30 @@ def port(name: str, host: str, number: int, api_key: str | None = None) -> Check
         except OSError as error:
             reason = error.strerror or str(error)
     try:
-        if is_ours(host, number, api_key, grpc=name.startswith("grpc")):
+        if is_ours(at, api_key, tls):
             return Check(name, "OK", f"{host}:{number} is served by hps")
     except Unauthenticated:
         found = f"{host}:{number} is taken by a server that wants an API key"
         return Check(name, "WARN", found, "give --api-key, to see whether it is hps")
-    except HpsError:
-        pass
+    except HpsError as error:
+        if at.tls is not None:
+            mend = "give --tls, to see whether it is hps"
+            return Check(name, "WARN", f"{host}:{number} is taken: {error}", mend)
     setting = f"server.{name.split()[0]}.port"
     mend = f"stop what listens there, or set {setting}"
     return Check(name, "FAIL", f"{host}:{number} cannot be had: {reason}", mend)
 
 
-def is_ours(host: str, number: int, api_key: str | None, *, grpc: bool = False) -> bool:
+def is_ours(at: Listener, api_key: str | None, tls: Tls | None) -> bool:
     """Whether an hps server answers there. Raises what ``Client`` raises."""
     from hps.client import Client
+    from hps.config.server_settings import GrpcListener
 
-    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    at = f"[{shown}]:{number}" if ":" in shown else f"{shown}:{number}"
-    url = f"{'grpc' if grpc else 'http'}://{at}"
-    with Client(url, api_key=api_key, timeout_s=2, retries=0) as client:
+    host = "127.0.0.1" if at.host in ("0.0.0.0", "::") else at.host
+    host = f"[{host}]" if ":" in host else host
+    scheme = ("grpc" if isinstance(at, GrpcListener) else "http") + ("s" if at.tls else "")
+    url, used = f"{scheme}://{host}:{at.port}", tls if at.tls else None
+    with Client(url, api_key=api_key, timeout_s=2, retries=0, tls=used) as client:
         return client.is_hps()
 
 

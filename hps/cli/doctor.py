@@ -18,10 +18,11 @@ from hps.cli.output import (
     problems,
     say,
 )
-from hps.cli.targets import ApiKeyOption, SetOption
+from hps.cli.targets import ApiKeyOption, SetOption, TlsOption, tls_of
 
 if TYPE_CHECKING:
     from hps.cli.checks import Check
+    from hps.client import Tls
 
 app = typer.Typer(add_completion=False)
 
@@ -45,10 +46,11 @@ def doctor(
         typer.Option("--server", "-s", metavar="URL", help="Check that this server answers."),
     ] = None,
     api_key: ApiKeyOption = None,
+    tls: TlsOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
     """Check this machine, a configuration and a server; exit 1 when something fails."""
-    checks = list(run(config, overrides, server, api_key))
+    checks = list(run(config, overrides, server, api_key, tls_of(tls)))
     failed = sum(check.verdict == "FAIL" for check in checks)
     if output is OutputFormat.json:
         print_json([asdict(check) for check in checks])
@@ -58,7 +60,11 @@ def doctor(
 
 
 def run(
-    config: Path | None, overrides: list[str] | None, server: str | None, api_key: str | None
+    config: Path | None,
+    overrides: list[str] | None,
+    server: str | None,
+    api_key: str | None,
+    tls: Tls | None = None,
 ) -> Iterator[Check]:
     from hps.cli.checks import Check, attempt, configured, machine
     from hps.config import load_config
@@ -76,16 +82,16 @@ def run(
             for warning in loaded.warnings:
                 yield Check("configuration", "WARN", warning, "see docs/ps-json.md")
             yield Check("configuration", "OK", str(config or "defaults"))
-            yield from configured(loaded, api_key)
+            yield from configured(loaded, api_key, tls)
     if server is not None:
-        yield attempt("server", lambda: answering(server, api_key))
+        yield attempt("server", lambda: answering(server, api_key, tls))
 
 
-def answering(server: str, api_key: str | None) -> Check:
+def answering(server: str, api_key: str | None, tls: Tls | None) -> Check:
     from hps.cli.checks import Check
     from hps.client import Client
 
-    with Client(server, api_key=api_key, timeout_s=5, retries=0) as client:
+    with Client(server, api_key=api_key, timeout_s=5, retries=0, tls=tls) as client:
         if not client.is_hps():
             return Check("server", "FAIL", f"{server} is not an hps server", "check the address")
         if not client.ready():

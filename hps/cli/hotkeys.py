@@ -8,7 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from hps.cli.output import Number, Output, OutputFormat, print_json, print_table
-from hps.cli.targets import ADMIN, AdminOption, ApiKeyOption, NoServerOption
+from hps.cli.targets import (
+    ADMIN,
+    AdminOption,
+    ApiKeyOption,
+    NoServerOption,
+    TlsOption,
+    open_admin,
+)
 from hps.errors import BadRequest, NotFound
 
 app = typer.Typer(add_completion=False)
@@ -32,15 +39,14 @@ def hotkeys(
     admin: AdminOption = ADMIN,
     _server: NoServerOption = None,
     api_key: ApiKeyOption = None,
+    tls: TlsOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
     """List the hottest keys, hottest first, with their scores: 255 is the highest."""
     if snapshot is not None:
         found = from_snapshot(snapshot, model, table, limit)
     else:
-        from hps.client import Admin
-
-        with Admin(admin, api_key=api_key) as client:
+        with open_admin(admin, api_key, tls) as client:
             found = client.hot_keys(model, table, limit)
     if output is OutputFormat.json:
         print_json(found)

@@ -15,6 +15,8 @@ from hps.cli.targets import (
     ConfigOption,
     NoServerOption,
     SetOption,
+    TlsOption,
+    open_admin,
     open_here,
     refuse_overrides,
 )
@@ -23,6 +25,7 @@ from hps.errors import NotFound
 from hps.names import hint_for
 
 if TYPE_CHECKING:
+    from hps.client import Admin
     from hps.node import Node
 
 app = typer.Typer(add_completion=False)
@@ -54,6 +57,7 @@ def lookup(
     config: ConfigOption = None,
     overrides: SetOption = None,
     api_key: ApiKeyOption = None,
+    tls: TlsOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
     """Show rows of a table, looked up as a request would look them up.
@@ -67,7 +71,7 @@ def lookup(
             report = here(node, model, table, numbers)
     else:
         refuse_overrides(overrides)
-        report = asked(admin, api_key, model, table, numbers)
+        report = asked(open_admin(admin, api_key, tls), model, table, numbers)
     for row, text in zip(report["rows"], keys, strict=True):
         row["key"] = as_typed(text)
     if output is OutputFormat.json:
@@ -76,15 +80,11 @@ def lookup(
         show(report, explain)
 
 
-def asked(
-    admin: str, api_key: str | None, model: str, table: str, keys: list[int]
-) -> dict[str, Any]:
+def asked(admin: Admin, model: str, table: str, keys: list[int]) -> dict[str, Any]:
     """The server's account of the rows, in calls that fit an address line."""
-    from hps.client import Admin
-
     path = f"/v1/tables/{quote(model, safe='')}/{quote(table, safe='')}/rows?keys="
     report: dict[str, Any] = {}
-    with Admin(admin, api_key=api_key) as client:
+    with admin as client:
         for start in range(0, len(keys), KEYS_PER_CALL):
             part = client.ask(path + ",".join(map(str, keys[start : start + KEYS_PER_CALL])))
             rows = report.get("rows", []) + part["rows"]

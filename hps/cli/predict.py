@@ -21,6 +21,7 @@ from hps.cli.targets import (
     ServerOption,
     SetOption,
     Target,
+    TlsOption,
     open_target,
     source_names,
 )
@@ -74,6 +75,7 @@ def predict(
     config: ConfigOption = None,
     overrides: SetOption = None,
     api_key: ApiKeyOption = None,
+    tls: TlsOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
     """Score one request (--json or --input), or every row of a file.
@@ -90,7 +92,7 @@ def predict(
         raise ConfigError("--explain and --top-k are for one request, not for a file")
     if file is None and out is not None:
         raise ConfigError("--out is for the scores of a file")
-    with open_target(server, config, overrides, api_key) as target:
+    with open_target(server, config, overrides, api_key, tls) as target:
         if file is not None:
             _file(target, model, file, out, batch_size)
         else:

@@ -20,10 +20,17 @@ from hps.cli.output import (
     size,
     warn,
 )
-from hps.cli.targets import ADMIN, AdminOption, ApiKeyOption, NoServerOption
+from hps.cli.targets import (
+    ADMIN,
+    AdminOption,
+    ApiKeyOption,
+    NoServerOption,
+    TlsOption,
+    open_admin,
+)
 
 if TYPE_CHECKING:
-    from hps.client.wire import Sample
+    from hps.client.admin import Sample
 
 app = typer.Typer(add_completion=False)
 
@@ -39,12 +46,11 @@ def status(
     admin: AdminOption = ADMIN,
     _server: NoServerOption = None,
     api_key: ApiKeyOption = None,
+    tls: TlsOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
     """Show what a server is doing: models, tiers, where its answers came from, how fast."""
-    from hps.client import Admin
-
-    with Admin(admin, api_key=api_key) as client:
+    with open_admin(admin, api_key, tls) as client:
         report = client.status()
         samples = client.metrics()
     report["keys_by_tier"] = keys_by_tier(samples)

@@ -14,6 +14,8 @@ from hps.cli.targets import (
     ConfigOption,
     NoServerOption,
     SetOption,
+    TlsOption,
+    open_admin,
     open_here,
     refuse_overrides,
 )
@@ -38,6 +40,7 @@ def tables(
     config: ConfigOption = None,
     overrides: SetOption = None,
     api_key: ApiKeyOption = None,
+    tls: TlsOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
     """List the tables of a server (or of --config): rows, bytes, and how much is cached."""
@@ -46,9 +49,7 @@ def tables(
             status = node.status()
     else:
         refuse_overrides(overrides)
-        from hps.client import Admin
-
-        with Admin(admin, api_key=api_key) as client:
+        with open_admin(admin, api_key, tls) as client:
             status = client.status()
     if "models" not in status:
         raise Unavailable("the server is still loading its tables; hps status tells how far it is")

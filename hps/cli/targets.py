@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Protocol
 
@@ -19,10 +20,10 @@ from numpy.typing import NDArray
 from hps.cli.signature import MAX_BATCH, Signature
 from hps.errors import ConfigError
 from hps.types import JaggedKeys, LookupRequest, LookupResult, PredictRequest, PredictResult
-from hps.workers import Done
+from hps.workers import Done, Workers
 
 if TYPE_CHECKING:
-    from hps.client import Client
+    from hps.client import Admin, Client, Tls
     from hps.node import Node
 
 
@@ -56,6 +57,15 @@ SetOption = Annotated[
 ApiKeyOption = Annotated[
     str | None,
     typer.Option("--api-key", envvar="HPS_API_KEY", help="Key for a server that asks for one."),
+]
+TlsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tls",
+        envvar="HPS_TLS",
+        metavar="ca=FILE,certificate=FILE,key=FILE",
+        help="For https: roots to trust, and what is shown to the server.",
+    ),
 ]
 
 
@@ -100,10 +110,11 @@ class ServerTarget:
 
     @contextmanager
     def submitting(self, threads: int) -> Iterator[Submit]:
-        from hps.client.pool import ClientPool
-
-        with ClientPool(self._client, threads) as pool:
-            yield lambda model, request: pool.submit(lambda client: _ask(client, model, request))
+        workers = Workers(threads, threads, name="ask")  # a server that hangs keeps none waiting
+        try:
+            yield lambda model, request: workers.submit(partial(_ask, self._client, model, request))
+        finally:
+            workers.close(0)
 
     def lookup(self, model: str, features: Mapping[str, JaggedKeys]) -> LookupResult:
         return self._client.lookup(model, features, want_source=True)
@@ -119,12 +130,7 @@ def _ask(client: Client, model: str, request: PredictRequest) -> PredictResult:
     tensors = tensors_of(request.features) | dict(request.dense)
     parameters = {"top_k": request.top_k} if request.top_k else None
     answer = client.infer(model, tensors, parameters=parameters)
-    return PredictResult(
-        answer.outputs,
-        defaulted=answer.defaulted,
-        degraded=answer.degraded,
-        stale_s=answer.stale_s,
-    )
+    return PredictResult(answer.outputs, **answer.account)
 
 
 class NodeTarget:
@@ -158,7 +164,11 @@ class NodeTarget:
 
 @contextmanager
 def open_target(
-    server: str, config: Path | None, overrides: list[str] | None, api_key: str | None
+    server: str,
+    config: Path | None,
+    overrides: list[str] | None,
+    api_key: str | None,
+    tls: str | None = None,
 ) -> Iterator[Target]:
     """The node of ``config`` when it is given, else the server."""
     if config is not None:
@@ -168,9 +178,30 @@ def open_target(
     refuse_overrides(overrides)
     from hps.client import Client
 
-    with Client(server, api_key=api_key) as client:
-        client.connect()
+    with Client(server, api_key=api_key, tls=tls_of(tls)) as client:
+        client.ready()  # what requests need is loaded before the first is timed
         yield ServerTarget(client)
+
+
+def open_admin(url: str, api_key: str | None, tls: str | None) -> Admin:
+    """What asks the admin port at ``url``."""
+    from hps.client import Admin
+
+    return Admin(url, api_key=api_key, tls=tls_of(tls))
+
+
+def tls_of(given: str | None) -> Tls | None:
+    """What ``--tls`` says; each of its parts may be left out."""
+    from hps.client import Tls
+
+    if not given:
+        return None
+    files = dict(part.partition("=")[::2] for part in given.split(","))
+    if not all(files.values()) or not files.keys() <= {"ca", "certificate", "key"}:
+        raise ConfigError(
+            f"--tls is {given!r}; it must look like ca=FILE,certificate=FILE,key=FILE"
+        )
+    return Tls(files.get("ca"), files.get("certificate"), files.get("key"))
 
 
 def refuse_overrides(overrides: list[str] | None) -> None:

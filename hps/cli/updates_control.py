@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hps.cli.output import Number, Output, OutputFormat, count, print_json, print_table, say, warn
-from hps.cli.targets import ADMIN, AdminOption, ApiKeyOption, NoServerOption
+from hps.cli.targets import (
+    ADMIN,
+    AdminOption,
+    ApiKeyOption,
+    NoServerOption,
+    TlsOption,
+    open_admin,
+)
+
+if TYPE_CHECKING:
+    from hps.client import Admin
 
 STATUS_EXAMPLES = """\b
 Examples:
@@ -34,10 +44,11 @@ def status(
     admin: AdminOption = ADMIN,
     _server: NoServerOption = None,
     api_key: ApiKeyOption = None,
+    tls: TlsOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
     """Show how far a server is with its streams, and why they wait."""
-    show(_ask("/v1/updates", admin, api_key), output)
+    show(_ask("/v1/updates", open_admin(admin, api_key, tls)), output)
 
 
 def pause(
@@ -45,10 +56,11 @@ def pause(
     admin: AdminOption = ADMIN,
     _server: NoServerOption = None,
     api_key: ApiKeyOption = None,
+    tls: TlsOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
     """Have a server apply no more updates until `hps updates resume`. Nothing is lost: they wait in Kafka."""
-    show(_ask("/v1/updates/pause", admin, api_key, {"group": group}), output)
+    show(_ask("/v1/updates/pause", open_admin(admin, api_key, tls), {"group": group}), output)
 
 
 def resume(
@@ -56,10 +68,11 @@ def resume(
     admin: AdminOption = ADMIN,
     _server: NoServerOption = None,
     api_key: ApiKeyOption = None,
+    tls: TlsOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
     """Have a paused server go on where it was."""
-    show(_ask("/v1/updates/resume", admin, api_key, {"group": group}), output)
+    show(_ask("/v1/updates/resume", open_admin(admin, api_key, tls), {"group": group}), output)
 
 
 def seek(
@@ -70,6 +83,7 @@ def seek(
     admin: AdminOption = ADMIN,
     _server: NoServerOption = None,
     api_key: ApiKeyOption = None,
+    tls: TlsOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
     """Have a server go on with a partition at another offset.
@@ -78,15 +92,11 @@ def seek(
     write.
     """
     body = {"topic": topic, "partition": partition, "offset": offset, "group": group}
-    show(_ask("/v1/updates/seek", admin, api_key, body), output)
+    show(_ask("/v1/updates/seek", open_admin(admin, api_key, tls), body), output)
 
 
-def _ask(
-    path: str, admin: str, api_key: str | None, body: dict[str, Any] | None = None
-) -> list[dict[str, Any]]:
-    from hps.client import Admin
-
-    with Admin(admin, api_key=api_key) as client:
+def _ask(path: str, admin: Admin, body: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    with admin as client:
         return list(client.ask(path, body)["updates"])
 
 

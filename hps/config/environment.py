@@ -24,6 +24,7 @@ VARIABLES = {
     "HPS_NATIVE": "`auto` uses the compiled core when it is there, `on` fails without it, `off` takes "
     "the NumPy twins.",
     "HPS_API_KEY": "The key that `hps` sends to a server that asks for one, as `--api-key`.",
+    "HPS_TLS": "The certificates that `hps` uses with an `https` server, as `--tls`.",
     "OTEL_EXPORTER_OTLP_ENDPOINT": "Where spans are sent, as OpenTelemetry has it; the package needs its "
     "extra `otel`. The other `OTEL_…` act, too.",
     "HPS__A__B": "Sets `a.b` over the configuration file: two underscores before every part, in any "

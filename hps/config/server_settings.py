@@ -14,15 +14,6 @@ from hps.config.model_schema import Strict
 KEY_PATTERN = r"^[\x21-\x7e]{16,512}$"
 
 
-class HttpSettings(Strict):
-    """The port of the Open Inference Protocol."""
-
-    host: str = Field("127.0.0.1", min_length=1)
-    """Address to listen on; beyond loopback `auth.mode` must be stated."""
-    port: int = Field(8000, ge=0, le=65_535)
-    """0 picks a free port, printed at start."""
-
-
 class TlsSettings(Strict):
     """Certificates of a port: PEM files, read again when they change."""
 
@@ -34,17 +25,29 @@ class TlsSettings(Strict):
     """Roots that clients' certificates must lead to; null asks for none."""
 
 
-class GrpcListener(Strict):
-    """A port that speaks gRPC."""
+class Listener(Strict):
+    """A port."""
 
     host: str = Field("127.0.0.1", min_length=1)
     """Address to listen on; beyond loopback `auth.mode` must be stated."""
     port: int = Field(ge=0, le=65_535)
     """0 picks a free port, printed at start."""
-    reflection: bool = True
-    """Tell tools like grpcurl what can be called."""
     tls: TlsSettings | None = None
     """Certificates; null speaks plain text."""
+
+
+class HttpSettings(Listener):
+    """The port of the Open Inference Protocol."""
+
+    port: int = Field(8000, ge=0, le=65_535)
+    """0 picks a free port, printed at start."""
+
+
+class GrpcListener(Listener):
+    """A port that speaks gRPC."""
+
+    reflection: bool = True
+    """Tell tools like grpcurl what can be called."""
     max_connection_age_s: float | None = Field(None, gt=0)
     """How long a connection lasts, more or less a tenth; clients open another then, which balances load."""
 
@@ -65,11 +68,9 @@ class GrpcSettings(GrpcListener):
     """The port of updates and administration over gRPC; null offers none."""
 
 
-class AdminSettings(Strict):
+class AdminSettings(Listener):
     """The port of status, metrics and administration."""
 
-    host: str = Field("127.0.0.1", min_length=1)
-    """Address to listen on; beyond loopback `auth.mode` must be stated."""
     port: int = Field(8002, ge=0, le=65_535)
     """0 picks a free port, printed at start."""
 

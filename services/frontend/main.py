@@ -13,7 +13,7 @@ from hps.build import open_node
 from hps.config import Configuration
 from hps.config.auth import load_api_keys
 from hps.config.runtime import for_workers
-from hps.config.server_settings import AdminSettings, HttpSettings
+from hps.config.server_settings import Listener
 from hps.errors import ConfigError
 from hps.node import Node
 from hps.open_models import OpenModels
@@ -102,7 +102,7 @@ class Frontend(Process[OpenModels]):
         if self._workers is not None and self._workers.broken:
             raise ConfigError("a worker process could not be started; its log line says why")
 
-    def _ports(self) -> Mapping[str, HttpSettings | AdminSettings]:
+    def _ports(self) -> Mapping[str, Listener]:
         if self._settings.workers:
             return {"admin": self._settings.admin}
         return {"http": self._settings.http, "admin": self._settings.admin}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from hps.config import Configuration
 from hps.config.auth import load_api_keys
-from hps.config.server_settings import AdminSettings, HttpSettings
+from hps.config.server_settings import Listener
 from hps.ingest import Ingest, open_ingest
 from hps.types import Progress
 from services.frontend.auth import guard
@@ -34,7 +34,7 @@ class IngestServer(Process[Ingest]):
         reader has been started. Raises ``ConfigError`` or ``ModelError``."""
         self._run(None if on_ready is None else lambda urls: on_ready(urls["admin"]), None)
 
-    def _ports(self) -> Mapping[str, HttpSettings | AdminSettings]:
+    def _ports(self) -> Mapping[str, Listener]:
         return {"admin": self._settings.admin}
 
     def _app(self, port: str) -> Application:

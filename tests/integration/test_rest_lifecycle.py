@@ -380,6 +380,20 @@ def test_sigterm_under_load_resets_no_connection(small_repository, tmp_path):
     assert process.returncode == 0, errors
 
 
+def test_certificates_that_are_not_there_end_the_process_with_exit_code_2(
+    small_repository, tmp_path
+):
+    tls = {"certificate_file": "no.crt", "key_file": "no.key"}
+    server = {"http": {"port": 0}, "grpc": None, "admin": {"port": 0, "tls": tls}}
+    models = {"repository": str(small_repository)}
+    with serve(tmp_path, models=models, server=server) as process:
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    (told,) = [line for line in errors.splitlines() if "server.admin.tls" in line]
+    assert "no.key: No such file or directory" in told
+    assert "Traceback" not in errors
+
+
 def test_a_port_that_is_taken_ends_the_process_with_exit_code_2(small_repository, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -22,10 +22,11 @@ import pytest
 
 import hps
 from benchmarks.peers.hps_server import Hps, start_hps
-from hps.client import Admin, Client
+from hps.client import Admin, Client, Tls
 from hps.errors import Unsupported
 from hps.native import COMPILED
 from tests.integration.conftest import write_models
+from tests.support.certificates import made
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="a shared cache needs the native core")
@@ -244,13 +245,14 @@ def test_a_worker_that_was_killed_is_replaced_and_its_counts_stay(server):
 
 
 def serve(
-    folder: Path, repository: Path
+    folder: Path, repository: Path, **http: Any
 ) -> tuple[subprocess.Popen[str], list[int], dict[str, str]]:
-    """``hps serve --workers 2``, ready; its workers' process numbers, and its addresses."""
+    """``hps serve --workers 2``, ready, with ``http`` in `server.http`; its workers' process numbers, and its
+    addresses."""
     settings = {
         "models": {"repository": str(repository)},
         "tiers": {"rocksdb": {"path": str(folder / "db")}},
-        "server": {name: {"port": 0} for name in ("http", "grpc", "admin")},
+        "server": {"http": {"port": 0, **http}, "grpc": {"port": 0}, "admin": {"port": 0}},
     }
     (folder / "config.yaml").write_text(json.dumps(settings))
     process = subprocess.Popen(
@@ -271,7 +273,14 @@ def serve(
 def test_a_killed_node_takes_its_workers_along_and_a_stopped_one_resets_no_connection(
     small_repository, tmp_path
 ):
-    process, pids, _ = serve(tmp_path, small_repository)
+    ca = made(tmp_path, "ca")
+    key, certificate = made(tmp_path, "localhost", ["DNS:localhost"], ca)
+    tls = {"certificate_file": str(certificate), "key_file": str(key)}
+    process, pids, urls = serve(tmp_path, small_repository, tls=tls)
+    address = urls["http"].replace("127.0.0.1", "localhost")
+    assert address.startswith("https://")
+    with Client(address, tls=Tls(ca[1])) as client:
+        assert client.lookup("words", {"word": [5]}).vectors["word"][0, 0] == 5
     process.kill()
     process.communicate(timeout=60)
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))

@@ -12,6 +12,7 @@ import grpc
 from hps.config.auth import Role
 from hps.errors import HpsError
 from services.frontend.auth import Guard
+from services.frontend.certificates import caller_names
 from services.frontend.clients import Clients
 from services.frontend.grpc.arrivals import Reply
 
@@ -36,12 +37,13 @@ def check(guard: Guard, context: grpc.ServicerContext, role: Role) -> str:
 
 
 def certificate_names(context: grpc.ServicerContext) -> set[str]:
-    """What the caller's certificate names, if it has shown one that was verified: its alternative names, and
-    its common name as ``CN=<name>``."""
+    """What the caller's certificate names, if it has shown one; it was verified then."""
     told = context.auth_context()
-    names = {name.decode("utf-8", "replace") for name in told.get(_ALTERNATIVE, ())}
-    common = {f"CN={name.decode('utf-8', 'replace')}" for name in told.get(_COMMON, ())}
-    return {name for name in names if not name.startswith("CN=")} | common
+    alternative, common = (
+        [name.decode("utf-8", "replace") for name in told.get(kind, ())]
+        for kind in (_ALTERNATIVE, _COMMON)
+    )
+    return caller_names(alternative, common)
 
 
 def address_of(context: grpc.ServicerContext) -> str:

@@ -19,6 +19,7 @@ from services.frontend.errors import TooLarge
 from services.frontend.http.errors import error_body, error_headers
 from services.frontend.http.failures import describe
 from services.frontend.http.head import request_id
+from services.frontend.http.peer import peer_of
 
 # Bodies of the routes here are small; only inference takes large ones.
 _MAX_BODY = 1 << 20
@@ -70,7 +71,8 @@ def needs(guard: Guard, role: Role) -> list[Dependency]:
     """Dependencies that let only callers of ``role`` through."""
 
     def check(request: Request) -> None:
-        guard.check(dict(request.scope["headers"]), role)
+        scope = request.scope
+        guard.check(dict(scope["headers"]), role, peer_of(scope).certificate)
 
     return [Depends(check)]
 

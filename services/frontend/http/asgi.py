@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from services.frontend.http.head import Head
     from services.frontend.http.inference import Inference
+    from services.frontend.http.peer import Peer
     from services.frontend.http.response import Reply
 
 Scope = MutableMapping[str, Any]
@@ -32,7 +33,7 @@ class Application(Protocol):
 
     def read(self, scope: Mapping[str, Any], body_size: int, text: bytes) -> Head | None: ...
 
-    def begin(self, head: Head, body: bytes, address: Any) -> Inference: ...
+    def begin(self, head: Head, body: bytes, peer: Peer) -> Inference: ...
 
     def refusal(self, scope: Mapping[str, Any]) -> Reply | None: ...
 
@@ -54,7 +55,7 @@ class Plain:
     def read(self, scope: Mapping[str, Any], body_size: int, text: bytes) -> Head | None:
         return None
 
-    def begin(self, head: Head, body: bytes, address: Any) -> Inference:
+    def begin(self, head: Head, body: bytes, peer: Peer) -> Inference:
         raise AssertionError("no head is known")
 
     def refusal(self, scope: Mapping[str, Any]) -> Reply | None:

@@ -19,6 +19,7 @@ from services.frontend.http.asgi import EXTENSIONS, GONE, Application
 from services.frontend.http.cycle import Cycle, go_on
 from services.frontend.http.errors import error_body, error_headers
 from services.frontend.http.head import Head
+from services.frontend.http.peer import PEER, Peer
 from services.frontend.http.response import Reply
 
 # An idle keep-alive connection is closed after this time, and one whose client reads nothing of its
@@ -41,6 +42,7 @@ class Protocol(HttpToolsProtocol):
     """
 
     app: Application
+    peer: Peer
     _reads: Literal["nothing", "head", "body"] = "nothing"
     _receiving = False
     _begun: tuple[RequestResponseCycle, Any] | None = None
@@ -54,6 +56,14 @@ class Protocol(HttpToolsProtocol):
     # Arrivals; how many there were at the last sweep, what the client had not taken then, and the sweeps
     # since without a change of either.
     _heard, _swept, _unsent, _silent = 0, -1, 0, 0
+    # Answers beyond this size are handed over in pieces.
+    _copied_bytes: float = _COPIED_BYTES
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.peer = Peer(self.client, transport)
+        if self.scheme == "https":  # which takes pieces for bytes
+            self._copied_bytes = math.inf
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -149,7 +159,7 @@ class Protocol(HttpToolsProtocol):
         """Answer an inference request or begin to; False when it has a fault, which the ordinary way
         tells. ``cycle`` is uvicorn's if the parser has seen the request."""
         try:
-            inference = self.app.begin(head, body, self.client)
+            inference = self.app.begin(head, body, self.peer)
         except Exception as error:
             if self.flow.write_paused or not is_refusal(error):
                 return False
@@ -176,7 +186,7 @@ class Protocol(HttpToolsProtocol):
         end = b"\r\n" if keep_alive else b"connection: close\r\n\r\n"
         text, *arrays = reply.pieces
         head = (STATUS_LINE[reply.status], self._opening, reply.lines, end, text)
-        if reply.size < _COPIED_BYTES:
+        if reply.size < self._copied_bytes:
             self.transport.write(b"".join((*head, *arrays)))
         else:
             self.transport.writelines((b"".join(head), *arrays))
@@ -222,6 +232,7 @@ class Protocol(HttpToolsProtocol):
         cycle.protocol = self  # type: ignore[attr-defined] # a Cycle now
         cycle.scope["extensions"] = EXTENSIONS
         cycle.scope[GONE] = self._when_gone  # type: ignore[literal-required] # ours
+        cycle.scope[PEER] = self.peer  # type: ignore[literal-required] # ours
         if self._last:
             cycle.keep_alive = False
 
@@ -263,6 +274,13 @@ class Protocol(HttpToolsProtocol):
     def _hang_up(self) -> None:
         if self._is_idle():
             self.transport.close()
+            if self.scheme == "https":
+                self.loop.call_later(LINGER_S, self._break_off)
+
+    def _break_off(self) -> None:
+        """TLS waits for the client to say goodbye, which one that is idle does not."""
+        if not self.transport.get_write_buffer_size():
+            self.transport.abort()
 
     def sweep(self, every_s: float) -> None:
         """Called every so many seconds: hang up when nothing has come or gone for too long."""

@@ -21,6 +21,7 @@ from services.frontend.http.body import read_body
 from services.frontend.http.failures import fail, failure
 from services.frontend.http.head import Head, apart, without_own
 from services.frontend.http.inference import Inference
+from services.frontend.http.peer import Peer, peer_of
 from services.frontend.http.response import Reply
 from services.frontend.http.routes import Route
 from services.frontend.state import State
@@ -71,11 +72,11 @@ class InferApp:
         if route is None:
             await self._rest(scope, receive, send)
             return
-        head = Head(route, dict(scope["headers"]))
+        head, peer = Head(route, dict(scope["headers"])), peer_of(scope)
         admitted, client = False, None
         body: bytes | None = None
         try:
-            client = self._enter(self._guard.check(head.headers, "read"), scope.get("client"))
+            client = self._enter(self._check(head, peer), peer)
             if route.entry.endpoint.is_busy:
                 route.entry.endpoint.require_room(_announced(head.headers))
             admitted = True
@@ -120,14 +121,14 @@ class InferApp:
             self._heads[apart(text)[0]] = bare
         return head
 
-    def begin(self, head: Head, body: bytes, address: Any) -> Inference:
-        """Begin a request that is all there, from the client at ``address``. Raises what is wrong with it:
+    def begin(self, head: Head, body: bytes, peer: Peer) -> Inference:
+        """Begin a request of ``peer`` that is all there. Raises what is wrong with it:
         nothing has happened then."""
         started = perf_counter_ns()
-        caller = self._guard.check(head.headers, "read")
+        caller = self._guard.check(head.headers, "read", peer.certificate)
         if self._clients is None:
             return Inference(self, head, body, started)
-        client = self._enter(caller, address)
+        client = self._enter(caller, peer)
         try:
             return Inference(self, head, body, started, client)
         except BaseException:
@@ -145,7 +146,7 @@ class InferApp:
         if b"expect" in head.headers:  # its body may come or not
             return None
         try:
-            self._guard.check(head.headers, "read")
+            self._check(head, peer_of(scope))
             route.entry.endpoint.require_room(_announced(head.headers))
         except Overloaded as error:
             return self.refuse(head, error)
@@ -157,11 +158,14 @@ class InferApp:
         """The answer to a request that could not be begun."""
         return failure(error, head, self.state, perf_counter_ns())
 
-    def _enter(self, caller: str, address: Any) -> str | None:
+    def _check(self, head: Head, peer: Peer) -> str:
+        return self._guard.check(head.headers, "read", peer.certificate)
+
+    def _enter(self, caller: str, peer: Peer) -> str | None:
         """One more request of a client begins: who it is, None where that does not matter."""
         if self._clients is None:
             return None
-        client = caller or (address[0] if address else "")
+        client = caller or (peer.address[0] if peer.address else "")
         self._clients.enter(client)
         return client
 
@@ -176,7 +180,7 @@ class InferApp:
         match = _INFER.fullmatch(scope["path"])
         assert match is not None
         try:
-            self._guard.check(head.headers, "read")
+            self._check(head, peer_of(scope))
             self.state.entry(match[1], match[2])
             raise Unavailable("the model has just become ready; ask again")
         except HpsError as error:

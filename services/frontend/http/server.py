@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import socket
+import ssl
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,10 +62,11 @@ def _bound(
     return sock
 
 
-def url_of(sock: socket.socket) -> str:
+def url_of(sock: socket.socket, *, secured: bool) -> str:
     """The base URL of what listens at ``sock``."""
+    scheme = "https" if secured else "http"
     host, port = sock.getsockname()[:2]
-    return f"http://{host_of(host)}:{port}"
+    return f"{scheme}://{host_of(host)}:{port}"
 
 
 def host_of(host: str) -> str:
@@ -75,7 +77,14 @@ def host_of(host: str) -> str:
 class HttpServer(uvicorn.Server):
     """One port. Stopped by ``stop`` alone."""
 
-    def __init__(self, app: Application, sock: socket.socket, drain_s: float) -> None:
+    def __init__(
+        self,
+        app: Application,
+        sock: socket.socket,
+        drain_s: float,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """``tls``: what it shows and asks of its clients; None speaks plain text."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -90,8 +99,8 @@ class HttpServer(uvicorn.Server):
                 backlog=_BACKLOG,
             )
         )
-        self._socket = sock
-        self.url = url_of(sock)
+        self._socket, self._tls = sock, tls
+        self.url = url_of(sock, secured=tls is not None)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -99,6 +108,8 @@ class HttpServer(uvicorn.Server):
 
     async def serve(self, sockets: Any = None) -> None:
         """Serve until ``stop``; then what was accepted is answered."""
+        self.config.load()
+        self.config.ssl = self._tls
         sweeper = asyncio.create_task(self._sweep())
         try:
             await super().serve(sockets=[self._socket])

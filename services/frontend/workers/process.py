@@ -17,13 +17,14 @@ from typing import Any
 from hps.attached import Attached, attach
 from hps.config import Configuration
 from hps.config.auth import load_api_keys
-from hps.config.server_settings import AdminSettings, HttpSettings
+from hps.config.server_settings import Listener
 from hps.errors import ConfigError, HpsError, ModelError, TierError, Unavailable
 from hps.open_models import OpenModels
 from hps.otel import Tracer
 from hps.types import Progress
 from services.frontend import logs
 from services.frontend.auth import guard
+from services.frontend.certificates import server_context
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.http.app import data_app
 from services.frontend.http.asgi import Application
@@ -73,12 +74,14 @@ class Worker(Process[OpenModels]):
         log.info("the node's process asks no more")
         self.stop()
 
-    def _ports(self) -> Mapping[str, HttpSettings | AdminSettings]:
+    def _ports(self) -> Mapping[str, Listener]:
         return {}
 
     def _others(self) -> Mapping[str, Server]:
         settings, app = self._settings, self._app("http")
-        servers: dict[str, Server] = {"http": HttpServer(app, self._http, settings.drain_s)}
+        tls = server_context(settings.http, "server.http")
+        http = HttpServer(app, self._http, settings.drain_s, tls)
+        servers: dict[str, Server] = {"http": http}
         if settings.grpc is not None:
             servers["grpc"] = GrpcServer(
                 settings.grpc, self.state, settings, self._guard, one_of_many=True

@@ -46,7 +46,7 @@ class Supervisor:
         except ConfigError:
             self._sockets.close()
             raise
-        self.url = url_of(listeners[0])
+        self.url = url_of(listeners[0], secured=server.http.tls is not None)
         settings = configuration.settings.model_copy(update={"server": server})
         told = replace(configuration, settings=settings, origins={})
         self.workers = [

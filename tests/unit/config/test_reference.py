@@ -124,7 +124,12 @@ def test_the_example_is_in_order() -> None:
 def test_the_example_shows_every_setting_with_its_default() -> None:
     given = yaml.safe_load(EXAMPLE.read_text())
     stated = {".".join(map(str, path)) for path, _ in leaves(given)}
-    elsewhere = "models.serve", "auth.keys[]", "dense.triton.models", "server.grpc.admin.tls."
+    elsewhere = (
+        "models.serve",
+        "auth.keys[]",
+        "dense.triton.models",
+        *(f"server.{port}.tls." for port in ("http", "admin", "grpc.admin")),
+    )
     for key, _ in settings_of(Settings):
         if not key.startswith(elsewhere):
             assert key in stated or any(s.startswith(f"{key}.") for s in stated), key
@@ -149,8 +154,11 @@ def test_the_example_shows_every_setting_with_its_default() -> None:
     assert settings.tiers.rocksdb.path == EXAMPLE.parent / Settings().tiers.rocksdb.path
 
 
-def test_the_key_file_of_the_page_is_one(tmp_path: Path) -> None:
-    (block,) = re.findall(r"```yaml\n(- \{name.*?)```", CONFIGURATION.read_text(), re.DOTALL)
+def test_the_key_files_of_the_page_are_such(tmp_path: Path) -> None:
+    blocks = re.findall(r"```yaml\n(- \{name.*?)```", CONFIGURATION.read_text(), re.DOTALL)
     path = tmp_path / "keys.yaml"
-    path.write_text(block)
-    assert {key.role for key in read_keys_file(path)} == {"read", "write"}
+    roles = []
+    for block in blocks:
+        path.write_text(block)
+        roles.append({key.role for key in read_keys_file(path)})
+    assert roles == [{"read", "write"}, {"read", "admin"}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -19,9 +19,9 @@ from services.frontend.grpc.server import GrpcServer
 class Running:
     """A server on an event loop of its own thread."""
 
-    def __init__(self, server: GrpcServer) -> None:
+    def __init__(self, server: Any, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.server = server
-        self._loop = asyncio.new_event_loop()
+        self._loop = loop or asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -29,9 +29,13 @@ class Running:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self.server.serve())
 
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def stop(self, *, at_once: bool = False) -> None:
-        """Begin the end."""
-        self._loop.call_soon_threadsafe(lambda: self.server.stop(at_once=at_once))
+        """Begin the end, if that has not come."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(lambda: self.server.stop(at_once=at_once))
 
     def join(self) -> None:
         self._thread.join(60)
@@ -49,8 +53,7 @@ def running(small: Any, guard: Any = None, **settings: Any) -> Iterator[Running]
     try:
         yield server
     finally:
-        if server._thread.is_alive():
-            server.stop(at_once=True)
+        server.stop(at_once=True)
         server.join()
 
 

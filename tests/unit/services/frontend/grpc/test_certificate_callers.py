@@ -1,7 +1,6 @@
 """Callers known by their certificates, over real TLS."""
 
 import os
-import subprocess
 from pathlib import Path
 
 import grpc
@@ -9,82 +8,15 @@ import pytest
 import yaml
 
 from hps.config import auth as auth_module
-from hps.config.auth import load_api_keys
-from hps.config.server_settings import AuthSettings, GrpcAdminSettings
+from hps.config.server_settings import GrpcAdminSettings
 from hps.v1 import admin_pb2, lookup_pb2
-from services.frontend.auth import guard
 from services.frontend.grpc.admin_port import AdminPort
 from tests.support.waiting import until
+from tests.unit.services.frontend.conftest import CALLERS
 from tests.unit.services.frontend.grpc.conftest import Running, running
 from tests.unit.services.frontend.grpc.test_admin_port import Stub, refused
 
-CALLERS = [
-    {"name": "front", "role": "read", "certificate": "spiffe://x.org/front"},
-    {"name": "trainer", "role": "write", "certificate": "trainer.x.org"},
-    {"name": "operator", "role": "admin", "certificate": "CN=operator"},
-    {"name": "script", "role": "admin", "key": "s" * 16},
-]
 KEY = [("x-api-key", "s" * 16)]
-
-
-def made(folder, common, names=(), ca=None):
-    """A key and a certificate, self-signed or by ``ca``."""
-    key, certificate = folder / f"{common}.key", folder / f"{common}.crt"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    command += [
-        "-nodes",
-        "-days",
-        "2",
-        "-subj",
-        f"/CN={common}",
-        "-keyout",
-        key,
-        "-out",
-        certificate,
-    ]
-    if ca is not None:
-        command += ["-CA", ca[1], "-CAkey", ca[0], "-addext", "basicConstraints=critical,CA:FALSE"]
-    if names:
-        command += ["-addext", f"subjectAltName={','.join(names)}"]
-    subprocess.run(command, check=True, capture_output=True)
-    return key, certificate
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("certificates")
-    ca = made(folder, "ca")
-    found = {"ca": ca, "server": made(folder, "server", ["DNS:localhost"], ca)}
-    found["front"] = made(folder, "anyone", ["DNS:a.x.org", "URI:spiffe://x.org/front"], ca)
-    found["trainer"] = made(folder, "t", ["DNS:trainer.x.org"], ca)
-    found["operator"] = made(folder, "operator", [], ca)
-    # Not the common name, but an alternative one that looks like it.
-    found["liar"] = made(folder, "liar", ["email:CN=operator"], ca)
-    found["both"] = made(folder, "operator2", ["DNS:trainer.x.org", "URI:spiffe://x.org/front"], ca)
-    return found
-
-
-@pytest.fixture
-def keys_file(tmp_path):
-    path = tmp_path / "keys.yaml"
-    path.write_text(yaml.safe_dump(CALLERS))
-    path.chmod(0o600)
-    return path
-
-
-@pytest.fixture
-def by_certificate(keys_file):
-    return guard(load_api_keys(AuthSettings(mode="api_key", keys_file=keys_file)))
-
-
-@pytest.fixture
-def tls(certificates):
-    key, certificate = certificates["server"]
-    return {
-        "key_file": key,
-        "certificate_file": certificate,
-        "client_ca_file": certificates["ca"][1],
-    }
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import subprocess
 import threading
 import weakref
 
@@ -28,6 +27,7 @@ from services.frontend.grpc import infer as infer_module
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.grpc.service import SERVICE
 from services.frontend.state import State
+from tests.support.certificates import made
 from tests.support.waiting import until
 
 
@@ -434,16 +434,7 @@ def test_what_was_accepted_is_answered(serve, small, monkeypatch):
 
 def certified(folder, name, ca=None):
     """Files of a key and a certificate for ``name``, signed by ``ca`` or by itself."""
-    key, certificate = folder / f"{name}.key", folder / f"{name}.crt"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    command += ["-nodes", "-days", "2", "-subj", f"/CN={name}", "-keyout", key, "-out", certificate]
-    if ca is None:
-        command += ["-addext", "basicConstraints=critical,CA:TRUE"]
-    else:
-        command += ["-CA", ca[1], "-CAkey", ca[0], "-addext", f"subjectAltName=DNS:{name}"]
-        command += ["-addext", "basicConstraints=critical,CA:FALSE"]
-    subprocess.run(command, check=True, capture_output=True)
-    return key, certificate
+    return made(folder, name, [f"DNS:{name}"] if ca else (), ca)
 
 
 def test_certificates_on_both_sides(serve, small, tmp_path):

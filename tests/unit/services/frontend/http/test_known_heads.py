@@ -286,7 +286,7 @@ def test_who_may_ask_is_looked_at_each_time(small, http, connect):
         enabled = True
         allowed = True
 
-        def check(self, headers, role):
+        def check(self, headers, role, certificate=tuple):
             assert headers[b"x-api-key"] == b"k"
             if not self.allowed:
                 from hps.errors import Unauthenticated

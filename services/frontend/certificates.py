@@ -1,0 +1,106 @@
+"""Certificates of a port, and whom those of its callers name; the same for every protocol."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from collections.abc import Iterable
+
+from hps.config.server_settings import Listener, TlsSettings
+from hps.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+class Certificates:
+    """What a port, by its ``setting``, shows and asks of its clients. ``context`` has what is in force, and
+    so has ``contents``: the key, the certificate and, where clients need one, their roots, as PEM. One
+    thread at a time."""
+
+    def __init__(self, tls: TlsSettings, setting: str) -> None:
+        """``ConfigError`` naming files that cannot be used."""
+        self._tls, self._setting = tls, setting
+        self._problem = ""
+        self.contents = self._read()
+        self.context = self._made()
+
+    def renewed(self) -> bool:
+        """Whether the files have changed and what they hold now is in force. While they cannot be used, what
+        was before is, which is logged once."""
+        try:
+            contents = self._read()
+            changed = contents != self.contents
+            if changed:
+                self.context = self._made()
+        except ConfigError as error:
+            if str(error) != self._problem:
+                self._problem = str(error)
+                log.error("the former certificates stay in force: %s", error)
+            return False
+        self._problem = ""
+        if changed:
+            self.contents = contents
+            log.info("%s: certificates read again", self._setting)
+        return changed
+
+    def _read(self) -> list[bytes]:
+        tls = self._tls
+        files = [path for path in (tls.key_file, tls.certificate_file, tls.client_ca_file) if path]
+        try:
+            return [path.read_bytes() for path in files]
+        except OSError as error:
+            raise ConfigError(f"{self._setting}.tls: {error.filename}: {error.strerror}") from None
+
+    def _made(self) -> ssl.SSLContext:
+        tls = self._tls
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # Each connection shows its certificates: none comes back by what was in force before.
+        context.num_tickets = 0
+        context.options |= ssl.OP_NO_TICKET
+        used = f"{tls.certificate_file} and {tls.key_file}"
+        try:
+            context.load_cert_chain(tls.certificate_file, tls.key_file, _no_password)
+            if tls.client_ca_file is not None:
+                used = str(tls.client_ca_file)
+                context.load_verify_locations(tls.client_ca_file)
+                context.verify_mode = ssl.CERT_REQUIRED
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{self._setting}.tls: {used} cannot be used: {_why(error)}"
+            ) from None
+        return context
+
+
+def server_context(at: Listener, setting: str) -> ssl.SSLContext | None:
+    """For a port on an event loop, by its ``setting``; None where it speaks plain text. Files that changed
+    are taken over by the next connection. Raises as `Certificates`."""
+    if at.tls is None:
+        return None
+    certificates = Certificates(at.tls, setting)
+
+    def renew(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        certificates.renewed()
+        connection.context = certificates.context
+
+    listening = certificates.context
+    listening.sni_callback = renew  # called for every connection, whether it names a server or not
+    return listening
+
+
+def caller_names(alternative: Iterable[str], common: Iterable[str]) -> set[str]:
+    """What a certificate that was verified names: its alternative names, and its common name as
+    ``CN=<name>``, which no alternative name passes for."""
+    names = {name for name in alternative if not name.startswith("CN=")}
+    return names | {f"CN={name}" for name in common}
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted; give one that is not, readable by the server only")
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        if error.reason == "KEY_VALUES_MISMATCH":
+            return "the key is not the certificate's"
+        return f"not what PEM looks like ({error.reason or error})"
+    return str(error)

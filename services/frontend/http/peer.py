@@ -1,0 +1,47 @@
+"""Who is at the other end of a connection."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from ipaddress import ip_address
+from typing import Any
+
+from services.frontend.certificates import caller_names
+
+# A key of the scope of ours: its ``Peer``.
+PEER = "hps.peer"
+_ADDRESS = "IP Address"
+_KINDS = ("DNS", "URI", "email", _ADDRESS)
+
+
+class Peer:
+    """The client of one connection. ``address``: its host and port, None where that is not known."""
+
+    __slots__ = ("_names", "_transport", "address")
+
+    def __init__(self, address: Any, transport: Any = None) -> None:
+        self.address = address
+        self._transport = transport
+        self._names: Collection[str] | None = None
+
+    def certificate(self) -> Collection[str]:
+        """What its certificate names, if it has shown one, which was verified then."""
+        if self._names is None:
+            shown = self._transport and self._transport.get_extra_info("peercert")
+            self._names = _names(shown or {})
+        return self._names
+
+
+def peer_of(scope: Mapping[str, Any]) -> Peer:
+    """Who sent the request of ``scope``."""
+    return scope.get(PEER) or Peer(scope.get("client"))
+
+
+def _names(certificate: Mapping[str, Any]) -> set[str]:
+    common = [v for part in certificate.get("subject", ()) for k, v in part if k == "commonName"]
+    alternative = [
+        str(ip_address(name)) if kind == _ADDRESS else name
+        for kind, name in certificate.get("subjectAltName", ())
+        if kind in _KINDS
+    ]
+    return caller_names(alternative, common[:1])

@@ -1,0 +1,38 @@
+"""Files of certificates that cannot be used, told apart; the same for every protocol."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hps.config.server_settings import TlsSettings
+from hps.errors import ConfigError
+from services.frontend.certificates import Certificates, caller_names
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"key_file": "none"}, r"server\.x\.tls: .*/none: No such file or directory"),
+        ({"certificate_file": "text"}, r"/text and .*/server\.key cannot be used: not what PEM"),
+        ({"key_file": "text"}, r"/server\.crt and .*/text cannot be used: not what PEM"),
+        ({"key_file": "other"}, "cannot be used: the key is not the certificate's"),
+        ({"key_file": "locked"}, "cannot be used: the key is encrypted"),
+        ({"client_ca_file": "text"}, r"server\.x\.tls: [^ ]*/text cannot be used: not what PEM"),
+    ],
+)
+def test_files_that_cannot_be_used(certificates, tls, tmp_path: Path, changed, problem) -> None:
+    (tmp_path / "text").write_text("no certificate")
+    (tmp_path / "other").write_bytes(certificates["front"][0].read_bytes())
+    lock = ["openssl", "ec", "-aes128", "-passout", "pass:secret", "-in", tls["key_file"]]
+    subprocess.run([*lock, "-out", tmp_path / "locked"], check=True, capture_output=True)
+    used = tls | {name: tmp_path / file for name, file in changed.items()}
+    with pytest.raises(ConfigError, match=problem) as caught:
+        Certificates(TlsSettings(**used), "server.x")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_alternative_name_passes_for_no_common_name() -> None:
+    assert caller_names(["a.org", "CN=root"], ["me"]) == {"a.org", "CN=me"}
