@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import time
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 from hps.client.address import Tls, address
 from hps.client.http_wire import Request, key_headers
 from hps.client.rest import Http
-from hps.client.wire import Sample, parse_sample
 from hps.errors import NotFound
+
+
+class Sample(NamedTuple):
+    """One number of the server's metrics."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
 
 
 class Admin:
@@ -65,8 +73,13 @@ class Admin:
     def metrics(self) -> list[Sample]:
         """The server's metrics: name, labels, value."""
         reply = self._ask(Request("GET", "/metrics", self._headers)).checked(self.url)
-        lines = reply.body.decode().splitlines()
-        return [sample for line in lines if (sample := parse_sample(line)) is not None]
+        found = re.findall(
+            r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$", reply.body.decode(), re.MULTILINE
+        )
+        return [
+            Sample(name, dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', labels)), float(value))
+            for name, labels, value in found
+        ]
 
     def _ask(self, request: Request) -> Any:
         reply = self._http.send(request, time.monotonic() + self._timeout_s)

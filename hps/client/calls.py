@@ -1,22 +1,37 @@
-"""What is asked of a server, whatever carries it: calls, answers, another attempt."""
+"""What can be asked of a server, whatever carries it. Nothing here waits or connects: a `Flow` yields what is
+to be done next, is given the reply or the error, and returns the result.
+"""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hps.client.errors import retry_after_s
+from hps.client.errors import Unreachable, retry_after_s
 from hps.client.wire import Answer, Keys, numpy_type, tensors_of
 from hps.errors import BadRequest, DeadlineExceeded, HpsError, Unavailable
 from hps.types import LookupResult, PredictResult
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+T = TypeVar("T")
+
+
+class Send(NamedTuple):
+    """A message whose reply must be there at an instant of ``time.monotonic``."""
+
+    message: Any
+    until: float
+
+
+Flow = Generator[Send | float, Any, T]
+"""Messages to be sent and, as numbers, seconds to wait; ends with a result."""
 
 
 class Call(NamedTuple):
@@ -31,84 +46,164 @@ class Call(NamedTuple):
     timeout_s: float | None = None
 
 
-class Tensors(NamedTuple):
+class _Tensors(NamedTuple):
     """What has to be known of a model: NumPy's types of its inputs, and the names of its outputs. So it is in
     ``versions``, of which a server serves others later on."""
 
-    inputs: Mapping[str, Any]
-    outputs: tuple[str, ...]
+    inputs: Mapping[str, Any] = {}
+    outputs: tuple[str, ...] = ()
     versions: tuple[str, ...] = ()
 
     def of_version(self, version: str) -> bool:
         """Whether this may be of ``version``, the one that answered; it is not always told."""
         return not version or not self.versions or version in self.versions
 
-    def same(self, other: Tensors) -> bool:
+    def same(self, other: _Tensors) -> bool:
         """Whether a request by ``other`` would be the same."""
         return (self.inputs, self.outputs) == (other.inputs, other.outputs)
 
-    @staticmethod
-    def of(metadata: Mapping[str, Any]) -> Tensors:
-        """By the protocol's description of the model."""
-        types = {t["name"]: numpy_type(t["datatype"]) for t in metadata["inputs"]}
-        outputs = tuple(t["name"] for t in metadata["outputs"])
-        return Tensors(types, outputs, tuple(metadata.get("versions", ())))
 
+class Calls:
+    """What both clients can ask. ``wire`` writes messages and reads replies, as `HttpWire` does."""
 
-UNKNOWN = Tensors({}, ())
+    def __init__(self, wire: Any, timeout_s: float, retries: int) -> None:
+        self._wire, self._timeout_s, self._retries = wire, timeout_s, retries
+        self._known: dict[str, _Tensors] = {}
+        self.closed = False
 
+    def predict(
+        self,
+        model: str,
+        features: Mapping[str, Keys],
+        dense: Mapping[str, ArrayLike] | None = None,
+        *,
+        top_k: int | None = None,
+        want_source: bool = False,
+        request_id: str = "",
+        timeout_s: float | None = None,
+    ) -> Flow[PredictResult]:
+        """Score a batch: keys per feature and the named dense tensors in, named outputs out.
 
-def predict_call(
-    model: str,
-    features: Mapping[str, Keys],
-    dense: Mapping[str, ArrayLike] | None,
-    about: Tensors,
-    top_k: int | None,
-    want_source: bool,
-    request_id: str,
-    timeout_s: float | None,
-) -> Call:
-    """Dense values are sent in the model's types. Raises ``BadRequest``."""
-    inputs = tensors_of(features)
-    for name, value in (dense or {}).items():
-        inputs[name] = np.ascontiguousarray(value, about.inputs.get(name))
-    outputs = None
-    if want_source:
-        best = ["top_k_index"] if top_k else []
-        outputs = [*about.outputs, *best, *_sources(features)]
-    try:
-        parameters = {"top_k": index(top_k)} if top_k else {}
-    except TypeError:
-        raise BadRequest(f"top_k must be a whole number, got {top_k!r}") from None
-    return Call(model, inputs, outputs, parameters, request_id, timeout_s)
+        ``top_k`` keeps the best and adds ``top_k_index``; context features may come with batch 1 then.
+        ``want_source`` adds the tier's code of every key. ``timeout_s``: for this call, told to the
+        server, too.
+        """
+        patience = self._patience(timeout_s)
+        try:
+            parameters = {"top_k": index(top_k)} if top_k else {}
+        except TypeError:
+            raise BadRequest(f"top_k must be a whole number, got {top_k!r}") from None
 
+        def ask(about: _Tensors) -> Flow[Answer]:
+            inputs = tensors_of(features)
+            for name, value in (dense or {}).items():  # in the model's types
+                inputs[name] = np.ascontiguousarray(value, about.inputs.get(name))
+            best = ["top_k_index"] if top_k else []
+            outputs = [*about.outputs, *best, *_sources(features)] if want_source else None
+            call = Call(model, inputs, outputs, parameters, request_id, timeout_s)
+            return self._infer(call, patience)
 
-def predict_result(answer: Answer) -> PredictResult:
-    outputs, sources = _split(answer)
-    return PredictResult(outputs, sources, answer.defaulted, answer.degraded, answer.stale_s)
+        if not dense and not want_source:
+            answer = yield from ask(_Tensors())
+            return PredictResult(*_split(answer), **answer.account)
+        about = self._known.get(model) or (yield from self._about(model, patience))
+        try:
+            answer = yield from ask(about)
+        except BadRequest as error:
+            newer = yield from self._about(model, patience)
+            if newer.same(about):
+                raise error
+            answer = yield from ask(newer)
+        else:
+            if not about.of_version(answer.model_version):
+                newer = yield from self._about(model, patience)
+                if not newer.same(about):
+                    answer = yield from ask(newer)
+        return PredictResult(*_split(answer), **answer.account)
 
+    def lookup(
+        self,
+        model: str,
+        features: Mapping[str, Keys],
+        *,
+        want_source: bool = False,
+        request_id: str = "",
+        timeout_s: float | None = None,
+    ) -> Flow[LookupResult]:
+        """Pooled vectors per feature; ``want_source`` adds the tier's code of every key."""
+        wanted = [*features, *(_sources(features) if want_source else ())]
+        inputs = tensors_of(features)
+        call = Call(f"{model}.lookup", inputs, wanted, {}, request_id, timeout_s)
+        answer = yield from self._infer(call, self._patience(timeout_s))
+        return LookupResult(*_split(answer), **answer.account)
 
-def lookup_call(
-    model: str,
-    features: Mapping[str, Keys],
-    want_source: bool,
-    request_id: str,
-    timeout_s: float | None,
-) -> Call:
-    wanted = [*features, *(_sources(features) if want_source else ())]
-    inputs = tensors_of(features)
-    return Call(f"{model}.lookup", inputs, wanted, {}, request_id, timeout_s)
+    def infer(
+        self,
+        model: str,
+        inputs: Mapping[str, NDArray[Any]],
+        *,
+        outputs: Sequence[str] | None = None,
+        parameters: Mapping[str, Any] | None = None,
+        request_id: str = "",
+        timeout_s: float | None = None,
+    ) -> Flow[Answer]:
+        """One request of the Open Inference Protocol with binary tensors, as they are."""
+        call = Call(model, inputs, outputs, parameters or {}, request_id, timeout_s)
+        return (yield from self._infer(call, self._patience(timeout_s)))
 
+    def metadata(self, model: str) -> Flow[dict[str, Any]]:
+        """A model's inputs and outputs, as the protocol describes them."""
+        return self._ask("metadata", model, self._patience())
 
-def lookup_result(answer: Answer) -> LookupResult:
-    vectors, sources = _split(answer)
-    return LookupResult(
-        vectors,
-        sources,
-        defaulted=answer.defaulted,
-        degraded=answer.degraded,
-        stale_s=answer.stale_s,
-    )
+    def config(self, model: str) -> Flow[dict[str, Any]]:
+        """A model's configuration in Triton's form, ``max_batch_size`` for one."""
+        return self._ask("config", model, self._patience())
+
+    def is_hps(self) -> Flow[bool]:
+        """Whether the server is one of ours, by the name it gives itself."""
+        told = yield from self._ask("server", "", self._patience())
+        return str(told.get("name", "")).startswith("hps")
+
+    def ready(self) -> Flow[bool]:
+        """Whether the server answers requests by now; ``Unavailable`` when nobody is there. Whatever requests
+        need is loaded and connected then."""
+        try:
+            told = yield from self._ask("ready", "", Patience(self._timeout_s, 0))
+        except Unreachable:
+            raise
+        except Unavailable:  # it is there, and says so
+            return False
+        return bool(told["ready"])
+
+    def _about(self, model: str, patience: Patience) -> Flow[_Tensors]:
+        """What the server tells of the model now."""
+        told = yield from self._ask("metadata", model, patience)
+        found = self._known[model] = _Tensors(
+            {t["name"]: numpy_type(t["datatype"]) for t in told["inputs"]},
+            tuple(t["name"] for t in told["outputs"]),
+            tuple(told.get("versions", ())),
+        )
+        return found
+
+    def _infer(self, call: Call, patience: Patience) -> Flow[Answer]:
+        return self._sent(self._wire.request(call), self._wire.answer, patience)
+
+    def _ask(self, what: str, model: str, patience: Patience) -> Flow[dict[str, Any]]:
+        read = partial(self._wire.told, what)
+        return self._sent(self._wire.question(what, model), read, patience)
+
+    def _sent(self, message: Any, read: Callable[[Any], T], patience: Patience) -> Flow[T]:
+        while True:
+            if self.closed:
+                raise HpsError("this client was closed; make another one")
+            try:
+                return read((yield Send(message, patience.until)))
+            except HpsError as error:
+                pause_s = patience.pause_s(error)
+            yield pause_s
+
+    def _patience(self, timeout_s: float | None = None) -> Patience:
+        return Patience(self._timeout_s if timeout_s is None else timeout_s, self._retries)
 
 
 def _sources(features: Mapping[str, Keys]) -> list[str]:

@@ -17,29 +17,29 @@ from hps.errors import (
     Unsupported,
 )
 
-_BY_STATUS: dict[int, type[HpsError]] = {
+_BY_STATUS: dict[int | str, type[HpsError]] = {
     400: BadRequest,
     401: Unauthenticated,
     403: Forbidden,
     404: NotFound,
     405: Unsupported,
     413: BadRequest,
+    429: Unavailable,
     501: Unsupported,
     503: Unavailable,
     504: DeadlineExceeded,
-}
-_BY_CODE: dict[str, type[HpsError]] = {
     "INVALID_ARGUMENT": BadRequest,
     "UNAUTHENTICATED": Unauthenticated,
     "PERMISSION_DENIED": Forbidden,
     "NOT_FOUND": NotFound,
     "UNIMPLEMENTED": Unsupported,
+    "RESOURCE_EXHAUSTED": Unavailable,
     "UNAVAILABLE": Unavailable,
     "DEADLINE_EXCEEDED": DeadlineExceeded,
 }
 # How gRPC itself says that nobody was there; a server says it in other words.
 _NEVER_ARRIVED = ("failed to connect", "Socket closed", "Connection reset", "recvmsg")
-_NEVER_ANSWERED = "Deadline Exceeded"
+_LATE = "did not answer in time; is it overloaded or stopped?"
 
 
 class Unreachable(Unavailable):
@@ -59,39 +59,34 @@ def retry_after_s(error: HpsError) -> float:
     return error.after_s if isinstance(error, Later) else 0.0
 
 
-def replied(status: int, message: str, retry_after: str | None = None) -> HpsError:
-    """An HTTP reply that is no success; ``retry_after`` is its header, of which dates are not read."""
-    message = message or f"the server answered {status}"
-    kind = _BY_STATUS.get(status, HpsError)
-    if status in (429, 503):
-        kind = Unavailable
-        if retry_after is not None and retry_after.strip().isdigit():
-            return Later(message, float(retry_after))
-    return kind(message)
-
-
-def ended(address: str, code: str, message: str, pushback_ms: str | None = None) -> HpsError:
-    """A gRPC call's status; ``pushback_ms`` is its ``grpc-retry-pushback-ms``."""
-    kind = _BY_CODE.get(code, HpsError)
-    if code == "RESOURCE_EXHAUSTED":
-        kind = BadRequest if "larger than max" in message else Unavailable
-    if code == "DEADLINE_EXCEEDED" and _NEVER_ANSWERED in message:
-        return DeadlineExceeded(f"{address} did not answer in time; is it overloaded or stopped?")
-    if code == "UNAVAILABLE" and any(sign in message for sign in _NEVER_ARRIVED):
-        return Unreachable(f"{address} cannot be reached: {message}")
-    if code == "CANCELLED":  # the client cancels nothing: a server that stops does
-        return Unreachable(f"{address} went away before it had answered")
-    if kind is Unavailable and pushback_ms is not None and pushback_ms.isdigit():
-        return Later(message, int(pushback_ms) / 1e3)
-    return kind(message)
-
-
-def said(text: bytes) -> str:
-    """The message of an error reply, or nothing when it has another form."""
+def replied(status: int, body: bytes, retry_after: str | None, base: str) -> HpsError:
+    """An HTTP reply of ``base`` that is no success; ``retry_after`` is its header, of which dates are not
+    read."""
     try:
-        return str(json.loads(text)["error"])
+        message = str(json.loads(body)["error"])
     except (ValueError, KeyError, TypeError):
-        return ""
+        message = f"{base} answered {status}"
+    return _error(status, message, retry_after, 1)
+
+
+def ended(base: str, code: str, message: str, pushback_ms: str | None = None) -> HpsError:
+    """A gRPC call's status; ``pushback_ms`` is its ``grpc-retry-pushback-ms``."""
+    if code == "RESOURCE_EXHAUSTED" and "larger than max" in message:
+        return BadRequest(message)
+    if code == "DEADLINE_EXCEEDED" and "Deadline Exceeded" in message:  # gRPC's own word
+        return DeadlineExceeded(f"{base} {_LATE}")
+    if code == "UNAVAILABLE" and any(sign in message for sign in _NEVER_ARRIVED):
+        return Unreachable(f"{base} cannot be reached: {message}")
+    if code == "CANCELLED":  # the client cancels nothing: a server that stops does
+        return Unreachable(f"{base} went away before it had answered")
+    return _error(code, message, pushback_ms, 1e-3)
+
+
+def _error(status: int | str, message: str, later: str | None, unit_s: float) -> HpsError:
+    kind = _BY_STATUS.get(status, HpsError)
+    if kind is Unavailable and later is not None and later.strip().isdigit():
+        return Later(message, int(later) * unit_s)
+    return kind(message)
 
 
 def unreachable(base: str, error: Exception) -> HpsError:
@@ -102,7 +97,7 @@ def unreachable(base: str, error: Exception) -> HpsError:
             "address that it printed when it started"
         )
     if isinstance(error, TimeoutError):
-        return DeadlineExceeded(f"{base} did not answer in time; is it overloaded or stopped?")
+        return DeadlineExceeded(f"{base} {_LATE}")
     if isinstance(error, ssl.SSLCertVerificationError):
         return HpsError(
             f"{base} shows a certificate that is not trusted ({error.verify_message}); give the file of "

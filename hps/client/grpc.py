@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import grpc
@@ -31,6 +30,7 @@ _QUESTIONS = {
     "metadata": ("ModelMetadata", pb.ModelMetadataRequest),
     "config": ("ModelConfig", pb.ModelConfigRequest),
 }
+_KINDS = {bool: "bool_param", int: "int64_param", float: "double_param"}
 
 
 class Message(NamedTuple):
@@ -41,21 +41,44 @@ class Message(NamedTuple):
     metadata: tuple[tuple[str, str], ...]
 
 
-class GrpcChannel:
+class _Channel:
+    def __init__(self, at: Address) -> None:
+        self._at = at
+        self._credentials = None
+        if at.tls is not None:
+            self._credentials = grpc.ssl_channel_credentials(*at.tls.contents())
+        self._channel: Any = None
+
+    def _open(self, kind: Any) -> None:
+        """By ``grpc`` or by ``grpc.aio``."""
+        if self._credentials is None:
+            self._channel = kind.insecure_channel(self._at.target, _OPTIONS)
+        else:
+            self._channel = kind.secure_channel(self._at.target, self._credentials, _OPTIONS)
+        self._stub = GRPCInferenceServiceStub(self._channel)
+
+    def _call(self, message: Message, until: float) -> Any:
+        method, content, metadata = message
+        return getattr(self._stub, method)(content, timeout=left_s(until), metadata=metadata)
+
+    def _told(self, error: Any) -> HpsError:
+        pushback = dict(error.trailing_metadata() or ()).get("grpc-retry-pushback-ms")
+        return ended(self._at.base, error.code().name, error.details() or "", pushback)
+
+
+class GrpcChannel(_Channel):
     """A connection to one server. Any number of threads may use it."""
 
     def __init__(self, at: Address) -> None:
-        self._at = at
-        self._channel = _channel(grpc, at, _credentials(at))
-        self._stub = GRPCInferenceServiceStub(self._channel)
+        super().__init__(at)
+        self._open(grpc)
 
     def send(self, message: Message, until: float) -> Any:
         """The response. Raises the status that the call ended with, and DeadlineExceeded at ``until``."""
-        method, content, metadata = message
         try:
-            return getattr(self._stub, method)(content, timeout=left_s(until), metadata=metadata)
+            return self._call(message, until)
         except grpc.RpcError as error:
-            raise _told(error, self._at) from None
+            raise self._told(error) from None
         except ValueError as error:  # closed by another thread, for one
             raise HpsError(f"{self._at.base} was not asked: {error}") from None
 
@@ -63,27 +86,17 @@ class GrpcChannel:
         self._channel.close()
 
 
-class AsyncGrpcChannel:
+class AsyncGrpcChannel(_Channel):
     """Used on the event loop of its first call: a channel belongs to the one that runs when it is made."""
-
-    def __init__(self, at: Address) -> None:
-        self._at = at
-        self._credentials = _credentials(at)
-        self._channel: Any = None
-        self._stub: Any = None
 
     async def send(self, message: Message, until: float) -> Any:
         """See ``GrpcChannel.send``."""
         if self._channel is None:
-            self._channel = _channel(grpc.aio, self._at, self._credentials)
-            self._stub = GRPCInferenceServiceStub(self._channel)
-        method, content, metadata = message
+            self._open(grpc.aio)
         try:
-            return await getattr(self._stub, method)(
-                content, timeout=left_s(until), metadata=metadata
-            )
+            return await self._call(message, until)
         except grpc.RpcError as error:
-            raise _told(error, self._at) from None
+            raise self._told(error) from None
 
     async def close(self) -> None:
         channel, self._channel = self._channel, None
@@ -94,7 +107,7 @@ class AsyncGrpcChannel:
 class GrpcWire:
     """Calls and questions of one client as messages, and what is answered."""
 
-    def __init__(self, _url: str, api_key: str | None) -> None:
+    def __init__(self, api_key: str | None) -> None:
         self._metadata = (("x-api-key", api_key),) if api_key else ()
 
     def question(self, what: str, model: str) -> Message:
@@ -138,22 +151,3 @@ class GrpcWire:
             for name, value in response.parameters.items()
         }
         return Answer(arrays, parameters, response.model_version)
-
-
-_KINDS = {bool: "bool_param", int: "int64_param", float: "double_param"}
-
-
-def _channel(kind: Any, at: Address, credentials: grpc.ChannelCredentials | None) -> Any:
-    if credentials is None:
-        return kind.insecure_channel(at.target, _OPTIONS)
-    return kind.secure_channel(at.target, credentials, _OPTIONS)
-
-
-def _credentials(at: Address) -> grpc.ChannelCredentials | None:
-    return None if at.tls is None else grpc.ssl_channel_credentials(*at.tls.contents())
-
-
-def _told(error: Any, at: Address) -> HpsError:
-    trailing: Mapping[str, Any] = dict(error.trailing_metadata() or ())
-    pushback = trailing.get("grpc-retry-pushback-ms")
-    return ended(at.base, error.code().name, error.details() or "", pushback)

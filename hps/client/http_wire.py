@@ -10,7 +10,7 @@ from urllib.parse import quote
 import numpy as np
 
 from hps.client.calls import Call
-from hps.client.errors import replied, said
+from hps.client.errors import replied
 from hps.client.trace import trace_headers
 from hps.client.wire import Answer, decoded, encoded, numpy_type
 from hps.errors import HpsError
@@ -44,8 +44,7 @@ class Reply(NamedTuple):
         """Raises what an answer that is no success says."""
         if self.status == 200:
             return self
-        message = said(self.body) or f"{url} answered {self.status}"
-        raise replied(self.status, message, self.headers.get("retry-after"))
+        raise replied(self.status, self.body, self.headers.get("retry-after"), url)
 
     def json(self, url: str) -> Any:
         """What a success says."""

@@ -1,11 +1,10 @@
-"""What travels: features as tensors, answers, metrics."""
+"""What travels: features as tensors, and answers."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -33,30 +32,18 @@ class Answer:
     @property
     def degraded(self) -> tuple[str, ...]:
         """Tiers that were skipped as broken or late."""
-        named = str(self.parameters.get("hps_degraded") or "")
-        return tuple(part.strip() for part in named.split(",") if part.strip())
+        named = str(self.parameters.get("hps_degraded") or "").split(",")
+        return tuple(tier.strip() for tier in named if tier.strip())
 
     @property
     def stale_s(self) -> int:
         """How old rows may be, in seconds, when that is more than the server was told to allow; else 0."""
         return int(self.parameters.get("hps_stale_s", 0))
 
-
-class Sample(NamedTuple):
-    """One number of the server's metrics."""
-
-    name: str
-    labels: dict[str, str]
-    value: float
-
-
-def parse_sample(line: str) -> Sample | None:
-    """One line of the Prometheus text format."""
-    found = re.fullmatch(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)", line)
-    if found is None:
-        return None
-    labels = dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', found[2] or ""))
-    return Sample(found[1], labels, float(found[3]))
+    @property
+    def account(self) -> dict[str, Any]:
+        """The three of them by name."""
+        return {name: getattr(self, name) for name in ("defaulted", "degraded", "stale_s")}
 
 
 def numpy_type(datatype: str) -> np.dtype[Any]:
@@ -96,15 +83,11 @@ def tensors_of(features: Mapping[str, Keys]) -> dict[str, NDArray[Any]]:
                 keys = JaggedKeys.dense(np.asarray(keys))
             except (TypeError, ValueError) as error:
                 raise BadRequest(f"feature {name!r}: {error}") from None
-        tensors |= _feature(name, keys)
-    return tensors
-
-
-def _feature(name: str, keys: JaggedKeys) -> dict[str, NDArray[Any]]:
-    if keys.offsets is None:
-        tensors = {name: as_keys(keys.keys).reshape(keys.batch, -1 if keys.batch else 0)}
-    else:
-        tensors = {name: as_keys(keys.keys), f"{name}.offsets": np.asarray(keys.offsets, np.int64)}
-    if keys.weights is not None:
-        tensors[f"{name}.weights"] = np.asarray(keys.weights, np.float32)
+        tensors[name] = as_keys(keys.keys)
+        if keys.offsets is None:
+            tensors[name] = tensors[name].reshape(keys.batch, -1 if keys.batch else 0)
+        else:
+            tensors[f"{name}.offsets"] = np.asarray(keys.offsets, np.int64)
+        if keys.weights is not None:
+            tensors[f"{name}.weights"] = np.asarray(keys.weights, np.float32)
     return tensors

@@ -13,7 +13,7 @@ from hps.cli.serve import processes
 from hps.cli.status import _show, _show_processes, _show_tiers, keys_by_tier, requests
 from hps.cli.tables import flatten, show
 from hps.client import Admin
-from hps.client.wire import Sample
+from hps.client.admin import Sample
 
 
 def test_keys_are_summed_over_models_and_tables() -> None:

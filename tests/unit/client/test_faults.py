@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from hps.client import client as module
 from hps.client.calls import Patience
 from hps.client.errors import Later, Unreachable, ended, replied
 from hps.errors import BadRequest, ConfigError, DeadlineExceeded, HpsError, Unavailable
+from tests.support.certificates import made
 
 BODY = (
     b'{"model_name":"m.lookup","outputs":[{"name":"f","datatype":"FP32","shape":[1,1],"data":[7]}]}'
@@ -235,8 +235,8 @@ def test_only_a_server_that_was_not_available_is_asked_again():
 
 
 def test_what_a_server_says_of_another_attempt():
-    assert replied(503, "", "5").after_s == 5
-    assert type(replied(503, "", "Fri, 31 Dec 1999 23:59:59 GMT")) is Unavailable
+    assert replied(503, b"", "5", "h").after_s == 5
+    assert type(replied(503, b"", "Fri, 31 Dec 1999 23:59:59 GMT", "h")) is Unavailable
     assert ended("g", "UNAVAILABLE", "busy", "250").after_s == 0.25
     assert type(ended("g", "UNAVAILABLE", "failed to connect to all addresses")) is Unreachable
     assert type(ended("g", "CANCELLED", "CANCELLED")) is Unreachable
@@ -318,27 +318,7 @@ def test_addresses_say_how_a_server_is_spoken_to():
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
     """Certificate and key of 127.0.0.1, its own root."""
-    folder = tmp_path_factory.mktemp("tls")
-    key, certificate = folder / "key.pem", folder / "certificate.pem"
-    command = (
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=x"
-    )
-    try:
-        subprocess.run(
-            [
-                *command.split(),
-                "-addext",
-                "subjectAltName=IP:127.0.0.1",
-                "-keyout",
-                key,
-                "-out",
-                certificate,
-            ],
-            check=True,
-            capture_output=True,
-        )
-    except FileNotFoundError:
-        pytest.skip("openssl is not there")
+    key, certificate = made(tmp_path_factory.mktemp("tls"), "x", ["IP:127.0.0.1"])
     return certificate, key
 
 

@@ -188,16 +188,11 @@ def test_nobody_there_says_what_to_do() -> None:
                 call()
 
 
-def test_connecting_goes_to_the_server(stub: Stub) -> None:
+def test_ready_by_the_status_alone(stub: Stub) -> None:
     url, seen = stub({"/v2/health/ready": (200, b"")})
     with Client(url) as client:
-        client.connect()
+        assert client.ready()
     assert [each["path"] for each in seen] == ["/v2/health/ready"]
-    with (
-        Client("http://127.0.0.1:1") as client,
-        pytest.raises(Unavailable, match="nothing listens"),
-    ):
-        client.connect()
 
 
 def test_a_server_that_hangs_is_left() -> None:
