@@ -88,8 +88,15 @@ class DevicePath:
                     return outputs, LookupResult({})
             return self._fetch(lane, alike, request, inputs)
 
-    def run(self, rows: LookupResult, inputs: Arrays, batch: int, names: tuple[str, ...]) -> Arrays:
-        """The outputs from ``rows``, the lookup's result."""
+    def run(
+        self,
+        rows: LookupResult,
+        inputs: Arrays,
+        batch: int,
+        names: tuple[str, ...],
+        deadline: float | None = None,
+    ) -> Arrays:
+        """The outputs from ``rows``, the lookup's result; what has begun here is not broken off."""
         assert isinstance(rows, DeviceResult)
         with self._lanes.lease() as lane:
             form = lane.form(batch, names)

@@ -19,6 +19,7 @@ from hps.cuda.layout import Policy
 from hps.cuda.loader import lacking
 from hps.dense.lanes import DeviceLanes
 from hps.dense.onnx import OnnxModel
+from hps.device_feed import DeviceFeed
 from hps.device_path import DevicePath
 from hps.errors import ConfigError
 from hps.lookup.completed import Below
@@ -27,6 +28,7 @@ from hps.lookup.on_device import DeviceLookup
 from hps.meters import LookupMeter, TierMeter
 from hps.metrics import Metrics
 from hps.opening import OpenedModel
+from hps.pipeline import OnDevice
 from hps.tier_status import TierStatus
 from hps.tiers.base import Tier
 from hps.tiers.chain import TierChain
@@ -134,19 +136,27 @@ class Devices:
 
     def paths(
         self, model: OpenedModel, lookups: Sequence[DeviceLookup], meter: LookupMeter
-    ) -> list[DevicePath]:
+    ) -> Sequence[OnDevice]:
         """Where the model's predictions run without a vector coming down: one path per device, none where
-        the network runs on the CPU."""
+        the network takes no vectors there."""
         network, spec, name = model.dense, model.spec.dense, model.lookup.name
-        if self.replicas is None or spec is None or not isinstance(network, OnnxModel):
-            return []
-        if not runs_on_gpu(network):
-            log.info("model %s: its network runs on the CPU; predictions use the CPU cache", name)
+        if self.replicas is None or spec is None or network is None:
             return []
         feeds = [
             (feature, spec.embeddings.get(feature.name, feature.name))
             for feature in model.lookup.features.values()
         ]
+        if network.takes_device_arrays:
+            caches = self.replicas.caches
+            return [
+                DeviceFeed(lookup, cache.space, network, feeds)
+                for lookup, cache in zip(lookups, caches, strict=True)
+            ]
+        if not isinstance(network, OnnxModel):
+            return []
+        if not runs_on_gpu(network):
+            log.info("model %s: its network runs on the CPU; predictions use the CPU cache", name)
+            return []
         sent = frozenset(tensor.name for tensor in spec.inputs)
         observe = TierMeter(self._metrics, self.replicas.info.name)
         paths = []

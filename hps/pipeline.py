@@ -34,7 +34,8 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class OnDevice(Protocol):
-    """A model on a device that holds its rows. May be called from any thread."""
+    """A model on a device that holds its rows, and whose network takes them there. May be called from any
+    thread."""
 
     @property
     def lookup(self) -> Lookup:
@@ -48,8 +49,16 @@ class OnDevice(Protocol):
         None. ``inputs (batch, ...)``."""
         ...
 
-    def run(self, rows: LookupResult, inputs: Arrays, batch: int, names: tuple[str, ...]) -> Arrays:
-        """The outputs ``names`` from the result of ``lookup``."""
+    def run(
+        self,
+        rows: LookupResult,
+        inputs: Arrays,
+        batch: int,
+        names: tuple[str, ...],
+        deadline: float | None = None,
+    ) -> Arrays:
+        """The outputs ``names`` from the result of ``lookup``. A network that runs elsewhere is not waited
+        for beyond ``deadline``."""
         ...
 
 
@@ -212,7 +221,7 @@ class InferencePipeline:
                     outputs = self.dense.predict(feed, names, request.deadline)
             else:
                 with _part(request, "dense"):
-                    outputs = device.run(rows, inputs, batch, names)
+                    outputs = device.run(rows, inputs, batch, names, request.deadline)
             self._judge(outputs, batch, time.perf_counter() - start)
         return self._result(request, wanted, outputs, batch, rows)
 

@@ -53,6 +53,11 @@ class DenseModel(Protocol):
     @property
     def outputs(self) -> tuple[TensorInfo, ...]: ...
 
+    @property
+    def takes_device_arrays(self) -> bool:
+        """Whether ``predict`` takes arrays in a GPU's memory, too; they are complete then."""
+        ...
+
     def predict(
         self,
         inputs: Mapping[str, NDArray[Any]],

@@ -115,4 +115,4 @@ def _regions(triton: TritonSettings, device: int) -> Regions | None:
         DeviceRegion(device, SMALLEST).release()
     except Unavailable as error:
         raise ConfigError(f"dense.triton.shared_memory is cuda, but {error}") from None
-    return Regions(partial(DeviceRegion, device))
+    return Regions(partial(DeviceRegion, device), on_device=True)

@@ -56,6 +56,9 @@ class OnnxModel:
     that is not there.
     """
 
+    takes_device_arrays = False
+    """But for those of its lanes."""
+
     def __init__(
         self,
         path: Path,

@@ -95,7 +95,7 @@ class DeviceLookup(LookupEngine):
 
     def pooled(self, request: LookupRequest) -> LookupResult:
         """The vectors as arrays on the device, new ones, complete."""
-        at_once = self._at_once(request)
+        at_once = self.at_once(request)
         if at_once is not None:
             return at_once
         result = self.submit(request).result()
@@ -112,7 +112,7 @@ class DeviceLookup(LookupEngine):
         result.vectors = {name: outs[name] for name in request.features}
         return result
 
-    def _at_once(self, request: LookupRequest) -> LookupResult | None:
+    def at_once(self, request: LookupRequest) -> LookupResult | None:
         """The vectors, where every row is in memory and nothing else is wanted. Raises BadRequest."""
         signature = None if request.want_source else signature_of(request.features)
         if signature is None or _is_past(request.deadline):

@@ -44,12 +44,17 @@ class DeviceRegion:
                 ) from None
         self.key: str | OnDevice = OnDevice(handle, device)
 
-    def put(self, tensors: Iterable[tuple[int, NDArray[Any]]]) -> None:
+    def put(self, tensors: Iterable[tuple[int, Any]]) -> None:
+        """Of host or device; those of a device C-contiguous and complete."""
         with self._device:
             kept = []
             for offset, array in tensors:
-                kept.append(np.ascontiguousarray(array))
-                self._copy(self._memory.ptr + offset, kept[-1].ctypes.data, array.nbytes)
+                if isinstance(array, np.ndarray):
+                    kept.append(np.ascontiguousarray(array))
+                    source = kept[-1].ctypes.data
+                else:
+                    source = array.data.ptr
+                self._copy(self._memory.ptr + offset, source, array.nbytes)
             self._stream.synchronize()
 
     def get(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:

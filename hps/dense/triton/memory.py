@@ -101,8 +101,12 @@ class Regions:
     waits for that; beyond it runs raise Unavailable.
     """
 
-    def __init__(self, make: Callable[[int], Region] = HostRegion) -> None:
+    def __init__(
+        self, make: Callable[[int], Region] = HostRegion, *, on_device: bool = False
+    ) -> None:
+        """``on_device``: its regions are a GPU's memory, and take arrays that are."""
         self._make = make
+        self.on_device = on_device
         self._own = threading.local()
         self._all: list[Region] = []
         self._stale: deque[Region] = deque()

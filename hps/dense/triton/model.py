@@ -51,6 +51,7 @@ class TritonModel:
         self._timeout_s = timeout_s
         self._retries = retries
         self._regions = regions
+        self.takes_device_arrays = regions is not None and regions.on_device
         self._check = check
         self._lock = threading.Lock()
         self.inputs, self.outputs = map(tuple, expected)

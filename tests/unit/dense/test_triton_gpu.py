@@ -78,6 +78,9 @@ def test_another_process_finds_the_tensors_and_answers_there():
         for batch in (1, 7, 1 << 16, 3):
             x = np.random.default_rng(batch).random((batch, 2), np.float32)
             np.testing.assert_array_equal(network.predict({"x": x})["y"], 2 * x)
+            there = cp.asarray(x)
+            cp.cuda.Device().synchronize()
+            np.testing.assert_array_equal(network.predict({"x": there})["y"], 2 * x)
         assert len(triton.ever) == 2  # as large as needed
         triton.late = True
         with pytest.raises(DeadlineExceeded):

@@ -1,0 +1,159 @@
+"""Vectors handed from a device to a Triton on the same machine: a twin of NumPy arrays for the device, the
+network in this process for Triton, and between them the memory that both know."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from hps.dense import choose
+from hps.dense.fallback import Fallback
+from hps.dense.onnx import OnnxModel
+from hps.dense.triton import TritonModel
+from hps.dense.triton.memory import Regions, unused_name
+from hps.dense.triton.transport import Described, Unreachable
+from tests.support.twin_device import Array
+from tests.unit.test_devices import (  # noqa: F401 # the fixtures too
+    HELD,
+    open_node,
+    repository,
+    request_of,
+    same,
+)
+
+
+class Region:
+    """What `DeviceRegion` is, in the host's memory; of vectors it takes the device's arrays alone."""
+
+    made: ClassVar[dict[str, Region]] = {}
+
+    def __init__(self, size: int) -> None:
+        self.name = self.key = unused_name()
+        self.size = size
+        self.registered = False
+        self.memory = np.zeros(size, np.uint8)
+        self.made[self.name] = self
+
+    def put(self, tensors: Any) -> None:
+        for offset, array in tensors:
+            assert array.flags.c_contiguous
+            assert isinstance(array, Array) == (array.shape[1:] != (1,))  # the price is the host's
+            self.memory[offset : offset + array.nbytes] = np.frombuffer(array.tobytes(), np.uint8)
+
+    def get(self, offset: int, shape: Any, dtype: Any) -> Any:
+        return np.frombuffer(self.memory.tobytes(), dtype, int(np.prod(shape)), offset).reshape(
+            shape
+        )
+
+    def drop(self) -> None:
+        pass
+
+    def release(self) -> None:
+        del self.made[self.name]
+
+
+class Triton:
+    """Runs the network on what lies in the shared memory; of at most 8 samples at a time."""
+
+    def __init__(self, network: OnnxModel) -> None:
+        self.network = network
+        self.runs = 0
+        self.away = False
+
+    def describe(self, timeout_s: float) -> Described:
+        return Described(self.network.inputs, self.network.outputs, 8)
+
+    def register(self, region: str, key: str, size: int, timeout_s: float) -> None:
+        assert Region.made[region].size == size
+
+    def unregister(self, region: str, key: str, timeout_s: float) -> None:
+        assert region in Region.made
+
+    def infer(self, inputs: Any, outputs: Any, timeout_s: float, shared: Any = None) -> Any:
+        if self.away:
+            raise Unreachable("away")
+        self.runs += 1
+        memory = Region.made[shared.region]
+        types = {tensor.name: tensor.dtype for tensor in self.network.inputs}
+        fed = {
+            name: memory.get(shared.places[name][0], array.shape, types[name])
+            for name, _, array in inputs
+        }
+        assert all(shared.places[name][1] == fed[name].nbytes for name in fed)
+        for name, array in self.network.predict(fed, tuple(outputs)).items():
+            at = shared.places[name][0]
+            memory.memory[at : at + array.nbytes] = np.frombuffer(array.tobytes(), np.uint8)
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def pair(open_node, monkeypatch):  # noqa: F811
+    """``pair(**dense)``: a node with a GPU's twin beside such a Triton, one with neither, and the Triton."""
+
+    def pair(**dense: Any) -> Any:
+        made: list[Triton] = []
+        plain, _ = open_node(gpus=None, gpu={"use": "off"})
+        path = plain.model("m").pipeline.dense.path
+
+        def there(target: Any, triton: Any, expected: Any, device: int, check: Any) -> TritonModel:
+            made.append(Triton(OnnxModel(path, "cpu")))
+            regions = Regions(Region, on_device=True)
+            how = {"timeout_s": 60.0, "retries": 0, "regions": regions, "check": check}
+            return TritonModel(target.name, "there:1", made[0], expected, **how)
+
+        monkeypatch.setattr(choose, "_there", there)
+        dense = {"triton": {"url": "localhost:1", "shared_memory": "cuda", **dense}}
+        node, _ = open_node(gpu={"share": 0.5}, dense=dense)
+        return node, plain, made[0]
+
+    yield pair
+    assert not Region.made
+
+
+@pytest.mark.parametrize("last", [200, HELD, 3 * HELD], ids=["gpu", "cpu", "default"])
+def test_scores_are_those_of_the_host(pair, last):
+    node, plain, triton = pair()
+    for batch in (1, 5, 8, 20):
+        asked = request_of(np.arange(last), batch)
+        same(node.predict("m", *asked), plain.predict("m", *asked))
+    assert triton.runs == 1 + 1 + 1 + 3
+    node.close()
+
+
+def test_context_is_repeated_there_and_sources_are_told(pair):
+    node, plain, _ = pair()
+    features, dense = request_of(np.arange(200), 6)
+    features["user"] = features["user"][:1]
+    one, other = (n.predict("m", features, dense, top_k=2) for n in (node, plain))
+    same(one, other)
+    sources = node.predict("m", features, dense, want_source=True).sources
+    assert sources.keys() == features.keys()
+    node.close()
+
+
+def test_the_fallback_takes_them_down(pair, monkeypatch):
+    """As the host's arrays, which a real device's must be made first."""
+    node, plain, triton = pair(fallback=True)
+    network = node.model("m").pipeline.dense
+    assert isinstance(network, Fallback)
+    triton.away = True
+    asked = request_of(np.arange(200), 4)
+    same(node.predict("m", *asked), plain.predict("m", *asked))
+
+    class There:
+        def __init__(self, array: Any) -> None:
+            self._array = array
+
+        def get(self) -> Any:
+            return self._array
+
+    fed = {t.name: np.ones((2, *t.shape[1:]), np.float32) for t in network.inputs}
+    expected = network.predict(fed)
+    found = network.predict({name: There(array) for name, array in fed.items()})
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+    node.close()
