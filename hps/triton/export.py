@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,8 +71,9 @@ def export_lookup(
     opened with the configuration file ``config``. It takes HPS's ``KEYS`` and ``NUMKEYS``, or a tensor per
     feature; returns its folder.
 
-    With ``gpus`` each of them has as many instances, which leave keys and hand on vectors in its memory."""
-    spec, tables = version.spec, {table.name: table for table in version.spec.tables}
+    With ``gpus`` each of them has as many instances, which leave keys and hand on vectors in its memory. Of a
+    float16 table they are FP16, or FP32 for a network that takes that."""
+    spec, types = version.spec, vector_types(version)
     folder = repository / f"{version.name}.lookup"
     made = pb.ModelConfig(name=folder.name, backend="python", max_batch_size=spec.max_batch_size)
     made.input.add(name="KEYS", data_type=pb.TYPE_INT64, dims=[-1], optional=True)
@@ -81,9 +83,7 @@ def export_lookup(
         made.input.add(
             name=feature.name, data_type=pb.TYPE_INT64, dims=[feature.hotness or -1], optional=True
         )
-        table = tables[feature.table]
-        datatype = "FP16" if table.dtype == "float16" else "FP32"
-        _add(made.output, TensorInfo(feature.name, datatype, vectors_of(feature, table.dim)))
+        _add(made.output, types[feature.name])
     if gpus:
         kind = pb.ModelInstanceGroup.KIND_GPU
         made.instance_group.add(kind=kind, count=instances, gpus=gpus)
@@ -138,17 +138,31 @@ def network_of(version: ModelVersion) -> tuple[Sequence[TensorInfo], Sequence[Te
     if version.dense is not None:
         network = OnnxModel(version.dense, "cpu")
         return network.inputs, network.outputs
-    spec, dense = version.spec, version.spec.dense
+    dense = version.spec.dense
     assert dense is not None
-    tables = {table.name: table for table in spec.tables}
-    inputs = []
-    for feature in features_of(spec):
-        table = tables[feature.table]
-        name = dense.embeddings.get(feature.name, feature.name)
-        datatype = "FP16" if table.dtype == "float16" else "FP32"
-        inputs.append(TensorInfo(name, datatype, vectors_of(feature, table.dim)))
+    inputs = [
+        replace(vectors, name=dense.embeddings.get(name, name))
+        for name, vectors in vector_types(version).items()
+    ]
     inputs += [TensorInfo(t.name, t.datatype, tuple(t.shape)) for t in dense.inputs]
     return inputs, [TensorInfo(t.name, t.datatype, tuple(t.shape)) for t in dense.outputs]
+
+
+def vector_types(version: ModelVersion) -> dict[str, TensorInfo]:
+    """Each feature's vectors, as its table has them; float16 is widened for a dense.onnx that wants that."""
+    spec, dense = version.spec, version.spec.dense
+    tables = {table.name: table for table in spec.tables}
+    taken = {}
+    if dense is not None and version.dense is not None:
+        taken = {tensor.name: tensor.datatype for tensor in OnnxModel(version.dense, "cpu").inputs}
+    found = {}
+    for feature in features_of(spec):
+        table = tables[feature.table]
+        datatype = "FP16" if table.dtype == "float16" else "FP32"
+        if dense is not None and datatype == "FP16":
+            datatype = taken.get(dense.embeddings.get(feature.name, feature.name), datatype)
+        found[feature.name] = TensorInfo(feature.name, datatype, vectors_of(feature, table.dim))
+    return found
 
 
 def vectors_of(feature: FeatureSpec, dim: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from services.frontend import faults
 from services.frontend.call import Call, Form
 from services.frontend.endpoints import Output
 from services.frontend.errors import told
-from services.frontend.lookup_endpoint import LookupEndpoint
+from services.frontend.lookup_endpoint import KEYS, LookupEndpoint
 
 _DATATYPE = {dtype: name for name, dtype in DATATYPES.items()}
 # HPS's parameters that have nothing to act on here, what they may be, and why not otherwise.
@@ -62,9 +62,17 @@ class Answered:
 class Backend:
     """One instance: answers one call at a time."""
 
-    def __init__(self, name: str, parameters: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        parameters: Mapping[str, str],
+        device: int = 0,
+        float32: Collection[str] = (),
+    ) -> None:
         """``name`` of the Triton model, ``<m>.lookup`` or ``<m>``; ``parameters`` of its config.pbtxt:
         ``config`` names the node's configuration file, ``model`` the model where it is not ``<m>``.
+        ``device``: the instance's, as Triton counts them. ``float32``: outputs that are, whatever the
+        tables' rows are.
 
         Raises ConfigError for a parameter that cannot act, and what ``hps.attach`` raises.
         """
@@ -91,6 +99,7 @@ class Backend:
             raise
         self._served = served
         self._endpoint = LookupEndpoint(served, name)
+        self._device, self._float32 = device, frozenset(float32)
 
     def answer(self, asked: Sequence[Asked]) -> list[Answered | HpsError]:
         """An answer or an error for each request."""
@@ -158,14 +167,27 @@ class Backend:
         freshness = self._served.freshness
         if freshness.stale_s and (stale_s := freshness.flag()):
             parameters["hps_stale_s"] = stale_s
+        if KEYS in call.form.shapes and KEYS not in self._served.engine.features:
+            parameters |= self._hps_own(len(call.inputs[KEYS]))
         return Answered([(n, self._batched(call, n, a)) for n, a in outputs], parameters)
 
+    def _hps_own(self, keys: int) -> dict[str, int]:
+        """What HPS says of a request of so many keys: the samples they make, where it is known how many a
+        sample has at most, and the device."""
+        features = self._served.engine.features.values()
+        most = [feature.max_hotness or feature.hotness for feature in features]
+        known = sum(m for m in most if m) if all(most) else 0
+        samples = {"NumSample": keys // known} if known else {}
+        return {**samples, "DeviceID": self._device}
+
     def _batched(self, call: Call, name: str, array: NDArray[Any]) -> NDArray[Any]:
-        """HPS's flat ``OUTPUT0`` as the batch of one that its keys were; rows that are not pooled by sample,
-        where each has as many: Triton knows tensors by their batch."""
+        """As config.pbtxt has it: widened; HPS's flat ``OUTPUT0`` as the batch of one that its keys were;
+        rows that are not pooled by sample, where each has as many: Triton knows tensors by their batch."""
         shape = call.form.shapes
+        if name in self._float32:
+            array = array.astype(np.float32, copy=False)
         if name == "OUTPUT0":
-            return array[None] if len(shape.get("KEYS", ())) == 2 else array
+            return array[None] if len(shape.get(KEYS, ())) == 2 else array
         feature = self._served.engine.features.get(name)
         if feature is None or feature.pooling != "none" or feature.hotness is None:
             return array

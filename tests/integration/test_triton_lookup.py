@@ -17,8 +17,10 @@ from typer.testing import CliRunner
 import hps
 from benchmarks.peers.triton import start_triton
 from hps.cli.triton import app
+from hps.config.model_schema import ModelSpec
+from hps.models.writer import write_version
 from hps.native import COMPILED
-from tests.integration.conftest import write_models
+from tests.integration.conftest import RANKING, network, write_models
 
 pytestmark = [
     pytest.mark.usefixtures("triton_ready"),
@@ -27,11 +29,21 @@ pytestmark = [
 RNG = np.random.default_rng(5)
 
 
+def write_halved(repository):
+    """`clicks` with rows of float16 and the same network, which takes float32."""
+    tables = [{**table, "dtype": "float16"} for table in RANKING["tables"]]
+    spec = ModelSpec.model_validate({**RANKING, "name": "halved", "tables": tables})
+    keys = np.arange(-50, 100)
+    rows = {t.name: (keys, RNG.standard_normal((150, t.dim), np.float32)) for t in spec.tables}
+    write_version(repository, spec, 1, rows, dense=network())
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     """The configuration file of a node with a shared cache and a socket."""
     folder = tmp_path_factory.mktemp("node")
     write_models(folder / "models")
+    write_halved(folder / "models")
     runtime = folder / "run"
     runtime.mkdir(mode=0o700)
     config = folder / "config.yaml"
@@ -56,7 +68,7 @@ def node(config):
 @pytest.fixture(scope="module")
 def server(node, config, tmp_path_factory):
     folder = tmp_path_factory.mktemp("triton")
-    for model in ("clicks", "words"):
+    for model in ("clicks", "words", "halved"):
         done = CliRunner().invoke(
             app,
             [
@@ -120,11 +132,12 @@ def test_a_tensor_per_feature(client, node):
             assert result.as_numpy(name).tobytes() == ours[name].tobytes()
 
 
-def test_the_ensemble_scores_as_the_node_does(client, node):
+@pytest.mark.parametrize("model", ["clicks", "halved"])
+def test_the_ensemble_scores_as_the_node_does(client, node, model):
     for batch in (1, 9, 64):
         asked, dense = features(batch), RNG.standard_normal((batch, 3), dtype=np.float32)
-        result = infer(client, "clicks", dense=dense, **asked)
-        ours = node.predict("clicks", asked, {"dense": dense}).outputs
+        result = infer(client, model, dense=dense, **asked)
+        ours = node.predict(model, asked, {"dense": dense}).outputs
         for name in ("score", "logit"):
             np.testing.assert_allclose(result.as_numpy(name), ours[name], atol=1e-6)
 

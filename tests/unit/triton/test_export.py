@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
 from hps.config.model_schema import ModelSpec
+from hps.dense.base import TensorInfo
 from hps.errors import ModelError
 from hps.models.repository import Repository
 from hps.models.writer import write_version
@@ -103,3 +106,14 @@ def test_as_many_rows_as_the_request_brings_cannot_be_an_ensemble(version, tmp_p
     version.spec.features[1].__dict__["hotness"] = None
     with pytest.raises(ModelError, match="has no hotness"):
         export_ensemble(version, tmp_path)
+
+
+@pytest.mark.parametrize("taken", ["FP16", "FP32"])
+def test_vectors_of_float16_rows_are_what_the_network_takes(version, tmp_path, monkeypatch, taken):
+    inputs = (TensorInfo("user", "FP32", (-1, 4)), TensorInfo("words", taken, (-1, 3, 2)))
+    network = SimpleNamespace(inputs=inputs, outputs=())
+    monkeypatch.setattr("hps.triton.export.OnnxModel", lambda path, provider: network)
+    version = replace(version, dense=tmp_path / "dense.onnx")
+    outputs = shapes(config_of(export_lookup(version, tmp_path, Path("/etc/hps.yaml"))).output)
+    assert outputs["title"] == (f"TYPE_{taken}", [3, 2], None)
+    assert outputs["user"][0] == outputs["OUTPUT0"][0] == "TYPE_FP32"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -34,6 +36,7 @@ def backend(small):
     backend._served = small.node.models["words"]
     backend._endpoint = LookupEndpoint(backend._served, "words.lookup")
     backend._timeout_s, backend._max_keys = 10.0, 100
+    backend._device, backend._float32 = 1, frozenset()
     return backend
 
 
@@ -57,6 +60,33 @@ def test_requests_of_one_call(backend):
     assert pair.outputs[0][1].tolist() == [[k + i / 8 for i in range(3)] for k in (3, 4)]
     assert [each.parameters["hps_defaulted"] for each in (two, pair, unknown)] == [0, 0, 1]
     assert isinstance(wrong, BadRequest)
+
+
+def test_outputs_that_are_float32_whatever_the_rows_are(small):
+    backend = Backend.__new__(Backend)
+    backend._served = small.node.models["halves"]
+    backend._endpoint = LookupEndpoint(backend._served, "halves.lookup")
+    backend._timeout_s, backend._max_keys, backend._device = 10.0, 100, 0
+    for float32, dtype in (((), np.float16), (("half",), np.float32)):
+        backend._float32 = float32
+        (answer,) = backend.answer([Asked({"half": np.array([[1]])}, ("half",))])
+        assert answer.outputs[0][1].dtype == dtype
+
+
+def test_what_hps_says_of_a_request(backend, monkeypatch):
+    """To requests in its own form; of samples where it is known how many keys they have at most."""
+    by_feature = Asked({"left": np.array([[3], [4]])}, ("left",))
+    answers = backend.answer([by_table(*range(7)), by_feature])
+    assert [each.parameters.get("DeviceID") for each in answers] == [1, None]
+    assert not any("NumSample" in each.parameters for each in answers)
+    engine = backend._served.engine
+    bound = {
+        name: replace(each, max_hotness=most)
+        for (name, each), most in zip(engine.features.items(), (2, 1), strict=True)
+    }
+    monkeypatch.setattr(engine, "model", replace(engine.model, features=bound))
+    answers = backend.answer([by_table(*range(7)), by_feature])
+    assert [each.parameters.get("NumSample") for each in answers] == [2, None]
 
 
 def test_a_failure_of_the_lookup_is_that_of_its_requests(backend, monkeypatch):

@@ -14,10 +14,12 @@ class TritonPythonModel:
         # Answers have parameters in newer Tritons.
         self.tells = "parameters" in (pb.InferenceResponse.__init__.__doc__ or "")
         config = json.loads(args["model_config"])
-        self.place = Place(pb.Tensor, args["model_instance_kind"], args["model_instance_device_id"])
+        device = args["model_instance_device_id"]
+        self.place = Place(pb.Tensor, args["model_instance_kind"], device)
         parameters = {k: v["string_value"] for k, v in config.get("parameters", {}).items()}
         self.inputs = [tensor["name"] for tensor in config["input"]]
-        self.backend = Backend(args["model_name"], parameters)
+        wide = {t["name"] for t in config["output"] if t["data_type"] == "TYPE_FP32"}
+        self.backend = Backend(args["model_name"], parameters, int(device), wide)
 
     def execute(self, requests):
         asked = [self.asked(request) for request in requests]
