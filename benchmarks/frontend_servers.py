@@ -32,7 +32,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from benchmarks.common import Bar, Benchmark, Options, Report, main
 from benchmarks.frontend_scene import Side, Work, client_on, sides, works, write_scene
-from benchmarks.frontend_triton import CONCURRENCY, WAYS, Measured, table
+from benchmarks.frontend_triton import CONCURRENCY, QUICK, WAYS, Measured, table
 from benchmarks.grpc_load import grpc_closed
 from benchmarks.measure import Spread, alternate, ratio, versions
 from benchmarks.open_loop import closed_loop
@@ -114,7 +114,7 @@ def run(options: Options) -> Report:
 
 
 def measured(options: Options, names: tuple[str, ...], rounds: int) -> Report:
-    seconds, levels = (0.4, (8,)) if options.quick else (0.8, CONCURRENCY)
+    seconds, levels = (0.3, QUICK) if options.quick else (0.8, CONCURRENCY)
     report = Report()
     found = works(options.seed)
     core, client = cores()
@@ -127,7 +127,7 @@ def measured(options: Options, names: tuple[str, ...], rounds: int) -> Report:
             work = found[name]
             them = asked(work, running)
             check(work, them, rows)
-            for n in levels if name == "26" or options.quick else PREDICT:
+            for n in levels if name == "26" else PREDICT:
                 runs: dict[str, Callable[[], Measured]] = {
                     key: partial(measure, side, work, way, requests, n, seconds)
                     for key, (side, way, requests) in them.items()

@@ -7,6 +7,7 @@ and perf_analyzer share the machine's cores, nothing is pinned; perf_analyzer is
 with ``--async`` its one thread for HTTP is what is measured.
 
 Sides take turns, several rounds; ratios are taken round by round, and the median over the rounds is judged.
+Triton's large answers are measured in shared memory, too; no bar is on that, which ours does not offer.
 
 infer/s is what was answered within three windows of time over their length (``--measurement-interval``, three
 ``--max-trials`` merged), not ``--request-count``, whose time perf_analyzer looks at so seldom that short runs
@@ -26,7 +27,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.common import Bar, Benchmark, Options, Report, main
-from benchmarks.frontend_scene import BATCH, Side, Work, sides, works, write_scene
+from benchmarks.frontend_scene import BATCH, WIDE, Side, Work, sides, works, write_scene
 from benchmarks.measure import Spread, alternate, ratio, versions
 from benchmarks.peers.environments import ENVIRONMENTS
 from benchmarks.peers.perf_analyzer import Tensors, perf_analyzer
@@ -35,6 +36,10 @@ CONCURRENCY = (1, 8, 32, 128)
 WAYS = {"http": "REST", "grpc": "gRPC"}
 LARGE = 8
 """In flight, of the large answers."""
+QUICK = (8, 32)
+"""In flight, with ``--quick``."""
+SHARED = ("--shared-memory", "system", "--output-shared-memory-size", str(1024 * WIDE * 4))
+"""Tensors in memory that perf_analyzer and the server share, which ours does not offer."""
 
 
 def _bars() -> tuple[Bar, ...]:
@@ -76,7 +81,9 @@ def steps_of(work: Work, *, ours: bool) -> tuple[list[tuple[Tensors, Tensors]], 
     return [(sample, {}) for sample in samples], batch
 
 
-def measure(side: Side, work: Work, way: str, concurrency: int, window_ms: int) -> Measured:
+def measure(
+    side: Side, work: Work, way: str, concurrency: int, window_ms: int, *arguments: str
+) -> Measured:
     """Ask ``side`` for three windows. Raises RuntimeError for any answer but a good one."""
     steps, batch = steps_of(work, ours=side.ours)
     model = work.model(ours=side.ours)
@@ -87,6 +94,7 @@ def measure(side: Side, work: Work, way: str, concurrency: int, window_ms: int) 
         steps,
         *("-b", str(batch)),
         *("--measurement-interval", str(window_ms), "--max-trials", "3"),
+        *arguments,
         protocol=way,
         requests=None,
         concurrency=concurrency,
@@ -111,7 +119,7 @@ def run(options: Options) -> Report:
 
 
 def measured(options: Options, asked: tuple[str, ...], rounds: int) -> Report:
-    window_ms, levels = (300, (8,)) if options.quick else (500, CONCURRENCY)
+    window_ms, levels = (200, QUICK) if options.quick else (500, CONCURRENCY)
     report = Report()
     found = works(options.seed)
     with tempfile.TemporaryDirectory() as place:
@@ -125,6 +133,10 @@ def measured(options: Options, asked: tuple[str, ...], rounds: int) -> Report:
                         for server, side in running.items()
                         for key, way in WAYS.items()
                     }
+                    if name == "large" and "Triton" in running:
+                        runs["Triton gRPC, shared memory"] = partial(
+                            measure, running["Triton"], found[name], "grpc", n, window_ms, *SHARED
+                        )
                     record(report, name, found[name].title, n, alternate(runs, rounds))
     report.figures["versions"] = versions("numpy", "onnxruntime", "grpcio", "uvicorn")
     return report
