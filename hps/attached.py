@@ -1,5 +1,6 @@
 """The composition root of a process attached to a node: models that answer from the node's shared CPU cache,
-and ask the node for what that lacks. It writes no cache, opens no store and reads no stream.
+and ask the node for what that lacks. It writes no cache, opens no store and reads no stream; which versions
+it serves, the node says.
 
 For servers' workers, for the instances of other servers (Triton's python backend), and for user code:
 ``hps.attach(config)``.
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,9 +21,10 @@ from hps.config import Configuration, Settings, as_configuration
 from hps.config.store_settings import GuardSettings
 from hps.devices import Devices
 from hps.errors import ConfigError, TierError, TierMisfit
+from hps.following import LOOK_S, Following, Opened
 from hps.meters import TierMeter
 from hps.metrics import Metrics
-from hps.open_models import OpenModels
+from hps.open_models import OpenModels, ServedModel
 from hps.opening import open_model, open_versions
 from hps.serving import Serving, dense_runs, freshness_of, lookup_lanes
 from hps.tier_status import TierStatus
@@ -34,7 +36,6 @@ from hps.tiers.node.frames import SOCKET
 from hps.tiers.wrappers import Guarded, Metered
 from hps.types import EmbeddingTable, NoProgress, Progress, Source
 from hps.updates.arrivals import LOOK_EVERY_S
-from hps.updates.freshness import Freshness
 from hps.workers import Repeated
 
 log = logging.getLogger(__name__)
@@ -47,18 +48,34 @@ class Attached(OpenModels):
     """What ``hps.attach`` returns. Any number of threads may call it until ``close``. It goes on from the
     shared cache while the node is away, and finds it again. Answers that lack rows then name the node in
     ``degraded``; those that the cache has whole do not; ``updates.max_staleness_s`` bounds how old
-    their rows may be."""
+    their rows may be. ``models`` are others when the node's are."""
 
-    __slots__ = ("_connections",)
+    __slots__ = ("_connections", "_following", "_watchers")
 
-    def __init__(self, connections: Connections, **given: Any) -> None:
-        OpenModels.__init__(self, **given)
+    def __init__(self, connections: Connections, following: Following, **given: Any) -> None:
+        OpenModels.__init__(self, models=following.models, **given)
         self._connections = connections
+        self._following = following
+        self._watchers: list[Callable[[], None]] = []
+        following.use = self._use
 
     def ask_node(self, what: str, timeout_s: float = 5.0, **given: Any) -> Any:
         """What the node's process answers to a question; see `hps.tiers.node.NodeServer`. Raises TierError
         or Unavailable."""
         return self._connections.ask(what, time.monotonic() + timeout_s, **given)
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Have ``changed`` called, on a thread of its own, when ``models`` have become others."""
+        self._watchers.append(changed)
+
+    def require(self, check: Callable[[ServedModel], None]) -> None:
+        """Have ``check`` look at versions before they are served here: what it raises fails their load."""
+        self._following.checks.append(check)
+
+    def _use(self, models: dict[str, ServedModel]) -> None:
+        self.models = models
+        for changed in self._watchers:
+            changed()
 
 
 def attach(
@@ -113,61 +130,74 @@ class _Attaching:
     def __init__(
         self, configuration: Configuration, path: Path, told: dict[str, Any], resources: ExitStack
     ) -> None:
-        self._settings = configuration.settings
+        self._configuration, self._settings = configuration, configuration.settings
         self._path, self._told, self._resources = path, told, resources
-        self._metrics = Metrics()
-        # The node's versions, even when the repository has newer ones by now.
-        versions = open_versions(configuration, told["models"])
-        self._opened = [open_model(version, self._settings, resources) for version in versions]
-        self._tables = [table for model in self._opened for table in model.tables.values()]
-
-    def attached(self) -> Attached:
-        settings, metrics = self._settings, self._metrics
+        self._metrics = metrics = Metrics()
+        self._following = Following(Connections(path), self._open)
+        resources.callback(self._following.close)  # when no lookup is under way any more
         dropped = metrics.counter(m.PROMOTIONS, Source.CPU.name.lower(), "dropped").add
-        connections = Connections(self._path, self._tables)
-        node = NodeTier(connections, dropped)
-        guarded = self._guarded(node)
-        tiers = [
-            *self._cache(node),
+        self._node = NodeTier(dropped=dropped)
+        guarded = self._guarded(self._node)
+        self._cache = self._open_cache(self._node)
+        self._tiers = [
+            *([TierStatus(c, c.size, c.capacity)] if (c := self._cache) else []),
             TierStatus(guarded, _unknown, state=lambda: guarded.state, facts=self._facts),
         ]
-        runs = dense_runs(settings, self._resources)
-        *caches, stores = [Metered(t.tier, TierMeter(metrics, t.tier.info.name)) for t in tiers]
-        serving = Serving(
-            TierChain(caches),
-            stores,
-            node.promote,
-            lookup_lanes(settings, self._resources),
-            runs,
-        )
-        serving.publish(metrics)
-        devices = Devices(settings, self._opened, metrics, self._resources)  # none is opened
-        freshness = self._freshness(connections)
-        served = [
-            serving.serve(model, metrics, devices, freshness[model.version.name])
-            for model in self._opened
+        runs = dense_runs(self._settings, resources)
+        *caches, stores = [
+            Metered(t.tier, TierMeter(metrics, t.tier.info.name)) for t in self._tiers
         ]
-        return Attached(
-            connections,
-            models={model.name: model for model in served},
-            metrics=metrics,
-            tiers=tiers,
-            workers=serving.lookups,
-        )
+        lanes = lookup_lanes(self._settings, resources)
+        self._serving = Serving(TierChain(caches), stores, self._node.promote, lanes, runs)
+        self._serving.publish(metrics)
+        self._devices = Devices(self._settings, [], metrics, resources)  # none is opened
 
-    def _cache(self, node: NodeTier) -> list[TierStatus]:
+    def attached(self) -> Attached:
+        connections, following = Connections(self._path), self._following
+        self._resources.callback(connections.close)
+        following.start()
+        attached = Attached(
+            connections,
+            following,
+            metrics=self._metrics,
+            tiers=self._tiers,
+            workers=self._serving.lookups,
+        )
+        self._watch_ages(attached)
+        self._resources.callback(Repeated(following.look, LOOK_S, "hps-follow").close)
+        return attached
+
+    def _open(self, name: str, number: int) -> Opened:
+        """The node's version of a model, even when the repository has a newer one by now."""
+        with ExitStack() as own:
+            versions = open_versions(self._configuration, {name: number})
+            (version,) = [each for each in versions if each.name == name]
+            model = open_model(version, self._settings, own)
+            tables = list(model.tables.values())
+            connections = Connections(self._path, tables)
+            self._node.add(connections)
+            own.callback(self._node.remove, connections)
+            if self._cache is not None:
+                self._cache.know(tables)
+                own.callback(self._cache.forget, tables)
+            freshness = freshness_of(self._settings, name, self._metrics)
+            served = self._serving.serve(model, self._metrics, self._devices, freshness)
+            return Opened(served, own.pop_all().close)
+        raise AssertionError  # an ExitStack swallows nothing; for the type checker
+
+    def _open_cache(self, node: NodeTier) -> AttachedCache | None:
         shared = self._told["cache"]
         if shared is None:
-            return []
+            return None
         cache = AttachedCache(
             shared["name"],
-            self._tables,
+            (),
             node.promote,
             folder=Path(shared["folder"]),
             threads=self._settings.tiers.cpu_cache.threads,
         )
         self._resources.callback(cache.close)
-        return [TierStatus(cache, cache.size, cache.capacity)]
+        return cache
 
     def _guarded(self, node: Tier) -> Guarded:
         """The node's own guards keep its answers in time; this one is for a node that does not answer."""
@@ -185,27 +215,21 @@ class _Attaching:
         self._resources.callback(guarded.close)
         return guarded
 
-    def _freshness(self, connections: Connections) -> dict[str, Freshness]:
-        """By model; looked at as often as the node looks. While the node does not tell, rows age."""
+    def _watch_ages(self, attached: Attached) -> None:
+        """Looked at as often as the node looks. While the node does not tell, rows age."""
         limit_s = self._settings.updates.max_staleness_s
-        freshness = {
-            model.version.name: freshness_of(self._settings, model.version.name, self._metrics)
-            for model in self._opened
-        }
         if limit_s is None:
-            return freshness
-        ages = _Ages(connections)
+            return
+        ages = _Ages(attached)
 
         def look() -> None:
             told = ages.now()
-            for model in self._opened:
-                tables = {table: told(table) for table in model.tables.values()}
-                freshness[model.version.name].judge(tables)
+            for model in attached.models.values():
+                model.freshness.judge({table: told(table) for table in model.tables.values()})
 
         look()
         watch = Repeated(look, min(LOOK_EVERY_S, limit_s / 4), "hps-update-age")
         self._resources.callback(watch.close)
-        return freshness
 
     def _facts(self) -> dict[str, Any]:
         return {"socket": str(self._path), "process": self._told["process"]}
@@ -214,15 +238,15 @@ class _Attaching:
 class _Ages:
     """How old rows may be, as the node tells; while it does not, since it last did."""
 
-    def __init__(self, connections: Connections) -> None:
-        self._connections = connections
+    def __init__(self, attached: Attached) -> None:
+        self._attached = attached
         self._told: dict[str, float] = {}
         self._at = time.monotonic()
 
     def now(self) -> Any:
         """The age in seconds of a table's rows."""
         try:
-            self._told = self._connections.ask("ages", time.monotonic() + LOOK_EVERY_S)
+            self._told = self._attached.ask_node("ages", LOOK_EVERY_S)
             self._at = time.monotonic()
         except TierError:
             pass

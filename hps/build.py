@@ -36,7 +36,7 @@ from hps.tiers.base import Tier
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu_cache import CacheMemory, CpuCache
 from hps.tiers.cpu_segments import Segments
-from hps.tiers.node import NodeServer
+from hps.tiers.node import Followers, NodeServer
 from hps.tiers.ranking import HotKeys, RankedTogether
 from hps.tiers.wrappers import Metered
 from hps.types import EmbeddingTable, KeyArray, NoProgress, Progress, Source
@@ -153,10 +153,12 @@ class _Builder:
         )
         self._publish(node, serving)
         self._read_updates(node, writer)
-        node.socket = self._let_attach(node, serving)
+        followers = Followers({model.name: model.version for model in served})
+        node.socket = self._let_attach(node, serving, followers)
         node.control = ModelControl(
             self._settings,
             node,
+            followers,
             serving,
             stores,
             in_memory[0] if in_memory else None,
@@ -168,7 +170,7 @@ class _Builder:
         self._resources.callback(node.control.close)
         return node
 
-    def _let_attach(self, node: Node, serving: Serving) -> NodeServer | None:
+    def _let_attach(self, node: Node, serving: Serving, followers: Followers) -> NodeServer | None:
         """The socket for other processes, which may read the CPU cache themselves if that is shared."""
         folder, cache = self._settings.server.runtime, self._settings.tiers.cpu_cache
         if folder is None:
@@ -180,16 +182,16 @@ class _Builder:
         about = {
             "version": __version__,
             "process": os.getpid(),
-            "models": {model.name: model.version for model in node.models.values()},
             "cache": {"name": shared.name, "folder": str(shared.folder)} if on else None,
         }
         socket = NodeServer(
             folder,
-            self._tables,
+            lambda: self._stores.tables,
             serving.caches,
             serving.stores,
             serving.lookups.stores,
             serving.promote,
+            followers,
             {
                 "node": lambda _given: about,
                 "ages": lambda _given: {t.id: node.streams.age_s(t) for t in self._tables},

@@ -4,9 +4,10 @@ its place, rows and network together.
 In this order, so that nothing is seen before it is whole, and a failure leaves all as it was: the version's
 files are checked and its network opened; its rows go into the stores; the CPU cache gets its tables, filled
 with what is hot in those of the version that is served; the update streams are followed for the new tables,
-from where their files end; once those have caught up, requests go to the new version. Requests under way end
-on the version they began with: when nothing refers to its lookups any more, its caches and network are let
-go. Its rows stay in RocksDB, so that going back takes no load, until the next version takes its place.
+from where their files end; once those have caught up, processes that are attached open the version too; when
+all of them have, requests go to it, there and here. Requests under way end on the version they began with:
+when nothing refers to its lookups any more, in any process, its caches and network are let go. Its rows stay
+in RocksDB, so that going back takes no load, until the next version takes its place.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from hps.cache_plan import eviction_of, planned_beside
 from hps.config import Settings
@@ -30,6 +32,7 @@ from hps.serving import Serving, freshness_of
 from hps.storage import Stores
 from hps.tier_status import TierStatus
 from hps.tiers.cpu_cache import CpuCache
+from hps.tiers.node import Followers, Loaded
 from hps.types import EmbeddingTable, NoProgress, Progress
 from hps.updates.warm import Warming
 
@@ -48,6 +51,7 @@ class ModelControl:
         self,
         settings: Settings,
         node: Node,
+        followers: Followers,
         serving: Serving,
         stores: Stores,
         cache: TierStatus | None,
@@ -59,6 +63,7 @@ class ModelControl:
         """``resources`` close the networks of versions that come later; after all threads of the node."""
         self._settings = settings
         self._node = node
+        self._followers = followers
         self._serving = serving
         self._stores = stores
         self._status = cache
@@ -112,9 +117,11 @@ class ModelControl:
                 raise NotFound(f"Request for unknown model: '{name}' is not found")
             old = self._opened_as(served)
             self._node.models = {n: m for n, m in self._node.models.items() if n != name}
+            elsewhere = self._followers.drop(name)
             self._now([each for each in self._opened if each is not old])
             self._follow(self._opened)
-            self._retiring.retire(old, self._resources.pop(name, None), weakref.ref(served.engine))
+            self._retire(old, self._resources.pop(name, None), served, elsewhere)
+            self._followers.settle(self._require_open)
 
     def close(self) -> None:
         """Change nothing any more, once a change under way has ended, and wait for no requests: the node is
@@ -138,11 +145,6 @@ class ModelControl:
         why = ""
         if self._devices.replicas is not None:
             why = "a node with GPU caches (tiers.gpu.use) serves the models it was started with"
-        elif self._node.socket is not None:
-            why = (
-                "processes that are attached to a node (server.workers, server.runtime) serve the models it "
-                "was started with"
-            )
         elif "hps" in self._layouts():
             why = "rows in the layout 'hps' have no version, so that two cannot be side by side"
         elif name in self._legacy:
@@ -191,8 +193,10 @@ class ModelControl:
             self._catch_up(model)
             freshness = freshness_of(self._settings, found.name, node.metrics)
             ready = self._serving.serve(model, node.metrics, self._devices, freshness)
-            self._require_open()
+            undo.callback(self._followers.withdraw)
+            self._followers.open(found.name, found.version, self._require_open)
             node.models = {**node.models, found.name: ready}
+            elsewhere = self._followers.switch()
             self._now([*others, model])
             before = self._resources.pop(found.name, None)
             self._resources[found.name] = self._to_close.enter_context(own.pop_all())
@@ -203,8 +207,20 @@ class ModelControl:
             found.version,
             time.monotonic() - began,
         )
-        if old is not None and served is not None:
-            self._retiring.retire(old, before, weakref.ref(served.engine))
+        if old is not None and served is not None and elsewhere is not None:
+            self._retire(old, before, served, elsewhere)
+        self._followers.settle(self._require_open)
+
+    def _retire(
+        self,
+        old: OpenedModel,
+        resources: ExitStack | None,
+        served: ServedModel,
+        elsewhere: Loaded,
+    ) -> None:
+        """Let go of ``served`` once no request is on it, here or ``elsewhere``."""
+        used = partial(self._followers.uses, elsewhere)
+        self._retiring.retire(old, resources, weakref.ref(served.engine), used)
 
     def _now(self, opened: list[OpenedModel]) -> None:
         self._opened[:] = opened

@@ -63,13 +63,20 @@ class Retiring:
         self.threads: list[threading.Thread] = []
 
     def retire(
-        self, old: OpenedModel, resources: ExitStack | None, engine: weakref.ref[object]
+        self,
+        old: OpenedModel,
+        resources: ExitStack | None,
+        engine: weakref.ref[object],
+        used_elsewhere: Callable[[], bool],
     ) -> None:
-        """Let go of a version, and of its network's ``resources``, once nothing refers to its lookups."""
+        """Let go of a version, and of its network's ``resources``, once nothing refers to its lookups, and no
+        other process uses it."""
         former = _Former(old)
 
         def wait() -> None:
             self._until_gone(engine)
+            while used_elsewhere() and not self._closed.wait(_LOOK_S):
+                pass
             try:
                 self._let_go(former, resources)
             finally:

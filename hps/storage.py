@@ -117,6 +117,11 @@ class Stores:
             log.warning("%s", error)
 
     @property
+    def tables(self) -> list[EmbeddingTable]:
+        """All that may be asked for: from `add` on, until they `leave`."""
+        return list(self._files)
+
+    @property
     def tiers(self) -> list[Tier]:
         """The guarded stores, fastest first."""
         return [status.tier for status in self.statuses]

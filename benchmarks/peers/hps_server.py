@@ -45,17 +45,18 @@ def start_hps(
     limits: Mapping[str, Any] | None = None,
     tiers: Mapping[str, Any] | None = None,
     auth: Mapping[str, Any] | None = None,
+    models: Mapping[str, Any] | None = None,
     core: int | None = None,
     timeout_s: float = 120.0,
 ) -> Iterator[Hps]:
     """``hps serve`` on ``folder/models``, defaults but for ports and paths; entered when ready.
 
-    ``limits`` are further settings of the `server` section, ``tiers`` and ``auth`` of those. Raises
+    ``limits`` are further settings of the `server` section, ``tiers``, ``auth`` and ``models`` of those. Raises
     RuntimeError with the log when it does not become ready.
     """
     http, grpc, admin = free_ports(3)
     configuration = {
-        "models": {"repository": str(folder / "models")},
+        "models": {"repository": str(folder / "models"), **(models or {})},
         "auth": dict(auth or {}),
         "tiers": {"rocksdb": {"path": str(folder / "rocksdb")}, **(tiers or {})},
         "server": {

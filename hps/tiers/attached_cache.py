@@ -52,6 +52,20 @@ class AttachedCache(CacheReads):
         self._lock = Lock()
         self._look()
 
+    def know(self, tables: Iterable[EmbeddingTable]) -> None:
+        """Read ``tables`` too. One takes the place of another with its id, which misses from then on."""
+        with self._lock:
+            self._known = self._known | {table.id: table for table in tables}
+            self._seen = None
+            self._look()
+
+    def forget(self, tables: Iterable[EmbeddingTable]) -> None:
+        """Read ``tables`` no more, and let go of their memory."""
+        gone = set(tables)
+        with self._lock:
+            self._known = {name: t for name, t in self._known.items() if t not in gone}
+            self._tables = {t: held for t, held in self._tables.items() if t not in gone}
+
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
         self._look_now_and_then()
         super().fetch(parts, ctx)

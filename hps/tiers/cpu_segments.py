@@ -87,7 +87,7 @@ class Segments:
     def __init__(self, name: str, folder: Path = SHARED_MEMORY, *, take_over: bool = False) -> None:
         self.name, self.folder = name, folder
         self.path = folder / f"hps.{name}"
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[EmbeddingTable, Entry] = {}
         self._left: dict[str, Entry] = {}
         try:
             with _locked(self.path):
@@ -125,7 +125,7 @@ class Segments:
             with contextlib.suppress(OSError, ValueError):
                 held = attach(self.path, table, entry)
                 held.mend()
-                self._entries[table.id] = entry
+                self._entries[table] = entry
                 self.publish(table)
                 return held
         (self.path / entry["file"]).unlink(missing_ok=True)
@@ -145,7 +145,7 @@ class Segments:
     def create(self, table: EmbeddingTable, rows: int, eviction: str) -> int:
         """An open file for a new table, which is shown to others by `publish`."""
         name = f"{secrets.token_hex(8)}.table"  # never used before: by it others see what is new
-        self._entries[table.id] = {
+        self._entries[table] = {
             "file": name,
             "rows": rows,
             "eviction": eviction,
@@ -155,21 +155,25 @@ class Segments:
         return os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
     def publish(self, table: EmbeddingTable) -> None:
-        """Show ``table`` to those who attach."""
+        """Show ``table`` to those who attach, in place of one with its id."""
         shown = _read(self.path / "tables.json")
         replaced = shown.get(table.id)
-        shown[table.id] = self._entries[table.id]
+        shown[table.id] = self._entries[table]
         _write(self.path / "tables.json", shown)
         if replaced and replaced["file"] != shown[table.id]["file"]:
             (self.path / replaced["file"]).unlink(missing_ok=True)
 
     def drop(self, table: EmbeddingTable) -> None:
-        """Take ``table`` back from those who attach; who has it keeps the memory until it looks again."""
+        """Take ``table`` back from those who attach, but not one that has taken its place; who has it keeps
+        the memory until it looks again."""
+        entry = self._entries.pop(table, None)
+        if entry is None:
+            return
         shown = _read(self.path / "tables.json")
-        shown.pop(table.id, None)
-        _write(self.path / "tables.json", shown)
-        if entry := self._entries.pop(table.id, None):
-            (self.path / entry["file"]).unlink(missing_ok=True)
+        if shown.get(table.id) == entry:
+            del shown[table.id]
+            _write(self.path / "tables.json", shown)
+        (self.path / entry["file"]).unlink(missing_ok=True)
 
     def facts(self) -> dict[str, Any]:
         """Where it is, its size, its owner, and how many processes read it."""

@@ -2,7 +2,8 @@
 ``hps/triton/files/lookup_model.py``.
 
 An instance attaches to the node of its machine: it reads the node's shared CPU cache, and asks the node for
-the rest. The requests of one call are one lookup.
+the rest. The requests of one call are one lookup. It stays with the version it began with: an ensemble's
+network, which Triton has, would be of another.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,10 +20,12 @@ from numpy.typing import NDArray
 
 import hps
 from hps.config import load_config
+from hps.config.server_settings import ServerSettings
 from hps.dense.base import DATATYPES
-from hps.errors import BadRequest, ConfigError, HpsError
+from hps.errors import BadRequest, ConfigError, HpsError, NotFound, Unsupported
 from hps.lookup.merged import Merged, checked, kind
 from hps.names import hint_for
+from hps.open_models import ServedModel
 from hps.types import LookupRequest, LookupResult
 from services.frontend import faults
 from services.frontend.call import Call, Form
@@ -89,20 +93,71 @@ class Backend:
                 f"{name} has no parameter config: the node's configuration file, which names server.runtime"
             )
         configuration = load_config(parameters["config"])
-        self._timeout_s = configuration.settings.server.request_timeout_ms / 1e3
-        self._max_keys = configuration.settings.server.max_keys
+        self._answering = partial(
+            Answering,
+            name=name,
+            limits=configuration.settings.server,
+            device=device,
+            float32=frozenset(float32),
+        )
+        self._name, self._model = name, parameters.get("model") or name.removesuffix(".lookup")
+        self._version = 0
+        self._now: Answering | None = None
         self._models = hps.attach(configuration)
+        self._models.watch(self._renew)
         try:
-            served = self._models.model(parameters.get("model") or name.removesuffix(".lookup"))
+            self._version = self._models.model(self._model).version
         except HpsError:
             self._models.close()
             raise
-        self._served = served
-        self._endpoint = LookupEndpoint(served, name)
-        self._device, self._float32 = device, frozenset(float32)
+        self._models.require(self._check)
+        self._renew()
 
     def answer(self, asked: Sequence[Asked]) -> list[Answered | HpsError]:
         """An answer or an error for each request."""
+        if (now := self._now) is None:
+            gone = f"the node serves version {self._version} of model '{self._model}' no more"
+            return [NotFound(gone) for _ in asked]
+        return now.answer(asked)
+
+    def close(self) -> None:
+        self._models.close()
+
+    def _check(self, served: ServedModel) -> None:
+        if served.name == self._model and served.version != self._version:
+            raise Unsupported(
+                f"Triton's model {self._name} serves version {self._version}, as its ensemble's network may; "
+                "have Triton unload it, and load it again when the node serves the other version"
+            )
+
+    def _renew(self) -> None:
+        """Answer from the version as it was loaded last, if it is served."""
+        served = self._models.models.get(self._model)
+        if served is None or served.version != self._version:
+            self._now = None
+        else:
+            self._now = self._answering(served)
+
+
+class Answering:
+    """The answers of one model ``served`` as ``name``; see ``Backend``. One thread at a time may call it."""
+
+    def __init__(
+        self,
+        served: ServedModel,
+        name: str,
+        limits: ServerSettings,
+        device: int = 0,
+        float32: Collection[str] = (),
+    ) -> None:
+        self._served = served
+        self._endpoint = LookupEndpoint(served, name)
+        self._timeout_s = limits.request_timeout_ms / 1e3
+        self._max_keys = limits.max_keys
+        self._device, self._float32 = device, float32
+
+    def answer(self, asked: Sequence[Asked]) -> list[Answered | HpsError]:
+        """As ``Backend.answer``."""
         answers: list[Answered | HpsError] = [BadRequest("unanswered")] * len(asked)
         groups: dict[Hashable, list[tuple[int, Call, LookupRequest]]] = defaultdict(list)
         for index, each in enumerate(asked):
@@ -125,9 +180,6 @@ class Backend:
             for (index, call, _), result in zip(group, results, strict=True):
                 answers[index] = self._answered(call, result)
         return answers
-
-    def close(self) -> None:
-        self._models.close()
 
     def _lookup(self, requests: list[LookupRequest]) -> list[LookupResult]:
         engine = self._served.engine

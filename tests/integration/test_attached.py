@@ -59,7 +59,7 @@ def test_a_process_says_what_it_is(node, attached):
     tiers = {tier["name"]: tier for tier in attached.status()["tiers"]}
     assert tiers["node"]["circuit"] == "closed"
     attached.lookup("words", {"word": [999]})
-    assert node.status()["socket"]["connections"] == 1
+    assert node.status()["socket"]["connections"] == 2  # one follows the node's models
     assert node.status()["tiers"][0]["shared_memory"]["readers"] == 1
 
 

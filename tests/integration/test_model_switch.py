@@ -1,9 +1,12 @@
-"""A version switched under load, in a real server: no request fails, and no answer is of two versions."""
+"""A version switched under load, in a real server, of one process and of several: no request fails, and no
+answer is of two versions."""
 
 from __future__ import annotations
 
 import http.client
 import json
+import os
+import signal
 import threading
 from collections import Counter
 from contextlib import ExitStack
@@ -17,6 +20,7 @@ from benchmarks.peers.hps_server import start_hps
 from benchmarks.peers.process import free_ports
 from hps.config.model_schema import ModelSpec
 from hps.models.writer import write_version
+from hps.native import COMPILED
 from hps.v1 import admin_pb2, lookup_pb2
 from tests.integration.conftest import RANKING, network, write_models
 from tests.support.waiting import until
@@ -47,6 +51,13 @@ class Server:
         found = json.loads(reply.read())
         connection.close()
         return reply.status, found
+
+    def status(self):
+        connection = http.client.HTTPConnection(self.hps.admin, timeout=60)
+        connection.request("GET", "/v1/status")
+        found = json.loads(connection.getresponse().read())
+        connection.close()
+        return found
 
     def load(self, model, version):
         parameters = {"parameters": {"version": version}}
@@ -182,6 +193,76 @@ def test_no_request_fails_and_no_answer_is_mixed(server):
         assert sorted(version for version, _ in answers) == ["1", "2"]
     # What was replaced is not held on to by requests of the past.
     until(lambda: server.hps.log.read_text().count("is gone") == 4)
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    """The same with two workers."""
+    if not COMPILED:
+        pytest.skip("a shared cache needs the native core")
+    folder = tmp_path_factory.mktemp("workers")
+    write_models(folder / "models")
+    port, admin = free_ports(2)
+    limits = {"workers": 2, "grpc": {"port": port, "admin": {"port": admin}}}
+    with start_hps(folder, limits=limits) as hps:
+        write_second(folder / "models")
+        server = Server(hps, f"127.0.0.1:{port}", f"127.0.0.1:{admin}")
+        until(lambda: server.status()["ready"])
+        yield server
+
+
+def test_workers_change_over_and_no_request_fails(several):
+    with ExitStack() as stack:
+        channels = [stack.enter_context(grpc.insecure_channel(several.grpc)) for _ in range(2)]
+        asks = [by_rest(several.hps.address, stack) for _ in range(4)]
+        asking = Asking(*asks, by_triton(several.grpc, stack), *map(by_lookup, channels))
+        for version in (2, 1, 2, 1):
+            asking.more()
+            assert several.load("clicks", version)[0] == 200
+            # Whoever is asked from now on, at whichever worker, is answered by it.
+            for _ in range(8):
+                with ExitStack() as own:
+                    assert by_rest(several.hps.address, own)()[0] == str(version)
+        asking.more()
+        asking.end()
+    assert not asking.failures
+    for answers in asking.answers:
+        assert sorted(version for version, _ in answers) == ["1", "2"]
+    until(lambda: several.hps.log.read_text().count("is gone") == 4)
+
+
+def test_a_worker_that_is_started_during_a_load_has_the_version_too(several):
+    def workers():
+        found = several.status()["processes"]
+        return [(each["pid"], each["state"]) for each in found if each["role"] == "worker"]
+
+    def versions():
+        found = set()
+        for _ in range(12):  # connections are spread over the workers
+            with ExitStack() as own:
+                found.add(by_rest(several.hps.address, own)()[0])
+        return found
+
+    answered = []
+    (first, _), (second, _) = workers()
+    os.kill(first, signal.SIGSTOP)  # which holds the load up
+    os.kill(
+        second, signal.SIGKILL
+    )  # if that is noticed during the load only, it waits all the same
+    loading = threading.Thread(target=lambda: answered.append(several.load("clicks", 2)))
+    loading.start()
+    until(lambda: workers()[1][0] != second and workers()[1][1] == "ready")
+    assert not answered
+    os.kill(first, signal.SIGCONT)
+    loading.join()
+    assert answered == [(200, {"name": "clicks", "version": "2"})]
+    assert versions() == {"2"}
+    # And one that is started afterwards, though the settings state no version.
+    os.kill(first, signal.SIGKILL)
+    until(lambda: workers()[0][0] != first and several.status()["ready"])
+    assert versions() == {"2"}
+    assert several.load("clicks", 1)[0] == 200
+    assert versions() == {"1"}
 
 
 def test_models_are_listed_loaded_and_unloaded(server):

@@ -16,7 +16,7 @@ from hps.tiers.chain import TierChain
 from hps.tiers.checks import check_part
 from hps.tiers.cpu_cache import CpuCache
 from hps.tiers.memory import MemoryTier
-from hps.tiers.node import Connections, NodeServer, NodeTier
+from hps.tiers.node import Connections, Followers, NodeServer, NodeTier
 from hps.tiers.promoting import Promoting
 from hps.tiers.rocksdb import Access, RocksDbTier, Tuning
 from hps.tiers.single_flight import SingleFlight
@@ -140,9 +140,9 @@ class BesideNode:
         self._folder = tempfile.TemporaryDirectory(prefix="hps-")
         path = Path(self._folder.name)
         self._server = NodeServer(
-            path, tables, TierChain([]), store, self._lane, lambda *_: None, {}
+            path, lambda: tables, TierChain([]), store, self._lane, lambda *_: None, Followers({})
         )
-        self._tier = NodeTier(Connections(self._server.path, tables))
+        self._tier = NodeTier([Connections(self._server.path, tables)])
         self.info, self.fetch = self._tier.info, self._tier.fetch
         for verb in ("insert", "update", "delete", "evict"):
             setattr(self, verb, getattr(store, verb))

@@ -12,6 +12,7 @@ from typing import Any
 
 from hps.errors import TierError, TierMisfit, TierTimeout, Unavailable
 from hps.tiers.node import frames
+from hps.tiers.node.followers import Report
 from hps.tiers.node.frames import Kind, Pieces
 from hps.types import EmbeddingTable
 
@@ -65,6 +66,11 @@ class Connections:
         """What the node's process answers to the question ``what``, as JSON has it."""
         question = frames.as_json({"what": what, **given})
         return frames.read_json(self.request(Kind.ASK, question, deadline))
+
+    def follow(self, report: Report, deadline: float | None = None) -> Any:
+        """What the node wants this process to have, having been told how it stands; for one thread alone, so
+        that all goes over one connection: see `hps.tiers.node.followers`."""
+        return frames.read_json(self.request(Kind.FOLLOW, frames.as_json(report), deadline))
 
     def close(self) -> None:
         """Idempotent. Requests under way end by themselves."""

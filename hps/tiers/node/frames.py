@@ -14,10 +14,12 @@ FETCH     f64 seconds left (NaN: any), u32 parts, u32 0;  u32 rows by part (and 
                                                           that were skipped, by commas
 PROMOTE   u32 table, u32 0; i64 keys                      nothing
 ASK       JSON: a name, and what goes with it             JSON
+FOLLOW    JSON: how the process stands with its models    JSON: the models it is to have
 ========  ==============================================  ==============================================
 
 Tables are told by their number in HELLO. Rows come only for keys that have one: whose source is not 0. A key
-that is answered and has none was deleted. ``FAILED`` answers with JSON: the error's kind and its message.
+that is answered and has none was deleted. `hps.tiers.node.followers` tells what FOLLOW is about. ``FAILED``
+answers with JSON: the error's kind and its message.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ import orjson
 from hps.tiers.base import Part
 from hps.types import EmbeddingTable, KeyArray
 
-PROTOCOL = 1
+PROTOCOL = 2
 SOCKET = "node.sock"
 MAX_PAYLOAD = 64 << 20
 """Bytes of one frame."""
@@ -56,6 +58,7 @@ class Kind(IntEnum):
     FETCH = 1
     PROMOTE = 2
     ASK = 3
+    FOLLOW = 4
     OK = 64
     FAILED = 65
 

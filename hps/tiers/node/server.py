@@ -17,6 +17,7 @@ from typing import Any
 from hps.errors import ConfigError, DeadlineExceeded, HpsError, TierTimeout, Unavailable
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.tiers.node import frames
+from hps.tiers.node.followers import Followers
 from hps.tiers.node.frames import Kind, Pieces
 from hps.types import EmbeddingTable, KeyArray
 from hps.workers import Workers
@@ -37,23 +38,26 @@ Answer = Callable[[Mapping[str, Any]], Any]
 class NodeServer:
     """Listens at ``folder``/node.sock, a private folder, until it is closed; one thread per connection.
 
-    ``tables`` are served from ``stores`` on the threads of ``lane``, as the node's own lookups are;
-    ``promote`` must not block. ``answers``: what else may be asked, by name; it may be added to. Raises
-    ConfigError when another node listens there, or the folder is not private.
+    ``tables``, those that there are when a connection begins, are served from ``stores`` on the threads of
+    ``lane``, as the node's own lookups are; ``promote`` must not block. ``followers`` are told of
+    processes that have the node's models. ``answers``: what else may be asked, by name; it may be
+    added to. Raises ConfigError when another node listens there, or the folder is not private.
     """
 
     def __init__(
         self,
         folder: Path,
-        tables: Iterable[EmbeddingTable],
+        tables: Callable[[], Iterable[EmbeddingTable]],
         caches: Tier,
         stores: Tier,
         lane: Workers,
         promote: Callable[[EmbeddingTable, KeyArray], None],
+        followers: Followers,
         answers: Mapping[str, Answer] | None = None,
     ) -> None:
         self.path = folder / frames.SOCKET
-        self._tables = {(t.id, t.dim, t.dtype.str): t for t in tables}
+        self._tables = tables
+        self._followers = followers
         self._caches, self._stores, self._lane, self._promote = caches, stores, lane, promote
         self.answers = dict(answers or {})
         self._connections: set[socket.socket] = set()
@@ -115,7 +119,7 @@ class NodeServer:
                 connection.settimeout(_STALLED_S)
                 payload = frames.receive_payload(connection, size)
                 try:
-                    answer = self._answer(kind, payload, known)
+                    answer = self._answer(connection, kind, payload, known)
                 except HpsError as error:
                     frames.send(connection, Kind.FAILED, _failure(error))
                 else:
@@ -130,11 +134,18 @@ class NodeServer:
             log.exception("a connection to %s was given up", self.path)
         finally:
             self._connections.discard(connection)
+            self._followers.left(connection)
             connection.close()
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def _answer(self, kind: int, payload: bytearray, known: list[EmbeddingTable | None]) -> Pieces:
+    def _answer(
+        self,
+        connection: socket.socket,
+        kind: int,
+        payload: bytearray,
+        known: list[EmbeddingTable | None],
+    ) -> Pieces:
         """``known``: the tables by the asker's numbers, from its HELLO on."""
         if kind == Kind.FETCH:
             parts, left_s = frames.read_fetch(payload, known)
@@ -148,9 +159,12 @@ class NodeServer:
             if answer is None:
                 raise Unavailable(f"nobody answers {question['what']!r} here now")
             return frames.as_json(answer(question))
+        if kind == Kind.FOLLOW:
+            return frames.as_json(self._followers.report(connection, frames.read_json(payload)))
         if kind == Kind.HELLO:
             asked = frames.read_json(payload)
-            known[:] = [self._tables.get(tuple(each)) for each in asked["tables"]]
+            tables = {(t.id, t.dim, t.dtype.str): t for t in self._tables()}
+            known[:] = [tables.get(tuple(each)) for each in asked["tables"]]
             lacking = [i for i, table in enumerate(known) if table is None]
             return frames.as_json({"protocol": frames.PROTOCOL, "lacking": lacking})
         raise frames.BadFrame(f"a frame of kind {kind}")

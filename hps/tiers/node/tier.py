@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -21,6 +21,8 @@ _INFO = TierInfo(NAME, Source.REMOTE, blocking=True)
 # Bytes of rows that are asked for at a time: as many as are copied without anybody noticing.
 _ANSWER_BYTES = 8 << 20
 _PROMOTIONS_WAITING = 1_024
+_Way = tuple[Connections, int]
+"""Over which connections to ask for a table, and its number there."""
 
 
 class NodeTier:
@@ -32,41 +34,70 @@ class NodeTier:
     """
 
     def __init__(
-        self, connections: Connections, dropped: Callable[[int], None] = lambda _keys: None
+        self,
+        connections: Iterable[Connections] = (),
+        dropped: Callable[[int], None] = lambda _keys: None,
     ) -> None:
-        """``dropped(keys)`` is told of promotions that the node could not be asked for."""
-        self._connections = connections
-        self._numbers = {table: i for i, table in enumerate(connections.tables)}
+        """Each of ``connections`` is for the tables it has. ``dropped(keys)`` is told of promotions that the
+        node could not be asked for."""
+        self._ways: dict[EmbeddingTable, _Way] = {}
         self._dropped = dropped
+        for each in connections:
+            self.add(each)
         self._promotions = Workers(1, _PROMOTIONS_WAITING, name="promote")
 
     @property
     def info(self) -> TierInfo:
         return _INFO
 
+    def add(self, connections: Connections) -> None:
+        """Ask over ``connections`` for the tables they have."""
+        numbered = {table: (connections, i) for i, table in enumerate(connections.tables)}
+        self._ways = self._ways | numbered
+
+    def remove(self, connections: Connections) -> None:
+        """Ask over ``connections`` no more, and close them."""
+        self._ways = {table: way for table, way in self._ways.items() if way[0] is not connections}
+        connections.close()
+
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
         for part in parts:
             check_part(part)
+        by_way: dict[Connections, list[tuple[Part, int]]] = {}
+        for part in parts:
+            if len(part.missing) and (way := self._ways.get(part.table)):
+                by_way.setdefault(way[0], []).append((part, way[1]))
+        for connections, known in by_way.items():
+            self._fetch_all(connections, known, ctx)
+
+    def _fetch_all(
+        self, connections: Connections, known: Sequence[tuple[Part, int]], ctx: FetchContext
+    ) -> None:
+        numbers = {part.table: number for part, number in known}
         left: dict[int, list[IndexArray]] = {}
-        known = [part for part in parts if len(part.missing) and part.table in self._numbers]
-        for asked in _portions(known):
-            for (part, _), missing in zip(asked, self._fetch(asked, ctx), strict=True):
+        for asked in _portions([part for part, _ in known]):
+            answered = self._fetch(connections, numbers, asked, ctx)
+            for (part, _), missing in zip(asked, answered, strict=True):
                 left.setdefault(id(part), []).append(missing)
-        for part in known:
+        for part, _ in known:
             pieces = left[id(part)]
             part.missing = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _fetch(
-        self, asked: Sequence[tuple[Part, IndexArray]], ctx: FetchContext
+        self,
+        connections: Connections,
+        numbers: Mapping[EmbeddingTable, int],
+        asked: Sequence[tuple[Part, IndexArray]],
+        ctx: FetchContext,
     ) -> list[IndexArray]:
         left_s = None
         if ctx.deadline is not None:
             left_s = ctx.deadline - time.monotonic()
             if left_s <= 0:
                 raise TierTimeout(NAME, "the request's time is up")
-        keys = [(self._numbers[part.table], part.keys[positions]) for part, positions in asked]
+        keys = [(numbers[part.table], part.keys[positions]) for part, positions in asked]
         request = frames.fetch_request(keys, left_s)
-        answer = self._connections.request(Kind.FETCH, request, ctx.deadline)
+        answer = connections.request(Kind.FETCH, request, ctx.deadline)
         try:
             return frames.take_answer(answer, asked, ctx.degraded)
         except frames.BadFrame as error:
@@ -75,20 +106,22 @@ class NodeTier:
     def promote(self, table: EmbeddingTable, keys: KeyArray) -> None:
         """Have the node put the rows of ``keys`` into the cache, soon; never waits. What was fetched
         from it the node promotes by itself: of a table whose lookups always wait there is nothing to do."""
-        if table.miss.kind == "wait" or table not in self._numbers:
+        way = self._ways.get(table)
+        if table.miss.kind == "wait" or way is None:
             return
         try:
-            self._promotions.submit(partial(self._promote, table, keys))
+            self._promotions.submit(partial(self._promote, way, keys))
         except Unavailable:
             self._dropped(len(keys))
 
-    def _promote(self, table: EmbeddingTable, keys: KeyArray) -> None:
+    def _promote(self, way: _Way, keys: KeyArray) -> None:
+        connections, number = way
         most = frames.MAX_PAYLOAD // 16
         for start in range(0, len(keys), most):
             some = keys[start : start + most]
             try:
-                request = frames.promote_request(self._numbers[table], some)
-                self._connections.request(Kind.PROMOTE, request)
+                request = frames.promote_request(number, some)
+                connections.request(Kind.PROMOTE, request)
             except HpsError:
                 self._dropped(len(some))
 
@@ -109,7 +142,11 @@ class NodeTier:
         raise _refused(table)
 
     def close(self) -> None:
-        self._promotions.close(1.0, self._connections.close)
+        self._promotions.close(1.0, self._close_ways)
+
+    def _close_ways(self) -> None:
+        for connections, _ in self._ways.values():
+            connections.close()
 
 
 def _refused(table: EmbeddingTable) -> TierError:

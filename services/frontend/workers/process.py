@@ -6,6 +6,7 @@ two open files it inherits, its end of the channel to the node's process and its
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import socket
 import sys
@@ -94,9 +95,16 @@ class Worker(Process[OpenModels]):
     def _open(self, progress: Progress) -> OpenModels:
         return self._attached or self._attach(progress)
 
+    def _opened(self, node: OpenModels) -> None:
+        assert self._attached is not None
+        self.state.loop = asyncio.get_running_loop()
+        self._attached.watch(self.state.renew)
+        super()._opened(node)
+
     def _attach(self, progress: Progress) -> Attached:
         attached = attach(self._configuration, wait_s=_PATIENCE_S, progress=progress)
         self.state.sum_up(partial(_sums, attached))
+        self._attached = attached
         return attached
 
     def _trace(self, tracer: Tracer) -> None:

@@ -51,16 +51,12 @@ TRITON_DIFFERS = {
     },
 }
 # What a server does not offer, and why.
-OURS_LACKS = dict.fromkeys(
-    ("http: load and unload", "grpc: repository"),
-    "its models are those it was started with: other processes are attached to it",
-)
 TRITON_LACKS = {"http: raw bodies": "a lookup has HPS's KEYS and NUMKEYS beside its features there"}
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 def test_ours(target_of, check):
-    judge(target_of("ours"), check, {}, OURS_LACKS)
+    judge(target_of("ours"), check, {}, {})
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
@@ -89,4 +85,4 @@ def judge(target, check, differs, lacks):
 def test_tables_name_checks():
     names = {check.name for check in CHECKS}
     assert len(names) == len(CHECKS)
-    assert names >= TRITON_DIFFERS.keys() | OURS_LACKS.keys() | TRITON_LACKS.keys()
+    assert names >= TRITON_DIFFERS.keys() | TRITON_LACKS.keys()

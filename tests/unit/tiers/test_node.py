@@ -15,7 +15,7 @@ from hps.errors import ConfigError, TierError, TierMisfit, TierTimeout, Unavaila
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.memory import MemoryTier
-from hps.tiers.node import Connections, NodeServer, NodeTier, frames, server, tier
+from hps.tiers.node import Connections, Followers, NodeServer, NodeTier, frames, server, tier
 from hps.tiers.wrappers import Guarded
 from hps.types import EmbeddingTable, MissPolicy, Source
 from hps.workers import Workers
@@ -53,14 +53,22 @@ class Ends:
         self.serve(tables)
         self.dropped = []
         self.connections = Connections(self.server.path, TABLES)
-        self.tier = NodeTier(self.connections, self.dropped.append)
+        self.tier = NodeTier([self.connections], self.dropped.append)
 
     def serve(self, tables):
         def promote(table, keys):
             self.promoted.append((table.name, keys.tolist()))
 
+        self.followers = Followers({"m": 1})
         self.server = NodeServer(
-            self.folder, tables, self.caches, self.store, self.lane, promote, self.answers
+            self.folder,
+            lambda: tables,
+            self.caches,
+            self.store,
+            self.lane,
+            promote,
+            self.followers,
+            self.answers,
         )
 
     def fetch(self, table, keys, ctx=None):

@@ -7,9 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hps.config.server_settings import ServerSettings
 from hps.errors import BadRequest, ConfigError, HpsError
-from services.frontend.lookup_endpoint import LookupEndpoint
-from services.triton.backend import Asked, Backend
+from services.triton.backend import Answering, Asked, Backend
+
+LIMITS = ServerSettings(request_timeout_ms=10_000, max_keys=100)
 
 
 @pytest.mark.parametrize(
@@ -31,13 +33,8 @@ def test_parameters_that_cannot_act(parameters, error):
 
 @pytest.fixture
 def backend(small):
-    """An instance without Triton and without a node of its own: of the small node's model ``words``."""
-    backend = Backend.__new__(Backend)
-    backend._served = small.node.models["words"]
-    backend._endpoint = LookupEndpoint(backend._served, "words.lookup")
-    backend._timeout_s, backend._max_keys = 10.0, 100
-    backend._device, backend._float32 = 1, frozenset()
-    return backend
+    """What an instance answers with, without Triton: of the small node's model ``words``."""
+    return Answering(small.node.models["words"], "words.lookup", LIMITS, device=1)
 
 
 def by_table(*keys):
@@ -63,12 +60,8 @@ def test_requests_of_one_call(backend):
 
 
 def test_outputs_that_are_float32_whatever_the_rows_are(small):
-    backend = Backend.__new__(Backend)
-    backend._served = small.node.models["halves"]
-    backend._endpoint = LookupEndpoint(backend._served, "halves.lookup")
-    backend._timeout_s, backend._max_keys, backend._device = 10.0, 100, 0
     for float32, dtype in (((), np.float16), (("half",), np.float32)):
-        backend._float32 = float32
+        backend = Answering(small.node.models["halves"], "halves.lookup", LIMITS, float32=float32)
         (answer,) = backend.answer([Asked({"half": np.array([[1]])}, ("half",))])
         assert answer.outputs[0][1].dtype == dtype
 

@@ -1,0 +1,192 @@
+"""Processes attached to a node, and the versions of models that each may be using.
+
+Each tells several times a second, over a connection of its own, which versions it has open, which of them it
+serves, and what it could not open. The answer says which to serve, and which to open beside them. What a
+process has been told of counts as used by it until it says otherwise or its connection ends, as it does with
+the process however that ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hps.errors import Unavailable, Unsupported
+
+log = logging.getLogger(__name__)
+# What a process may take to open a version, and to serve it when it has.
+_OPEN_S, _SERVE_S = 120.0, 10.0
+# A process that was killed may be replaced within so long.
+_REPLACED_S = 10.0
+# Between looks at whether waiting is still wanted.
+_LOOK_S = 0.05
+
+Report = Mapping[str, Any]
+"""``process``: its number; ``holds``, ``serves``: tokens; ``failed``: by token, whether it was refused, and
+why it could not be opened; ``leaves``: whether it goes of its own accord."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A version of a model, as it was loaded once: when it comes again, it is told by another token."""
+
+    model: str
+    version: int
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+
+
+@dataclass(slots=True)
+class _Follower:
+    process: int = 0
+    may_hold: set[str] = field(default_factory=set)
+    holds: set[str] = field(default_factory=set)
+    serves: set[str] = field(default_factory=set)
+    failed: dict[str, tuple[bool, str]] = field(default_factory=dict)
+    leaves: bool = False
+
+
+class Followers:
+    """Those of one node, which serves the versions ``served``, by model. Versions are changed by one thread
+    at a time; any number may `report`."""
+
+    def __init__(self, served: Mapping[str, int]) -> None:
+        self._served = {name: Loaded(name, version) for name, version in served.items()}
+        self._coming: Loaded | None = None
+        self._followers: dict[Hashable, _Follower] = {}
+        self._deaths: list[
+            tuple[float, _Follower]
+        ] = []  # of those that had not opened what is coming
+        self._replaced = False
+        self._changed = threading.Condition()
+
+    # -- their side --------------------------------------------------------------------------------
+
+    def report(self, who: Hashable, told: Report) -> dict[str, Any]:
+        """What ``who`` is to do, having told how it stands."""
+        with self._changed:
+            wanted = [*self._served.values(), *([self._coming] if self._coming else [])]
+            self._replaced |= bool(self._deaths) and who not in self._followers
+            self._followers[who] = _Follower(
+                told["process"],
+                {*told["holds"], *(each.token for each in wanted)},
+                set(told["holds"]),
+                set(told["serves"]),
+                dict(told["failed"]),
+                told["leaves"],
+            )
+            self._changed.notify_all()
+            return {
+                "serve": _described(self._served.values()),
+                "open": _described([self._coming] if self._coming else []),
+            }
+
+    def left(self, who: Hashable) -> None:
+        """The connection of ``who``, if it is one of them, has ended."""
+        with self._changed:
+            follower = self._followers.pop(who, None)
+            if follower is not None and not follower.leaves and self._lacks(follower):
+                self._deaths.append((time.monotonic(), follower))
+            self._changed.notify_all()
+
+    # -- the node's side ---------------------------------------------------------------------------
+
+    def open(self, model: str, version: int, check: Callable[[], None]) -> None:
+        """Have all of them open ``version`` beside what they serve, those too that come meanwhile. If one is
+        killed, it may be replaced; not twice, since it may be the version that kills them. Raises
+        Unsupported when one of them refuses, Unavailable when it can't, and what ``check`` raises, which
+        is called now and then."""
+        until = time.monotonic() + _OPEN_S
+        with self._changed:
+            self._coming = Loaded(model, version)
+            self._deaths, self._replaced = [], False
+            while True:
+                check()
+                waiting = [each for each in self._followers.values() if self._lacks(each)]
+                self._require(waiting, time.monotonic() > until)
+                if not waiting and not self._may_be_replaced():
+                    return
+                self._changed.wait(_LOOK_S)
+
+    def withdraw(self) -> None:
+        """Have them let go of what they opened. Idempotent."""
+        with self._changed:
+            self._coming = None
+
+    def switch(self) -> Loaded | None:
+        """Have them serve what they have opened; returns what that takes the place of."""
+        with self._changed:
+            coming, self._coming = self._coming, None
+            assert coming is not None
+            former = self._served.get(coming.model)
+            self._served = {**self._served, coming.model: coming}
+            return former
+
+    def drop(self, model: str) -> Loaded:
+        """Have them serve ``model`` no more; returns what that was."""
+        with self._changed:
+            former = self._served[model]
+            self._served = {n: each for n, each in self._served.items() if n != model}
+            return former
+
+    def settle(self, check: Callable[[], None]) -> None:
+        """Wait until all of them serve what they are to, but for those that take too long. Raises what
+        ``check`` raises."""
+        until = time.monotonic() + _SERVE_S
+        with self._changed:
+            served = {each.token for each in self._served.values()}
+            while True:
+                check()
+                late = [f for f in self._followers.values() if f.serves and f.serves != served]
+                if not late:
+                    return
+                if time.monotonic() > until:
+                    numbers = ", ".join(str(each.process) for each in late)
+                    log.warning("still on the models of before: process %s", numbers)
+                    return
+                self._changed.wait(_LOOK_S)
+
+    def uses(self, loaded: Loaded) -> bool:
+        """Whether one of them may be using a version."""
+        with self._changed:
+            return any(loaded.token in each.may_hold for each in self._followers.values())
+
+    def _lacks(self, follower: _Follower) -> bool:
+        return self._coming is not None and self._coming.token not in follower.holds
+
+    def _may_be_replaced(self) -> bool:
+        """Whether one was killed just now, in whose place there is none yet."""
+        if not self._deaths or self._replaced:
+            return False
+        return time.monotonic() < self._deaths[0][0] + _REPLACED_S
+
+    def _require(self, waiting: Iterable[_Follower], late: bool) -> None:
+        """Raises unless they may still be waited for."""
+        coming = self._coming
+        assert coming is not None
+        what = f"version {coming.version} of model '{coming.model}'"
+        if len(self._deaths) > 1:
+            killed = " and ".join(str(each.process) for _, each in self._deaths)
+            raise Unavailable(
+                f"processes {killed}, attached to this node, have ended before they had opened {what}, which "
+                "may be why; what was served is served on"
+            )
+        for each in waiting:
+            if coming.token in each.failed:
+                refused, why = each.failed[coming.token]
+                raise (Unsupported if refused else Unavailable)(
+                    f"process {each.process}, attached to this node, can't open {what}: {why}"
+                )
+            if late:
+                raise Unavailable(
+                    f"process {each.process}, attached to this node, has not opened {what} within "
+                    f"{_OPEN_S:g} s; end it or let it go on, then load again"
+                )
+
+
+def _described(versions: Iterable[Loaded]) -> list[tuple[str, int, str]]:
+    return [(each.model, each.version, each.token) for each in versions]

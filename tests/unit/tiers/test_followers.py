@@ -1,0 +1,209 @@
+"""What a node knows of attached processes and their models: whom it waits for, and what it may let go of."""
+
+import threading
+
+import pytest
+
+from hps.errors import Unavailable, Unsupported
+from hps.tiers.node import Followers, followers
+from tests.support.waiting import until
+
+
+class Process:
+    """One that is attached and does as it is told, a step at a time."""
+
+    def __init__(self, node, number=1):
+        self._node, self.number = node, number
+        self.holds, self.serves, self.failed = [], [], {}
+        self.told = self.tell()
+
+    def tell(self, leaves=False):
+        self.told = self._node.report(
+            self,
+            {
+                "process": self.number,
+                "holds": self.holds,
+                "serves": self.serves,
+                "failed": self.failed,
+                "leaves": leaves,
+            },
+        )
+        return self.told
+
+    def obey(self):
+        """Open all it was told of, serve what it is to, let go of what it need not keep, and tell."""
+        serve, opened = ([token for _, _, token in self.told[what]] for what in ("serve", "open"))
+        self.serves, self.holds = serve, [*serve, *opened]
+        return self.tell()
+
+    def end(self):
+        self._node.left(self)
+
+
+@pytest.fixture
+def node():
+    return Followers({"words": 1, "clicks": 1})
+
+
+def started(node, version=2, model="words", check=lambda: None):
+    """A load that waits for the processes; what became of it."""
+    ended = []
+
+    def load():
+        try:
+            node.open(model, version, check)
+        except Exception as error:
+            ended.append(error)
+        else:
+            ended.append(None)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    until(lambda: node._coming is not None)
+    return thread, ended
+
+
+def test_all_open_a_version_before_any_serves_it(node):
+    first, second = Process(node), Process(node, 2)
+    first.obey()
+    second.obey()
+    thread, ended = started(node)
+    first.tell()
+    assert [each[:2] for each in first.told["open"]] == [("words", 2)]
+    assert ("words", 1) in [each[:2] for each in first.told["serve"]]
+    first.obey()
+    late = Process(node, 3)  # it must have the version too
+    second.tell()
+    second.obey()
+    assert not ended
+    late.obey()
+    thread.join()
+    assert ended == [None]
+    former = node.switch()
+    assert (former.model, former.version) == ("words", 1)
+    assert not first.tell()["open"]
+    assert [each[:2] for each in first.told["serve"]] == [("words", 2), ("clicks", 1)]
+
+
+def test_what_a_process_may_be_on_is_not_let_go_of(node):
+    process = Process(node)  # it has been told of the version, and may be opening it now
+    thread, _ = started(node)
+    process.obey()
+    process.obey()
+    thread.join()
+    former = node.switch()
+    other = node._served["words"]
+    assert node.uses(former)
+    process.tell()  # of the other version; a request is on the former one still
+    process.serves = [token for _, _, token in process.told["serve"]]
+    process.tell()
+    assert node.uses(former)
+    process.obey()
+    assert not node.uses(former)
+    process.end()
+    assert not node.uses(other)
+
+
+def test_a_version_that_comes_back_is_another(node):
+    process = Process(node)
+    process.obey()
+    first = node._served["words"]
+    for version in (2, 1):
+        thread, _ = started(node, version)
+        process.tell()
+        process.obey()
+        thread.join()
+        node.switch()
+    process.holds.append(first.token)  # a request has been on it all the while
+    process.tell()
+    assert node.uses(first)
+    assert node._served["words"].token != first.token
+
+
+@pytest.mark.parametrize(("refused", "raised"), [(False, Unavailable), (True, Unsupported)])
+def test_one_that_cannot_open_it_fails_the_load(node, refused, raised):
+    process = Process(node, 77)
+    process.obey()
+    thread, ended = started(node)
+    ((_, _, token),) = process.tell()["open"]
+    process.failed = {token: (refused, "no memory")}
+    process.tell()
+    thread.join()
+    assert type(ended[0]) is raised
+    assert "process 77, attached to this node, can't open version 2" in str(ended[0])
+    node.withdraw()
+    assert not process.tell()["open"]
+    assert process.told["serve"][0][:2] == ("words", 1)
+
+
+def test_one_that_is_killed_is_waited_for_to_be_replaced(node):
+    killed = Process(node)
+    thread, ended = started(node)
+    killed.end()
+    successor = Process(node, 2)
+    assert not ended
+    successor.obey()
+    thread.join()
+    assert ended == [None]
+
+
+def test_one_that_is_killed_may_have_no_successor(node, monkeypatch):
+    monkeypatch.setattr(followers, "_REPLACED_S", 0.0)
+    killed = Process(node)
+    thread, ended = started(node)
+    killed.end()
+    thread.join()
+    assert ended == [None]
+
+
+def test_a_version_that_kills_fails_its_load_and_those_that_leave_do_not(node):
+    stays, leaves, dies = Process(node), Process(node, 2), Process(node, 3)
+    thread, ended = started(node)
+    leaves.tell(leaves=True)
+    leaves.end()
+    stays.tell()
+    stays.obey()
+    stays.end()  # it had opened it
+    dies.end()
+    Process(node, 4).end()
+    thread.join()
+    assert isinstance(ended[0], Unavailable)
+    assert "processes 3 and 4, attached to this node, have ended before" in str(ended[0])
+
+
+def test_one_that_hangs_fails_the_load_in_the_end(node, monkeypatch):
+    monkeypatch.setattr(followers, "_OPEN_S", 0.0)
+    Process(node, 5)
+    with pytest.raises(Unavailable, match=r"process 5.*has not opened version 2 of model 'words'"):
+        node.open("words", 2, lambda: None)
+
+
+def test_the_end_of_the_node_ends_the_wait(node):
+    Process(node)
+
+    def check():
+        raise Unavailable("is being closed")
+
+    with pytest.raises(Unavailable, match="being closed"):
+        node.open("words", 2, check)
+    with pytest.raises(Unavailable, match="being closed"):
+        node.settle(check)
+
+
+def test_a_change_is_waited_for_but_not_for_ever(node, monkeypatch, caplog):
+    process, comes = Process(node, 9), Process(node)
+    process.obey()
+    former = node.drop("clicks")
+    settled = threading.Thread(target=node.settle, args=(lambda: None,))
+    settled.start()
+    process.tell()
+    assert settled.is_alive()
+    process.obey()
+    settled.join()
+    assert node.uses(former)  # by the one that has not even begun
+    comes.end()
+    assert not node.uses(former)
+    monkeypatch.setattr(followers, "_SERVE_S", 0.0)
+    node.drop("words")
+    node.settle(lambda: None)
+    assert "still on the models of before: process 9" in caplog.text
