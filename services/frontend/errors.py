@@ -104,6 +104,18 @@ def http_status(error: HpsError) -> int:
     return status_of(error).http
 
 
+# A client is asked to wait so long before it asks again, where there may be room by then, or a server that
+# has started: enough for one that is overloaded to get through with what it has.
+RETRY_AFTER_S = 1
+# By HTTP's status.
+RETRIED = (429, 503)
+
+
+def is_retried(error: HpsError) -> bool:
+    """Whether the same request may be answered when it is sent again."""
+    return http_status(error) in RETRIED
+
+
 # Requests that were refused before they were looked at, for the metric, by HTTP's status.
 REFUSED = {401: "unauthenticated", 403: "forbidden", 413: "too_large", 503: "unavailable"}
 

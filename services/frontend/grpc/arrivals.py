@@ -23,7 +23,7 @@ from grpc import _server
 from grpc._cython import cygrpc
 
 from hps.errors import HpsError
-from services.frontend.errors import status_of
+from services.frontend.grpc.ending import abort, code_of
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Direct:
         try:
             return reply.result()
         except HpsError as error:
-            context.abort(grpc.StatusCode[status_of(error).grpc], str(error))
+            abort(error, context)
             raise AssertionError("abort raises") from None
 
 
@@ -278,8 +278,7 @@ class _Call:
         self.abort(cygrpc.StatusCode.internal, "internal error")
 
     def fail(self, error: HpsError) -> None:
-        code = grpc.StatusCode[status_of(error).grpc]
-        self.abort(code.value[0], str(error))
+        self.abort(code_of(error, self.context).value[0], str(error))
 
     def abort(self, code: Any, details: str) -> None:
         """End with a status of grpc's, unless there is one already."""

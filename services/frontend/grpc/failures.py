@@ -1,31 +1,53 @@
-"""Requests that failed, as metrics and the protocol's statistics count them."""
+"""How a request ends that cannot be answered: told to the client, counted, logged."""
 
 from __future__ import annotations
 
 from time import perf_counter_ns
 
 from hps import metric_names as m
+from hps.errors import HpsError
 from hps.metrics import Metrics
-from services.frontend.errors import REFUSED, Status
-from services.frontend.state import Entry
+from hps.tracing import Origin
+from services.frontend.errors import refused_for, status_of, told
+from services.frontend.grpc.arrivals import Reply
+from services.frontend.grpc.named import named
+from services.frontend.state import Entry, State
+
+
+def fail(
+    error: Exception,
+    reply: Reply,
+    state: State,
+    method: str,
+    entry: Entry | None,
+    started: int,
+    known_as: str = "",
+    origin: Origin | None = None,
+) -> None:
+    """Answer a request for ``entry``, None when that is not known, that began at ``started`` (ns) with what
+    went wrong. ``known_as``: its id; ``origin``: as far as it was known by then."""
+    endpoint = None if entry is None else entry.endpoint
+    if origin is None:
+        model = "" if endpoint is None else endpoint.name
+        origin = state.observer.begin(model, started, *named(known_as, reply.context))
+    answered = told(error, origin.request_id)
+    count_failure(answered, state.metrics, method, entry, started)
+    state.observer.failed("grpc", origin, endpoint, status_of(answered).grpc, error, started)
+    reply.fail(answered)
 
 
 def count_failure(
-    metrics: Metrics,
-    method: str,
-    entry: Entry | None,
-    status: Status,
-    started: int,
-    reason: str | None = None,
+    error: HpsError, metrics: Metrics, method: str, entry: Entry | None, started: int
 ) -> None:
-    """A request for ``entry`` that began at ``started`` (``perf_counter_ns``); None when it was for no name
-    there is. ``reason``: why it was refused, where the status alone does not tell."""
+    """Have metrics and the protocol's statistics know of it."""
     done = perf_counter_ns()
     name = ""
     if entry is not None:
         name = entry.name
         entry.statistics.failed(started, done)
-    seconds = metrics.histogram(m.REQUEST_SECONDS, "grpc", method, name, status.grpc)
-    seconds.observe((done - started) * 1e-9)
-    if (reason := reason or REFUSED.get(status.http)) is not None:
+    status = status_of(error).grpc
+    metrics.histogram(m.REQUEST_SECONDS, "grpc", method, name, status).observe(
+        (done - started) * 1e-9
+    )
+    if (reason := refused_for(error)) is not None:
         metrics.counter(m.REQUESTS_REFUSED, reason).add()

@@ -19,11 +19,11 @@ from hps.errors import HpsError, Unavailable
 from hps.metrics import Metrics
 from hps.tracing import Origin
 from services.frontend.auth import Guard
-from services.frontend.errors import refused_for, status_of, told
 from services.frontend.grpc.arrivals import Awaited, Reply
 from services.frontend.grpc.callers import Counted, check
-from services.frontend.grpc.failures import count_failure
-from services.frontend.grpc.named import identify, named
+from services.frontend.grpc.ending import abort
+from services.frontend.grpc.failures import count_failure, fail
+from services.frontend.grpc.named import identify
 from services.frontend.grpc.pending import Pending, deadline_of
 from services.frontend.grpc.request import Address, GrpcCall, Parser, address
 from services.frontend.grpc.response import Encoder
@@ -60,8 +60,10 @@ class Route:
 class Inference:
     """Answers inference requests: single ones when they can be, those of streams in turn."""
 
-    def __init__(self, state: State, settings: ServerSettings, guard: Guard) -> None:
-        self._pending = Pending()
+    def __init__(
+        self, state: State, settings: ServerSettings, guard: Guard, pending: Pending
+    ) -> None:
+        self._pending = pending
         self._state = state
         self._guard = guard
         self._timeout_s = settings.request_timeout_ms / 1e3
@@ -86,7 +88,7 @@ class Inference:
         try:
             caller = check(self._guard, reply.context, "read")
         except Exception as error:
-            self._fail(reply, None, "", started, error)
+            fail(error, reply, self._state, "infer", None, started)
         else:
             self._begin(message, reply, started, caller)
 
@@ -101,7 +103,7 @@ class Inference:
             self._check(context)
             yield from self._answers(messages, context)
         except HpsError as error:
-            context.abort(grpc.StatusCode[status_of(error).grpc], str(error))
+            abort(error, context)
         finally:
             self._streams.release()
 
@@ -137,13 +139,11 @@ class Inference:
             deadline = deadline_of(reply.context, call.form.timeout_us * 1e-6 or self._timeout_s)
             future = route.entry.endpoint.submit(call, deadline)
         except Exception as error:
-            self._fail(reply, route, known_as, started, error, origin)
+            entry = None if route is None else route.entry
+            fail(error, reply, self._state, "infer", entry, started, known_as, origin)
             return
-        if future.done():
-            self._end(reply, route, call, started, parsed, future)
-        else:
-            end = partial(self._end, reply, route, call, started, parsed)
-            self._pending.add(future, deadline, reply, end)
+        end = partial(self._end, reply, route, call, started, parsed)
+        self._pending.add(future, deadline, reply, end)
 
     def _end(
         self,
@@ -177,7 +177,7 @@ class Inference:
                     done,
                 )
         except Exception as error:
-            self._fail(reply, route, call.id, started, error, call.origin)
+            fail(error, reply, self._state, "infer", route.entry, started, call.id, call.origin)
         else:
             reply.answer(answer)
 
@@ -186,27 +186,8 @@ class Inference:
         try:
             return check(self._guard, context, "read")
         except HpsError as error:
-            self._count_failure(None, error, started)
+            count_failure(error, self._state.metrics, "infer", None, started)
             raise
-
-    def _fail(
-        self,
-        reply: Reply,
-        route: Route | None,
-        known_as: str,
-        started: int,
-        error: Exception,
-        origin: Origin | None = None,
-    ) -> None:
-        endpoint = None if route is None else route.entry.endpoint
-        observer = self._state.observer
-        if origin is None:
-            model = "" if endpoint is None else endpoint.name
-            origin = observer.begin(model, started, *named(known_as, reply.context))
-        answered = told(error, origin.request_id)
-        self._count_failure(route, answered, started)
-        observer.failed("grpc", origin, endpoint, status_of(answered).grpc, error, started)
-        reply.fail(answered)
 
     def _route(self, to: Address) -> Route:
         route = self._routes.get(to.model)
@@ -214,12 +195,6 @@ class Inference:
             self._state.entry(to.model, to.version or None)
             raise Unavailable("the model has just become ready; ask again")
         return route
-
-    def _count_failure(self, route: Route | None, error: HpsError, started: int) -> None:
-        entry = None if route is None else route.entry
-        count_failure(
-            self._state.metrics, "infer", entry, status_of(error), started, refused_for(error)
-        )
 
 
 def _stream_error(message: bytes, error: HpsError) -> bytes:

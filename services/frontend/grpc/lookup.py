@@ -28,10 +28,10 @@ from services.frontend import faults
 from services.frontend.auth import Guard
 from services.frontend.call import Call, Form
 from services.frontend.datatypes import DATATYPE_OF
-from services.frontend.errors import refused_for, shown, status_of, told
+from services.frontend.errors import shown
 from services.frontend.grpc.arrivals import Arrivals, Direct, Reply
 from services.frontend.grpc.callers import Counted, check
-from services.frontend.grpc.failures import count_failure
+from services.frontend.grpc.failures import fail
 from services.frontend.grpc.methods import handlers_of
 from services.frontend.grpc.named import begun, named
 from services.frontend.grpc.packed import FLOAT32, INT64, numbers
@@ -51,8 +51,10 @@ class LookupService:
 
     roles: Mapping[str, Role] = {"Describe": "read"}
 
-    def __init__(self, state: State, settings: ServerSettings, guard: Guard) -> None:
-        self._pending = Pending()
+    def __init__(
+        self, state: State, settings: ServerSettings, guard: Guard, pending: Pending
+    ) -> None:
+        self._pending = pending
         self._state = state
         self._guard = guard
         self._timeout_s = settings.request_timeout_ms / 1e3
@@ -103,13 +105,10 @@ class LookupService:
             start = partial(entry.served.engine.submit, asked)
             future = entry.endpoint.admit(start, len(message), deadline)
         except Exception as error:
-            self._fail(reply, entry, started, error, origin)
+            fail(error, reply, self._state, "lookup", entry, started, origin=origin)
             return
         end = partial(self._end, reply, entry, asked, started, parsed)
-        if future.done():
-            end(future)
-        else:
-            self._pending.add(future, deadline, reply, end)
+        self._pending.add(future, deadline, reply, end)
 
     def _end(
         self,
@@ -137,7 +136,7 @@ class LookupService:
             if asked.origin is not None:
                 self._tell(entry, asked, batch, result, started, parsed, inferred, done)
         except Exception as error:
-            self._fail(reply, entry, started, error, asked.origin)
+            fail(error, reply, self._state, "lookup", entry, started, origin=asked.origin)
         else:
             reply.answer(answer)
 
@@ -153,31 +152,6 @@ class LookupService:
         call = Call(Form(), {name: given.keys for name, given in asked.features.items()})
         call.batch = batch
         self._state.observer.answered("grpc", asked.origin, entry.endpoint, call, result, *instants)
-
-    def _fail(
-        self,
-        reply: Reply,
-        entry: Entry | None,
-        started: int,
-        error: Exception,
-        origin: Origin | None,
-    ) -> None:
-        endpoint = None if entry is None else entry.endpoint
-        observer = self._state.observer
-        if origin is None:
-            model = "" if endpoint is None else endpoint.name
-            origin = observer.begin(model, started, *named("", reply.context))
-        answered = told(error, origin.request_id)
-        observer.failed("grpc", origin, endpoint, status_of(answered).grpc, error, started)
-        count_failure(
-            self._state.metrics,
-            "lookup",
-            entry,
-            status_of(answered),
-            started,
-            refused_for(answered),
-        )
-        reply.fail(answered)
 
     def _entry(self, request: Any) -> Entry:
         return self._state.entry(f"{request.model}.lookup", str(request.version or "") or None)

@@ -41,8 +41,11 @@ class Pending:
         self._starting = threading.Lock()
 
     def add(self, future: Future[Any], deadline: float, reply: Reply, end: End) -> None:
-        """Call ``end`` once: with ``future`` when it is done, else at its deadline with one that failed
-        (``DeadlineExceeded``). ``future`` is cancelled then, and when the client is gone."""
+        """Call ``end`` once: with ``future`` when it is done, as it may be already, else at its deadline with
+        one that failed (``DeadlineExceeded``). ``future`` is cancelled then, and when the client is gone."""
+        if future.done():
+            end(future)
+            return
         self._waiting[future] = (deadline, end)
         if self._thread is None:
             self._start()

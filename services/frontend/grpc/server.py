@@ -18,6 +18,7 @@ from services.frontend.grpc.arrivals import Direct, Pooled
 from services.frontend.grpc.infer import STREAMS, Inference
 from services.frontend.grpc.lookup import SERVICE as LOOKUP
 from services.frontend.grpc.lookup import LookupService, lookup_handlers
+from services.frontend.grpc.pending import Pending
 from services.frontend.grpc.port import GrpcPort, Handlers
 from services.frontend.grpc.service import SERVICE, InferenceService
 from services.frontend.state import State
@@ -54,8 +55,9 @@ class GrpcServer(GrpcPort):
     ) -> None:
         """``ConfigError`` when it cannot listen. ``one_of_many``: other processes listen there too."""
         super().__init__("server.grpc", at, state, settings, one_of_many=one_of_many)
-        inference = Inference(state, settings, guard)
-        lookups = LookupService(state, settings, guard)
+        pending = Pending()
+        inference = Inference(state, settings, guard, pending)
+        lookups = LookupService(state, settings, guard, pending)
         self._listen(
             {
                 SERVICE: self._open_inference(inference, InferenceService(state, guard)),

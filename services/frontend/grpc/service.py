@@ -18,8 +18,9 @@ from hps import __version__
 from hps.config.auth import Role
 from hps.errors import Unsupported
 from services.frontend.auth import Guard
-from services.frontend.errors import status_of, told
+from services.frontend.errors import told
 from services.frontend.grpc.callers import check
+from services.frontend.grpc.ending import abort
 from services.frontend.log_settings import change
 from services.frontend.log_settings import told as told_of_logs
 from services.frontend.metadata import server_metadata
@@ -41,8 +42,7 @@ def answering(guard: Guard, role: Role | None, behavior: Behavior) -> Behavior:
                 check(guard, context, role)
             return behavior(request, context)
         except Exception as error:
-            answered = told(error, "")
-            context.abort(grpc.StatusCode[status_of(answered).grpc], str(answered))
+            abort(told(error, ""), context)
 
     return answer
 

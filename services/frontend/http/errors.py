@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import orjson
 
+from services.frontend.errors import RETRIED, RETRY_AFTER_S
+
 # What a client needs beside the status to act on it.
 _HEADERS: dict[int, list[tuple[bytes, bytes]]] = {
     401: [(b"www-authenticate", b'Bearer realm="hps"')],
     415: [(b"accept-encoding", b"gzip, deflate")],
-    429: [(b"retry-after", b"1")],
-    503: [(b"retry-after", b"1")],
+    **{status: [(b"retry-after", b"%d" % RETRY_AFTER_S)] for status in RETRIED},
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import ssl
 import threading
@@ -238,6 +239,9 @@ def test_what_a_server_says_of_another_attempt():
     assert replied(503, b"", "5", "h").after_s == 5
     assert type(replied(503, b"", "Fri, 31 Dec 1999 23:59:59 GMT", "h")) is Unavailable
     assert ended("g", "UNAVAILABLE", "busy", "250").after_s == 0.25
+    assert ended("g", "RESOURCE_EXHAUSTED", "too many", "250").after_s == 0.25
+    for never in ("-1", "soon"):  # gRFC A6: not to be repeated
+        assert ended("g", "UNAVAILABLE", "busy", never).after_s == math.inf
     assert type(ended("g", "UNAVAILABLE", "failed to connect to all addresses")) is Unreachable
     assert type(ended("g", "CANCELLED", "CANCELLED")) is Unreachable
     assert type(ended("g", "RESOURCE_EXHAUSTED", "queue is full")) is Unavailable

@@ -65,6 +65,7 @@ def test_an_overloaded_model_refuses_at_once_and_answers_the_others(small, slow,
     for call in [service.ModelInfer.future(predict(), timeout=60) for _ in range(80)]:
         assert call.code() is grpc.StatusCode.UNAVAILABLE
         assert "Exceeds maximum queue size" in call.details()
+        assert dict(call.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
     assert service.ServerReady(pb.ServerReadyRequest(), timeout=60).ready
     slow.leave.set()
     for call in taken:
@@ -97,6 +98,7 @@ def test_a_client_that_asks_too_much(small, slow, stub, key_guard):
     until(lambda: line.running == 1)
     again = service.ModelInfer.future(predict(), timeout=60, metadata=reader)
     assert again.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert dict(again.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
     other = service.ModelInfer.future(predict(), timeout=60, metadata=writer)
     until(lambda: line.running == 2)
     slow.leave.set()
