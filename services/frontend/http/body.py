@@ -22,6 +22,8 @@ from services.frontend.room import Room, Share
 _WINDOW = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 # Work beyond this many bytes leaves the event loop for a thread.
 _INLINE_BYTES = 256 << 10
+# As much is inflated between looks at whether there is room.
+_PIECE_BYTES = 1 << 20
 # Bytes a second that a body has to come with, or its memory would be held for as long as a client likes.
 _SLOWEST = 64 << 10
 # How much of a refused body is read so that the client gets to see the answer.
@@ -37,11 +39,11 @@ class ClientGone(Exception):
 async def read_body(
     receive: Receive, headers: dict[bytes, bytes], limit: int, patience_s: float, room: Room
 ) -> bytes:
-    """The whole body, decompressed: at most ``limit`` bytes, never ``patience_s`` without news once it
+    """The whole body, as it was sent: at most ``limit`` bytes, never ``patience_s`` without news once it
     has begun, and beyond that at `_SLOWEST` or faster (the server closes connections on which nothing
     comes at all). What has come of it holds ``room`` while more is to come.
 
-    Raises TooLarge, UnknownEncoding, TooSlow, Overloaded, BadRequest or ClientGone.
+    Raises TooLarge, TooSlow, Overloaded or ClientGone.
     """
     length = headers.get(b"content-length")
     if length is not None and length.isdigit() and int(length) > limit:
@@ -49,11 +51,9 @@ async def read_body(
     message = await receive()  # mostly there already; a timer for it would cost more than the wait
     body: bytes = message.get("body", b"")
     more = message.get("more_body") or message["type"] != "http.request"
-    with Share(room) as share:
-        if more or len(body) > limit:
+    if more or len(body) > limit:
+        with Share(room) as share:
             body = await _rest(message, receive, limit, patience_s, share)
-        if b"content-encoding" in headers:
-            body = await decompress(body, headers[b"content-encoding"].decode("latin-1"), limit)
     return body
 
 
@@ -124,8 +124,9 @@ def _too_large(size: int, limit: int, *, so_far: bool = False, unread: bool = Fa
     )
 
 
-async def decompress(body: bytes, coding: str, limit: int) -> bytes:
-    """``body`` without its content coding, at most ``limit`` bytes."""
+async def decompress(body: bytes, coding: str, limit: int, room: Room) -> bytes:
+    """``body`` without its content coding, at most ``limit`` bytes. While it is inflated on a thread, it and
+    what has come of it so far hold ``room``. Raises TooLarge, UnknownEncoding, Overloaded or BadRequest."""
     coding = coding.strip().lower()
     if coding in ("identity", ""):
         return body
@@ -138,9 +139,9 @@ async def decompress(body: bytes, coding: str, limit: int) -> bytes:
     try:
         inflated = stream.decompress(body, min(limit + 1, _INLINE_BYTES))
         if not stream.eof and len(inflated) <= limit:
-            rest = limit + 1 - len(inflated)
-            tail = stream.unconsumed_tail
-            inflated += await asyncio.to_thread(stream.decompress, tail, rest)
+            with Share(room) as share:
+                share.grow(len(body) + len(inflated))
+                inflated = await asyncio.to_thread(_inflate, stream, inflated, limit, share)
     except zlib.error as error:
         raise BadRequest(f"the body is not a valid {coding} stream: {error}") from None
     if len(inflated) > limit:
@@ -150,6 +151,19 @@ async def decompress(body: bytes, coding: str, limit: int) -> bytes:
     if stream.unused_data:
         raise BadRequest(f"{len(stream.unused_data)} bytes follow the {coding} stream")
     return inflated
+
+
+def _inflate(stream: Any, begun: bytes, limit: int, share: Share) -> bytes:
+    """All that ``stream``, of which ``begun`` has come, gives, and at most a byte more than ``limit``."""
+    pieces, size = [begun], len(begun)
+    while not stream.eof and size <= limit:
+        piece = stream.decompress(stream.unconsumed_tail, min(_PIECE_BYTES, limit + 1 - size))
+        if not piece:
+            break  # it ends early
+        share.grow(len(piece))
+        pieces.append(piece)
+        size += len(piece)
+    return b"".join(pieces)
 
 
 def accepted_coding(accept: bytes) -> str | None:

@@ -17,7 +17,7 @@ from hps.errors import HpsError, Unavailable
 from services.frontend.auth import Guard
 from services.frontend.errors import Overloaded, TooLarge, TooSlow
 from services.frontend.http.asgi import App, Receive, Scope, Send
-from services.frontend.http.body import read_body
+from services.frontend.http.body import decompress, read_body
 from services.frontend.http.failures import fail, failure
 from services.frontend.http.head import Head, apart, without_own
 from services.frontend.http.inference import Inference
@@ -82,6 +82,8 @@ class InferApp:
             admitted = True
             room = self.state.admission.room
             body = await read_body(receive, head.headers, self._max_body, self.timeout_s, room)
+            if (coding := head.headers.get(b"content-encoding")) is not None:
+                body = await decompress(body, coding.decode("latin-1"), self._max_body, room)
             arrived = perf_counter_ns()  # what the client took to send is not ours
             inference = Inference(self, head, body, arrived, client)
         except (Exception, asyncio.CancelledError) as error:

@@ -18,6 +18,7 @@ from services.frontend.http.body import (
     ClientGone,
     accepted_coding,
     compress,
+    decompress,
     discard,
     read_body,
 )
@@ -48,7 +49,15 @@ class Source:
 
 def read(source, limit=100, patience_s=5.0, room=None, **headers):
     named = {k.replace("_", "-").encode(): v.encode("latin-1") for k, v in headers.items()}
-    return asyncio.run(read_body(source, named, limit, patience_s, room or Room(1 << 20)))
+    room = room or Room(1 << 20)
+
+    async def inflated():
+        body = await read_body(source, named, limit, patience_s, room)
+        if "content_encoding" in headers:
+            body = await decompress(body, headers["content_encoding"], limit, room)
+        return body
+
+    return asyncio.run(inflated())
 
 
 @given(st.lists(st.binary(max_size=20), min_size=1, max_size=4))
@@ -135,6 +144,21 @@ def test_a_bomb_takes_no_more_memory_than_the_limit(coding):
         read(Source(body), 1 << 20, content_encoding=coding)
     assert tracemalloc.get_traced_memory()[1] < 8 << 20
     tracemalloc.stop()
+
+
+@pytest.mark.parametrize("coding", ENCODERS)
+def test_what_was_inflated_holds_room(coding):
+    room, body = Room(8 << 20), ENCODERS[coding](bytes(64 << 20))
+    room.add(1 << 20)
+    tracemalloc.start()
+    with pytest.raises(Overloaded, match=r"hold \d+ bytes \(server.admission.queue_bytes"):
+        read(Source(body), 64 << 20, room=room, content_encoding=coding)
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    tracemalloc.stop()
+    assert room.held == 1 << 20
+    small = ENCODERS[coding](bytes(4 << 20))
+    assert len(read(Source(small), 64 << 20, room=room, content_encoding=coding)) == 4 << 20
+    assert room.held == 1 << 20
 
 
 @pytest.mark.parametrize("coding", ENCODERS)
