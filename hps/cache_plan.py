@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping
 
 from hps.config.cache_settings import Eviction
 from hps.config.schema import ModelOverride, Settings, TableOverride
 from hps.tiers.capacity import TABLE_BYTES, Rows, plan_capacity, slot_bytes
 from hps.types import EmbeddingTable
-
-log = logging.getLogger(__name__)
 
 
 def planned_rows(settings: Settings, table_rows: Mapping[EmbeddingTable, int]) -> Rows:
@@ -31,26 +28,26 @@ def planned_beside(
     table_rows: Mapping[EmbeddingTable, int],
     new: Collection[EmbeddingTable],
     held: Mapping[EmbeddingTable, int],
-) -> Rows:
+) -> tuple[Rows, str]:
     """As `planned_rows`, for the ``new`` of the tables, beside others that keep the ``held`` rows of capacity
-    they have: no more than those leave of the memory. A share of the rows is given whatever it costs."""
+    they have: no more than those leave of the memory, and a warning if that is less than a start would
+    give, else "". A share of the rows is given whatever it costs."""
     whole = planned_rows(settings, table_rows)
     plan = {table: whole[table] for table in new}
     chosen = settings.tiers.cpu_cache
     if chosen.share is not None:
-        return plan
+        return plan, ""
     taken = sum(slot_bytes(table) * rows + TABLE_BYTES for table, rows in held.items() if rows)
     left = max(0, chosen.capacity_bytes - taken - TABLE_BYTES * len(plan))
     wanted = sum(slot_bytes(table) * rows for table, rows in plan.items())
-    fraction = min(1.0, left / wanted) if wanted else 0.0
-    if wanted > left:
-        log.warning(
-            "tiers.cpu_cache.capacity_bytes: what others leave of it are %.0f %% of the share of table %s; a "
-            "start shares it out anew",
-            100 * fraction,
-            next(iter(plan)).id,
-        )
-    return {table: int(fraction * rows) for table, rows in plan.items()}
+    if wanted <= left:
+        return plan, ""
+    fraction = left / wanted
+    warning = (
+        f"the CPU cache has room for {100 * fraction:.0f} % of the rows it would keep of the model: others "
+        "have the rest of tiers.cpu_cache.capacity_bytes until the next start, which shares it out anew"
+    )
+    return {table: int(fraction * rows) for table, rows in plan.items()}, warning
 
 
 def eviction_of(settings: Settings, table: EmbeddingTable) -> Eviction | None:

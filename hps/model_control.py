@@ -80,6 +80,8 @@ class ModelControl:
         self._retiring = Retiring(stores, self._forget, self._version_of, self._turn, self._closed)
         self.loading: dict[str, int] = {}
         """Versions that are being made ready, by model."""
+        self.warnings: dict[str, str] = {}
+        """What is to be said of versions that were loaded, by model."""
 
     def available(self) -> dict[str, list[int]]:
         """The versions in the repository, by model."""
@@ -118,6 +120,7 @@ class ModelControl:
             old = self._opened_as(served)
             self._node.models = {n: m for n, m in self._node.models.items() if n != name}
             elsewhere = self._followers.drop(name)
+            self._warn(name, "")
             self._now([each for each in self._opened if each is not old])
             self._follow(self._opened)
             self._retire(old, self._resources.pop(name, None), served, elsewhere)
@@ -186,7 +189,7 @@ class ModelControl:
             self._stores.add(model, progress)
             self._require_open()
             undo.callback(self._forget, model)
-            self._fill(model, old, progress)
+            warning = self._fill(model, old, progress)
             others = [each for each in self._opened if each is not old]
             undo.callback(self._follow, self._opened)
             self._follow([*others, model])
@@ -201,6 +204,7 @@ class ModelControl:
             before = self._resources.pop(found.name, None)
             self._resources[found.name] = self._to_close.enter_context(own.pop_all())
             undo.pop_all()
+        self._warn(found.name, warning)
         log.info(
             "model %s: version %d is served after %.1f s",
             found.name,
@@ -222,20 +226,27 @@ class ModelControl:
         used = partial(self._followers.uses, elsewhere)
         self._retiring.retire(old, resources, weakref.ref(served.engine), used)
 
+    def _warn(self, name: str, warning: str) -> None:
+        others = {model: said for model, said in self.warnings.items() if model != name}
+        self.warnings = others | ({name: warning} if warning else {})
+        if warning:
+            log.warning("model %s: %s", name, warning)
+
     def _now(self, opened: list[OpenedModel]) -> None:
         self._opened[:] = opened
         self._tables[:] = [table for each in opened for table in each.tables.values()]
 
-    def _fill(self, model: OpenedModel, old: OpenedModel | None, progress: Progress) -> None:
-        """Give the version's tables room in the CPU cache, and the rows that are hot in the other's."""
+    def _fill(self, model: OpenedModel, old: OpenedModel | None, progress: Progress) -> str:
+        """Give the version's tables room in the CPU cache, and the rows that are hot in the other's. What is
+        to be said of that, if anything."""
         cache = self._cache
         if cache is None:
-            return
+            return ""
         others = [
             table for each in self._opened if each is not old for table in each.tables.values()
         ]
         new = list(model.tables.values())
-        plan = planned_beside(
+        plan, warning = planned_beside(
             self._settings,
             {table: self._stores.rows(table) for table in (*others, *new)},
             new,
@@ -256,6 +267,7 @@ class ModelControl:
                 known = self._stores.version_of_rows(table)
                 rows = min(rows, files.rows)
                 warming.fill(table, files.keys(0, rows), files.vectors, known)
+        return warning
 
     def _follow(self, opened: list[OpenedModel]) -> None:
         if self._closed.is_set():

@@ -30,6 +30,9 @@ class Control(Protocol):
     @property
     def loading(self) -> Mapping[str, int]: ...
 
+    @property
+    def warnings(self) -> Mapping[str, str]: ...
+
     def available(self) -> Mapping[str, Sequence[int]]: ...
 
     def load(self, name: str, version: int | None = None) -> int: ...
@@ -102,6 +105,10 @@ class Node(OpenModels):
         """Serve a model no more; requests under way are answered."""
         self._controlled().unload(model)
 
+    def _warnings_of_loads(self) -> list[str]:
+        said = {} if self.control is None else self.control.warnings
+        return [f"model {name}: {warning}" for name, warning in said.items()]
+
     def _controlled(self) -> Control:
         if self.control is None:
             raise Unsupported("the models of this node do not change")
@@ -132,6 +139,7 @@ class Node(OpenModels):
         """What the node serves and holds, ready for JSON."""
         return {
             **OpenModels.status(self),  # a dataclass with slots has no super()
+            "warnings": [*self.warnings, *self._warnings_of_loads()],
             "updates": self.streams.status(),
             "promotions_waiting_keys": sum(self.promotions_waiting().values()),
             "socket": self.socket.facts() if self.socket else None,

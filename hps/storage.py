@@ -22,8 +22,10 @@ from hps.meters import TierMeter
 from hps.metrics import Metrics
 from hps.models.loader import load_tables, version_of_rows
 from hps.models.preload import preload_tables
+from hps.models.repository import Repository
 from hps.models.tables import TableFiles
 from hps.opening import OpenedTables
+from hps.rows.leftovers import left_over
 from hps.tier_status import TierStatus
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.tiers.chain import TierChain
@@ -212,6 +214,11 @@ class Stores:
         guarded = self._guarded(store, chosen.guard, self._settings.tiers.lookup_threads + 2)
         store.open_tables(list(self._files))
         self._load_rocksdb(store, self._opened, progress)
+        if (chosen.layout, chosen.access) == ("native", "primary"):
+            served = {(each.version.name, each.version.version) for each in self._opened}
+            repository = Repository(self._settings.models.repository)
+            if warning := left_over(store.families(), served, repository):
+                self.warnings.append(warning)
         return TierStatus(
             guarded,
             store.rows,

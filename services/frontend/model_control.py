@@ -30,12 +30,12 @@ def index(state: State, *, only_ready: bool = False) -> list[dict[str, str]]:
     return found
 
 
-def load(state: State, name: str, version: Any = None) -> int:
-    """Serve a model, by one of its names, or another version of it; the version that is served then. May take
-    long; for a thread that may wait."""
+def load(state: State, name: str, version: Any = None) -> tuple[int, str]:
+    """Serve a model, by one of its names, or another version of it; the version that is served then, and what
+    is to be said of it, if anything. May take long; for a thread that may wait."""
     control, model, wanted = _control(state), _model_of(name), _number(version)
     with _change(state):
-        return control.load(model, wanted)
+        return control.load(model, wanted), control.warnings.get(model, "")
 
 
 def unload(state: State, name: str) -> None:

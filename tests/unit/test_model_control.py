@@ -1,5 +1,6 @@
 """Models that come and go on an open node."""
 
+import shutil
 import threading
 
 import numpy as np
@@ -280,12 +281,36 @@ def test_the_memory_of_the_cpu_cache_is_not_exceeded(settings, repository):
             node.load(name)
             assert used() <= capacity["capacity_bytes"] + len(cache._tables) * TABLE_BYTES
             assert node.lookup(name, {"t": [5]}).vectors["t"][0, 0] == 1005
+            assert "has room for 0 % of the rows" in node.control.warnings[name]
+        assert node.status()["warnings"][-1].startswith(
+            "model most: the CPU cache has room for 0 %"
+        )
         # What another leaves is there for who comes next.
         node.unload("words")
         node.unload("more")
         settled(node)
         node.load("more")
         assert cache.capacity(node.models["more"].tables["t"]) > 100
+        assert node.control.warnings.keys() == {"most"}
+
+
+def test_rows_of_versions_that_the_repository_has_no_more_are_told_of_at_a_start(
+    settings, repository
+):
+    for version in (2, 3):
+        write(repository, version)
+    settings["models"]["serve"] = {"words": {"version": 1}}
+    with hps.open(settings) as node:
+        node.load("words", 2)
+        node.load("words", 3)
+        settled(node)
+    shutil.rmtree(repository / "words" / "2")
+    settings["models"]["serve"] = {"words": {"version": 1}}
+    with hps.open(settings) as node:
+        (warning,) = node.status()["warnings"]
+        assert "rows of words/2, which the model repository has no more" in warning
+        assert "hps store erase words --version 2" in warning
+        assert "words/1/left" in families(node)
 
 
 def test_a_redis_that_was_not_there_at_a_load_is_not_waited_for_after_the_end(settings, repository):

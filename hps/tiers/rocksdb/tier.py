@@ -99,6 +99,10 @@ class RocksDbTier:
         start, name the tables of all models in one call."""
         self._database.open_tables(tables)
 
+    def families(self) -> list[str]:
+        """The names of all column families there are, of tables that are asked for or not."""
+        return sorted(self._database.opened.families)
+
     def check(self, table: EmbeddingTable) -> None:
         """Raises TierError when the rows there are plainly not of the table's dim and dtype. At a lookup
         it would count as a fault of the whole tier."""

@@ -33,8 +33,8 @@ class AdminService:
         return ParseDict({"models": models}, pb.ModelsResponse(), ignore_unknown_fields=True)
 
     def LoadModel(self, request: Any, context: grpc.ServicerContext) -> Any:
-        version = load(self._state, request.model, request.version or None)
-        return pb.LoadModelResponse(version=version)
+        version, warning = load(self._state, request.model, request.version or None)
+        return pb.LoadModelResponse(version=version, warning=warning)
 
     def UnloadModel(self, request: Any, context: grpc.ServicerContext) -> Any:
         unload(self._state, request.model)

@@ -137,7 +137,7 @@ SCHEMAS: dict[str, Any] = {
         ["topic", "partition", "offset"], topic=_TEXT, partition=_COUNT, offset=_COUNT, group=_TEXT
     ),
     "ModelLoad": _object([], parameters=_object([], version=_COUNT)),
-    "ModelLoaded": _object(["name", "version"], name=_TEXT, version=_TEXT),
+    "ModelLoaded": _object(["name", "version"], name=_TEXT, version=_TEXT, warning=_TEXT),
     "ModelUnload": _object([], parameters={"type": "object"}),
     "ModelUnloaded": _object(["name"], name=_TEXT),
     "LogSettings": _object(

@@ -151,8 +151,9 @@ def _control_routes(state: State, guard: Guard) -> APIRouter:
         that the settings state, else the highest. The version is made ready beside the one that is served;
         answers when it is served in its place."""
         given = _parameters(await json_body(request))
-        version = await run_in_threadpool(load, state, model, given.get("version"))
-        return Json({"name": model, "version": str(version)})
+        version, warning = await run_in_threadpool(load, state, model, given.get("version"))
+        said = {"warning": warning} if warning else {}
+        return Json({"name": model, "version": str(version), **said})
 
     @router.post(
         "/v2/repository/models/{model}/unload",

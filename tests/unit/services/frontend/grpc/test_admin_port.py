@@ -252,6 +252,7 @@ class FakeControl:
     """What changes a node's models, noted."""
 
     loading: ClassVar = {"ctr": 2}
+    warnings: ClassVar = {"other": "the CPU cache is full"}
 
     def __init__(self):
         self.asked = []
@@ -272,7 +273,9 @@ def test_models_are_loaded_and_unloaded(serve, small):
     code, text = refused(admin.LoadModel, pb.LoadModelRequest(model="ctr"))
     assert (code, "has its models from a node" in text) == ("UNIMPLEMENTED", True)
     small.node.control = control = FakeControl()
-    assert admin.LoadModel(pb.LoadModelRequest(model="other")).version == 7
-    assert admin.LoadModel(pb.LoadModelRequest(model="ctr", version=2)).version == 2
+    loaded = admin.LoadModel(pb.LoadModelRequest(model="other"))
+    assert (loaded.version, loaded.warning) == (7, "the CPU cache is full")
+    loaded = admin.LoadModel(pb.LoadModelRequest(model="ctr", version=2))
+    assert (loaded.version, loaded.warning) == (2, "")
     admin.UnloadModel(pb.UnloadModelRequest(model="ctr"))
     assert control.asked == [("load", "other", None), ("load", "ctr", 2), ("unload", "ctr")]

@@ -1,0 +1,37 @@
+"""Rows that no model will ask for any more."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from hps.errors import NotFound
+from hps.models.repository import Repository
+from hps.rows.tiers import parse_family
+
+_SHOWN = 3
+
+
+def left_over(
+    families: Iterable[str], served: Collection[tuple[str, int]], repository: Repository
+) -> str:
+    """What is to be said of RocksDB's ``families``, in the native layout, that are of versions (model,
+    number) neither ``served`` nor in the repository any more: nobody can go back to them. "" for none."""
+    tables = [table for name in families if (table := parse_family(name, "native"))]
+    versions = sorted({(table.model, table.version) for table in tables} - set(served))
+    gone = [each for each in versions if each[1] not in _versions(repository, each[0])]
+    if not gone:
+        return ""
+    names = ", ".join(f"{model}/{version}" for model, version in gone[:_SHOWN])
+    more = f" and {len(gone) - _SHOWN} more" if len(gone) > _SHOWN else ""
+    model, version = gone[0]
+    return (
+        f"RocksDB holds rows of {names}{more}, which the model repository has no more; `hps store ls` tells "
+        f"how much, `hps store erase {model} --version {version}` removes them while the node is stopped"
+    )
+
+
+def _versions(repository: Repository, model: str) -> list[int]:
+    try:
+        return repository.versions(model)
+    except NotFound:
+        return []
