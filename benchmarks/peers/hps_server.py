@@ -51,8 +51,8 @@ def start_hps(
 ) -> Iterator[Hps]:
     """``hps serve`` on ``folder/models``, defaults but for ports and paths; entered when ready.
 
-    ``limits`` are further settings of the `server` section, ``tiers``, ``auth`` and ``models`` of those. Raises
-    RuntimeError with the log when it does not become ready.
+    ``limits`` are further settings of the `server` section, ``tiers``, ``auth`` and ``models`` of those.
+    Raises RuntimeError with the log when it does not become ready.
     """
     http, grpc, admin = free_ports(3)
     configuration = {
