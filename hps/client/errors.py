@@ -80,7 +80,11 @@ def ended(base: str, code: str, message: str, pushback_ms: str | None = None) ->
         return Unreachable(f"{base} cannot be reached: {message}")
     if code == "CANCELLED":  # the client cancels nothing: a server that stops does
         return Unreachable(f"{base} went away before it had answered")
-    if pushback_ms is not None and not pushback_ms.isdigit() and _BY_STATUS.get(code) is Unavailable:
+    if (
+        pushback_ms is not None
+        and not pushback_ms.isdigit()
+        and _BY_STATUS.get(code) is Unavailable
+    ):
         return Later(message, math.inf)  # gRFC A6: it is not to be repeated
     return _error(code, message, pushback_ms, 1e-3)
 
