@@ -41,6 +41,7 @@ _BY_STATUS: dict[int | str, type[HpsError]] = {
 # How gRPC itself says that nobody was there; a server says it in other words.
 _NEVER_ARRIVED = ("failed to connect", "Socket closed", "Connection reset", "recvmsg")
 _LATE = "did not answer in time; is it overloaded or stopped?"
+_NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
 
 
 class Unreachable(Unavailable):
@@ -112,4 +113,10 @@ def unreachable(base: str, error: Exception) -> HpsError:
         )
     if isinstance(error, http.client.IncompleteRead):
         return Unreachable(f"{base} broke off in the middle of its answer")
-    return Unreachable(f"{base} cannot be reached: {error or type(error).__name__}")
+    if isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
+        return HpsError(f"{base} does not speak TLS; write {base.replace('s:', ':', 1)}")
+    hint = ""
+    if isinstance(error, ConnectionResetError) or "isconnected" in type(error).__name__:
+        asked = "want a certificate of its clients" if base.startswith("https") else "speak https"
+        hint = f"; does it {asked}?"
+    return Unreachable(f"{base} cannot be reached: {error or type(error).__name__}{hint}")

@@ -255,3 +255,10 @@ def test_keys_that_are_no_integers_name_their_feature() -> None:
     # NumPy makes floats of these; they are refused, not rounded.
     with Client() as client, pytest.raises(BadRequest, match="feature 'f': keys must be integers"):
         client.predict("m", {"f": [2**64 - 1, 5]})
+
+
+def test_tls_where_there_is_none(stub: Stub) -> None:
+    url, _ = stub({})
+    secured = url.replace("http", "https")
+    with Client(secured) as client, pytest.raises(HpsError, match=f"not speak TLS; write {url}"):
+        client.ready()
