@@ -26,14 +26,19 @@ class Http:
     def send(self, request: Request, until: float) -> Reply:
         """The reply, whatever its status. Raises Unreachable, and DeadlineExceeded at ``until``."""
         try:
-            connection = self._connection(until)
-            try:
-                reply, lasts = _exchange(connection, self._bytes(request), request.verb, until)
-            except BaseException:
-                connection.close()
-                raise
+            return self.exchange(request, until)
         except (OSError, http.client.HTTPException) as error:
             raise unreachable(self._at.base, error) from None
+
+    def exchange(self, request: Request, until: float) -> Reply:
+        """The same with errors as they are, TimeoutError and DeadlineExceeded at ``until``: OSError, and
+        HTTPException for what comes and is no HTTP."""
+        connection = self._connection(until)
+        try:
+            reply, lasts = _exchange(connection, self._bytes(request), request.verb, until)
+        except BaseException:
+            connection.close()
+            raise
         if lasts:
             self._idle.append(connection)
         else:

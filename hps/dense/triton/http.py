@@ -6,13 +6,16 @@ import json
 import time
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import quote
 
 from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException
 
-from hps.dense.triton.connections import Connections, Reply
+from hps.client.address import address
+from hps.client.http_wire import Reply, Request
+from hps.client.rest import Http
 from hps.dense.triton.transport import (
     Described,
     OnDevice,
@@ -24,8 +27,9 @@ from hps.dense.triton.transport import (
     tensors_out,
     told,
 )
+from hps.errors import DeadlineExceeded
 
-_HEADER_LENGTH = "Inference-Header-Content-Length"
+_HEADER_LENGTH = "inference-header-content-length"
 
 
 class HttpTransport:
@@ -36,7 +40,7 @@ class HttpTransport:
         from tritonclient import http
 
         self._http = http
-        self._connections = Connections(url)
+        self._connections = Http(address(url))
         self._model = f"/v2/models/{quote(model, safe='')}" + (version and f"/versions/{version}")
         self._name = model
 
@@ -89,7 +93,7 @@ class HttpTransport:
         self._ask("POST", path, timeout_s, json.dumps(about).encode())
 
     def unregister(self, region: str, key: str | OnDevice, timeout_s: float) -> None:
-        self._ask("POST", f"{_shared(key)}/region/{region}/unregister", timeout_s)
+        self._ask("POST", f"{_shared(key)}/region/{region}/unregister", timeout_s, b"")
 
     def close(self) -> None:
         """A Triton that is told to stop waits for open connections."""
@@ -104,8 +108,13 @@ class HttpTransport:
         headers: Mapping[str, str] | None = None,
         describing: str | None = None,
     ) -> Reply:
+        request = Request(method, path, headers or {}, body)
         try:
-            reply = self._connections.ask(method, path, timeout_s, body, headers)
+            reply = self._connections.exchange(request, time.monotonic() + timeout_s)
+        except DeadlineExceeded:
+            raise told(TimeoutError()) from None
+        except HTTPException as error:
+            raise told(ConnectionError(f"{type(error).__name__}: {error}")) from None
         except Exception as error:
             raise told(error, describing) from None
         if reply.status != 200:

@@ -24,7 +24,6 @@ from hps.dense.base import TensorInfo
 from hps.dense.choose import open_network
 from hps.dense.fallback import Fallback
 from hps.dense.triton import TritonModel
-from hps.dense.triton.connections import Connections
 from hps.dense.triton.device_memory import DeviceRegion
 from hps.dense.triton.grpc import GrpcTransport
 from hps.dense.triton.http import HttpTransport
@@ -535,12 +534,12 @@ def http(body: bytes, *headers: bytes) -> bytes:
 def test_a_connection_serves_calls_until_the_server_ends_it():
     answers = http(b"1"), http(b"2", b"Connection: close"), http(b"3"), b"", http(b"5")
     with answering(*answers) as (address, counts):
-        connections = Connections(address)
-        found = [connections.ask("GET", "/", 60).body for _ in range(3)]
-        with pytest.raises(ConnectionError):
-            connections.ask("GET", "/", 60)
-        found.append(connections.ask("GET", "/", 60).body)
-        connections.close()
+        transport = HttpTransport(address, "n", "")
+        found = [transport._ask("GET", "/", 60).body for _ in range(3)]
+        with pytest.raises(Unreachable):
+            transport._ask("GET", "/", 60)
+        found.append(transport._ask("GET", "/", 60).body)
+        transport.close()
     assert found == [b"1", b"2", b"3", b"5"]
     assert counts == [2, 2, 1]
 
