@@ -1,23 +1,19 @@
-"""What the GPU cache's benchmark measures with: a clock on the device, filled tables, traces."""
+"""What the GPU cache's benchmark measures with: a clock on the device, filled tables."""
 
 from __future__ import annotations
 
-import lzma
-import os
 import statistics
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hps.cuda import launch
+from hps.cuda.layout import Policy
 from hps.cuda.loader import cupy
-from hps.tiers.base import FetchContext, Part
+from hps.tiers.base import Part
 from hps.tiers.gpu_cache import GpuCache
 from hps.types import EmbeddingTable, make_version
 
@@ -85,19 +81,34 @@ class Filled:
         keys = cp.asarray(keys)
         vectors = cp.random.random((len(keys), self.table.dim), np.float32)
         stamps = cp.full(len(keys), self.version, np.uint64)
-        getattr(self.cache, verb)(self.table, keys, vectors, stamps)
+        getattr(self.cache, verb)(self.table, keys, vectors, stamps, self.scores(stamps))
+
+    def scores(self, stamps: Any) -> Any:
+        """What rows are worth where the caller says it: the later, the more."""
+        scored = self.cache.held(self.table).policy is Policy.SCORE
+        return stamps if scored else None
+
+    def overfill(self, capacity: int) -> None:
+        """Insert until the table is full."""
+        for at in range(int(capacity * 0.8), int(capacity * 1.3), CALL):
+            self.write(cupy().arange(at, at + CALL))
 
     def keys(self, n: int) -> Any:
         return cupy().random.randint(self.first, self.first + self.held, n, np.int64)
 
-    def fetch_time(self, n: int, *, form: int = launch.ROWS, ticks: int = 0) -> float:
+    def fetch_time(
+        self, n: int, *, form: int = launch.ROWS, advance: str = "", by: int = 1
+    ) -> float:
+        """Seconds of a fetch of ``n`` keys; ``advance`` is what of the table goes on ``by`` so much before
+        each."""
         cp, held = cupy(), self.cache.held(self.table)
         numbers = form == launch.NUMBERS
         out = cp.empty(n if numbers else (n, self.table.dim), np.uint32 if numbers else np.float32)
         misses = cp.zeros(4 + n, np.uint32)
 
         def prepare() -> Any:
-            held.clock += ticks
+            if advance:
+                setattr(held, advance, getattr(held, advance) + by)
             misses[:4] = 0
             return self.keys(n)
 
@@ -140,7 +151,8 @@ class Filled:
             stamps = cp.full(CALL, self.version, np.uint64)
             cp.cuda.get_current_stream().synchronize()
             start = time.perf_counter()
-            getattr(self.cache, verb)(self.table, keys, vectors, stamps, unique=True)
+            given = keys, vectors, stamps, self.scores(stamps)
+            getattr(self.cache, verb)(self.table, *given, unique=True)
             times.append(time.perf_counter() - start)
         return CALL / statistics.median(times[1:]) / 1e9
 
@@ -164,56 +176,3 @@ def percentiles(times: list[float]) -> dict[str, float]:
         "p50 ms": statistics.median(warm) * 1e3,
         "p99 ms": warm[int(len(warm) * 0.99)] * 1e3,
     }
-
-
-# -- hit rates -------------------------------------------------------------------------------------
-
-BATCH = 1024
-
-
-def scarab() -> NDArray[np.int64] | None:
-    """The keys of the Scarab trace, in time order, from ``HPS_SHARED_DATA`` or ``../shared/data``."""
-    stated = os.environ.get("HPS_SHARED_DATA")
-    folder = Path(stated) if stated else Path(__file__).parents[2] / "shared" / "data"
-    file = folder / "scarab" / "scarab-recs.trace.xz"
-    if not file.is_file():
-        return None
-    return np.frombuffer(lzma.decompress(file.read_bytes()), ">i8").astype(np.int64)
-
-
-def batches_of(trace: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """The distinct keys of each ``BATCH`` accesses."""
-    return [np.unique(trace[start : start + BATCH]) for start in range(0, len(trace), BATCH)]
-
-
-def exact_lru(trace: NDArray[np.int64], capacity: int) -> float:
-    """Hit rate of exact LRU over the accesses, asked and filled batch by batch."""
-    held: OrderedDict[int, None] = OrderedDict()
-    missed = 0
-    for batch in batches_of(trace):
-        keys = batch.tolist()
-        for key in keys:
-            missed += key not in held
-        for key in keys:
-            held[key] = None
-            held.move_to_end(key)
-        while len(held) > capacity:
-            held.popitem(last=False)
-    return 1 - missed / len(trace)
-
-
-def hit_rate(trace: NDArray[np.int64], capacity: int, **options: Any) -> float:
-    """Hit rate of the GPU cache, likewise."""
-    table, cache = EmbeddingTable.make("trace", 4), GpuCache({})
-    cache.add_table(table, capacity, **options)
-    vectors, stamps = np.zeros((BATCH, 4), np.float32), np.full(BATCH, NOW, np.uint64)
-    missed = 0
-    for keys in batches_of(trace):
-        part = part_of(table, keys)
-        cache.fetch([part], FetchContext())
-        left = keys[part.missing]
-        missed += len(left)
-        if len(left):
-            cache.insert(table, left, vectors[: len(left)], stamps[: len(left)], unique=True)
-    cache.close()
-    return 1 - missed / len(trace)

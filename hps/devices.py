@@ -42,7 +42,7 @@ from hps.types import EmbeddingTable
 from hps.workers import Lanes
 
 log = logging.getLogger(__name__)
-_POLICIES = {"lru": Policy.LRU, "lfu": Policy.LFU}
+_POLICIES = {"lru": Policy.LRU, "lfu": Policy.LFU, "version": Policy.SCORE}
 _COUNT_AGAIN_S = 5.0
 _SWITCH_S = 5e-5
 
@@ -84,7 +84,13 @@ class Devices:
                 f"table {self.static[0].id} is static in the GPU cache (gpu_static, tiers.gpu.static), which "
                 f"can't follow {source}; serve it with gpu_static: false"
             )
-        replicas = GpuReplicas([self._cache(device, plan) for device in self._chosen.devices])
+        caches = [self._cache(device, plan) for device in self._chosen.devices]
+        by_version = [
+            table
+            for table, place in plan.items()
+            if place.policy is Policy.SCORE and not place.static
+        ]
+        replicas = GpuReplicas(caches, by_version)
         self.replicas = replicas
         self._resources.callback(replicas.close)
         tables = [table for table, place in plan.items() if place.rows]
@@ -256,7 +262,7 @@ def device_count() -> int:
 def free_memory(device: int) -> int:
     """Bytes that are free on ``device``."""
     from hps.cuda.loader import cupy
-    from hps.cuda.table import free_bytes
+    from hps.cuda.memory import free_bytes
 
     with cupy().cuda.Device(device):
         return free_bytes()

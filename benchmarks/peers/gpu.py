@@ -90,13 +90,13 @@ def build() -> dict[str, str]:
     return {peer.name: why for peer, why in zip(PEERS, failed, strict=True) if why}
 
 
-def figures(name: str, dim: int, rows: int) -> dict[str, float]:
-    """What the peer's driver measured with tables of ``rows`` x ``dim``: 10^9 keys/s by ``WHAT`` for calls
-    of a million keys, ``WHAT/KEYS`` for others; empty when it can't run."""
+def figures(name: str, dim: int, rows: int, *options: str) -> dict[str, float]:
+    """What the peer's driver measured with tables of ``rows`` x ``dim``, given ``options`` of its own: 10^9
+    keys/s by ``WHAT`` for calls of a million keys, ``WHAT/KEYS`` for others; empty when it can't run."""
     peer = next(peer for peer in PEERS if peer.name == name)
     if not peer.program.exists():
         return {}
-    command = [str(peer.program), str(dim), str(rows)]
+    command = [str(peer.program), str(dim), str(rows), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     found: dict[str, float] = {}
     for line in done.stdout.splitlines():

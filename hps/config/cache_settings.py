@@ -12,7 +12,7 @@ from hps.config import checks
 from hps.config.model_schema import Strict
 
 Eviction = Literal["lru", "lfu", "random", "fifo"]
-GpuEviction = Literal["lru", "lfu"]
+GpuEviction = Literal["lru", "lfu", "version"]
 
 
 class SharedCacheSettings(Strict):
@@ -84,7 +84,7 @@ class GpuCacheSettings(Strict):
     share: float | None = Field(None, gt=0, le=1)
     """Capacity as a share of each table's rows instead of bytes, those in pinned memory included."""
     eviction: GpuEviction = "lru"
-    """Which row makes room: the one used longest ago, or the one used least."""
+    """Which row makes room: the one used longest ago, the one used least, the one with the oldest version."""
     clock_ticks: int = Field(64, ge=1, le=64)
     """How finely `lru` tells ages apart: ticks of its clock while the cache turns over once."""
     epoch_s: float | None = Field(None, gt=0)

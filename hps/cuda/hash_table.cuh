@@ -22,7 +22,7 @@ constexpr int COUNT_BITS = 20;
 constexpr int POLICY_BITS = 8;
 constexpr int BLOCK = 256;  // threads of a block, in every kernel
 
-constexpr int NONE = 0;  // policies, layout.py's Policy
+constexpr int NONE = 0;  // policies, layout.py's Policy.rule
 constexpr int LRU = 1;
 constexpr int LFU = 2;
 constexpr int SCORE = 3;
@@ -183,6 +183,10 @@ __device__ __forceinline__ Found look(char* lines, u32 buckets, u64 key, u64 has
   found.lane = holder(found.slot, key, tile);
   return found;
 }
+
+// How late a row makes room: the lowest rank first. Scores wrap and are told apart over half of
+// their range on either side of `now`.
+__device__ __forceinline__ u32 rank_of(u32 score, u32 now) { return (score - now) ^ 1u << 31; }
 
 // A hit's trace in the score of its slot. Scores are hints: a trace that meets a write of the slot
 // may be lost or fall to the slot's next key. `policy`: LRU | age << POLICY_BITS, where scores

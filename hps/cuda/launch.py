@@ -37,8 +37,11 @@ FETCH_ARGS = np.dtype(
 )
 WRITE_ARGS = np.dtype(
     [
-        *((name, np.uint64) for name in ("lines", "rows", "host_rows", "row_versions", "spare")),
-        *((name, np.uint64) for name in ("keys", "vectors", "versions", "scores")),
+        *(
+            (name, np.uint64)
+            for name in ("lines", "rows", "host_rows", "row_versions", "slot_scores")
+        ),
+        *((name, np.uint64) for name in ("spare", "keys", "vectors", "versions", "scores")),
         *((name, np.uint64) for name in ("position", "scratch", "counters", "result")),
         ("oldest_tombstone", np.uint64),
         *((name, np.uint32) for name in ("buckets", "stride", "row_bytes", "on_device", "n")),
@@ -51,8 +54,9 @@ SCAN_ARGS = np.dtype(
     [
         *((name, np.uint64) for name in ("lines", "rows", "host_rows", "row_versions", "keys")),
         *((name, np.uint64) for name in ("numbers", "scores", "versions", "out", "count", "limit")),
+        *((name, np.uint64) for name in ("slot_scores", "least")),
         *((name, np.uint32) for name in ("buckets", "stride", "row_bytes", "on_device", "n")),
-        *((name, np.uint32) for name in ("least", "fresh", "unused")),
+        *((name, np.uint32) for name in ("now", "fresh", "unused")),
     ],
     align=True,
 )
@@ -148,6 +152,11 @@ def fetch_name(tile: int, unit: int, moves: int, form: int, *, stamp: bool, swee
 
 def sweep_name(tile: int, unit: int, moves: int) -> str:
     return f"sweep_kernel<{tile}, {unit}, {moves}>"
+
+
+def write_name(unit: int, *, update: bool, scored: bool) -> str:
+    flags = ", ".join("true" if flag else "false" for flag in (update, scored))
+    return f"write_kernel<{unit}, {flags}>"
 
 
 def windows_of(host_bytes: int, keys: int) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +46,8 @@ POLICY_BITS = 8
 STATIC_LOAD = 0.45
 """Rows per slot of a static table: few enough that each finds a slot without another's leaving."""
 COUNT_BITS = 20
-"""Low bits of a score that count uses, where a policy counts; the epoch stands above them."""
+"""Low bits of a score that count uses, or the ticks of an epoch; the epoch stands above them."""
+SCORE_MASK = 2**32 - 1
 
 WINDOW_SHIFT = 29
 """A device reads rows at random places at the full rate of the bus from 1 << this bytes of pinned memory,
@@ -67,26 +69,35 @@ class Policy(IntEnum):
 
     ``NONE``: nothing, no row makes room for another (static tables). ``LRU``: the clock's tick at the
     last use. ``LFU``: how often the row was used in the epoch of its last use (`GpuTable.epoch`, 0 unless
-    the caller advances it; older epochs go first). ``SCORE``: what the caller gave with the row; a row
-    with a lower score than all it could replace is not admitted.
+    the caller advances it; older epochs go first). ``SCORE``: what the caller gave with the row, 64 bits in
+    an array beside the slots; a row with a lower score than all it could replace is not admitted.
+    ``EPOCH_LRU``: the epoch of the last use and, in the bits below, the tick within it.
     """
 
     NONE = 0
     LRU = 1
     LFU = 2
     SCORE = 3
+    EPOCH_LRU = 4
+
+    @property
+    def rule(self) -> Policy:
+        """The policy by which kernels go: what `EPOCH_LRU` adds is the host's affair."""
+        return Policy.LRU if self is Policy.EPOCH_LRU else self
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Sizes of one table. ``buckets`` of 8 slots; ``rows`` that lie ``stride`` bytes apart, the last
-    ``host_rows`` of them in pinned host memory; ``spare`` of them belong to no slot at first."""
+    ``host_rows`` of them in pinned host memory; ``spare`` of them belong to no slot at first. ``scored``:
+    there are scores of 64 bits beside the slots."""
 
     buckets: int
     rows: int
     spare: int
     stride: int
     host_rows: int = 0
+    scored: bool = False
 
     @property
     def slots(self) -> int:
@@ -111,9 +122,9 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Device memory: lines, rows, versions, spare list."""
-        lines = self.buckets * BUCKET_BYTES
-        return lines + self.device_rows * self.stride + self.rows * 8 + self.spare * 4
+        """Device memory: lines, rows, versions, spare list, scores beside the slots."""
+        slots = self.buckets * BUCKET_BYTES + self.slots * 8 * self.scored
+        return slots + self.device_rows * self.stride + self.rows * 8 + self.spare * 4
 
     @property
     def host_bytes(self) -> int:
@@ -122,10 +133,15 @@ class Shape:
 
 
 def shape_of(
-    table: EmbeddingTable, capacity: int, host_rows: int = 0, *, static: bool = False
+    table: EmbeddingTable,
+    capacity: int,
+    host_rows: int = 0,
+    *,
+    static: bool = False,
+    scored: bool = False,
 ) -> Shape:
     """Room for ``capacity`` (> 0) rows of ``table``, rounded up to whole buckets, ``host_rows`` of them
-    in pinned host memory. Of a ``static`` table all ``capacity`` rows find a slot.
+    in pinned host memory. Of a ``static`` table all ``capacity`` rows find a slot; it is never ``scored``.
 
     Raises ConfigError when the rows can't be numbered in 29 bits.
     """
@@ -140,19 +156,28 @@ def shape_of(
         )
     if static:
         return Shape(buckets, capacity, capacity, stride)
-    return Shape(buckets, buckets * WAYS + spare, spare, stride, min(host_rows, buckets * WAYS))
+    host_rows = min(host_rows, buckets * WAYS)
+    return Shape(buckets, buckets * WAYS + spare, spare, stride, host_rows, scored)
 
 
-def fitting_capacity(table: EmbeddingTable, free_bytes: int, *, static: bool = False) -> int:
+def fitting_capacity(
+    table: EmbeddingTable, free_bytes: int, *, static: bool = False, scored: bool = False
+) -> int:
     """The largest capacity in rows whose arrays fit into ``free_bytes``; 0 when none does."""
     low, high = 0, MAX_ROWS
     while low < high:
         middle = (low + high + 1) // 2
-        if shape_of(table, middle, static=static).bytes <= free_bytes:
+        if shape_of(table, middle, static=static, scored=scored).bytes <= free_bytes:
             low = middle
         else:
             high = middle - 1
     return low
+
+
+def ranks_of(scores: Any, now: int) -> Any:
+    """How late rows with ``scores`` of 32 bits, an array or a number, make room: the lowest first. Scores
+    wrap, as ticks and epochs go on, and are told apart over half of their range on either side of ``now``."""
+    return (scores - now + (1 << 31)) & SCORE_MASK
 
 
 def mix(keys: KeyArray) -> NDArray[np.uint64]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,18 @@ def cupy() -> Any:
     if not count:
         raise Unsupported("the GPU cache needs a CUDA device; none is visible")
     return module
+
+
+@contextmanager
+def device_kept() -> Iterator[None]:
+    """Leaves the thread the device it had, whatever a library makes its current one meanwhile."""
+    runtime = cupy().cuda.runtime
+    device = runtime.getDevice()
+    try:
+        yield
+    finally:
+        if runtime.getDevice() != device:
+            runtime.setDevice(device)
 
 
 def lacking() -> str | None:

@@ -8,24 +8,26 @@ struct ScanArgs {
   const char* rows;
   const char* host_rows;
   const u64* row_versions;
-  u64* keys;      // export: (·,) or null to count only
-  u32* numbers;   // export, gather: (·,) row numbers
-  u32* scores;    // export: (·,)
-  u64* versions;  // gather: (·,) or null
-  char* out;      // gather: (·, dim)
-  u64* count;     // export: rows, tombstones
-  u64 limit;      // export: room in keys
+  u64* keys;               // export: (·,) or null to count only
+  u32* numbers;            // export, gather: (·,) row numbers
+  u64* scores;             // export: (·,)
+  u64* versions;           // gather: (·,) or null
+  char* out;               // gather: (·, dim)
+  u64* count;              // export: rows, tombstones
+  u64 limit;               // export: room in keys
+  const u64* slot_scores;  // export: by slot, where the caller gave them; else null
+  u64 least;               // export: the lowest rank wanted
   u32 buckets;
   u32 stride;
   u32 row_bytes;
   u32 on_device;
   u32 n;
-  u32 least;  // export: the lowest score wanted
+  u32 now;    // export: what ranks are counted from
   u32 fresh;  // clear: a new table, 1 with a row for each slot, 2 without
   u32 unused;
 };
 
-static_assert(sizeof(ScanArgs) == 120, "as launch.py has it");
+static_assert(sizeof(ScanArgs) == 136, "as launch.py has it");
 
 // A new table, nothing else may run; or every slot empty, beside readers. A thread per slot.
 __global__ void __launch_bounds__(BLOCK) clear_kernel(const __grid_constant__ ScanArgs a) {
@@ -40,13 +42,15 @@ __global__ void __launch_bounds__(BLOCK) clear_kernel(const __grid_constant__ Sc
   }
 }
 
-// Keys, row numbers and scores of the resident rows with a score of at least `least`. A thread per
-// slot.
+// Keys, row numbers and scores of the resident rows whose rank, by which rows make room, is at
+// least `least`. A thread per slot.
 __global__ void __launch_bounds__(BLOCK) export_kernel(const __grid_constant__ ScanArgs a) {
   const u64 at = (u64)blockIdx.x * BLOCK + threadIdx.x;
   Slot slot = {0, EMPTY, 0};
   if (at < (u64)a.buckets * WAYS) slot = load_slot(a.lines + at * SLOT_BYTES);
-  const bool wanted = !(slot.word & (EMPTY | TOMBSTONE)) && slot.score >= a.least;
+  bool wanted = !(slot.word & (EMPTY | TOMBSTONE));
+  const u64 score = wanted && a.slot_scores ? a.slot_scores[at] : slot.score;
+  wanted = wanted && (a.slot_scores ? score : rank_of(slot.score, a.now)) >= a.least;
   const bool dead = (slot.word & (EMPTY | TOMBSTONE)) == TOMBSTONE;
   const u32 votes = __ballot_sync(0xffffffffu, wanted);
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
@@ -69,7 +73,7 @@ __global__ void __launch_bounds__(BLOCK) export_kernel(const __grid_constant__ S
   if (!wanted || !a.keys || to >= a.limit) return;
   a.keys[to] = slot.key;
   a.numbers[to] = slot.word & ROW_MASK;
-  a.scores[to] = slot.score;
+  a.scores[to] = score;
 }
 
 // Rows by number: what fetch would cost if no key had to be looked for. A tile of T threads per

@@ -8,21 +8,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.cuda import layout
 from hps.cuda.launch import SCAN_ARGS, blocks_of, unit_of
 from hps.cuda.layout import (
     AGES_A_TURN,
     BUCKET_BYTES,
     COUNT_BITS,
     POLICY_BITS,
+    SCORE_MASK,
     TICKS_A_TURN,
     WAYS,
     Policy,
     Shape,
+    ranks_of,
     shape_of,
 )
 from hps.cuda.loader import Struct, cupy, kernel
-from hps.errors import ConfigError
+from hps.cuda.memory import free_bytes, pinned, too_large
 from hps.types import EmbeddingTable, KeyArray
 
 _RANKED_AT_ONCE = 1 << 20
@@ -40,6 +41,13 @@ class GpuTable:
     Raises ConfigError, with the capacity that would fit, when there is no memory for it. Attributes
     may be read from any thread; the methods are the writer's.
     """
+
+    lines: Any
+    rows: Any
+    versions: Any
+    spare: Any
+    slot_scores: Any
+    """Scores of 64 bits by slot, where the caller gives them; else None."""
 
     def __init__(
         self,
@@ -59,18 +67,17 @@ class GpuTable:
         self._since = time.monotonic()
         self.static = static
         self.policy = Policy.NONE if static else policy
-        self.shape: Shape = shape_of(table, capacity, host_rows, static=static)
+        scored = self.policy is Policy.SCORE
+        self.shape: Shape = shape_of(table, capacity, host_rows, static=static, scored=scored)
         shape = self.shape
         if shape.bytes > free_bytes():
-            raise self._too_large()
+            raise too_large(table, shape)
         try:
-            self.lines = cp.empty(shape.buckets * BUCKET_BYTES, np.uint8)
-            self.rows = cp.empty(shape.device_rows * shape.stride, np.uint8)
-            self.versions = cp.zeros(shape.rows, np.uint64)
-            self.spare = cp.arange(shape.rows - shape.spare, shape.rows, dtype=np.uint32)
+            self._allocate()
         except cp.cuda.memory.OutOfMemoryError as error:
-            raise self._too_large() from error
-        self.host = _pinned(table, shape.host_bytes)
+            self._forget()
+            raise too_large(table, shape) from error
+        self.host = pinned(table, shape)
         host = self.host.ptr - shape.device_rows * shape.stride if self.host else 0
         self.pointers = (
             self.lines.data.ptr,
@@ -78,51 +85,68 @@ class GpuTable:
             host % 2**64,
             self.versions.data.ptr,
         )
+        self.slot_scores_at = self.slot_scores.data.ptr if scored else 0
         self.sizes = (shape.buckets, shape.stride, table.row_bytes, shape.device_rows)
         # What fetch is told of the policy: 0 when hits leave no trace.
-        self.stamping = 0 if self.policy is Policy.SCORE else int(self.policy)
+        self.stamping = 0 if scored else int(self.policy.rule)
         self.age = 0
-        if self.policy is Policy.LRU:
+        if self.policy.rule is Policy.LRU:
             self.age = max(1, ticks // AGES_A_TURN)
             self.stamping |= self.age << POLICY_BITS
         self.filled = 0  # of a static table: rows written, which no later write takes
         self.sealed = False
         self.clock = 1
         self.epoch = 0
+        self._began = 0, self.clock
+        self._has_epochs = self.policy in (Policy.LFU, Policy.EPOCH_LRU)
         self._admitted = 0
         self.evicted = 0
         self.dropped = 0
         self._clear(cp.cuda.get_current_stream(), fresh=True)
         cp.cuda.get_current_stream().synchronize()
 
-    def _too_large(self) -> ConfigError:
-        free = free_bytes()
-        fitting = layout.fitting_capacity(self.table, int(free * 0.95), static=self.static)
-        return ConfigError(
-            f"the GPU cache of table {self.table.id} needs {self.shape.bytes:,} bytes for "
-            f"{self.shape.capacity:,} rows, and {free:,} are free on the device; at most "
-            f"{fitting:,} rows fit"
-        )
+    def _allocate(self) -> None:
+        cp, shape = cupy(), self.shape
+        self._forget()
+        self.lines = cp.empty(shape.buckets * BUCKET_BYTES, np.uint8)
+        self.rows = cp.empty(shape.device_rows * shape.stride, np.uint8)
+        self.versions = cp.zeros(shape.rows, np.uint64)
+        self.spare = cp.arange(shape.rows - shape.spare, shape.rows, dtype=np.uint32)
+        if shape.scored:
+            self.slot_scores = cp.zeros(shape.slots, np.uint64)
+
+    def _forget(self) -> None:
+        """Let go of the arrays: what is said to be free counts them then."""
+        self.lines = self.rows = self.versions = self.spare = self.slot_scores = None
 
     @property
     def now(self) -> int:
-        """What a hit brings a score up to: the clock, or the epoch where uses are counted."""
-        if self.policy is Policy.LFU:
-            if self._epoch_s is not None:
-                self.epoch = int((time.monotonic() - self._since) / self._epoch_s)
-            return (self.epoch % (1 << 32 - COUNT_BITS)) << COUNT_BITS
-        return self.clock
+        """What a hit brings a score up to, 32 bits: the clock or, above `COUNT_BITS`, the epoch, with the
+        ticks since it began where its rows are told apart by them."""
+        if not self._has_epochs:
+            return self.clock & SCORE_MASK
+        if self._epoch_s is not None:
+            self.epoch = int((time.monotonic() - self._since) / self._epoch_s)
+        ticks = 0
+        if self.policy is Policy.EPOCH_LRU:
+            if self._began[0] != self.epoch:
+                self._began = self.epoch, self.clock
+            # An age is left before the next epoch, whose first hits stamp therefore.
+            ticks = min(self.clock - self._began[1], (1 << COUNT_BITS) - 1 - self.age)
+        return (self.epoch << COUNT_BITS | ticks) & SCORE_MASK
 
     @property
     def first_score(self) -> int:
         """The score of a row when it comes, unless the caller gives one."""
-        return {Policy.LRU: self.now, Policy.LFU: self.now + 1}.get(self.policy, 0)
+        by_time = self.policy.rule is Policy.LRU
+        return self.now if by_time else self.now + 1 if self.policy is Policy.LFU else 0
 
     def scan_args(self, **fields: int) -> Struct:
         """Arguments of scan.cu's kernels for this table."""
         args = Struct(SCAN_ARGS)
         args["lines"], args["rows"], args["host_rows"], args["row_versions"] = self.pointers
         args["buckets"], args["stride"], args["row_bytes"], args["on_device"] = self.sizes
+        args["slot_scores"], args["now"] = self.slot_scores_at, self.now
         for name, value in fields.items():
             args[name] = value
         return args
@@ -148,38 +172,45 @@ class GpuTable:
         counts = self._scan(stream)
         return int(counts[0]), int(counts[1])
 
-    def ranks(self, stream: Any) -> tuple[KeyArray, NDArray[np.uint32]]:
-        """Host arrays of the resident rows' keys (n,) and scores (n,), in no order; what a writer beside it
-        changes may be told before or after, or twice. Waits for ``stream``. From any thread; takes
-        little memory of the device."""
+    def ranks(self, stream: Any) -> tuple[KeyArray, NDArray[np.uint64]]:
+        """Host arrays of the resident rows' keys (n,) and ranks (n,), in no order, the lowest rank of the row
+        to go first; what a writer beside it changes may be told before or after, or twice. Waits for
+        ``stream``. From any thread; takes little memory of the device."""
         cp, pieces = cupy(), []
         room = min(self.shape.slots, _RANKED_AT_ONCE)
         with stream:
             keys, numbers = cp.empty(room, np.int64), cp.empty(room, np.uint32)
-            scores = cp.empty(room, np.uint32)
+            scores = cp.empty(room, np.uint64)
             to = {"keys": keys.data.ptr, "numbers": numbers.data.ptr, "scores": scores.data.ptr}
             for first in range(0, self.shape.buckets, room // WAYS):
                 buckets = min(room // WAYS, self.shape.buckets - first)
-                lines = self.lines.data.ptr + first * BUCKET_BYTES
-                n = int(self._scan(stream, lines=lines, buckets=buckets, limit=room, **to)[0])
+                at = {"lines": self.lines.data.ptr + first * BUCKET_BYTES, "buckets": buckets}
+                if self.shape.scored:
+                    at["slot_scores"] = self.slot_scores_at + 8 * WAYS * first
+                n = int(self._scan(stream, **at, limit=room, **to)[0])
                 pieces.append((keys[:n].get(), scores[:n].get()))
-        return np.concatenate([k for k, _ in pieces]), np.concatenate([s for _, s in pieces])
+        found = [np.concatenate(arrays) for arrays in zip(*pieces, strict=True)]
+        return found[0], self._ranks(found[1])
+
+    def _ranks(self, scores: Any) -> Any:
+        return scores if self.shape.scored else ranks_of(scores, self.now)
 
     def export(
         self, stream: Any, least: int = 0, *, with_versions: bool = True
     ) -> tuple[Any, Any, Any, Any]:
         """Device arrays of the resident rows whose score is at least ``least``: keys (n,), vectors (n, dim),
-        versions (n,) or None, scores (n,) uint32. In no order. Waits for ``stream``."""
-        cp = cupy()
+        versions (n,) or None, scores (n,) uint64. In no order. Waits for ``stream``."""
+        cp, least = cupy(), least and self._ranks(least)
         with stream:
             room = int(self._scan(stream, least=least)[0])
             keys, numbers = cp.empty(room, np.int64), cp.empty(room, np.uint32)
-            scores = cp.empty(room, np.uint32)
+            scores = cp.empty(room, np.uint64)
             versions = cp.empty(room, np.uint64) if with_versions else None
             vectors = cp.empty((room, self.table.dim), self.table.dtype)
             if room:
                 pointers = {"keys": keys.data.ptr, "numbers": numbers.data.ptr}
-                self._scan(stream, least=least, scores=scores.data.ptr, limit=room, **pointers)
+                pointers["scores"] = scores.data.ptr
+                self._scan(stream, least=least, limit=room, **pointers)
                 self.gather(stream, numbers, vectors, versions)
             stream.synchronize()
         return keys, vectors, versions, scores
@@ -209,24 +240,3 @@ class GpuTable:
             kernel("export_kernel").launch(blocks_of(slots), args, stream.ptr)
             counts: NDArray[np.uint64] = count.get()
         return counts
-
-
-def _pinned(table: EmbeddingTable, size: int) -> Any:
-    """Pinned host memory that kernels can read and write; None for none."""
-    cp = cupy()
-    if not size:
-        return None
-    try:
-        return cp.cuda.PinnedMemoryPointer(cp.cuda.PinnedMemory(size), 0)
-    except cp.cuda.runtime.CUDARuntimeError as error:
-        raise ConfigError(
-            f"the GPU cache of table {table.id} needs {size:,} bytes of pinned host memory, which can't "
-            f"be had: {error}"
-        ) from error
-
-
-def free_bytes() -> int:
-    """What can be had on the current device, CuPy's own unused memory included."""
-    cp = cupy()
-    free, _total = cp.cuda.runtime.memGetInfo()
-    return int(free + cp.get_default_memory_pool().free_bytes())

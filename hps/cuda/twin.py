@@ -12,7 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.cuda import layout
-from hps.cuda.layout import COUNT_BITS, EMPTY, HALF, ROW_MASK, TOMBSTONE, Policy, Shape
+from hps.cuda.layout import (
+    COUNT_BITS,
+    EMPTY,
+    HALF,
+    ROW_MASK,
+    SCORE_MASK,
+    TOMBSTONE,
+    Policy,
+    Shape,
+    ranks_of,
+)
 from hps.types import KeyArray, VectorArray, VersionArray
 
 AGE = layout.TICKS_A_TURN // layout.AGES_A_TURN
@@ -30,7 +40,8 @@ class TwinTable:
         self.policy = policy
         self.keys = np.zeros((2 * shape.buckets, HALF), np.int64)
         self.words = np.arange(shape.slots, dtype=np.uint32).reshape(-1, HALF) | np.uint32(EMPTY)
-        self.scores = np.zeros((2 * shape.buckets, HALF), np.uint32)
+        scores = np.uint64 if policy is Policy.SCORE else np.uint32
+        self.scores = np.zeros((2 * shape.buckets, HALF), scores)
         self.rows = np.zeros((shape.rows, dim), dtype)
         self.versions = np.zeros(shape.rows, np.uint64)
         self.spare = np.arange(shape.rows - shape.spare, shape.rows, dtype=np.uint32)
@@ -39,6 +50,19 @@ class TwinTable:
         self.evicted = 0
         self.dropped = 0
         self._admitted = 0
+        self._began = 0, self.clock
+
+    @property
+    def now(self) -> int:
+        """What a hit brings a score up to: the clock, or the epoch above uses or ticks."""
+        if self.policy is Policy.LRU:
+            return self.clock & SCORE_MASK
+        ticks = 0
+        if self.policy is Policy.EPOCH_LRU:
+            if self.epoch != self._began[0]:
+                self._began = self.epoch, self.clock
+            ticks = min(self.clock - self._began[1], (1 << COUNT_BITS) - 1 - AGE)
+        return (self.epoch << COUNT_BITS | ticks) & SCORE_MASK
 
     def find(self, key: int) -> Place | None:
         """Where the row or tombstone of ``key`` is."""
@@ -76,14 +100,12 @@ class TwinTable:
         versions: VersionArray,
         oldest_tombstone: int = 0,
         *,
-        scores: NDArray[np.uint32] | None = None,
+        scores: NDArray[np.uint64] | None = None,
         update: bool = False,
     ) -> None:
         """Insert or update unique ``keys``; deletions where ``vectors`` is None. At most `spare` keys."""
         admitted = 0
-        first = self.clock
-        if self.policy is not Policy.LRU:
-            first = (self.epoch << COUNT_BITS) + 1 if self.policy is Policy.LFU else 0
+        first = 0 if self.policy is Policy.SCORE else self.now + (self.policy is Policy.LFU)
         for i, key in enumerate(keys.tolist()):
             row = None if vectors is None else vectors[i]
             score = 0 if row is None else first if scores is None else int(scores[i])
@@ -91,7 +113,8 @@ class TwinTable:
             if place is not None:
                 if self._outdated(place, int(versions[i]), oldest_tombstone, update):
                     continue
-                if not update and (row is None or scores is not None or self.policy is Policy.LRU):
+                by_time = self.policy.rule is Policy.LRU and not update
+                if scores is not None or by_time or (row is None and not update):
                     self.scores[place] = score
             elif update or (place := self._choose(key, first if scores is None else score)) is None:
                 self.dropped += not update
@@ -114,7 +137,11 @@ class TwinTable:
 
     def resident(self, least: int = 0) -> KeyArray:
         """The keys that have a row with a score of at least ``least``, ascending."""
-        return np.sort(self.keys[(self.words < TOMBSTONE) & (self.scores >= least)])
+        ranks: NDArray[Any] = self.scores
+        if self.policy is not Policy.SCORE:
+            ranks = ranks_of(ranks.astype(np.int64), self.now)
+            least = least and ranks_of(least, self.now)
+        return np.sort(self.keys[(self.words < TOMBSTONE) & (ranks >= least)])
 
     def _halves(self, key: int) -> list[int]:
         halves: list[int] = layout.halves_of(np.array([key], np.int64), self.shape.buckets)[
@@ -123,13 +150,13 @@ class TwinTable:
         return halves
 
     def _stamp(self, place: Place) -> None:
-        if self.policy is Policy.LRU:
-            if self.clock - int(self.scores[place]) >= AGE:
-                self.scores[place] = self.clock
+        score, now = int(self.scores[place]), self.now
+        if self.policy.rule is Policy.LRU:
+            if (now - score) & SCORE_MASK >= AGE:
+                self.scores[place] = max(score, now)
         elif self.policy is Policy.LFU:
-            score = int(self.scores[place])
-            if score >> COUNT_BITS != self.epoch:
-                self.scores[place] = (self.epoch << COUNT_BITS) + 1
+            if (score ^ now) >> COUNT_BITS:
+                self.scores[place] = now + 1
             elif (score + 1) % (1 << COUNT_BITS):
                 self.scores[place] = score + 1
 
@@ -165,11 +192,14 @@ class TwinTable:
                 return halves[choice], int(vacant[choice][0])
         if self.policy is Policy.NONE:
             return None
-        scores = self.scores[halves].astype(np.int64)
-        if self.policy is Policy.LRU:
-            scores[1:] += AGE
-        scores[self.words[halves] >= TOMBSTONE] = -1
-        best = int(scores.reshape(-1).argmin())
-        if self.policy is Policy.SCORE and scores.reshape(-1)[best] > score:
+        if self.policy is Policy.SCORE:
+            ranks = self.scores[halves].astype(object)  # 64 bits, and below them the tombstones
+        else:
+            ranks = ranks_of(self.scores[halves].astype(np.int64), self.now)
+        if self.policy.rule is Policy.LRU:
+            ranks[1:] += AGE
+        ranks[self.words[halves] >= TOMBSTONE] = -1
+        best = int(ranks.reshape(-1).argmin())
+        if self.policy is Policy.SCORE and ranks.reshape(-1)[best] > score:
             return None
         return halves[best // HALF], best % HALF

@@ -1,10 +1,10 @@
 // insert, update and delete: dedup, then place and show in turns over slices of the batch;
 // README.md says what must lie between two writes and why.
 //
-// keys (n,) i64, vectors (n, dim), versions (n,) u64, optional scores (n,) u32; plan (n,) u64,
-// position (n,) u32; scratch (a power of two >= 2 n,) u32, filled with NO_ROW; spare (>= n,) u32.
-// One writer at a time; any number of fetches beside it. Twin: twin.py TwinTable.write (and
-// newest_of_each of hps/tiers/base.py for dedup_kernel).
+// keys (n,) i64, vectors (n, dim), versions (n,) u64, optional scores (n,) u64 where the caller
+// gives them; position (n,) u32; scratch (a power of two >= 2 n,) u32, filled with NO_ROW; spare
+// (>= n,) u32. One writer at a time; any number of fetches beside it. Twin: twin.py TwinTable.write
+// (and newest_of_each of hps/tiers/base.py for dedup_kernel).
 #include "hash_table.cuh"
 
 struct WriteArgs {
@@ -12,11 +12,12 @@ struct WriteArgs {
   char* rows;
   char* host_rows;
   u64* row_versions;
+  u64* slot_scores;  // SCORED: by slot
   u32* spare;
   const u64* keys;
   const char* vectors;
   const u64* versions;
-  const u32* scores;  // null: start
+  const u64* scores;  // SCORED, or null: 0 for new rows, the others keep theirs
   u32* position;      // null: every key stands once
   u32* scratch;
   u32* counters;  // admitted, evicted, dropped, blocks that have ended; zero before and after
@@ -28,13 +29,13 @@ struct WriteArgs {
   u32 on_device;
   u32 n;
   u32 scratch_mask;
-  u32 start;  // a new row's score
+  u32 start;  // a new row's score in its slot
   u32 policy;
   u32 tombstone;  // deletions: no vectors
   u32 age;        // in full buckets: ticks that a slot elsewhere must be staler than one at home
 };
 
-static_assert(sizeof(WriteArgs) == 152, "as launch.py has it");
+static_assert(sizeof(WriteArgs) == 160, "as launch.py has it");
 
 constexpr u64 NOTHING = ~0ULL;
 constexpr int TILE = 4;
@@ -96,11 +97,42 @@ __device__ __forceinline__ void fill_row(const WriteArgs& a, u32 row, u32 i,
   }
 }
 
-// The slot to take for a key that is not resident, as choice * 4 + rank, or -1 when there is none:
-// an empty one of the home half (unless it is the bucket's last and half of the second bucket is
-// empty, or more than one slot where no row may make room), else of the emptier bucket, else the
+// In full buckets of a table whose rows have the caller's scores, all 64 bits: a tombstone's slot,
+// else the lowest score's, as choice * 4 + rank. -1 when there is none, or when `score` is lower
+// than all.
+__device__ __forceinline__ int cheapest(const WriteArgs& a, const Slot* slot, const u32* half,
+                                        u64 score, const Tile<TILE>& tile) {
+  u64 lowest = NOTHING;
+  int place = -1;
+#pragma unroll
+  for (int k = 0; k < CHOICES; k++) {
+    const u32 state = slot[k].word & (TOMBSTONE | CLAIMED);
+    const u32 dead = __ballot_sync(tile.mask, state == TOMBSTONE) & tile.mask;
+    if (dead) return k * HALF + ((__ffs(dead) - 1) & (TILE - 1));
+    if (state & CLAIMED) continue;
+    const u64 worth = *(const volatile u64*)&a.slot_scores[(size_t)half[k] * HALF + tile.rank];
+    if (place >= 0 && worth >= lowest) continue;
+    lowest = worth;
+    place = k * HALF + tile.rank;
+  }
+#pragma unroll
+  for (int step = TILE / 2; step; step /= 2) {
+    const u64 other = __shfl_xor_sync(tile.mask, lowest, step, TILE);
+    const int theirs = __shfl_xor_sync(tile.mask, place, step, TILE);
+    if (theirs < 0 || (place >= 0 && (lowest < other || (lowest == other && place < theirs))))
+      continue;
+    lowest = other;
+    place = theirs;
+  }
+  return place < 0 || lowest > score ? -1 : place;
+}
+
+// The slot to take for key i, which is not resident, as choice * 4 + rank, or -1 when there is
+// none: an empty one of the home half (unless it is the bucket's last and half of the second bucket
+// is empty, or more than one slot where no row may make room), else of the emptier bucket, else the
 // one with the lowest score. `slot` are the four halves' slots at this thread's rank.
-__device__ __forceinline__ int choose(const Slot* slot, u32 score, u32 policy, u32 age,
+template <bool SCORED>
+__device__ __forceinline__ int choose(const WriteArgs& a, u32 i, const Slot* slot, const u32* half,
                                       const Tile<TILE>& tile) {
   int vacant[CHOICES];
 #pragma unroll
@@ -110,7 +142,8 @@ __device__ __forceinline__ int choose(const Slot* slot, u32 score, u32 policy, u
   }
   const int here = vacant[0] + vacant[1], there = vacant[2] + vacant[3];
   const bool room = here + there;
-  const bool home = vacant[0] && (here > 1 || there < (policy == NONE ? 2 : HALF));
+  if (SCORED && !room) return cheapest(a, slot, half, a.scores ? a.scores[i] : 0, tile);
+  const bool home = vacant[0] && (here > 1 || there < (a.policy == NONE ? 2 : HALF));
   const bool second = !home && there > vacant[1];
   u64 best = NOTHING;
 #pragma unroll
@@ -120,22 +153,20 @@ __device__ __forceinline__ int choose(const Slot* slot, u32 score, u32 policy, u
     if (room) {
       const bool wanted = home ? k == 0 : second ? k >= 2 : k == 1;
       if (wanted && (word & (EMPTY | CLAIMED)) == EMPTY) rank = 0;
-    } else if (policy != NONE && !(word & CLAIMED)) {
-      const u32 margin = policy == LRU && k ? age : 0;
-      rank = word & TOMBSTONE ? 0 : (u64)slot[k].score + 1 + margin;
+    } else if (a.policy != NONE && !(word & CLAIMED)) {
+      const u32 margin = a.policy == LRU && k ? a.age : 0;
+      rank = word & TOMBSTONE ? 0 : (u64)rank_of(slot[k].score, a.start) + 1 + margin;
     }
     if (rank != NOTHING) best = min(best, rank * 32 + k * HALF + tile.rank);
   }
 #pragma unroll
   for (int step = TILE / 2; step; step /= 2)
     best = min(best, __shfl_xor_sync(tile.mask, best, step, TILE));
-  if (best == NOTHING) return -1;
-  if (policy == SCORE && !room && best / 32 > (u64)score + 1) return -1;  // worth less than all
-  return (int)(best & 31);
+  return best == NOTHING ? -1 : (int)(best & 31);
 }
 
 // Finds key i's place. Returns false when it gets none.
-template <bool UPDATE>
+template <bool UPDATE, bool SCORED>
 __device__ __forceinline__ bool find_place(const WriteArgs& a, u32 i, Place& place, u32* counted,
                                            const Tile<TILE>& tile) {
   const u64 key = a.keys[i], hash = mix(key);
@@ -174,7 +205,7 @@ __device__ __forceinline__ bool find_place(const WriteArgs& a, u32 i, Place& pla
       if (UPDATE ? forgotten || version < held : !forgotten && version < held) return false;
     } else {
       if (UPDATE) return false;
-      const int q = choose(slot, a.scores ? a.scores[i] : a.start, a.policy, a.age, tile);
+      const int q = choose<SCORED>(a, i, slot, half, tile);
       if (q < 0) {
         if (tile.rank == 0) atomicAdd(&counted[2], 1u);
         return false;
@@ -216,21 +247,27 @@ template <bool UPDATE>
 __device__ __forceinline__ void show(const WriteArgs& a, u32 i, const Place& place) {
   char* slot = slot_at(a.lines, place.half, place.rank);
   const u32 word = a.spare[i] | (a.tombstone ? TOMBSTONE : 0);
-  const u32 score = a.tombstone ? 0 : a.scores ? a.scores[i] : a.start;
+  const u32 score = a.tombstone ? 0 : a.start;
   if (place.is_new) {
     const Slot whole = {a.keys[i], word, score};
     store_slot(slot, whole);
   } else {
     store_word(slot, word);
-    if (!UPDATE && (a.scores || a.policy == LRU || a.tombstone))
-      *(volatile u32*)score_of(slot) = score;
+    if (!UPDATE && (a.policy == LRU || a.tombstone)) *(volatile u32*)score_of(slot) = score;
   }
   a.spare[i] = place.word & ROW_MASK;
 }
 
+// The score that the caller gives key i, for the slot that is its own; a deletion's is 0.
+__device__ __forceinline__ void score(const WriteArgs& a, u32 i, const Place& place) {
+  if (!a.scores && !a.tombstone && !place.is_new) return;
+  a.slot_scores[(size_t)place.half * HALF + place.rank] =
+      a.scores && !a.tombstone ? a.scores[i] : 0;
+}
+
 // Each key that counts gets a spare row, filled before it is shown in a slot. Updates leave keys
 // alone that are not resident. A tile of 4 threads per key.
-template <int UNIT, bool UPDATE>
+template <int UNIT, bool UPDATE, bool SCORED>
 __global__ void __launch_bounds__(BLOCK, UPDATE ? 8 : 6)
     write_kernel(const __grid_constant__ WriteArgs a) {
   __shared__ u32 counted[3];
@@ -241,8 +278,9 @@ __global__ void __launch_bounds__(BLOCK, UPDATE ? 8 : 6)
   if (i < a.n && counts(a, i, tile)) {
     Place place;
     if (!UPDATE) fill_row<UNIT>(a, a.spare[i], i, tile);
-    if (find_place<UPDATE>(a, i, place, counted, tile)) {
+    if (find_place<UPDATE, SCORED>(a, i, place, counted, tile)) {
       if (UPDATE) fill_row<UNIT>(a, a.spare[i], i, tile);
+      if (SCORED && tile.rank == 0) score(a, i, place);
       __threadfence();
       __syncwarp(tile.mask);
       if (tile.rank == 0) show<UPDATE>(a, i, place);

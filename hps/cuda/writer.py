@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hps.cuda.launch import WRITE_ARGS, WRITE_TILE, blocks_of, unit_of
+from hps.cuda.launch import WRITE_ARGS, WRITE_TILE, blocks_of, unit_of, write_name
 from hps.cuda.layout import MAX_SPARE, NO_ROW
 from hps.cuda.loader import Struct, cupy, kernel
 from hps.cuda.readers import Readers
@@ -46,9 +46,8 @@ class Writer:
         unique: bool = False,
     ) -> None:
         """Insert or update ``keys (n,)`` with ``vectors (n, dim)``; delete them where it is None. Device
-        arrays, C-contiguous; ``unique`` says that no key stands twice. Every fetch launched after the
-        return sees the result."""
-        which = "true" if update else "false"
+        arrays, C-contiguous; ``scores (n,) uint64`` where the caller gives them (`Policy.SCORE`);
+        ``unique`` says that no key stands twice. Every fetch launched after the return sees the result."""
         for start in range(0, len(keys), table.shape.batch):
             n = min(table.shape.batch, len(keys) - start)
             args = self._args(table, keys.data.ptr + 8 * start, n)
@@ -56,11 +55,11 @@ class Writer:
             if vectors is not None:
                 args["vectors"] = vectors.data.ptr + table.table.row_bytes * start
             if scores is not None:
-                args["scores"] = scores.data.ptr + 4 * start
+                args["scores"] = scores.data.ptr + 8 * start
             args["tombstone"], args["oldest_tombstone"] = vectors is None, oldest_tombstone
             if not unique:
                 self._dedup(args, n)
-            self._write_some(table, args, n, which)
+            self._write_some(table, args, n, update=update)
 
     def evict(self, table: GpuTable, keys: Any) -> None:
         """Drop ``keys (n,)``, a device array."""
@@ -81,11 +80,12 @@ class Writer:
         args["scratch_mask"] = (1 << (2 * n - 1).bit_length()) - 1
         self._launch("dedup_kernel", args, n)
 
-    def _write_some(self, table: GpuTable, args: Struct, n: int, update: str) -> None:
+    def _write_some(self, table: GpuTable, args: Struct, n: int, *, update: bool) -> None:
         """At most as many keys as there are spare rows. Everything launched before is complete."""
         unit = unit_of(table.table.row_bytes | int(args["vectors"]))
         self._readers.hold_back(self.stream)  # the spare rows were shown until the last write
-        self._launch(f"write_kernel<{unit}, {update}>", args, n, WRITE_TILE)
+        name = write_name(unit, update=update, scored=table.shape.scored)
+        self._launch(name, args, n, WRITE_TILE)
         self.finish()
         table.account(*self._counted.tolist())
         if table.static:
@@ -99,8 +99,8 @@ class Writer:
         args["lines"], args["rows"], args["host_rows"], args["row_versions"] = table.pointers
         args["buckets"], args["stride"], args["row_bytes"], args["on_device"] = table.sizes
         args["spare"] = table.spare.data.ptr + 4 * table.filled
-        args["policy"], args["start"] = int(table.policy), table.first_score
-        args["age"] = table.age
+        args["policy"], args["start"] = int(table.policy.rule), table.first_score
+        args["age"], args["slot_scores"] = table.age, table.slot_scores_at
         args["keys"], args["n"] = keys, n
         args["scratch"] = self._scratch.data.ptr
         args["counters"], args["result"] = self._counters.data.ptr, self._pinned.ptr

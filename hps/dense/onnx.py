@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping
-from contextlib import redirect_stdout
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -15,11 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.config.environment import keep_onnxruntime_quiet
+from hps.cuda.loader import device_kept, lacking
 from hps.dense.base import TensorInfo
 from hps.errors import ConfigError, DenseModelError, ModelError
 
 Provider = Literal["auto", "cpu", "cuda", "tensorrt"]
 _PROVIDERS = {"cuda": "CUDAExecutionProvider", "tensorrt": "TensorrtExecutionProvider"}
+_LIBRARIES = {
+    "cuda": "CUDA and cuDNN",
+    "tensorrt": "libnvinfer and libnvonnxparser of TensorRT 10, besides CUDA and cuDNN",
+}
 
 _DATATYPE_OF = {
     "tensor(bool)": "BOOL",
@@ -74,8 +79,11 @@ class OnnxModel:
         self._gpu = gpu or OnGpu()
         self._threads = threads
         self._asked = _choose(ort, provider)
+        self._beside: Callable[[], AbstractContextManager[None]] = nullcontext
         if self._asked:
             _load_cuda(ort)
+            if lacking() is None:  # ONNX Runtime leaves its device behind as the thread's
+                self._beside = device_kept
         self._network: Any = str(path)
         if self._gpu.precision == "float16":
             self._network = self._narrowed(provider)
@@ -84,8 +92,8 @@ class OnnxModel:
         if provider in _PROVIDERS and self.provider != _PROVIDERS[provider]:
             raise ConfigError(
                 f"dense.provider is {provider}, but ONNX Runtime fell back to {self.provider}: its "
-                "libraries do not load (CUDA and cuDNN; TensorRT for tensorrt); install them (docs/gpu.md) "
-                "or set dense.provider: cpu"
+                f"libraries do not load ({_LIBRARIES[provider]}); install them (docs/gpu.md) or set "
+                "dense.provider: auto"
             )
         self.inputs = tuple(_info(path, node) for node in self._session.get_inputs())
         self.outputs = tuple(_info(path, node) for node in self._session.get_outputs())
@@ -133,7 +141,8 @@ class OnnxModel:
         options.log_severity_level = 4  # what goes wrong is raised, not printed
         everywhere = [*providers, "CPUExecutionProvider"]
         try:
-            return ort.InferenceSession(self._network, options, providers=everywhere)
+            with self._beside():
+                return ort.InferenceSession(self._network, options, providers=everywhere)
         except Exception as error:
             message = f"{self.path}: ONNX Runtime cannot load it: {first_line(error)}"
             raise ModelError(message) from error
@@ -172,7 +181,8 @@ class OnnxModel:
     ) -> dict[str, NDArray[Any]]:
         names = self._names if outputs is None else list(outputs)
         try:
-            arrays = self._session.run(names, inputs)
+            with self._beside():
+                arrays = self._session.run(names, inputs)
         except Exception as error:
             raise DenseModelError(f"the dense model failed: {first_line(error)}") from error
         return dict(zip(names, arrays, strict=True))

@@ -17,7 +17,7 @@ from hps.cuda.staging import Staging
 from hps.errors import TierTimeout
 from hps.native import dedup
 from hps.tiers.base import FetchContext, Part, Tier, TierInfo
-from hps.tiers.gpu_checks import check_part, checked
+from hps.tiers.gpu_checks import check_part, checked, count_of
 from hps.types import EmbeddingTable, IndexArray, KeyArray
 
 
@@ -98,7 +98,7 @@ class HostBridge:
         self.inner.evict(table, *self._down(table, keys=keys))
 
     def _down(self, table: EmbeddingTable, **arrays: Any) -> list[Any]:
-        n = getattr(arrays["keys"], "size", 0)
+        n = count_of(arrays["keys"])
         with self._device:
             there = [checked(table, name, a, n, self._device.id) for name, a in arrays.items()]
             return [a if isinstance(a, np.ndarray) else a.get() for a in there]

@@ -6,6 +6,7 @@ converted. All functions raise BadRequest before anything is launched, and may b
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,23 +14,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.cuda.loader import cupy
+from hps.cuda.table import GpuTable
 from hps.errors import BadRequest
 from hps.tiers.base import Part
 from hps.types import EmbeddingTable, JaggedKeys
 
+_ON_HOST, _ON_DEVICE = (1, 3), 2
+"""DLPack's kinds of memory: a CPU's and what CUDA pinned of it, CUDA's."""
 _INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)
 _UINT32, _UINT8 = np.dtype(np.uint32), np.dtype(np.uint8)
 _DTYPES: dict[str, np.dtype[Any]] = {
     "versions": _UINT64,
     "source": _UINT8,
-    "scores": _UINT32,
+    "scores": _UINT64,
     "weights": np.dtype(np.float32),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """One table's share of a pooling on the device: bags of ``keys`` (NumPy or CuPy arrays; offsets int64,
+    """One table's share of a pooling on the device: bags of ``keys`` (arrays as for a fetch; offsets int64,
     weights float32), their ``combiner``, and ``out (batch, dim)`` on the device."""
 
     table: EmbeddingTable
@@ -38,26 +42,31 @@ class Pooling:
     out: Any
 
 
-def check_pooling(ask: Pooling, device: int) -> None:
-    """Check every array of ``ask``; what offsets on the device say is not looked at."""
-    table, keys = ask.table, ask.keys
-    n = keys.keys.size
-    checked(table, "keys", keys.keys, n, device)
-    if keys.weights is not None:
-        checked(table, "weights", keys.weights, n, device)
-    if keys.offsets is not None:
-        checked(table, "offsets", keys.offsets, keys.batch + 1, device)
-        if isinstance(keys.offsets, np.ndarray) and not _are_offsets(keys.offsets, n):
+def check_pooling(ask: Pooling, device: int) -> Pooling:
+    """Check every array of ``ask``; what offsets on the device say is not looked at. Returns ``ask``, other
+    libraries' arrays replaced by views of them."""
+    table, bags = ask.table, ask.keys
+    n = count_of(bags.keys)
+    keys, weights, offsets = bags.keys, bags.weights, bags.offsets
+    keys = checked(table, "keys", keys, n, device)
+    if weights is not None:
+        weights = checked(table, "weights", weights, n, device)
+    if offsets is not None:
+        offsets = checked(table, "offsets", offsets, bags.batch + 1, device)
+        if isinstance(offsets, np.ndarray) and not _are_offsets(offsets, n):
             raise BadRequest(
                 f"table {table.id}: offsets must ascend from 0 to the number of keys, {n:,}"
             )
-    elif keys.batch and n % keys.batch:
+    elif bags.batch and n % bags.batch:
         raise BadRequest(
-            f"table {table.id}: {n:,} keys can't be shared out over {keys.batch:,} bags"
+            f"table {table.id}: {n:,} keys can't be shared out over {bags.batch:,} bags"
         )
-    if isinstance(ask.out, np.ndarray):
+    out = checked(table, "out", ask.out, bags.batch, device)
+    if isinstance(out, np.ndarray):
         raise BadRequest(f"table {table.id}: out must be on device {device}, got a NumPy array")
-    checked(table, "out", ask.out, keys.batch, device)
+    if keys is bags.keys and weights is bags.weights and offsets is bags.offsets and out is ask.out:
+        return ask
+    return Pooling(table, JaggedKeys(keys, bags.batch, offsets, weights), ask.combiner, out)
 
 
 def _are_offsets(offsets: NDArray[np.int64], n: int) -> bool:
@@ -65,21 +74,52 @@ def _are_offsets(offsets: NDArray[np.int64], n: int) -> bool:
 
 
 def check_part(part: Part, device: int) -> None:
-    """Check every array of ``part``; those to be filled must lie on ``device``."""
+    """Check every array of ``part``; those to be filled must lie on ``device``. Other libraries' arrays are
+    replaced by views of them."""
     if _is_usual(part, device):
         return
     table, n = part.table, len(part.keys)
-    checked(table, "keys", part.keys, n, device)
-    checked(table, "missing", part.missing, part.missing.size, device)
+    part.keys = checked(table, "keys", part.keys, n, device)
+    part.missing = checked(table, "missing", part.missing, len(part.missing), device)
     for name in ("out", "versions", "source"):
         array = getattr(part, name)
+        if not isinstance(array, np.ndarray):
+            array = checked(table, name, array, n, device)
         if isinstance(array, np.ndarray):
             shape, dtype = _wanted(table, name, n)
             raise BadRequest(
                 f"table {table.id}: {name} must be on device {device}, got a NumPy array; pass "
                 f"cupy.empty({shape}, '{dtype}')"
             )
-        checked(table, name, array, n, device)
+        setattr(part, name, array)
+
+
+def check_there(table: EmbeddingTable, vectors: Any, n: int, device: int) -> None:
+    """Check ``vectors (n, dim)``, which are to be read and filled: they must lie on ``device``."""
+    if isinstance(checked(table, "vectors", vectors, n, device), np.ndarray):
+        raise BadRequest(f"table {table.id}: vectors must be on device {device}, got a host array")
+
+
+def check_writable(held: GpuTable, *, scored: bool = False) -> None:
+    """Refuse to change a static table, or to take scores for rows that make room by something else."""
+    if held.sealed:
+        raise BadRequest(f"table {held.table.id} is static in the GPU cache: it can't be changed")
+    if scored and not held.shape.scored:
+        raise BadRequest(
+            f"table {held.table.id}: its rows make room by {held.policy.name}, so no scores are taken; "
+            "leave them out, or add the table with Policy.SCORE"
+        )
+
+
+def given_of(keys: Any, vectors: Any, versions: Any, scores: Any) -> dict[str, Any]:
+    """A write's arrays by name, without the one that may be missing."""
+    given = {"keys": keys, "vectors": vectors, "versions": versions}
+    return given if scores is None else given | {"scores": scores}
+
+
+def count_of(array: Any) -> int:
+    """How many values ``array`` has; 0 when it is no array."""
+    return math.prod(getattr(array, "shape", (0,)))
 
 
 def checked(table: EmbeddingTable, name: str, array: Any, n: int, device: int) -> Any:
@@ -87,12 +127,17 @@ def checked(table: EmbeddingTable, name: str, array: Any, n: int, device: int) -
     cp = cupy()
     shape, dtype = _wanted(table, name, n)
     if not isinstance(array, (np.ndarray, cp.ndarray)):
-        if not hasattr(array, "__cuda_array_interface__"):
+        if hasattr(array, "__cuda_array_interface__"):
+            array = cp.asarray(array)
+        elif (kind := _dlpack_kind(array)) in _ON_HOST:
+            array = np.from_dlpack(array)
+        elif kind == _ON_DEVICE:
+            array = cp.from_dlpack(array)
+        else:
             raise BadRequest(
                 f"table {table.id}: {name} must be {shape} {dtype}, got a {type(array).__name__}, "
                 "not an array; convert it with numpy.asarray or cupy.asarray"
             )
-        array = cp.asarray(array)
     contiguous = array.flags.c_contiguous
     if array.shape != shape or array.dtype != dtype or not contiguous:
         strided = "" if contiguous else ", not C-contiguous"
@@ -108,6 +153,10 @@ def checked(table: EmbeddingTable, name: str, array: Any, n: int, device: int) -
     return array
 
 
+def _dlpack_kind(array: Any) -> int | None:
+    return int(array.__dlpack_device__()[0]) if hasattr(array, "__dlpack__") else None
+
+
 def _wanted(table: EmbeddingTable, name: str, n: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
     if name in ("out", "vectors"):
         return (n, table.dim), table.dtype
@@ -121,7 +170,7 @@ def _is_usual(part: Part, device: int) -> bool:
     out: Any = part.out
     versions: Any = part.versions
     source: Any = part.source
-    there, shape = cupy().ndarray, keys.shape
+    there, shape = cupy().ndarray, getattr(keys, "shape", None)
     return (
         type(out) is type(versions) is type(source) is there
         and type(keys) is type(missing) is np.ndarray
@@ -130,7 +179,7 @@ def _is_usual(part: Part, device: int) -> bool:
         and source.dtype == _UINT8
         and out.dtype == part.table.dtype
         and versions.shape == source.shape == shape
-        and out.shape == (*shape, part.table.dim)
+        and out.shape == (len(keys), part.table.dim)
         and missing.ndim == 1
         and keys.flags.c_contiguous
         and missing.flags.c_contiguous

@@ -38,7 +38,8 @@ class Place:
     def shape(self, table: EmbeddingTable) -> Shape | None:
         if not self.rows:
             return None
-        return shape_of(table, self.rows, self.host_rows, static=self.static)
+        scored = self.policy is Policy.SCORE
+        return shape_of(table, self.rows, self.host_rows, static=self.static, scored=scored)
 
 
 Plan = dict[EmbeddingTable, Place]

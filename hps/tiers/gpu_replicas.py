@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import count
 from typing import Any
 
@@ -21,11 +21,13 @@ class GpuReplicas:
 
     A fetch asks one cache, another one each time; a write goes to all of them, so that none is behind
     when it returns. A static table takes no promotion (it holds what it will ever hold) and refuses
-    updates and deletions with BadRequest. Threads: as `GpuCache`.
+    updates and deletions with BadRequest. The rows of the tables ``by_version`` are worth their version.
+    Threads: as `GpuCache`.
     """
 
-    def __init__(self, caches: Sequence[Any]) -> None:
+    def __init__(self, caches: Sequence[Any], by_version: Collection[EmbeddingTable] = ()) -> None:
         self.caches = tuple(caches)
+        self._by_version = frozenset(by_version)
         self._turn = count()
 
     @property
@@ -51,14 +53,14 @@ class GpuReplicas:
     ) -> None:
         for cache in self.caches:
             if not cache.sealed(table):
-                cache.insert(table, keys, vectors, versions)
+                cache.insert(table, keys, vectors, versions, **self._worth(table, versions))
 
     def update(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
     ) -> None:
         self._refuse_static(table)
         for cache in self.caches:
-            cache.update(table, keys, vectors, versions)
+            cache.update(table, keys, vectors, versions, **self._worth(table, versions))
 
     def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> None:
         self._refuse_static(table)
@@ -94,6 +96,9 @@ class GpuReplicas:
     def close(self) -> None:
         for cache in self.caches:
             cache.close()
+
+    def _worth(self, table: EmbeddingTable, versions: VersionArray) -> dict[str, VersionArray]:
+        return {"scores": versions} if table in self._by_version else {}
 
     def _refuse_static(self, table: EmbeddingTable) -> None:
         if any(cache.sealed(table) for cache in self.caches):

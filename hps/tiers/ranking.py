@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +42,7 @@ class RankedTogether:
         return sum(cache.capacity(table) for cache in self._caches)
 
 
-def hottest(keys: KeyArray, scores: NDArray[np.uint32], n: int) -> HotKeys:
+def hottest(keys: KeyArray, scores: NDArray[np.unsignedinteger[Any]], n: int) -> HotKeys:
     """The ``n`` of ``keys (m,)`` with the highest ``scores (m,)``, highest first, and how far each lies below
     the highest of all, from 255 down."""
     if not len(keys):

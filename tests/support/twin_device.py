@@ -113,6 +113,7 @@ class Cache(MemoryTier):
         self.places: dict[Any, dict[str, Any]] = {}
         self._sealed: set[Any] = set()
         self.fetched: list[int] = []
+        self.scored: list[tuple[Any, Any]] = []
         self.pooled = 0
         self.closed = False
 
@@ -137,8 +138,11 @@ class Cache(MemoryTier):
             k for k, entry in self._tables.get(table, {}).items() if entry.row is not None
         )
 
-    def insert(self, table: Any, keys: Any, vectors: Any, versions: Any) -> None:
+    def insert(
+        self, table: Any, keys: Any, vectors: Any, versions: Any, scores: Any = None
+    ) -> None:
         assert not self.sealed(table)
+        self.scored.append((table, scores))
         if self.capacity(table):
             super().insert(table, keys, vectors, versions)
             held = self._tables[table]
@@ -146,6 +150,12 @@ class Cache(MemoryTier):
                 held[key] = held.pop(key)
             for key in list(held)[: max(0, len(held) - self.capacity(table))]:
                 del held[key]
+
+    def update(
+        self, table: Any, keys: Any, vectors: Any, versions: Any, scores: Any = None
+    ) -> None:
+        self.scored.append((table, scores))
+        super().update(table, keys, vectors, versions)
 
     def top_k(self, table: Any, n: int) -> Any:
         held = [k for k, entry in self._tables.get(table, {}).items() if entry.row is not None]

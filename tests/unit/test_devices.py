@@ -12,6 +12,7 @@ from onnx import helper as h
 import hps
 from hps.config.model_schema import DenseSpec, FeatureSpec, ModelSpec, TableSpec, TensorSpec
 from hps.cuda import recording
+from hps.cuda.layout import Policy
 from hps.cuda.loader import cupy
 from hps.dense.onnx import OnnxModel
 from hps.devices import device_count
@@ -485,6 +486,24 @@ def test_keys_that_only_the_gpu_answers_are_hot_too(open_node, tmp_path):
     )  # the CPU cache's after them, each once
     node, (cache,) = open_node(cpu=cpu, gpu={"share": 0.05})
     assert set(hot.tolist()) <= set(cache.keys_of(table_of(node, "users")))
+
+
+def test_rows_of_a_table_may_be_worth_their_version(open_node):
+    """By its own setting; the others' rows, a static table's too, are given no score."""
+    tables = {"users": {"gpu_eviction": "version"}, "items": {"gpu_static": True}}
+    node, (cache,) = open_node(gpu={"share": 0.5, "eviction": "version"}, tables=tables)
+    users, items = table_of(node, "users"), table_of(node, "items")
+    assert cache.places[users]["policy"] is Policy.SCORE
+    version = np.full(2, version_now(), np.uint64)
+    node.writer.update(users, np.array([3, 4]), np.ones((2, 4), np.float32), version).result()
+    given = {table: [s for t, s in cache.scored if t == table] for table in (users, items)}
+    assert given[users]
+    assert all(scores.dtype == np.uint64 for scores in given[users])
+    np.testing.assert_array_equal(given[users][-1], version)
+    assert given[items]
+    assert all(scores is None for scores in given[items])
+    node, (cache,) = open_node(gpu={"share": 0.5})
+    assert all(scores is None for _, scores in cache.scored)
 
 
 # -- static tables ---------------------------------------------------------------------------------

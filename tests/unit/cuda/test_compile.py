@@ -27,7 +27,12 @@ EXPRESSIONS = {
     ],
     "write.cu": [
         *("dedup_kernel", "evict_kernel"),
-        *(f"write_kernel<{unit}, {update}>" for unit in (16, 4, 2) for update in ("true", "false")),
+        *(
+            launch.write_name(unit, update=update, scored=scored)
+            for unit in (16, 4, 2)
+            for update in (True, False)
+            for scored in (True, False)
+        ),
     ],
     "pool.cu": [
         f"{name}<{tile}, {unit}>"

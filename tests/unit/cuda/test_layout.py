@@ -31,7 +31,7 @@ def test_the_header_repeats_the_constants():
     assert {name: header[name] for name in SHARED} == {n: getattr(layout, n) for n in SHARED}
     assert header["BLOCK"] == loader.BLOCK
     for policy in layout.Policy:
-        assert header[policy.name] == policy
+        assert header[policy.rule.name] == policy.rule
 
 
 def test_a_bucket_is_one_line_and_a_slot_what_is_read_as_one():
@@ -92,6 +92,21 @@ def test_capacity_is_rounded_up_to_buckets(capacity):
     shape = layout.shape_of(EmbeddingTable.make("t", 8), capacity)
     assert shape.capacity >= capacity
     assert shape.capacity - capacity < layout.WAYS or shape.buckets == layout.MIN_BUCKETS
+
+
+def test_scores_beside_the_slots_take_eight_bytes_each():
+    table = EmbeddingTable.make("t", 8)
+    plain, scored = (layout.shape_of(table, 1000, scored=scored) for scored in (False, True))
+    assert scored.bytes == plain.bytes + 8 * plain.slots
+    assert layout.fitting_capacity(table, scored.bytes, scored=True) == plain.slots
+
+
+@pytest.mark.parametrize("now", [1, 100, 2**31, 2**32 - 3, 0])
+def test_scores_may_wrap(now):
+    past = np.array([2**30, 1000, 8, 1, 0, -1])  # how long ago: -1 is told by a clock read later
+    ranks = layout.ranks_of((now - past) & layout.SCORE_MASK, now)
+    assert (np.diff(ranks) > 0).all()
+    assert layout.ranks_of(now, now) == ranks[4]
 
 
 def test_rows_that_cannot_be_numbered_are_refused():

@@ -176,19 +176,57 @@ def test_counts_of_an_older_epoch_go_first():
     assert np.isin(np.arange(1000, 1020), twin.resident()).all()
 
 
-def test_a_row_worth_less_than_all_others_is_not_admitted():
+@pytest.mark.parametrize("worth", [50, 1 << 40, 2**64 - 2])
+def test_a_row_worth_less_than_all_others_is_not_admitted(worth):
     twin = TwinTable(SMALL, DIM, policy=Policy.SCORE)
     keys = np.arange(300)
-    twin.write(keys, rows_of(keys), versions_of(keys), scores=np.full(300, 50, np.uint32))
+    put(twin, keys, scores=np.full(300, worth, np.uint64))
     full = twin.resident()
     assert len(full) == SMALL.capacity
-    for score, admitted in ((49, False), (50, True), (51, True)):
-        key = np.array([1000 + score])
-        twin.write(key, rows_of(key), versions_of(key), scores=np.array([score], np.uint32))
-        assert (twin.find(int(key[0])) is not None) == admitted
-    assert len(twin.resident(least=51)) == 1
+    for key, more, admitted in ((1000, -1, False), (1001, 0, True), (1002, 1, True)):
+        put(twin, [key], scores=np.array([worth + more], np.uint64))
+        assert (twin.find(key) is not None) == admitted
+    assert len(twin.resident(least=worth + 1)) == 1
     twin.fetch(full)  # a use doesn't change a score that the caller gave
-    assert set(np.unique(twin.scores).tolist()) == {50, 51}
+    assert set(np.unique(twin.scores).tolist()) == {worth, worth + 1}
+    held = twin.resident()[:1]
+    put(twin, held, 2)
+    assert int(twin.scores[twin.find(int(held[0]))]) in (worth, worth + 1)
+    put(twin, held, 2, update=True, scores=np.array([worth + 1], np.uint64))
+    assert int(twin.scores[twin.find(int(held[0]))]) == worth + 1
+
+
+def test_rows_last_used_in_an_older_epoch_go_first():
+    twin = TwinTable(SMALL, DIM, policy=Policy.EPOCH_LRU)
+    put(twin, np.arange(300))
+    twin.epoch, used = 1, twin.resident()[::4]
+    twin.fetch(used)
+    twin.clock += 3 * AGE
+    assert twin.resident(1 << COUNT_BITS).tolist() == used.tolist()
+    later = used[::2]
+    twin.fetch(later)
+    assert twin.resident((1 << COUNT_BITS) + 3 * AGE).tolist() == later.tolist()
+    put(twin, np.arange(1000, 1020))
+    assert np.isin(used, twin.resident()).all()
+    twin.clock += 1 << COUNT_BITS  # an epoch's last tick stands for all that follow
+    twin.fetch(used)
+    twin.epoch = 2
+    assert len(twin.resident(2 << COUNT_BITS)) == 0
+    twin.fetch(later)
+    assert twin.resident(2 << COUNT_BITS).tolist() == later.tolist()
+
+
+@pytest.mark.parametrize("policy", [Policy.LRU, Policy.EPOCH_LRU, Policy.LFU], ids=lambda p: p.name)
+def test_the_stalest_rows_make_room_while_scores_wrap(policy):
+    twin = TwinTable(SMALL, DIM, policy=policy)
+    twin.clock, twin.epoch = 2**32 - 4, 2 ** (32 - COUNT_BITS) - 1
+    put(twin, np.arange(200))
+    twin.clock, twin.epoch = twin.clock + AGE, twin.epoch + 1
+    new = np.arange(1000, 1020)
+    put(twin, new)
+    twin.clock += AGE
+    put(twin, np.arange(2000, 2010))
+    assert np.isin(new, twin.resident()).all()
 
 
 OPERATIONS = st.lists(

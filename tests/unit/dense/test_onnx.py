@@ -3,6 +3,7 @@
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -10,6 +11,7 @@ import pytest
 from onnx import TensorProto as T
 from onnx import helper as h
 
+from hps.cuda import loader
 from hps.dense import onnx as module
 from hps.dense.base import TensorInfo, check_network
 from hps.dense.onnx import OnGpu, OnnxModel, narrowed
@@ -225,9 +227,53 @@ def test_tensorrt_narrows_by_itself(monkeypatch):
     OnnxModel(Path("x.onnx"), "tensorrt", gpu=OnGpu(precision="float16"))
     assert runtime.asked[0] == (RT, {"device_id": "0", "trt_fp16_enable": "1"})
     assert [each[0] for each in runtime.asked[1:-1]] == [CUDA]
-    monkeypatch.setattr(runtime, "_used", [CUDA])
-    with pytest.raises(ConfigError, match="fell back to CUDA"):
+
+
+def test_tensorrt_that_is_not_there_or_does_not_load(monkeypatch):
+    """onnxruntime-gpu comes with the provider, but not with TensorRT itself."""
+    runtime = _Runtime([CUDA, CPU], None)
+    monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
+    with pytest.raises(
+        ConfigError, match=r"is tensorrt, .* has only CUDA.*install onnxruntime-gpu"
+    ):
         OnnxModel(Path("x.onnx"), "tensorrt")
+    for used in ([CUDA, CPU], [CPU]):
+        monkeypatch.setitem(sys.modules, "onnxruntime", _Runtime([RT, CUDA, CPU], used))
+        said = rf"fell back to {used[0]}: .*libnvinfer .*of TensorRT .*docs/gpu.md.*provider: auto"
+        with pytest.raises(ConfigError, match=said):
+            OnnxModel(Path("x.onnx"), "tensorrt")
+
+
+def test_a_network_on_a_gpu_leaves_the_thread_its_device(monkeypatch):
+    """ONNX Runtime makes its device the thread's own, and leaves it at that."""
+    current = SimpleNamespace(device=0)
+    cuda = SimpleNamespace(
+        getDevice=lambda: current.device, setDevice=lambda n: setattr(current, "device", n)
+    )
+    inside = []
+
+    class Runtime(_Runtime):
+        def InferenceSession(self, path, options, providers):
+            session = super().InferenceSession(path, options, providers)
+
+            def run(names, inputs):
+                inside.append(current.device)
+                current.device = 2
+                return []
+
+            session.run = run
+            current.device = 2
+            return session
+
+    monkeypatch.setitem(sys.modules, "onnxruntime", Runtime([CUDA, CPU], None))
+    monkeypatch.setattr(module, "lacking", lambda: None)
+    monkeypatch.setattr(loader, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=cuda)))
+    model = OnnxModel(Path("x.onnx"), "cuda", gpu=OnGpu(device=2))
+    assert current.device == 0
+    current.device = 1
+    model.predict({})
+    model.session_on(2, 0)
+    assert (inside, current.device) == ([1], 1)
 
 
 def test_float16_is_for_gpus(monkeypatch):

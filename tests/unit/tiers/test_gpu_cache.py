@@ -13,7 +13,8 @@ from hps.cuda.twin import TwinTable
 from hps.errors import BadRequest, ConfigError, TierTimeout
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.gpu_cache import GpuCache
-from hps.types import EmbeddingTable, Source, make_version
+from hps.tiers.gpu_checks import Pooling
+from hps.types import EmbeddingTable, JaggedKeys, Source, make_version
 
 pytestmark = pytest.mark.gpu
 NOW = make_version(time.time_ns() // 1_000_000)
@@ -51,6 +52,19 @@ def slots_of(held):
     return held.lines.get().view(SLOT).reshape(-1, layout.HALF)
 
 
+def scores_in(held, slots):
+    return (
+        slots["score"] if held.slot_scores is None else held.slot_scores.get().reshape(slots.shape)
+    )
+
+
+def scores_of(policy, rng):
+    """Mostly alike in their low half or in their high one, where the caller says what a row is worth."""
+    if policy is not Policy.SCORE or rng.random() < 0.1:
+        return None
+    return np.array([rng.integers(0, 9) << 32 | rng.integers(0, 9)], np.uint64)
+
+
 def check(held):
     """Every row has one owner; every key stands once, in a half of its own; nothing stays claimed."""
     slots = slots_of(held)
@@ -64,13 +78,18 @@ def check(held):
     assert (halves == at[0][:, None]).any(axis=1).all()
 
 
-@pytest.mark.parametrize("policy", [Policy.LRU, Policy.LFU, Policy.SCORE], ids=lambda p: p.name)
+POLICIES = [Policy.LRU, Policy.LFU, Policy.SCORE, Policy.EPOCH_LRU]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
 def test_one_key_at_a_time_it_is_its_twin(policy):
     table = EmbeddingTable.make("t", 4)
     cache = GpuCache({})
     cache.add_table(table, 80, policy=policy)
     held = cache.held(table)
     twin = TwinTable(held.shape, 4, policy=policy)
+    twin.clock = held.clock = 2**32 - 10  # and so wraps on the way
+    twin.epoch = held.epoch = 2 ** (32 - layout.COUNT_BITS) - 2
     rng = np.random.default_rng(5)
     for step in range(1500):
         keys = rng.integers(-70, 70, 1)
@@ -90,15 +109,13 @@ def test_one_key_at_a_time_it_is_its_twin(policy):
             twin.write(keys, None, versions)
             cache.delete(table, keys, versions)
         elif verb == "update":
-            rows = rows_of(table, keys, step)
-            twin.write(keys, rows, versions, update=True)
-            cache.update(table, keys, rows, versions)
+            rows, scores = rows_of(table, keys, step), scores_of(policy, rng)
+            twin.write(keys, rows, versions, update=True, scores=scores)
+            cache.update(table, keys, rows, versions, scores)
         else:
-            rows = rows_of(table, keys, step)
-            given = policy is Policy.SCORE
-            scores = rng.integers(0, 2**32, 1).astype(np.uint32) if given else None
+            rows, scores = rows_of(table, keys, step), scores_of(policy, rng)
             twin.write(keys, rows, versions, scores=scores)
-            cache.insert(table, keys, rows, versions, scores=scores)
+            cache.insert(table, keys, rows, versions, scores)
         if step % 500 == 499:
             twin.epoch = held.epoch = twin.epoch + 1
         assert twin.clock == held.clock
@@ -107,7 +124,7 @@ def test_one_key_at_a_time_it_is_its_twin(policy):
             full = twin.words < EMPTY
             np.testing.assert_array_equal(slots["word"], twin.words)
             np.testing.assert_array_equal(slots["key"][full], twin.keys[full])
-            np.testing.assert_array_equal(slots["score"][full], twin.scores[full])
+            np.testing.assert_array_equal(scores_in(held, slots)[full], twin.scores[full])
             np.testing.assert_array_equal(held.spare.get(), twin.spare)
     assert twin.evicted > 20
     assert (twin.evicted, twin.dropped) == (held.evicted, held.dropped)
@@ -284,6 +301,7 @@ def test_contains_row_numbers_and_export():
     np.testing.assert_array_equal(np.sort(exported), keys[100:])
     np.testing.assert_array_equal(vectors, rows_of(table, exported))
     assert (versions == NOW).all()
+    assert scores.dtype == np.uint64
     assert (scores >= 1).all()
     assert cache.export(table, with_versions=False)[2] is None
     cache.clear(table)
@@ -304,6 +322,60 @@ def test_export_can_leave_out_what_is_old():
     exported = cache.export(table, least=held.clock - 2 * held.age)[0].get()
     assert np.isin(new, exported).all()
     assert not np.isin(old, exported).any()
+
+
+def test_rows_are_worth_what_the_caller_says_to_the_last_of_64_bits():
+    table, rng = EmbeddingTable.make("t", 4), np.random.default_rng(1)
+    cache = GpuCache({})
+    cache.add_table(table, 20_000, policy=Policy.SCORE)
+    keys = rng.permutation(100_000)
+    worth = (7 << 40) + rng.permutation(len(keys)).astype(np.uint64)
+    for some in np.array_split(np.arange(len(keys)), 10):
+        cache.insert(table, keys[some], rows_of(table, keys[some]), versions_of(some), worth[some])
+    held = cache.held(table)
+    check(held)
+    assert held.dropped > 30_000
+    exported, vectors, _, scores = (array.get() for array in cache.export(table))
+    order = np.argsort(keys)
+    np.testing.assert_array_equal(scores, worth[order][exported])
+    np.testing.assert_array_equal(vectors, rows_of(table, exported))
+    best = np.isin(exported, keys[np.argsort(worth)[-20_000:]])
+    assert best.mean() > 0.8  # not all: each has 16 slots to be in
+    least = int(np.sort(scores)[-100])
+    assert sorted(cache.export(table, least)[3].get().tolist()) == sorted(scores)[-100:]
+    top, _ = cache.top_k(table, 100)
+    assert top.tolist() == exported[np.argsort(scores)[::-1][:100]].tolist()
+    changed = top[:50].copy()
+    versions = versions_of(changed, 1)
+    cache.update(table, changed, rows_of(table, changed, 1), versions)
+    assert cache.top_k(table, 100)[0].tolist() == top.tolist()
+    cache.update(table, changed, rows_of(table, changed, 2), versions, np.zeros(50, np.uint64))
+    assert cache.top_k(table, 50)[0].tolist() == top[50:].tolist()
+    check(held)
+
+
+def test_scores_are_taken_where_rows_are_worth_them():
+    table, keys = EmbeddingTable.make("t", 4), np.arange(3)
+    rows, versions = rows_of(table, keys), versions_of(keys)
+    cache = GpuCache({table: 100})
+    with pytest.raises(BadRequest, match="make room by LRU, so no scores are taken"):
+        cache.insert(table, keys, rows, versions, np.ones(3, np.uint64))
+    cache.add_table(table, 100, policy=Policy.SCORE)
+    with pytest.raises(BadRequest, match=r"scores must be \(3,\) uint64"):
+        cache.insert(table, keys, rows, versions, np.ones(3, np.uint32))
+
+
+def test_an_epoch_is_found_again_by_its_scores():
+    table = EmbeddingTable.make("t", 4)
+    for policy in (Policy.EPOCH_LRU, Policy.LFU):
+        cache, keys = GpuCache({}), np.arange(2000)
+        cache.add_table(table, 4000, policy=policy)
+        cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
+        cache.held(table).epoch = 3
+        fetch(cache, table, keys[500:700])
+        found, _, _, scores = (a.get() for a in cache.export(table, 3 << layout.COUNT_BITS))
+        assert sorted(found.tolist()) == list(range(500, 700))
+        assert (scores >> np.uint64(layout.COUNT_BITS) == 3).all()
 
 
 @pytest.mark.parametrize("policy", [Policy.LRU, Policy.LFU], ids=lambda p: p.name)
@@ -340,6 +412,29 @@ def test_find_or_insert_gives_what_is_there_and_keeps_what_is_not():
     found = cache.find_or_insert(table, asked, vectors, versions_of(asked))
     assert found == len(held)
     expected = np.where(asked[:, None] % 2 == 0, rows_of(table, asked, 1), rows_of(table, asked, 2))
+    np.testing.assert_array_equal(vectors.get(), expected)
+    np.testing.assert_array_equal(fetch(cache, table, asked).out.get(), expected)
+    check(cache.held(table))
+    with pytest.raises(BadRequest, match="vectors must be on device 0"):
+        cache.find_or_insert(table, asked, rows_of(table, asked), versions_of(asked))
+
+
+@pytest.mark.parametrize("unique", [False, True])
+def test_find_or_insert_takes_a_key_as_often_as_it_stands_there(unique):
+    table, rng = EmbeddingTable.make("t", 8), np.random.default_rng(4)
+    cache, held = GpuCache({table: 40_000}), np.arange(0, 10_000, 2)
+    cache.insert(table, held, rows_of(table, held, 1), versions_of(held))
+    asked = rng.permutation(10_000) if unique else rng.integers(0, 10_000, 50_000)
+    versions = (NOW + rng.integers(0, 3, len(asked))).astype(np.uint64)
+    given = rows_of(table, asked, np.arange(len(asked))[:, None])
+    vectors = cupy().asarray(given)
+    found = cache.find_or_insert(table, asked, vectors, versions, unique=unique)
+    assert found == (asked % 2 == 0).sum()
+    order = np.lexsort((np.arange(len(asked)), versions, asked))
+    last = order[np.append(np.flatnonzero(np.diff(asked[order])), len(asked) - 1)]
+    winner = np.zeros(10_000, np.int64)
+    winner[asked[last]] = last
+    expected = np.where(asked[:, None] % 2 == 0, rows_of(table, asked, 1), given[winner[asked]])
     np.testing.assert_array_equal(vectors.get(), expected)
     np.testing.assert_array_equal(fetch(cache, table, asked).out.get(), expected)
     check(cache.held(table))
@@ -418,6 +513,32 @@ def test_a_cache_larger_than_the_device_is_refused_with_what_would_fit():
 def test_another_dtype_is_refused():
     with pytest.raises(ConfigError, match="float32 and float16"):
         GpuCache({EmbeddingTable.make("t", 4, dtype=np.float64): 100})
+
+
+def test_tensors_of_torch_are_read_and_filled_where_they_are():
+    torch = pytest.importorskip("torch")
+    table, keys = EmbeddingTable.make("t", 8), np.arange(1000)
+    cache, rows = GpuCache({table: 4000}), rows_of(table, keys)
+
+    def on_device(array):
+        return torch.from_numpy(array).cuda()
+
+    cache.insert(table, on_device(keys), on_device(rows), versions_of(keys))
+    cache.update(table, torch.from_numpy(keys), torch.from_numpy(rows + 1), versions_of(keys, 1))
+    assert cache.contains(table, on_device(keys)).all()
+    for asked in (on_device(keys), torch.from_numpy(keys)):
+        out = torch.zeros(1000, 8, device="cuda")
+        part = part_of(table, keys)
+        part.keys, part.out = asked, out
+        cache.fetch([part], FetchContext())
+        assert len(part.missing) == 0
+        np.testing.assert_array_equal(out.cpu().numpy(), rows + 1)
+    pooled = torch.zeros(100, 8, device="cuda")
+    bags = JaggedKeys(on_device(keys), 100, on_device(np.arange(0, 1001, 10)))
+    assert cache.pool([Pooling(table, bags, "sum", pooled)])
+    np.testing.assert_array_equal(pooled.cpu(), (rows + 1).reshape(100, 10, 8).sum(axis=1))
+    cache.evict(table, on_device(keys))
+    assert cache.size(table) == 0
 
 
 @pytest.mark.parametrize("name", ["out", "versions", "source"])

@@ -58,6 +58,8 @@ def test_a_part_that_will_do(keys):
         ({"out": Array(np.zeros((3, 8), np.float32)[:, ::2])}, "not C-contiguous"),
         ({"source": Array(np.zeros(3, np.int8))}, "source must be .* uint8"),
         ({"out": np.zeros((3, 4), np.float32)}, "out must be on device 0"),
+        ({"keys": [1, 2, 3]}, "not an array; convert it"),
+        ({"missing": [1]}, "not an array; convert it"),
         ({"missing": np.arange(3, dtype=np.int32)}, "missing must be .* int64"),
     ],
 )

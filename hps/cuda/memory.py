@@ -1,0 +1,89 @@
+"""What can be had of the device's memory and of the host's, and what is said when it can't."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hps.cuda import layout
+from hps.cuda.layout import Shape
+from hps.cuda.loader import cupy
+from hps.errors import ConfigError
+from hps.types import EmbeddingTable
+
+_MEMINFO = Path("/proc/meminfo")
+_NO_MEMORY = 2  # cudaErrorMemoryAllocation
+_KEEP_FREE = 0.05
+"""Of what is free or was asked for in vain: no capacity is offered that would leave less."""
+
+
+def free_bytes() -> int:
+    """What can be had on the current device, CuPy's own unused memory included."""
+    cp = cupy()
+    free, _total = cp.cuda.runtime.memGetInfo()
+    return int(free + cp.get_default_memory_pool().free_bytes())
+
+
+def free_host_bytes() -> int:
+    """What can be had of the host's memory without another process losing any."""
+    return int(_MEMINFO.read_text().split("MemAvailable:")[1].split()[0]) * 1024
+
+
+def pinned(table: EmbeddingTable, shape: Shape) -> Any:
+    """Pinned host memory for the rows of ``shape`` that lie there, which kernels can read and write; None
+    for none. Raises ConfigError when it can't be had."""
+    cp, size = cupy(), shape.host_bytes
+    if not size:
+        return None
+    if size > free_host_bytes():
+        raise _too_much_pinned(table, shape)
+    try:
+        return cp.cuda.PinnedMemoryPointer(cp.cuda.PinnedMemory(size), 0)
+    except cp.cuda.runtime.CUDARuntimeError as error:
+        raise _too_much_pinned(table, shape) from error
+
+
+def too_large(table: EmbeddingTable, shape: Shape) -> ConfigError:
+    """That the arrays of ``shape`` on the device can't be had."""
+    free, static = free_bytes(), shape.spare == shape.rows
+    fitting = layout.fitting_capacity(
+        table, _offered(free, shape.bytes), static=static, scored=shape.scored
+    )
+    return ConfigError(
+        f"the GPU cache of table {table.id} needs {shape.bytes:,} bytes for "
+        f"{shape.capacity:,} rows, and {free:,} are free on the device; at most "
+        f"{fitting:,} rows fit"
+    )
+
+
+def _too_much_pinned(table: EmbeddingTable, shape: Shape) -> ConfigError:
+    size, free = shape.host_bytes, free_host_bytes()
+    fitting = _offered(free, size)
+    return ConfigError(
+        f"the GPU cache of table {table.id} needs {size:,} bytes of pinned host memory for "
+        f"{shape.host_rows:,} rows, and {free:,} are free on the host; at most {fitting // shape.stride:,} "
+        f"rows fit, in {fitting:,} bytes: lower tiers.gpu.host_bytes (or host_rows) to that"
+    )
+
+
+@contextmanager
+def buffers(what: str) -> Iterator[None]:
+    """Allocations of ``what`` on the current device and in pinned host memory; one that fails is a
+    ConfigError."""
+    cp = cupy()
+    try:
+        yield
+    except (cp.cuda.memory.OutOfMemoryError, cp.cuda.runtime.CUDARuntimeError) as error:
+        if getattr(error, "status", _NO_MEMORY) != _NO_MEMORY:
+            raise
+        raise ConfigError(
+            f"the GPU cache finds no memory for {what}: {error}; {free_bytes():,} bytes are free on the "
+            f"device, {free_host_bytes():,} on the host. Lower tiers.gpu.workspaces, or leave the device more"
+        ) from error
+
+
+def _offered(free: int, asked: int) -> int:
+    """The bytes to offer where ``asked`` were not to be had."""
+    return int(min(free, asked) * (1 - _KEEP_FREE))

@@ -1,0 +1,158 @@
+"""What is said when memory can't be had, with an allocator that fails; no GPU is needed for that."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hps.cuda import memory, table
+from hps.cuda.layout import Policy, shape_of
+from hps.cuda.table import GpuTable
+from hps.errors import ConfigError
+from hps.types import EmbeddingTable
+
+FREE, FREE_HOST = 10**9, 10**10
+TABLE = EmbeddingTable.make("t", 64)
+
+
+class NoMemory(Exception):
+    status = 2
+
+
+class Broken(Exception):
+    status = 700
+
+
+class Array:
+    """Takes of what is free while somebody holds it."""
+
+    def __init__(self, device, size):
+        self._device, self._size = device, size
+        device.free -= size
+
+    def __del__(self):
+        self._device.free += self._size
+
+
+class Device:
+    """A CuPy that has memory, by its own word, and refuses the allocation of that number."""
+
+    def __init__(self, refused):
+        self.free, self._refused, self.asked = FREE, refused, 0
+        self.cuda = SimpleNamespace(
+            runtime=SimpleNamespace(
+                memGetInfo=lambda: (self.free, FREE), CUDARuntimeError=NoMemory
+            ),
+            memory=SimpleNamespace(OutOfMemoryError=MemoryError),
+            PinnedMemory=self._pin,
+            PinnedMemoryPointer=None,
+        )
+
+    def get_default_memory_pool(self):
+        return SimpleNamespace(free_bytes=lambda: 0)
+
+    def empty(self, size, dtype):
+        self.asked += 1
+        if self.asked == self._refused:
+            raise MemoryError("fragmented")
+        return Array(self, int(size) * np.dtype(dtype).itemsize)
+
+    zeros = empty
+
+    def arange(self, first, end, dtype):
+        return self.empty(end - first, dtype)
+
+    def _pin(self, size):
+        raise NoMemory("cudaErrorMemoryAllocation: out of memory")
+
+
+@pytest.fixture
+def device(monkeypatch):
+    def make(refused):
+        made = Device(refused)
+        for module in (memory, table):
+            monkeypatch.setattr(module, "cupy", lambda: made)
+        monkeypatch.setattr(memory, "free_host_bytes", lambda: FREE_HOST)
+        return made
+
+    return make
+
+
+def rows_offered(error):
+    return int(str(error.value).split("at most ")[1].split()[0].replace(",", ""))
+
+
+@pytest.mark.parametrize("refused", [1, 2, 3, 4, 5])
+def test_an_allocation_that_fails_although_enough_was_free(device, refused):
+    """The arrays that were had are let go, and so count as free; less is offered than was asked for."""
+    device(refused)
+    shape = shape_of(TABLE, 1_000_000, scored=True)
+    assert shape.bytes < FREE
+    with pytest.raises(ConfigError) as error:
+        GpuTable(TABLE, 1_000_000, Policy.SCORE)
+    said = f"needs {shape.bytes:,} bytes for 1,000,000 rows, and {FREE:,} are free on the device"
+    assert said in str(error.value)
+    offered = rows_offered(error)
+    assert 900_000 < offered < 1_000_000
+    assert shape_of(TABLE, offered, scored=True).bytes < shape.bytes
+
+
+def test_a_table_larger_than_what_is_free(device):
+    made = device(0)
+    with pytest.raises(ConfigError, match=r"and 1,000,000,000 are free on the device") as error:
+        GpuTable(TABLE, 10_000_000)
+    assert made.asked == 0
+    assert 0.9 * FREE < shape_of(TABLE, rows_offered(error)).bytes < FREE
+
+
+@pytest.mark.parametrize("host_rows", [100_000, 50_000_000], ids=["fails", "more than is free"])
+def test_pinned_memory_that_can_not_be_had(device, host_rows):
+    device(0)
+    rows, size = host_rows, 256 * host_rows
+    shape = shape_of(TABLE, rows, rows)
+    with pytest.raises(ConfigError) as error:
+        memory.pinned(TABLE, shape)
+    said = (
+        f"needs {size:,} bytes of pinned host memory for {rows:,} rows, and {FREE_HOST:,} are free"
+    )
+    assert said in str(error.value)
+    assert "lower tiers.gpu.host_bytes" in str(error.value)
+    assert rows_offered(error) == int(min(size, FREE_HOST) * 0.95) // 256
+
+
+def test_no_rows_there_take_no_pinned_memory(device):
+    device(0)
+    assert memory.pinned(TABLE, shape_of(TABLE, 1000)) is None
+
+
+def test_buffers_that_find_no_memory_are_named(device):
+    device(0)
+    for failure in (MemoryError("allocating 8,388,608 bytes"), NoMemory("out of memory")):
+        with (
+            pytest.raises(
+                ConfigError, match=rf"no memory for 4 workspaces: .*{FREE:,} bytes are free"
+            ),
+            memory.buffers("4 workspaces"),
+        ):
+            raise failure
+
+
+def test_another_failure_is_not_taken_for_one_of_memory(device, monkeypatch):
+    made = device(0)
+    monkeypatch.setattr(made.cuda.runtime, "CUDARuntimeError", Broken)
+    with pytest.raises(Broken), memory.buffers("4 workspaces"):
+        raise Broken("cudaErrorIllegalAddress")
+
+
+def test_what_is_free_on_this_machine():
+    assert 1 << 20 < memory.free_host_bytes() < 1 << 50
+
+
+@pytest.mark.gpu
+def test_pinned_memory_beyond_the_hosts_is_refused_with_what_would_fit():
+    table = EmbeddingTable.make("t", 1024)
+    rows = 2 * memory.free_host_bytes() // 4096
+    with pytest.raises(
+        ConfigError, match=r"needs [\d,]+ bytes of pinned .* at most [\d,]+ rows fit"
+    ):
+        memory.pinned(table, shape_of(table, rows, rows))
