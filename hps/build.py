@@ -3,52 +3,39 @@ they are asked, who guards, meters and closes them, and which threads do what.""
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hps import metric_names as m
-from hps.cache_plan import eviction_of, planned_rows
+from hps.caches import Caches
 from hps.config import Configuration, Settings, as_configuration
-from hps.config.cache_settings import CpuCacheSettings
 from hps.config.runtime import attachable
 from hps.devices import Devices
 from hps.errors import ConfigError
-from hps.lookup.engine import Promote
 from hps.meters import TierMeter
 from hps.metrics import Metrics
 from hps.model_control import ModelControl
-from hps.models.tables import TableFiles
-from hps.native import COMPILED, dedup
+from hps.native import COMPILED
 from hps.node import Node, ServedModel
 from hps.opening import OpenedModel, open_model, open_versions, watermarks_of
 from hps.serving import Serving, dense_runs, freshness_of, lookup_lanes
-from hps.storage import Stores, count_promotion
+from hps.storage import Stores
 from hps.streams import Limited, Streams, node_group
-from hps.tier_status import TierStatus, publish_tiers
+from hps.tier_status import publish_tiers
 from hps.tiers.base import Tier
 from hps.tiers.chain import TierChain
-from hps.tiers.cpu_cache import CacheMemory, CpuCache
-from hps.tiers.cpu_segments import Segments
 from hps.tiers.node import Followers, NodeServer
-from hps.tiers.ranking import HotKeys, RankedTogether
 from hps.tiers.wrappers import Metered
-from hps.types import EmbeddingTable, KeyArray, NoProgress, Progress, Source
+from hps.types import NoProgress, Progress
 from hps.updates.arrivals import LOOK_EVERY_S
-from hps.updates.lifting import Lifting
-from hps.updates.snapshot import Snapshots, hot_keys_at_start
-from hps.updates.warm import Warming, promote_keys
 from hps.updates.writer import CacheWriter
 
 __all__ = ["Node", "ServedModel", "open", "open_node"]
-
-log = logging.getLogger(__name__)
 
 
 def open(config: Path | str | Mapping[str, Any] | Settings | Configuration | None = None) -> Node:
@@ -95,41 +82,30 @@ class _Builder:
         self._metrics = Metrics()
         self._stores = Stores(settings, opened, self._metrics, resources)
         self._devices = Devices(settings, opened, self._metrics, resources)
-        self._hot: dict[str, HotKeys] = {}
         self._tables = [table for model in opened for table in model.tables.values()]
+        parts = self._stores, self._devices, self._metrics, resources
+        self._caches = Caches(settings, opened, self._tables, *parts)
 
     def node(self, warnings: tuple[str, ...]) -> Node:
-        tiers = self._settings.tiers
         later = self._resources.enter_context(ExitStack())
-        # Both fastest first; every tier that is asked, promoted into or reported on stands in them.
-        stores = self._stores
+        # Both have their tiers fastest first, all that are asked, promoted into or reported on.
+        stores, caches = self._stores, self._caches
         on_gpu = self._devices.open()  # cheap to check, so before rows are loaded
         stores.open(self._progress)
-        in_memory = [self._make_cpu_cache()] if tiers.cpu_cache.enabled else []
-        caches = [*in_memory, *([on_gpu] if on_gpu else [])]
-        writer = CacheWriter(
-            # The CPU cache first, so that what is lifted from it is never behind the GPUs'.
-            TierChain([cache.tier for cache in reversed(caches)]),
-            stores.tiers,
-            self._settings.updates.promote_queue_keys,
-            partial(count_promotion, self._metrics, Source.CPU.name.lower()),
-            stores.lacked,
-        )
-        self._resources.callback(writer.close)
-        lifting = self._lifting(in_memory, on_gpu, writer)
-        self._fill(caches, writer, lifting)
+        writer = caches.open(on_gpu)
+        caches.fill(self._progress)
         # Two pools: a slow store never holds up a network whose rows are there.
         runs = dense_runs(self._settings, self._resources)
         serving = Serving(
-            TierChain([Metered(c.tier, self._meter(c.tier)) for c in caches]),
+            TierChain([Metered(c.tier, self._meter(c.tier)) for c in caches.statuses]),
             stores.asked(),
-            _promote_to(caches, writer),
+            caches.promote,
             lookup_lanes(self._settings, self._resources),
             runs,
         )
+        in_memory = [caches.in_memory] if caches.in_memory else []
         metered = [Metered(c.tier, self._meter(c.tier)) for c in in_memory]
-        lift = lifting.lift if lifting else serving.promote
-        self._devices.bridge(metered, serving.stores, lift, serving.promote)
+        self._devices.bridge(metered, serving.stores, caches.lift, caches.promote)
         served = [
             serving.serve(
                 model,
@@ -142,7 +118,7 @@ class _Builder:
         node = Node(
             models={model.name: model for model in served},
             metrics=self._metrics,
-            tiers=[*caches, *stores.statuses],
+            tiers=[*caches.statuses, *stores.statuses],
             workers=serving.lookups,
             warnings=(*warnings, *stores.warnings),
             writer=writer,
@@ -161,7 +137,7 @@ class _Builder:
             followers,
             serving,
             stores,
-            in_memory[0] if in_memory else None,
+            caches.in_memory,
             self._devices,
             self._opened,
             self._tables,
@@ -221,83 +197,6 @@ class _Builder:
 
         streams.watch(limited, min(LOOK_EVERY_S, (limit_s or math.inf) / 4))
 
-    def _make_cpu_cache(self) -> TierStatus:
-        """The CPU cache, its memory shared out over the tables; overrides by table come first."""
-        chosen = self._settings.tiers.cpu_cache
-        settings = self._settings
-        evictions = {table: eviction_of(settings, table) for table in self._tables}
-        cache = CpuCache(
-            planned_rows(settings, {table: self._stores.rows(table) for table in self._tables}),
-            eviction=chosen.eviction,
-            evictions={table: given for table, given in evictions.items() if given},
-            memory=cache_memory(chosen),
-            threads=chosen.threads,
-        )
-        self._resources.callback(cache.close)
-        if chosen.snapshot.path is not None:
-            self._hot = hot_keys_at_start(chosen.snapshot.path)
-            on_gpu = self._devices.replicas
-            snapshots = Snapshots(
-                RankedTogether([on_gpu, cache]) if on_gpu else cache,
-                self._tables,
-                chosen.snapshot.path,
-                interval_s=chosen.snapshot.interval_s,
-                most=chosen.snapshot.keys,
-                bytes_per_s=chosen.snapshot.bytes_per_s,
-            )
-            self._resources.callback(snapshots.close)
-        return TierStatus(cache, cache.size, cache.capacity, facts=cache.facts)
-
-    def _lifting(
-        self, in_memory: list[TierStatus], on_gpu: TierStatus | None, writer: CacheWriter
-    ) -> Lifting | None:
-        """What copies rows from the CPU cache to the GPUs; None where there is only one of them."""
-        if not in_memory or on_gpu is None:
-            return None
-        lifting = Lifting(
-            writer,
-            in_memory[0].tier,
-            on_gpu.tier,
-            self._settings.updates.promote_queue_keys,
-            partial(count_promotion, self._metrics, Source.GPU.name.lower()),
-        )
-        self._resources.callback(lifting.close)
-        return lifting
-
-    def _fill(self, caches: list[TierStatus], writer: CacheWriter, lifting: Lifting | None) -> None:
-        """Fill the caches with what was hot, or else from the start of the files, as far as they reach."""
-        warming = Warming(writer, self._progress)
-        for model in self._opened:
-            for name, table in model.tables.items():
-                files = model.version.tables[name]
-                if table in self._devices.static:
-                    self._fill_static(table, files, writer)
-                    continue
-                rows = min(files.rows, max((self._wanted(c, table) for c in caches), default=0))
-                if rows and (hot := self._hot.get(table.id)) is not None and len(hot[0]):
-                    warming.hottest(table, hot[0][:rows], caches[0].tier)
-                    if lifting and self._devices.replicas:
-                        lifting.now(table, hot[0][: self._devices.replicas.capacity(table)])
-                    continue
-                version = self._stores.version_of_rows(table)
-                warming.fill(table, files.keys(0, rows), files.vectors, version)
-
-    def _wanted(self, cache: TierStatus, table: EmbeddingTable) -> int:
-        """Rows of ``table`` that are put into ``cache`` before the node is ready."""
-        tiers, capacity = self._settings.tiers, cache.capacity(table) or 0
-        if not tiers.cpu_cache.warm:
-            return 0
-        return int(capacity * tiers.gpu.fill) if cache.tier is self._devices.replicas else capacity
-
-    def _fill_static(self, table: EmbeddingTable, files: TableFiles, writer: CacheWriter) -> None:
-        """Put every row of ``table`` into the GPU caches, as the stores have it, and end its filling."""
-        keys = dedup(table.narrow(files.keys(0, files.rows)))[0]
-        with self._progress.task(f"filling {table.name}", len(keys)) as step:
-            promote_keys(writer, table, keys, step, math.inf)
-        assert self._devices.replicas is not None
-        if dropped := self._devices.replicas.seal(table):
-            log.warning("%d rows of table %s found no place on the GPU", dropped, table.id)
-
     def _meter(self, tier: Tier) -> TierMeter:
         return TierMeter(self._metrics, tier.info.name)
 
@@ -322,21 +221,3 @@ class _Builder:
             node.tiers,
             lambda: [table for model in node.models.values() for table in model.tables.values()],
         )
-
-
-def _promote_to(caches: list[TierStatus], writer: CacheWriter) -> Promote:
-    """Promotion of tables that have room in a cache; of others there is nothing to do."""
-
-    def promote(table: EmbeddingTable, keys: KeyArray) -> None:
-        if any(cache.capacity(table) for cache in caches):
-            writer.promote(table, keys)
-
-    return promote
-
-
-def cache_memory(chosen: CpuCacheSettings) -> CacheMemory:
-    """Where the CPU cache is to lie."""
-    segments, shared = None, chosen.shared
-    if shared.name is not None:
-        segments = Segments(shared.name, shared.folder, take_over=shared.take_over)
-    return CacheMemory(segments, chosen.huge_pages, chosen.numa_node)

@@ -18,6 +18,7 @@ import hps
 from benchmarks.peers.triton import start_triton
 from hps.cli.triton import app
 from hps.config.model_schema import ModelSpec
+from hps.errors import Unsupported
 from hps.models.writer import write_version
 from hps.native import COMPILED
 from tests.integration.conftest import RANKING, network, write_models
@@ -162,6 +163,31 @@ def test_a_row_that_changes_is_seen(client, node):
     assert infer(client, "words.lookup", ["word"], word=key).as_numpy("word").tolist() == [
         row[0].tolist()
     ]
+
+
+def test_it_stays_with_its_version_and_goes_with_the_nodes_model(client, node, config):
+    key, words = np.array([[900]]), config.parent / "models" / "words"
+
+    def first():
+        return infer(client, "words.lookup", ["word"], word=key).as_numpy("word")[0, 0]
+
+    (words / "2").symlink_to(words / "1")
+    try:
+        with pytest.raises(
+            Unsupported, match=r"words.lookup serves version 1.*have Triton unload it"
+        ):
+            node.load("words", 2)
+    finally:
+        (words / "2").unlink()
+    assert first() == 900
+    node.unload("words")
+    with pytest.raises(InferenceServerException, match="version 1 of model 'words' no more"):
+        first()
+    node.load("words", 1)
+    assert first() == 900
+    node.write("words", "words", key[0], np.full((1, 8), 5, np.float32))
+    assert first() == 5
+    node.write("words", "words", key[0], np.arange(8, dtype=np.float32)[None] / 8 + 900)
 
 
 @pytest.mark.parametrize(

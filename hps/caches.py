@@ -1,0 +1,171 @@
+"""A node's caches: the CPU cache and those of its GPUs; who writes them, and what they begin with."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+
+from hps.cache_plan import eviction_of, planned_rows
+from hps.config import Settings
+from hps.config.cache_settings import CpuCacheSettings
+from hps.devices import Devices
+from hps.lookup.engine import Promote
+from hps.metrics import Metrics
+from hps.models.tables import TableFiles
+from hps.native import dedup
+from hps.opening import OpenedModel
+from hps.storage import Stores, count_promotion
+from hps.tier_status import TierStatus
+from hps.tiers.chain import TierChain
+from hps.tiers.cpu_cache import CacheMemory, CpuCache
+from hps.tiers.cpu_segments import Segments
+from hps.tiers.ranking import HotKeys, RankedTogether
+from hps.types import EmbeddingTable, KeyArray, Progress, Source
+from hps.updates.lifting import Lifting
+from hps.updates.snapshot import Snapshots, hot_keys_at_start
+from hps.updates.warm import Warming, promote_keys
+from hps.updates.writer import CacheWriter
+
+log = logging.getLogger(__name__)
+
+
+class Caches:
+    """Opened by `open`, then filled; ``resources`` closes them. ``statuses`` lists them fastest first,
+    ``in_memory`` is the CPU cache, if there is one. ``tables`` is kept up to date by whoever has it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        opened: Sequence[OpenedModel],
+        tables: Sequence[EmbeddingTable],
+        stores: Stores,
+        devices: Devices,
+        metrics: Metrics,
+        resources: ExitStack,
+    ) -> None:
+        self._settings = settings
+        self._opened = opened
+        self._tables = tables
+        self._stores = stores
+        self._devices = devices
+        self._metrics = metrics
+        self._resources = resources
+        self._hot: dict[str, HotKeys] = {}
+        self._lifting: Lifting | None = None
+        self._writer: CacheWriter
+        self.in_memory: TierStatus | None = None
+        self.statuses: list[TierStatus] = []
+
+    def open(self, on_gpu: TierStatus | None) -> CacheWriter:
+        """Make the CPU cache, beside those of the GPUs, if there are any, and what writes all of them."""
+        if self._settings.tiers.cpu_cache.enabled:
+            self.in_memory = self._make_cpu_cache()
+            self.statuses.append(self.in_memory)
+        if on_gpu is not None:
+            self.statuses.append(on_gpu)
+        self._writer = CacheWriter(
+            # The CPU cache first, so that what is lifted from it is never behind the GPUs'.
+            TierChain([cache.tier for cache in reversed(self.statuses)]),
+            self._stores.tiers,
+            self._settings.updates.promote_queue_keys,
+            partial(count_promotion, self._metrics, Source.CPU.name.lower()),
+            self._stores.lacked,
+        )
+        self._resources.callback(self._writer.close)
+        if self.in_memory is not None and on_gpu is not None:
+            self._lifting = Lifting(
+                self._writer,
+                self.in_memory.tier,
+                on_gpu.tier,
+                self._settings.updates.promote_queue_keys,
+                partial(count_promotion, self._metrics, Source.GPU.name.lower()),
+            )
+            self._resources.callback(self._lifting.close)
+        return self._writer
+
+    def promote(self, table: EmbeddingTable, keys: KeyArray) -> None:
+        """Have rows of a store put into the caches, soon; nothing is to be done for a table that has no room
+        in any."""
+        if any(cache.capacity(table) for cache in self.statuses):
+            self._writer.promote(table, keys)
+
+    @property
+    def lift(self) -> Promote:
+        """Has rows of the CPU cache put into the GPUs', soon."""
+        return self._lifting.lift if self._lifting else self.promote
+
+    def _make_cpu_cache(self) -> TierStatus:
+        """The CPU cache, its memory shared out over the tables; overrides by table come first."""
+        chosen = self._settings.tiers.cpu_cache
+        settings = self._settings
+        evictions = {table: eviction_of(settings, table) for table in self._tables}
+        cache = CpuCache(
+            planned_rows(settings, {table: self._stores.rows(table) for table in self._tables}),
+            eviction=chosen.eviction,
+            evictions={table: given for table, given in evictions.items() if given},
+            memory=cache_memory(chosen),
+            threads=chosen.threads,
+        )
+        self._resources.callback(cache.close)
+        if chosen.snapshot.path is not None:
+            self._hot = hot_keys_at_start(chosen.snapshot.path)
+            on_gpu = self._devices.replicas
+            snapshots = Snapshots(
+                RankedTogether([on_gpu, cache]) if on_gpu else cache,
+                self._tables,
+                chosen.snapshot.path,
+                interval_s=chosen.snapshot.interval_s,
+                most=chosen.snapshot.keys,
+                bytes_per_s=chosen.snapshot.bytes_per_s,
+            )
+            self._resources.callback(snapshots.close)
+        return TierStatus(cache, cache.size, cache.capacity, facts=cache.facts)
+
+    # -- before the node is ready ------------------------------------------------------------------
+
+    def fill(self, progress: Progress) -> None:
+        """Fill the caches with what was hot, or else from the start of the files, as far as they reach."""
+        warming = Warming(self._writer, progress)
+        for model in self._opened:
+            for name, table in model.tables.items():
+                files = model.version.tables[name]
+                if table in self._devices.static:
+                    self._fill_static(table, files, progress)
+                    continue
+                rows = min(
+                    files.rows, max((self._wanted(c, table) for c in self.statuses), default=0)
+                )
+                if rows and (hot := self._hot.get(table.id)) is not None and len(hot[0]):
+                    warming.hottest(table, hot[0][:rows], self.statuses[0].tier)
+                    if self._lifting and self._devices.replicas:
+                        self._lifting.now(table, hot[0][: self._devices.replicas.capacity(table)])
+                    continue
+                version = self._stores.version_of_rows(table)
+                warming.fill(table, files.keys(0, rows), files.vectors, version)
+
+    def _wanted(self, cache: TierStatus, table: EmbeddingTable) -> int:
+        """Rows of ``table`` that are put into ``cache`` before the node is ready."""
+        tiers, capacity = self._settings.tiers, cache.capacity(table) or 0
+        if not tiers.cpu_cache.warm:
+            return 0
+        return int(capacity * tiers.gpu.fill) if cache.tier is self._devices.replicas else capacity
+
+    def _fill_static(self, table: EmbeddingTable, files: TableFiles, progress: Progress) -> None:
+        """Put every row of ``table`` into the GPU caches, as the stores have it, and end its filling."""
+        keys = dedup(table.narrow(files.keys(0, files.rows)))[0]
+        with progress.task(f"filling {table.name}", len(keys)) as step:
+            promote_keys(self._writer, table, keys, step, math.inf)
+        assert self._devices.replicas is not None
+        if dropped := self._devices.replicas.seal(table):
+            log.warning("%d rows of table %s found no place on the GPU", dropped, table.id)
+
+
+def cache_memory(chosen: CpuCacheSettings) -> CacheMemory:
+    """Where the CPU cache is to lie."""
+    segments, shared = None, chosen.shared
+    if shared.name is not None:
+        segments = Segments(shared.name, shared.folder, take_over=shared.take_over)
+    return CacheMemory(segments, chosen.huge_pages, chosen.numa_node)
