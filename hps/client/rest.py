@@ -13,6 +13,8 @@ from hps.client.calls import left_s
 from hps.client.errors import unreachable
 from hps.client.http_wire import Reply, Request
 
+_JOINED_BYTES = 256 << 10
+
 
 class Http:
     """Connections to one server. Each call has one to itself while it lasts; as many as were needed at a
@@ -35,7 +37,7 @@ class Http:
         HTTPException for what comes and is no HTTP."""
         connection = self._connection(until)
         try:
-            reply, lasts = _exchange(connection, self._bytes(request), request.verb, until)
+            reply, lasts = _exchange(connection, self._pieces(request), request.verb, until)
         except BaseException:
             connection.close()
             raise
@@ -64,8 +66,9 @@ class Http:
             return made
         return self._context.wrap_socket(made, server_hostname=self._at.host)
 
-    def _bytes(self, request: Request) -> bytes:
-        """Head and body in one piece: a server may answer it without waiting for another."""
+    def _pieces(self, request: Request) -> list[bytes]:
+        """Head and body, in one piece where that is not large: a server may answer it without waiting for
+        another."""
         lines = [
             f"{request.verb} {self._at.path}{request.path} HTTP/1.1",
             f"Host: {self._at.target}",
@@ -73,15 +76,17 @@ class Http:
         lines += [f"{name}: {value}" for name, value in request.headers.items()]
         if request.body is not None:
             lines.append(f"Content-Length: {len(request.body)}")
-        return "\r\n".join([*lines, "", ""]).encode("latin-1") + (request.body or b"")
+        head, body = "\r\n".join([*lines, "", ""]).encode("latin-1"), request.body or b""
+        return [head + body] if len(body) < _JOINED_BYTES else [head, body]
 
 
 def _exchange(
-    connection: socket.socket, message: bytes, verb: str, until: float
+    connection: socket.socket, pieces: list[bytes], verb: str, until: float
 ) -> tuple[Reply, bool]:
     """The reply, and whether the connection may be used again."""
-    connection.settimeout(left_s(until))
-    connection.sendall(message)
+    for piece in pieces:
+        connection.settimeout(left_s(until))
+        connection.sendall(piece)
     coming: Any = _Coming(connection, until)
     response = http.client.HTTPResponse(coming, method=verb)
     with response:
