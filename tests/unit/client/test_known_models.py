@@ -124,7 +124,7 @@ def test_a_request_at_fault_is_not_repeated_for_the_same_model(client, model):
 
 def test_what_is_asked_first_is_in_the_calls_time(client, model):
     predict(client, timeout_s=5)
-    assert 0 < model.remaining[0] <= 5
+    assert 0 < model.remaining[0] < 6  # gRPC rounds up; without a time of its own it would be 30
 
 
 def test_numbers_of_numpy(client, model):
