@@ -17,8 +17,27 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def _opened(at: Address, api_key: str | None, *, aio: bool) -> tuple[Any, Any]:
+    """How calls are written and answers read, and what sends them: a ``HttpWire`` and a ``Http``, or what is
+    like them. What is not used is not imported."""
+    if at.is_grpc:
+        from hps.client.grpc import AsyncGrpcChannel, GrpcChannel, GrpcWire
+
+        return GrpcWire(api_key), AsyncGrpcChannel(at) if aio else GrpcChannel(at)
+    wire = HttpWire(at.base, api_key)
+    if aio:
+        from hps.client.rest_aio import AsyncHttp
+
+        return wire, AsyncHttp(at)
+    from hps.client.rest import Http
+
+    return wire, Http(at)
+
+
 class _Opened:
     """What both clients are made of."""
+
+    _aio = False
 
     def __init__(
         self,
@@ -35,13 +54,8 @@ class _Opened:
         that grow and are as long as the server asks for. Raises ``ConfigError``."""
         at = address(url, tls)
         self.url = at.base
-        wire, self._line = self._open(at, api_key)
+        wire, self._line = _opened(at, api_key, aio=self._aio)
         self._calls = Calls(wire, timeout_s, retries)
-
-    def _open(self, at: Address, api_key: str | None) -> tuple[Any, Any]:
-        """How calls are written and answers read, and what sends them: a ``HttpWire`` and a ``Http``, or what
-        is like them."""
-        raise NotImplementedError
 
 
 def _blocking(
@@ -66,15 +80,6 @@ class Client(_Opened):
     config = _blocking(Calls.config)
     ready = _blocking(Calls.ready)
     is_hps = _blocking(Calls.is_hps)
-
-    def _open(self, at: Address, api_key: str | None) -> tuple[Any, Any]:
-        if at.is_grpc:
-            from hps.client.grpc import GrpcChannel, GrpcWire
-
-            return GrpcWire(api_key), GrpcChannel(at)
-        from hps.client.rest import Http
-
-        return HttpWire(at.base, api_key), Http(at)
 
     def _run(self, flow: Flow[T]) -> T:
         try:
@@ -121,6 +126,8 @@ def _awaited(
 class AsyncClient(_Opened):
     """``Client`` for asyncio: the same methods, awaited. Used on one event loop."""
 
+    _aio = True
+
     predict = _awaited(Calls.predict)
     lookup = _awaited(Calls.lookup)
     infer = _awaited(Calls.infer)
@@ -128,15 +135,6 @@ class AsyncClient(_Opened):
     config = _awaited(Calls.config)
     ready = _awaited(Calls.ready)
     is_hps = _awaited(Calls.is_hps)
-
-    def _open(self, at: Address, api_key: str | None) -> tuple[Any, Any]:
-        if at.is_grpc:
-            from hps.client.grpc import AsyncGrpcChannel, GrpcWire
-
-            return GrpcWire(api_key), AsyncGrpcChannel(at)
-        from hps.client.rest_aio import AsyncHttp
-
-        return HttpWire(at.base, api_key), AsyncHttp(at)
 
     async def _run(self, flow: Flow[T]) -> T:
         try:
