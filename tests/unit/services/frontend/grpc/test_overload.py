@@ -14,7 +14,9 @@ from hps import metric_names as m
 from hps.config import Settings
 from hps.config.admission_settings import AdmissionSettings
 from hps.config.server_settings import ServerSettings
+from services.frontend.auth import OpenGuard
 from services.frontend.grpc.callers import address_of
+from services.frontend.http.app import data_app
 from services.frontend.state import State
 from tests.support.waiting import until
 
@@ -72,6 +74,27 @@ def test_an_overloaded_model_refuses_at_once_and_answers_the_others(small, slow,
         assert call.result().outputs[0].name == "score"
     until(lambda: line.running == 0)
     assert refused(small) == {"queue_full": 80}
+
+
+def test_the_bounds_are_those_of_all_ports_together(small, slow, stub, call):
+    """What waits over gRPC leaves no room over HTTP, where health is told all the same."""
+    service = stub()
+    line = small.state.entries["ctr"].endpoint
+    taken = [service.ModelInfer.future(predict(), timeout=60) for _ in range(5)]
+    until(lambda: (line.running, line.waiting) == (2, 3))
+    app = data_app(small.state, small.settings, OpenGuard())
+    inputs = [
+        {"name": name, "shape": [1, 1], "datatype": "INT64", "data": [1]}
+        for name in ("user", "item", "history")
+    ]
+    inputs.append({"name": "dense", "shape": [1, 3], "datatype": "FP32", "data": [1, 2, 3]})
+    reply = call(app, "POST", "/v2/models/ctr/infer", json={"inputs": inputs})
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+    assert "Exceeds maximum queue size" in reply.json()["error"]
+    assert call(app, "GET", "/v2/health/ready").status_code == 200
+    slow.leave.set()
+    assert all(each.result().outputs for each in taken)
+    assert refused(small) == {"queue_full": 1}
 
 
 def test_deadlines_and_clients_that_leave_while_they_wait(small, slow, stub):
