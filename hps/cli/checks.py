@@ -155,6 +155,8 @@ def configured(
         listener = getattr(settings.server, name)
         if listener is not None:
             yield port(f"{name} port", listener, api_key, tls)
+            if listener.tls is not None:
+                yield attempt(f"{name} certificates", partial(certificates, name, listener))
     yield processes(settings)
     versions = []
     for check, version in models(configuration):
@@ -243,6 +245,15 @@ def port(name: str, at: Listener, api_key: str | None = None, tls: Tls | None = 
     setting = f"server.{name.split()[0]}.port"
     mend = f"stop what listens there, or set {setting}"
     return Check(name, "FAIL", f"{host}:{number} cannot be had: {reason}", mend)
+
+
+def certificates(name: str, at: Listener) -> Check:
+    """Whether the files of the port's certificates can be used. Raises ConfigError."""
+    from services.frontend.certificates import server_context
+
+    server_context(at, f"server.{name}")
+    assert at.tls is not None
+    return Check(f"{name} certificates", "OK", str(at.tls.certificate_file))
 
 
 def is_ours(at: Listener, api_key: str | None, tls: Tls | None) -> bool:

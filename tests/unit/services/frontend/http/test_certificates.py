@@ -241,3 +241,7 @@ def test_the_doctor_knows_a_port_with_certificates(serve, tls, certificates):
     found = checks.port("http port", at)
     assert (found.verdict, "give --tls" in found.mend) == ("WARN", True)
     assert "not trusted" in found.found
+    assert checks.certificates("http", at).verdict == "OK"
+    wrong = at.model_copy(update={"tls": TlsSettings(**{**tls, "key_file": tls["client_ca_file"]})})
+    found = checks.attempt("http certificates", lambda: checks.certificates("http", wrong))
+    assert (found.verdict, "cannot be used" in found.found) == ("FAIL", True)
