@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from contextlib import contextmanager
 
@@ -23,6 +24,7 @@ from hps.updates.codec import encode_hps, encode_native, hps_topic
 from hps.updates.ingest_thread import IngestThread
 from hps.updates.ingestor import Ingestor
 from hps.updates.kafka.client import DeadLetterTopic
+from hps.updates.kafka.dead_letters import DeadLetterBox
 from hps.updates.kafka.source import KafkaSource
 from hps.updates.stream_places import Store
 from hps.updates.topics import Topics, native_topic
@@ -42,17 +44,18 @@ class Reader:
     """One store fed from the topics of a model of its own."""
 
     def __init__(
-        self, broker, folder, model: str, *, begin=None, since_s=None, options=None
+        self, broker, folder, model: str, *, begin=None, since_s=None, options=None, **settings
     ) -> None:
         self.items = EmbeddingTable.make("items", 2, model=model)
         self.users = EmbeddingTable.make("users", 3, model=model)
         self.store = RocksDbTier(folder)
         self.store.open_tables([self.items, self.users])
-        settings = KafkaSettings(
+        self.settings = settings = KafkaSettings(
             brokers=broker.address,
             models=[model],
             dead_letters=f"{model}_dead",
             options={**SEES_NEW_TOPICS_SOON, **(options or {})},
+            **settings,
         )
         topics = Topics([self.items, self.users], settings.takes)
         self.metrics = Metrics()
@@ -163,6 +166,36 @@ def test_both_formats_deletions_and_dead_letters(broker, model, tmp_path):
             (b"unknown_table", hps_topic(model, "nobody").encode()),
         }
         assert sorted(m.value() for m in letters) == sorted(payload for _, payload in bad)
+
+
+def test_letters_larger_than_their_topic_allows_do_not_stop_the_stream(broker, model, tmp_path):
+    topic = native_topic(model)
+    make_topic(broker, topic, max_message_bytes="3000000")
+    make_topic(broker, f"{model}_dead")
+    bad = [b"HP", os.urandom(1_030_000), b"X" * 2_000_000, os.urandom(2_000_000)]
+    producer = ck.Producer(
+        {"bootstrap.servers": broker.address, "message.max.bytes": 3_000_000},
+        logger=logging.getLogger("test.producer"),
+    )
+    for payload in bad:
+        producer.produce(topic, payload, key=b"key")
+    producer.produce(topic, native(model, 1, 1.0, 1))
+    assert producer.flush(60) == 0
+    with reading(broker, tmp_path, model, max_message_bytes=1 << 20) as reader:
+        until(lambda: reader.rows([1]) == [1.0])
+        until(lambda: reader.source.lag() == {(topic, 0): 0})
+        box = DeadLetterBox(reader.settings)
+        letters = box.letters()
+        assert [(each.from_offset, each.size, each.whole) for each in letters] == [
+            (i, len(payload), i < 3) for i, payload in enumerate(bad)
+        ]
+        assert [each.reason for each in letters] == ["truncated", "bad_magic", *["oversize"] * 2]
+        ((failed, why),) = box.requeue(letters[:1] + letters[3:])
+        box.close()
+        assert failed == letters[3]
+        assert "too large to be kept" in why
+    kept = {dict(m.headers())["hps-offset"]: m for m in read(broker, f"{model}_dead", 4)}
+    assert [kept[b"%d" % i].value() or b"" for i in range(4)] == [*bad[:3], b""]
 
 
 def read(broker, topic: str, count: int) -> list:

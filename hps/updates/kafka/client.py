@@ -6,6 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import confluent_kafka as ck
@@ -14,9 +15,14 @@ from hps.config.update_settings import KafkaSettings
 from hps.errors import Unavailable
 from hps.updates.source import DeadLetter
 
+log = logging.getLogger(__name__)
 client_log = logging.getLogger(f"{__name__}.librdkafka")
 
 ANSWER_S = 10.0
+SIZE_HEADER = "hps-size"
+"""Of a dead letter that stands for a message too large to be kept: how many bytes that had."""
+LARGEST = 1_000_000_000
+"""What librdkafka takes at most for the bytes of a message."""
 _SAY_AGAIN_S, _MOST_SAID = 60.0, 1000
 
 
@@ -32,45 +38,93 @@ def client_options(addresses: str) -> dict[str, Any]:
 
 class DeadLetterTopic:
     """Keeps messages that could not be taken in a topic of their own, as they came; headers say why and where
-    from."""
+    from. Of one that is larger than the topic allows, only these are kept, and its size."""
 
     def __init__(self, settings: KafkaSettings) -> None:
         self._topic = settings.dead_letters
         self._producer = ck.Producer(
-            {**client_options(settings.brokers), "enable.idempotence": True, **settings.options},
+            {
+                **client_options(settings.brokers),
+                "enable.idempotence": True,
+                "message.max.bytes": LARGEST,  # the topic says how large they may be, compressed
+                "compression.type": "lz4",
+                **settings.options,
+            },
             logger=client_log,
         )
 
     def keep(self, letters: Sequence[DeadLetter]) -> None:
         """Raises Unavailable when Kafka does not acknowledge all of them in time."""
+        for letter in self._send(letters):
+            # Kafka refuses a whole batch of messages for its size.
+            for large in self._send([letter]):
+                log.warning(
+                    "%s does not take a letter of %d bytes: only where it stood is kept; raise the topic's "
+                    "max.message.bytes", self._topic, len(large.payload),
+                )  # fmt: skip
+                if self._send([replace(large, payload=b"", key=None)], len(large.payload)):
+                    raise Unavailable(
+                        f"{self._topic}: its max.message.bytes takes no letter at all"
+                    )
+
+    def _send(self, letters: Sequence[DeadLetter], size: int | None = None) -> list[DeadLetter]:
+        """Those that are too large. ``size``: of what they stand for."""
+        large: list[DeadLetter] = []
         failed: list[str] = []
-
-        def delivered(error: Any, _message: Any) -> None:
-            if error is not None:
-                failed.append(str(error))
-
         for letter in letters:
-            at = letter.position
-            headers: list[tuple[str, str | bytes | None]] = [
-                ("hps-reason", letter.reason.name.lower().encode()),
-                ("hps-at-byte", str(letter.at).encode()),
-                ("hps-topic", at.topic.encode()),
-                ("hps-partition", str(at.partition).encode()),
-                ("hps-offset", str(at.offset).encode()),
-                ("hps-timestamp", str(letter.timestamp_ms).encode()),
-            ]
-            self._producer.produce(
-                self._topic, letter.payload, letter.key, headers=headers, on_delivery=delivered
-            )
+
+            def delivered(error: Any, _message: Any, letter: DeadLetter = letter) -> None:
+                if error is None:
+                    return
+                if error.code() == ck.KafkaError.MSG_SIZE_TOO_LARGE:
+                    large.append(letter)
+                else:
+                    failed.append(str(error))
+
+            headers = _headers(letter)
+            if size is not None:
+                headers.append((SIZE_HEADER, str(size).encode()))
+            try:
+                self._produce(letter, headers, delivered)
+            except ck.KafkaException as error:
+                delivered(error.args[0], None)
         if self._producer.flush(ANSWER_S) or failed:
             self._producer.purge()
             why = failed[0] if failed else f"no answer within {ANSWER_S:.0f} s"
             raise Unavailable(f"Kafka does not take dead letters into {self._topic}: {why}")
+        return large
+
+    def _produce(self, letter: DeadLetter, headers: Any, delivered: Any) -> None:
+        deadline = time.monotonic() + ANSWER_S
+        while True:
+            try:
+                self._producer.produce(
+                    self._topic, letter.payload, letter.key, headers=headers, on_delivery=delivered
+                )
+            except BufferError as error:  # what waits is as much as may wait
+                if time.monotonic() > deadline:
+                    self._producer.purge()
+                    raise Unavailable(f"dead letters wait for {self._topic}: {error}") from None
+                self._producer.poll(0.1)
+            else:
+                return
 
     def close(self) -> None:
         """End its threads and connections. What `keep` did not return for is given up."""
         self._producer.purge()
         self._producer.close()
+
+
+def _headers(letter: DeadLetter) -> list[tuple[str, str | bytes | None]]:
+    at = letter.position
+    return [
+        ("hps-reason", letter.reason.name.lower().encode()),
+        ("hps-at-byte", str(letter.at).encode()),
+        ("hps-topic", at.topic.encode()),
+        ("hps-partition", str(at.partition).encode()),
+        ("hps-offset", str(at.offset).encode()),
+        ("hps-timestamp", str(letter.timestamp_ms).encode()),
+    ]
 
 
 class _Once(logging.Filter):

@@ -17,6 +17,7 @@ from hps.errors import Unavailable
 from hps.native.twin_codec import HEADER, MAGIC
 from hps.updates.codec import hps_table
 from hps.updates.kafka.brokers import Brokers, text_of
+from hps.updates.kafka.client import LARGEST, SIZE_HEADER
 
 MOST = 100_000
 """Letters that are looked at, the newest ones."""
@@ -28,8 +29,9 @@ _CHUNK = 500
 @dataclass(frozen=True, slots=True)
 class Letter:
     """Where it lies and since when (Unix ms); why, and the byte that told; where it came from, with its
-    timestamp there (Unix ms, -1: unknown); its ``size`` in bytes, and the table it speaks of, `model/table`,
-    where that can be told."""
+    timestamp there (Unix ms, -1: unknown); its ``size`` in bytes, the table it speaks of, `model/table`,
+    where that can be told, and whether it is ``whole``: else it was too large for the topic, which has only
+    what is said here."""
 
     partition: int
     offset: int
@@ -42,6 +44,7 @@ class Letter:
     timestamp_ms: int
     size: int
     table: str | None
+    whole: bool = True
 
     @property
     def place(self) -> tuple[int, int]:
@@ -55,7 +58,6 @@ class DeadLetterBox:
     def __init__(self, settings: KafkaSettings, answer_s: float = 5.0) -> None:
         self._topic = settings.dead_letters
         self._brokers = Brokers(settings.brokers, settings.options, answer_s)
-        self._longest = min(max(1_000_000, settings.max_message_bytes + 4096), 1_000_000_000)
         own = {
             "group.id": "hps_dead_letters",  # nothing is committed
             "enable.auto.commit": False,
@@ -89,14 +91,18 @@ class DeadLetterBox:
             for partition in {p for p, _ in chosen}
             for offsets in [[o for p, o in chosen if p == partition]]
         }
-        producer = self._brokers.connect(
-            ck.Producer, {"enable.idempotence": True, "message.max.bytes": self._longest}
-        )
+        own = {"enable.idempotence": True, "message.max.bytes": LARGEST}
+        producer = self._brokers.connect(ck.Producer, own)
         failed: dict[tuple[int, int], str] = {}
         done: list[Letter] = []
         for message in self._messages(bounds):
             letter = chosen.pop((message.partition(), message.offset()), None)
             if letter is None:
+                continue
+            if not letter.whole:
+                failed[letter.place] = (
+                    "it was too large to be kept: have its producer send it in parts"
+                )
                 continue
             self._send(producer, letter, message, failed)
             done.append(letter)
@@ -201,6 +207,7 @@ def _letter(message: Any, headers: dict[str, bytes]) -> Letter:
         return int(text(name)) if text(name).lstrip("-").isdecimal() else -1
 
     payload, topic = message.value() or b"", text("hps-topic")
+    whole = SIZE_HEADER not in headers
     return Letter(
         message.partition(),
         message.offset(),
@@ -211,8 +218,9 @@ def _letter(message: Any, headers: dict[str, bytes]) -> Letter:
         number("hps-partition"),
         number("hps-offset"),
         number("hps-timestamp"),
-        len(payload),
+        len(payload) if whole else number(SIZE_HEADER),
         _table(topic, payload),
+        whole,
     )
 
 
