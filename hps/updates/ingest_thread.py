@@ -70,24 +70,27 @@ class IngestThread:
         try:
             while not self._closed.is_set():
                 self._do_calls()
-                if self.paused:
-                    self._source.keep_alive()
-                    self._resumed.wait(POLL_S)
-                    continue
                 try:
+                    if broken or self.paused:
+                        self._source.keep_alive()
+                    if self.paused:
+                        self._resumed.wait(POLL_S)
+                        continue
                     if broken:
                         self._source.rewind()
                         broken = False
                     self._ingestor.step()
-                    pause = FIRST_PAUSE_S
+                    self._ingestor.problem, pause = None, FIRST_PAUSE_S
                 except HpsError as error:
-                    # Where to begin cannot be told yet, or this is the end: nothing was polled.
-                    log.debug("nothing was applied: %s", error)
-                    self._closed.wait(FIRST_PAUSE_S)
-                except Exception:
-                    # Not even a mistake of ours may end the stream: what was at hand comes again.
-                    log.exception("updates failed; trying again in %.1f s", pause)
+                    # Where to begin cannot be told yet, or a batch was given up: it comes again.
                     broken = True
+                    self._waits(str(error))
+                    self._closed.wait(FIRST_PAUSE_S)
+                except Exception as error:
+                    # Not even a mistake of ours may end the stream: what was at hand comes again.
+                    broken = True
+                    self._ingestor.problem = f"{type(error).__name__}: {error}"
+                    log.exception("updates failed; trying again in %.1f s", pause)
                     self._closed.wait(pause)
                     pause = min(2 * pause, LONGEST_PAUSE_S)
         finally:
@@ -96,6 +99,11 @@ class IngestThread:
             for _work, done in self._calls:
                 done.cancel()
             self._source.close()
+
+    def _waits(self, why: str) -> None:
+        if self._ingestor.problem != why and not self._closed.is_set():
+            self._ingestor.problem = why
+            log.warning("updates wait: %s", why)
 
     def _do_calls(self) -> None:
         while self._calls:

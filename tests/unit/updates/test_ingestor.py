@@ -443,6 +443,63 @@ def test_a_mistake_of_ours_does_not_end_the_stream(house, monkeypatch, caplog):
     assert house.rows(house.store, [1]) == {1: 1.0}
 
 
+class Rewound(Stream):
+    """A source that goes back to what was not committed when it is told to; ``refused`` times it cannot say
+    that it lives."""
+
+    def __init__(self, batches, refused: int) -> None:
+        super().__init__(batches)
+        self.all, self.refused = list(batches), refused
+
+    def keep_alive(self):
+        super().keep_alive()
+        if self.refused:
+            self.refused -= 1
+            raise Unavailable("Kafka: t/0 at 1: Erroneous state")
+
+    def rewind(self):
+        super().rewind()
+        self.batches = self.all[len(self.committed) :]
+
+
+def test_a_batch_that_was_given_up_comes_again(house):
+    source = Rewound([batch(i, items=changes([(i, 1.0, 1)])) for i in (1, 2, 3)], refused=1)
+    house.source = source
+    ingestor = house.make([Store("rocksdb", Failing(house.store, 1))], None)
+    thread = IngestThread(ingestor, source, "ingest")
+    thread.start()
+    until(lambda: len(source.committed) == 3)
+    thread.close()
+    assert house.rows(house.store, [1, 2, 3]) == {1: 1.0, 2: 1.0, 3: 1.0}
+
+
+def test_a_source_that_fails_while_paused_does_not_end_the_stream(house):
+    source = house.source = Rewound([batch(1, items=changes([(1, 1.0, 1)]))], refused=1)
+    thread = IngestThread(house.make([Store("rocksdb", house.store)], None), source, "ingest")
+    thread.pause()
+    thread.start()
+    until(lambda: source.log.count("alive") > 1)
+    thread.resume()
+    until(lambda: source.committed)
+    thread.close()
+
+
+def test_what_it_waits_for_before_anything_is_polled_is_told(house, monkeypatch):
+    poll = house.source.poll
+
+    def away(timeout_s):
+        raise TierError("redis", "it cannot be reached")
+
+    monkeypatch.setattr(house.source, "poll", away)
+    thread = IngestThread(house.ingestor, house.source, "ingest")
+    thread.start()
+    until(lambda: house.ingestor.problem == "redis: it cannot be reached")
+    until(lambda: "alive" in house.source.log)  # or the group would take it for dead
+    monkeypatch.setattr(house.source, "poll", poll)
+    until(lambda: house.ingestor.problem is None)
+    thread.close()
+
+
 def test_a_position_is_noted_with_the_last_rows_of_its_table(house):
     """A batch may bring rows of a table in two formats: the first ones must not claim the others."""
     noted = []
