@@ -20,10 +20,13 @@ from hps.errors import DeadlineExceeded, TierError, Unavailable
 Request = TypeVar("Request")
 Taken = TypeVar("Taken", contravariant=True)
 Result = TypeVar("Result")
-# What fails by the server's state.
-_OURS = (Unavailable, DeadlineExceeded, TierError)
 # A timer that nothing needs for so long ends.
 _TIMER_IDLE_S = 10.0
+
+
+def is_of_the_server(error: BaseException) -> bool:
+    """Whether a request failed by the server's state, as others would; else it may be at fault itself."""
+    return isinstance(error, Unavailable | DeadlineExceeded | TierError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +195,7 @@ class Batcher(Generic[Request, Result]):
             results = [run.result()] if alone else run.result()
             for each, result in zip(batch, results, strict=True):
                 each.future.set_result(result)
-        elif alone or isinstance(error, _OURS) or not isinstance(error, Exception):
+        elif alone or is_of_the_server(error) or not isinstance(error, Exception):
             for each in batch:
                 each.future.set_exception(error)
         else:

@@ -23,6 +23,7 @@ from hps.config import load_config
 from hps.config.server_settings import ServerSettings
 from hps.dense.base import DATATYPES
 from hps.errors import BadRequest, ConfigError, HpsError, NotFound, Unsupported
+from hps.lookup.batching import is_of_the_server
 from hps.lookup.merged import Merged, checked, kind
 from hps.names import hint_for
 from hps.open_models import ServedModel
@@ -169,19 +170,28 @@ class Answering:
             except HpsError as error:
                 answers[index] = error
         for group in groups.values():
-            requests = [request for _, _, request in group]
-            try:
-                self._served.freshness.require()
-                results = self._lookup(requests)
-            except Exception as error:
-                for index, *_ in group:
-                    answers[index] = told(error, "")
-                continue
-            for (index, call, _), result in zip(group, results, strict=True):
-                answers[index] = self._answered(call, result)
+            for (index, call, _), found in zip(
+                group, self._found([request for _, _, request in group]), strict=True
+            ):
+                if isinstance(found, LookupResult):
+                    answers[index] = self._answered(call, found)
+                else:
+                    answers[index] = found
         return answers
 
-    def _lookup(self, requests: list[LookupRequest]) -> list[LookupResult]:
+    def _found(self, requests: Sequence[LookupRequest]) -> list[LookupResult | HpsError]:
+        """Vectors or an error for each request of one kind. What is at fault together, as when all their keys
+        are too many, is looked up in halves, as in a `Batcher`."""
+        try:
+            self._served.freshness.require()
+            return [*self._lookup(requests)]
+        except Exception as error:
+            if len(requests) == 1 or is_of_the_server(error):
+                return [told(error, "")] * len(requests)
+        half = len(requests) // 2
+        return self._found(requests[:half]) + self._found(requests[half:])
+
+    def _lookup(self, requests: Sequence[LookupRequest]) -> list[LookupResult]:
         engine = self._served.engine
         if not any(request.features for request in requests):
             return [LookupResult({}) for _ in requests]

@@ -43,7 +43,20 @@ def by_table(*keys):
     return Asked({"KEYS": np.array([keys], np.int64), "NUMKEYS": counts})
 
 
-def test_requests_of_one_call(backend):
+@pytest.fixture
+def lookups(backend, monkeypatch):
+    """How many keys each lookup asked for."""
+    asked, real = [], type(backend._served.engine).lookup
+
+    def lookup(self, request):
+        asked.append(sum(len(keys.keys) for keys in request.features.values()))
+        return real(self, request)
+
+    monkeypatch.setattr(type(backend._served.engine), "lookup", lookup)
+    return asked
+
+
+def test_requests_of_one_call(backend, lookups):
     asked = [
         by_table(),
         by_table(1, 2),
@@ -57,6 +70,25 @@ def test_requests_of_one_call(backend):
     assert pair.outputs[0][1].tolist() == [[k + i / 8 for i in range(3)] for k in (3, 4)]
     assert [each.parameters["hps_defaulted"] for each in (two, pair, unknown)] == [0, 0, 1]
     assert isinstance(wrong, BadRequest)
+    assert lookups == [2, 3]  # one of each form
+
+
+@pytest.mark.parametrize("form", ["by table", "by feature"])
+def test_what_is_too_much_for_one_lookup_is_several(backend, form, monkeypatch):
+    engine = backend._served.engine
+    bounds = {"max_table_keys": {"left": 4}} if form == "by table" else {"max_batch_size": 4}
+    monkeypatch.setattr(engine, "model", replace(engine.model, **bounds))
+
+    def request(*keys):
+        if form == "by table":
+            return by_table(*keys)
+        return Asked({"left": np.array(keys)[:, None]}, ("left",))
+
+    *fit, too_large = backend.answer(
+        [*[request(k, k + 1, k + 2) for k in range(5)], request(*[0] * 5)]
+    )
+    assert [each.outputs[0][1].reshape(-1)[0] for each in fit] == [0, 1, 2, 3, 4]
+    assert isinstance(too_large, BadRequest)
 
 
 def test_outputs_that_are_float32_whatever_the_rows_are(small):
