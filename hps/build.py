@@ -137,7 +137,7 @@ class _Builder:
             followers,
             serving,
             stores,
-            caches.in_memory,
+            caches,
             self._devices,
             self._opened,
             self._tables,

@@ -1,4 +1,5 @@
-"""A node's caches: the CPU cache and those of its GPUs; who writes them, and what they begin with."""
+"""A node's caches: the CPU cache and those of its GPUs; who writes them, and what is in them at the start, of
+all models, and later on, of one that comes."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from hps.cache_plan import eviction_of, planned_rows
+from hps.cache_plan import eviction_of, planned_beside, planned_rows
 from hps.config import Settings
 from hps.config.cache_settings import CpuCacheSettings
 from hps.devices import Devices
@@ -56,6 +57,7 @@ class Caches:
         self._hot: dict[str, HotKeys] = {}
         self._lifting: Lifting | None = None
         self._writer: CacheWriter
+        self._cpu_cache: CpuCache | None = None
         self.in_memory: TierStatus | None = None
         self.statuses: list[TierStatus] = []
 
@@ -110,6 +112,7 @@ class Caches:
             threads=chosen.threads,
         )
         self._resources.callback(cache.close)
+        self._cpu_cache = cache
         if chosen.snapshot.path is not None:
             self._hot = hot_keys_at_start(chosen.snapshot.path)
             on_gpu = self._devices.replicas
@@ -161,6 +164,50 @@ class Caches:
         assert self._devices.replicas is not None
         if dropped := self._devices.replicas.seal(table):
             log.warning("%d rows of table %s found no place on the GPU", dropped, table.id)
+
+    # -- while it serves ---------------------------------------------------------------------------
+
+    def add(
+        self,
+        model: OpenedModel,
+        old: OpenedModel | None,
+        beside: Sequence[EmbeddingTable],
+        progress: Progress,
+    ) -> str:
+        """Give a version's tables room in the CPU cache ``beside`` those of other models, and the rows that
+        are hot in the ``old`` version's. What is to be said of that, if anything."""
+        cache = self._cpu_cache
+        if cache is None:
+            return ""
+        new = list(model.tables.values())
+        plan, warning = planned_beside(
+            self._settings,
+            {table: self._stores.rows(table) for table in (*beside, *new)},
+            new,
+            {table: cache.capacity(table) for table in beside},
+        )
+        warming = Warming(self._writer, progress)
+        for name, table in model.tables.items():
+            cache.add_table(table, plan[table], eviction_of(self._settings, table))
+            rows = cache.capacity(table)
+            if not rows or not self._settings.tiers.cpu_cache.warm:
+                continue
+            files = model.version.tables[name]
+            before = None if old is None else old.tables.get(name)
+            hot = None if before is None else cache.top_k(before, rows)[0]
+            if hot is not None and len(hot) and rows < files.rows:
+                warming.hottest(table, hot, cache)
+            else:
+                known = self._stores.version_of_rows(table)
+                rows = min(rows, files.rows)
+                warming.fill(table, files.keys(0, rows), files.vectors, known)
+        return warning
+
+    def drop(self, model: OpenedModel) -> None:
+        """Let go of a version's tables."""
+        if self._cpu_cache is not None:
+            for table in model.tables.values():
+                self._cpu_cache.drop_table(table)
 
 
 def cache_memory(chosen: CpuCacheSettings) -> CacheMemory:

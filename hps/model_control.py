@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from hps.cache_plan import eviction_of, planned_beside
+from hps.caches import Caches
 from hps.config import Settings
 from hps.devices import Devices
 from hps.errors import NotFound, Unavailable, Unsupported
@@ -30,11 +30,8 @@ from hps.opening import OpenedModel, open_model, watermarks_of
 from hps.retiring import Retiring
 from hps.serving import Serving, freshness_of
 from hps.storage import Stores
-from hps.tier_status import TierStatus
-from hps.tiers.cpu_cache import CpuCache
 from hps.tiers.node import Followers, Loaded
 from hps.types import EmbeddingTable, NoProgress, Progress
-from hps.updates.warm import Warming
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +51,7 @@ class ModelControl:
         followers: Followers,
         serving: Serving,
         stores: Stores,
-        cache: TierStatus | None,
+        caches: Caches,
         devices: Devices,
         opened: list[OpenedModel],
         tables: list[EmbeddingTable],
@@ -66,7 +63,7 @@ class ModelControl:
         self._followers = followers
         self._serving = serving
         self._stores = stores
-        self._status = cache
+        self._caches = caches
         self._devices = devices
         self._opened = opened
         self._tables = tables
@@ -77,7 +74,7 @@ class ModelControl:
         self._closed = threading.Event()
         self._to_close = resources
         self._resources: dict[str, ExitStack] = {}  # of versions that came later, by model
-        self._retiring = Retiring(stores, self._forget, self._version_of, self._turn, self._closed)
+        self._retiring = Retiring(stores, caches.drop, self._version_of, self._turn, self._closed)
         self.loading: dict[str, int] = {}
         """Versions that are being made ready, by model."""
         self.warnings: dict[str, str] = {}
@@ -188,9 +185,10 @@ class ModelControl:
             undo.callback(self._stores.leave, model)
             self._stores.add(model, progress)
             self._require_open()
-            undo.callback(self._forget, model)
-            warning = self._fill(model, old, progress)
+            undo.callback(self._caches.drop, model)
             others = [each for each in self._opened if each is not old]
+            beside = [table for each in others for table in each.tables.values()]
+            warning = self._caches.add(model, old, beside, progress)
             undo.callback(self._follow, self._opened)
             self._follow([*others, model])
             self._catch_up(model)
@@ -236,39 +234,6 @@ class ModelControl:
         self._opened[:] = opened
         self._tables[:] = [table for each in opened for table in each.tables.values()]
 
-    def _fill(self, model: OpenedModel, old: OpenedModel | None, progress: Progress) -> str:
-        """Give the version's tables room in the CPU cache, and the rows that are hot in the other's. What is
-        to be said of that, if anything."""
-        cache = self._cache
-        if cache is None:
-            return ""
-        others = [
-            table for each in self._opened if each is not old for table in each.tables.values()
-        ]
-        new = list(model.tables.values())
-        plan, warning = planned_beside(
-            self._settings,
-            {table: self._stores.rows(table) for table in (*others, *new)},
-            new,
-            {table: cache.capacity(table) for table in others},
-        )
-        warming = Warming(self._node.writer, progress)
-        for name, table in model.tables.items():
-            cache.add_table(table, plan[table], eviction_of(self._settings, table))
-            rows = cache.capacity(table)
-            if not rows or not self._settings.tiers.cpu_cache.warm:
-                continue
-            files = model.version.tables[name]
-            before = None if old is None else old.tables.get(name)
-            hot = None if before is None else cache.top_k(before, rows)[0]
-            if hot is not None and len(hot) and rows < files.rows:
-                warming.hottest(table, hot, cache)
-            else:
-                known = self._stores.version_of_rows(table)
-                rows = min(rows, files.rows)
-                warming.fill(table, files.keys(0, rows), files.vectors, known)
-        return warning
-
     def _follow(self, opened: list[OpenedModel]) -> None:
         if self._closed.is_set():
             return
@@ -292,13 +257,3 @@ class ModelControl:
     def _version_of(self, name: str) -> int | None:
         served = self._node.models.get(name)
         return None if served is None else served.version
-
-    def _forget(self, model: OpenedModel) -> None:
-        if self._cache is not None:
-            for table in model.tables.values():
-                self._cache.drop_table(table)
-
-    @property
-    def _cache(self) -> CpuCache | None:
-        tier = None if self._status is None else self._status.tier
-        return tier if isinstance(tier, CpuCache) else None
