@@ -43,6 +43,7 @@ _EXPECTED = {
         "response_serializer",
     ],
     "_receive_message": ["state", "call", "request_deserializer"],
+    "_send_message": ["state", "token"],
     "_send_status_from_server": ["state", "token"],
     "_get_initial_metadata_operation": ["state", "metadata"],
     "_abort": ["state", "call", "code", "details"],

@@ -11,15 +11,20 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
-from services.frontend.grpc.arrivals import Pooled
+from services.frontend.grpc.arrivals import KNOWN, Pooled
+from services.frontend.grpc.push import push
 from services.frontend.grpc.service import SERVICE
 from services.server_state import ServerState
+
+# At a time. Each is memory, and work at every change.
+WATCHERS = 1024
 
 Send = Callable[[HealthCheckResponse | None], None]
 
@@ -33,8 +38,8 @@ class Health:
         pool: ThreadPoolExecutor,
         names: Sequence[str] = ("", SERVICE),
     ) -> None:
-        """``pool`` answers; a watcher keeps none of its threads. ``names``: of the services; ""
-        is the server."""
+        """``pool`` answers; a watcher keeps none of its threads, whether it reads what it is told or not.
+        ``names``: of the services; "" is the server."""
         self._state, self._names, self._pool = state, names, pool
         self._stopped = False
         self._watchers: set[_Watcher] = set()
@@ -67,31 +72,53 @@ class Health:
         return HealthCheckResponse(status=status)
 
     def _watch(self, request: HealthCheckRequest, context: Any, send: Send) -> None:
-        watcher = _Watcher(self, request.service, send)
+        if len(self._watchers) >= WATCHERS:
+            context.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)
+            context.set_details(f"{WATCHERS} watch already; use Check")
+            send(None)
+            return
+        watcher = _Watcher(self, request.service, partial(_send, context, send))
         self._watchers.add(watcher)
         if not context.add_callback(lambda: self._watchers.discard(watcher)):
             self._watchers.discard(watcher)
         watcher.tell()
 
 
+def _send(context: Any, send: Send, answer: HealthCheckResponse, sent: Callable[[], None]) -> None:
+    if KNOWN:
+        push(context, answer.SerializeToString(), sent)
+    else:
+        send(answer)
+        sent()
+
+
 class _Watcher:
     """Somebody who is told of changes. What came and went while a slow one was being told is left out."""
 
-    def __init__(self, health: Health, service: str, send: Send) -> None:
+    def __init__(
+        self,
+        health: Health,
+        service: str,
+        send: Callable[[HealthCheckResponse, Callable[[], None]], None],
+    ) -> None:
         self._health, self._service, self._send = health, service, send
         self._told = -1
-        self._telling = threading.Lock()
+        self._telling = False
+        self._lock = threading.Lock()
 
     def tell(self) -> None:
-        """Say what has not been said; waits until it is sent."""
-        while self._told != (status := self._health.status(self._service)):
-            if not self._telling.acquire(blocking=False):
-                return  # who is telling it looks again
-            try:
-                self._told = status
-                self._send(HealthCheckResponse(status=status))
-            finally:
-                self._telling.release()
+        """Begin to say what has not been said."""
+        with self._lock:
+            status = self._health.status(self._service)
+            if self._telling or status == self._told:
+                return  # who is told something is looked at again after it
+            self._told = status
+            self._telling = True
+        self._send(HealthCheckResponse(status=status), self._sent)
+
+    def _sent(self) -> None:
+        self._telling = False
+        self.tell()
 
 
 class _NonBlocking:

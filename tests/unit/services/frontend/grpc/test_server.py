@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
+from contextlib import closing
 
 import grpc
 import numpy as np
@@ -23,11 +24,13 @@ from hps.config.server_settings import AuthSettings, GrpcSettings, TlsSettings
 from hps.errors import ConfigError
 from services.frontend import log_settings
 from services.frontend.auth import OpenGuard, guard
+from services.frontend.grpc import health as health_module
 from services.frontend.grpc import infer as infer_module
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.grpc.service import SERVICE
 from services.frontend.state import State
 from tests.support.certificates import made
+from tests.support.http2_client import Http2Client
 from tests.support.waiting import until
 
 
@@ -355,6 +358,37 @@ def test_health_is_watched(serve, small):
         server.stop()
         assert next(said).status == health_pb2.HealthCheckResponse.NOT_SERVING
         said.cancel()
+
+
+def test_watchers_who_read_nothing_hold_up_nobody(serve, small):
+    server = serve()
+    watching = server.server._health._watchers
+    with closing(Http2Client(server.server.url)) as deaf:
+        for _ in range(40):
+            deaf.call("/grpc.health.v1.Health/Watch")
+        until(lambda: len(watching) == 40)
+        with grpc.insecure_channel(server.server.url) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            said = stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
+            assert next(said).status == health_pb2.HealthCheckResponse.SERVING
+            small.state.stop()
+            assert next(said).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            checked = stub.Check(health_pb2.HealthCheckRequest(), timeout=60)
+            assert checked.status == health_pb2.HealthCheckResponse.NOT_SERVING
+            said.cancel()
+    until(lambda: not watching)
+
+
+def test_watchers_have_a_largest_number(serve, monkeypatch):
+    monkeypatch.setattr(health_module, "WATCHERS", 1)
+    with grpc.insecure_channel(serve().server.url) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        first = stub.Watch(health_pb2.HealthCheckRequest())
+        next(first)
+        with pytest.raises(grpc.RpcError) as caught:
+            next(stub.Watch(health_pb2.HealthCheckRequest(), timeout=60))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        first.cancel()
 
 
 def test_reflection(serve):
