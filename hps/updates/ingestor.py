@@ -105,6 +105,8 @@ class Ingestor:
         self._noted_at = time.monotonic()
         self.problem: str | None = None
         """Why the stream waits, while it does."""
+        self.newest_s: dict[EmbeddingTable, float] = {}
+        """When the newest update of each table that was applied here was made, in Unix seconds."""
 
     @property
     def store_names(self) -> list[str]:
@@ -176,6 +178,7 @@ class Ingestor:
             self._observe.visible(table, CACHES, made_s)
         self._observe.applied(table, "upserted", len(changes.keys))
         self._observe.applied(table, "deleted", len(changes.deleted))
+        self.newest_s[table] = max(self.newest_s.get(table, 0.0), float(made_s.max()))
 
     def _usable(self, table: EmbeddingTable, update: TableUpdate) -> TableChanges:
         """Without rows whose time is over and rows that are not finite, which would spoil every score;
@@ -187,16 +190,18 @@ class Ingestor:
             over = (messages["ttl_s"] > 0) & (until <= time.time() * 1e3)
             good = ~np.repeat(over, messages["upserts"])
             self._observe.applied(table, "expired", int(np.count_nonzero(~good)))
-        finite = np.isfinite(changes.vectors).all(axis=1)
+        with np.errstate(over="ignore"):  # a float32 may be too large for a float16
+            rows = changes.vectors.astype(table.dtype, copy=False)
+        finite = np.isfinite(rows).all(axis=1)
         if not finite.all():
             self._observe.applied(table, "not_finite", int(np.count_nonzero(good & ~finite)))
             good &= finite
-        keys, vectors, versions = changes.keys, changes.vectors, changes.versions
+        keys, vectors, versions = changes.keys, rows, changes.versions
         if not good.all():
             keys, vectors, versions = keys[good], vectors[good], versions[good]
         return TableChanges(
             table.narrow(keys),
-            vectors.astype(table.dtype, copy=False),
+            vectors,
             versions,
             table.narrow(changes.deleted),
             changes.deleted_versions,

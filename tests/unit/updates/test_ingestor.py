@@ -262,6 +262,13 @@ def test_rows_that_are_not_finite_are_left_out_and_counted(house):
     assert (house.counted("not_finite"), house.counted("upserted")) == (2, 1)
 
 
+def test_rows_that_are_too_large_for_the_tables_dtype_are_not_finite(house):
+    house.source.batches = [batch(1, users=changes([(5, 0.25, 1), (6, 1e6, 1), (7, -65504.0, 1)]))]
+    house.ingestor.step()
+    assert house.rows(house.store, [5, 6, 7], USERS) == {5: 0.25, 6: None, 7: -65504.0}
+    assert (house.counted("not_finite", USERS), house.counted("upserted", USERS)) == (1, 2)
+
+
 def test_rows_whose_time_is_over_are_left_out_and_counted(house):
     resident(house, 1)
     past = NOW_MS - 60_000
