@@ -1,6 +1,7 @@
 """Models of attached processes, when those of their node change. Here one process attaches to itself, and
 looks when it is told to; tests/integration/test_workers.py has real ones."""
 
+import os
 import tempfile
 import threading
 
@@ -84,6 +85,7 @@ def test_a_switch_reaches_all_that_are_attached(node, attached, settings):
     changed = []
     attached.watch(lambda: changed.append(attached.model("words").version))
     with hps.attach(settings) as other:
+        assert node.status()["socket"]["attached"] == [os.getpid()] * 2
         assert node.load("words", 2) == 2
         for each in (attached, other, node):
             assert values(each, sources=True) == (2000, {Source.CPU, Source.ROCKSDB})

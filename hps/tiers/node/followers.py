@@ -93,6 +93,12 @@ class Followers:
                 self._deaths.append((time.monotonic(), follower))
             self._changed.notify_all()
 
+    @property
+    def processes(self) -> list[int]:
+        """Their numbers, ascending."""
+        with self._changed:
+            return sorted(each.process for each in self._followers.values())
+
     # -- the node's side ---------------------------------------------------------------------------
 
     def open(self, model: str, version: int, check: Callable[[], None]) -> None:

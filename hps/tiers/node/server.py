@@ -72,7 +72,11 @@ class NodeServer:
 
     def facts(self) -> dict[str, Any]:
         """For a node's status."""
-        return {"path": str(self.path), "connections": len(self._connections)}
+        return {
+            "path": str(self.path),
+            "connections": len(self._connections),
+            "attached": self._followers.processes,
+        }
 
     def close(self) -> None:
         """End every connection. Idempotent."""
