@@ -55,7 +55,7 @@ class KafkaSettings(_SourceSettings):
     """Consumer group of those who write Redis; fleets with another Redis on the same Kafka need another."""
     dead_letters: str = Field("hps_dead_letters", pattern=r"^[a-zA-Z0-9_.\-]{1,249}$")
     """Topic of messages that cannot be taken, each with the reason."""
-    max_message_bytes: int = Field(16 << 20, ge=1024, le=1 << 30)
+    max_message_bytes: int = Field(16 << 20, ge=1024, le=1_000_000_000)
     """Larger messages are dead letters."""
     prefetch_kb: int = Field(65_536, ge=1024, le=2_097_151)
     """Memory for messages fetched ahead, in kilobytes."""

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 import confluent_kafka as ck
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from benchmarks.peers.process import free_ports
 from hps.config.update_settings import KafkaSettings
-from hps.errors import ConfigError, TierError
+from hps.errors import BadRequest, ConfigError, TierError, Unavailable
 from hps.meters import UpdateMeter
 from hps.metrics import Metrics
 from hps.tiers.base import FetchContext, Part
@@ -276,7 +277,7 @@ def test_two_readers_of_a_group_share_and_one_takes_over(broker, model, tmp_path
             until(lambda: len(first.source.lag() or ()) == 2 == len(second.source.lag() or ()))
             send(0)
             until(lambda: both(first, second, range(40)))
-        until(lambda: len(second.source.lag()) == 4)
+        until(lambda: len(second.source.lag() or ()) == 4)
         send(100)
         until(lambda: second.rows(range(100, 140)) == [1.0] * 40)
 
@@ -298,6 +299,23 @@ def test_seek_replays(broker, model, tmp_path):
         assert reader.rows([0, 1, 2]) == [None, None, 77.0]
         reader.thread.call(lambda: reader.source.seek(topic, 0, 1)).result(60)
         until(lambda: reader.rows([0, 1, 2]) == [None, 1.0, 1.0])
+
+
+def test_seek_beyond_the_end_is_refused(broker, model, tmp_path):
+    topic = native_topic(model)
+    with reading(broker, tmp_path, model) as reader:
+        with sending(broker) as producer:
+            for i in range(3):
+                producer.produce(topic, native(model, i, 1.0, 1))
+        until(lambda: reader.applied(topic) == 3)
+        with pytest.raises(BadRequest, match="ends at 3, before 4"):
+            reader.thread.call(lambda: reader.source.seek(topic, 0, 4)).result(60)
+        with pytest.raises(Unavailable, match="is not read here"):
+            reader.thread.call(lambda: reader.source.seek(topic, 1, 0)).result(60)
+        reader.thread.call(lambda: reader.source.seek(topic, 0, 3)).result(60)
+        with sending(broker) as producer:
+            producer.produce(topic, native(model, 3, 1.0, 1))
+        until(lambda: reader.rows([3]) == [1.0])
 
 
 def test_paused_for_long_it_stays_in_the_group_and_loses_nothing(broker, model, tmp_path):
@@ -445,7 +463,53 @@ def test_the_lag_is_what_is_there_and_not_polled(broker, model, tmp_path):
         until(lambda: reader.source.lag() == {(topic, 0): 0})
 
 
+def test_what_a_transaction_leaves_in_the_stream_is_not_waited_for(broker, model, tmp_path):
+    """Its marker takes an offset that no message has; rows that were taken back are none."""
+    topic = native_topic(model)
+    make_topic(broker, topic)
+    options = {"bootstrap.servers": broker.address, "transactional.id": model}
+    producer = ck.Producer(options, logger=logging.getLogger("test.producer"))
+    producer.init_transactions(60)
+
+    def send(key: int, *, keep: bool = True) -> None:
+        producer.begin_transaction()
+        producer.produce(topic, native(model, key, 1.0, 1))
+        assert producer.flush(60) == 0
+        if keep:
+            producer.commit_transaction(60)
+        else:
+            producer.abort_transaction(60)
+
+    with reading(broker, tmp_path, model) as reader:
+        place = (topic, 0)
+        send(1)
+        until(lambda: reader.source.applied() == {place: 2})
+        assert reader.rows([1]) == [1.0]
+        send(2, keep=False)
+        until(lambda: reader.source.applied() == {place: 4})
+        until(lambda: reader.source.lag() == {place: 0})
+        reader.thread.pause().result(60)
+        send(3)
+        reader.thread.resume()
+        until(lambda: reader.source.applied() == {place: 6})
+    # What is noted in the store says so too.
+    with reading(broker, tmp_path, model) as reader:
+        assert reader.applied(topic) == 6
+        until(lambda: reader.source.lag() == {place: 0})
+        assert reader.rows([1, 2, 3]) == [1.0, None, 1.0]
+
+
 def test_an_option_that_librdkafka_does_not_know(broker, model, tmp_path):
     settings = KafkaSettings(brokers=broker.address, options={"security.protokol": "ssl"})
     with pytest.raises(ConfigError, match=r"updates.kafka: .*security.protokol"):
         KafkaSource(settings, "g", Topics([], settings.takes), lambda _t, _p: None)
+
+
+def test_the_largest_messages_that_can_be_allowed_are_allowed_by_librdkafka(model):
+    most = 1_000_000_000
+    (port,) = free_ports(1)
+    settings = KafkaSettings(brokers=f"127.0.0.1:{port}", max_message_bytes=most)
+    topics = Topics([EmbeddingTable.make("items", 2, model=model)], settings.takes)
+    KafkaSource(settings, "g", topics, lambda _t, _p: None).close()
+    with pytest.raises(ValidationError, match="max_message_bytes"):
+        KafkaSettings(brokers=settings.brokers, max_message_bytes=most + 1)

@@ -15,7 +15,7 @@ from typing import Any
 import confluent_kafka as ck
 
 from hps.config.update_settings import KafkaSettings
-from hps.errors import ConfigError, Unavailable
+from hps.errors import BadRequest, ConfigError, Unavailable
 from hps.tiers.positions import StreamPosition
 from hps.tracing import recorder
 from hps.updates.kafka.client import ANSWER_S, client_log, client_options
@@ -75,6 +75,7 @@ class KafkaSource:
                     "enable.auto.commit": False,
                     "enable.auto.offset.store": False,
                     "auto.offset.reset": "earliest",
+                    "enable.partition.eof": True,
                     "session.timeout.ms": 30_000,
                     "max.poll.interval.ms": 300_000,
                     "topic.metadata.refresh.interval.ms": _NEW_TOPICS_MS,
@@ -101,20 +102,13 @@ class KafkaSource:
         first = self._consumer.poll(timeout_s)
         if first is None:
             return None
-        messages = []
         # To consume several waits until there are as many, or for all of the timeout.
-        for message in (first, *self._consumer.consume(_MOST_MESSAGES - 1, _GATHER_S)):
-            if (error := message.error()) is not None:
-                self._report(error)
-            else:
-                messages.append(message)
-        if not messages:
-            return None
-        self.problem = None
-        return self._batch(messages)
+        return self._batch([first, *self._consumer.consume(_MOST_MESSAGES - 1, _GATHER_S)])
 
     def commit(self, batch: UpdateBatch) -> None:
         reached = {(p.topic, p.partition): p.offset for p in batch.positions}
+        # The group may have given some to others meanwhile, or back: then they begin where the stores are.
+        reached = {place: offset for place, offset in reached.items() if place in self._next}
         self._committed |= reached
         self._untold |= reached
         self._jumped -= reached.keys()
@@ -126,8 +120,9 @@ class KafkaSource:
             self._consumer.pause(self._consumer.assignment())
             self._resting = True
         for message in self._consumer.consume(1, 0.0):
-            if message.error() is None:  # it was in the queue already
-                self._seek(*_place(message))
+            place = message.topic(), message.partition()
+            if place in self._next:  # it was in the queue already
+                self._seek(*place, self._next[place])
 
     def _rise(self) -> None:
         """Take messages again."""
@@ -139,6 +134,7 @@ class KafkaSource:
         """See `UpdateSource`."""
         self._unplaced = self._consumer.assignment()
         self._consumer.pause(self._unplaced)
+        self._lag = None
         self._next.clear()
         self._committed.clear()
         self._untold.clear()
@@ -146,10 +142,19 @@ class KafkaSource:
     def rewind(self) -> None:
         """Poll again what was not committed."""
         for place, offset in self._committed.items():
-            self._seek(*place, offset)
+            if place in self._next:
+                self._seek(*place, offset)
 
     def seek(self, topic: str, partition: int, offset: int) -> None:
-        """Go on at ``offset``, forwards or backwards. What the stores have of it they keep."""
+        """Go on at ``offset``, forwards or backwards. What the stores have of it they keep. Raises BadRequest
+        when it is behind the partition's end."""
+        if (topic, partition) not in self._next:
+            raise Unavailable(f"{topic}/{partition} is not read here at the moment; try again")
+        end = self._watermarks(ck.TopicPartition(topic, partition))[1]
+        if offset > end:  # Kafka's client would begin at the beginning
+            raise BadRequest(
+                f"{topic}/{partition} ends at {end}, before {offset}; seek to {end} at most"
+            )
         self._seek(topic, partition, offset)
         self._jumped.add((topic, partition))
         self._committed[topic, partition] = offset
@@ -194,8 +199,6 @@ class KafkaSource:
 
     def _report(self, error: Any) -> None:
         """Consumer errors mend themselves or are for the operator; none ends the stream."""
-        if error.code() == ck.KafkaError._PARTITION_EOF:
-            return
         if error.code() == ck.KafkaError.UNKNOWN_TOPIC_OR_PART:  # nobody has written to it yet
             log.info("Kafka: %s", error.str())
             return
@@ -214,17 +217,24 @@ class KafkaSource:
         consumer.pause(partitions)
         self._unplaced = list(partitions)
         self._joined = True
+        self._lag = None  # until it is told where they begin
         self._next.clear()
         self._committed.clear()
 
     def _revoked(self, consumer: Any, partitions: list[ck.TopicPartition]) -> None:
         self._tell_group()
-        self._unplaced = []
+        self._left()
 
     def _lost(self, consumer: Any, partitions: list[ck.TopicPartition]) -> None:
-        self._unplaced = []
         self._untold.clear()
+        self._left()
         log.warning("the group gave %d partitions to others", len(partitions))
+
+    def _left(self) -> None:
+        """Nothing is read until the group says anew what is."""
+        self._joined, self._lag = False, None
+        self._unplaced = []
+        self._next.clear()
 
     def _place(self) -> None:
         """Have each new partition begin where the stores say."""
@@ -237,6 +247,7 @@ class KafkaSource:
             place = each.topic, each.partition
             self._seek(*place, self._first(each) if offset is None else offset)
             self._kept[place] = low
+            self._jumped.discard(place)
             # Not from `low` on: a store notes a position only if it has what is before it, or what
             # there was between is gone.
             self._committed[place] = self._next[place]
@@ -263,20 +274,40 @@ class KafkaSource:
         return low, high
 
     def _seek(self, topic: str, partition: int, offset: int) -> None:
-        self._next[topic, partition] = max(0, offset)
         try:
             self._consumer.seek(ck.TopicPartition(topic, partition, offset))
         except ck.KafkaException as error:
             raise Unavailable(f"Kafka: {topic}/{partition} at {offset}: {_text(error)}") from None
+        self._next[topic, partition] = max(0, offset)
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def _batch(self, messages: list[Any]) -> UpdateBatch:
-        before = {place: 0 if place in self._jumped else at for place, at in self._next.items()}
-        ends = {(m.topic(), m.partition()): m.offset() + 1 for m in messages}
+    def _batch(self, polled: list[Any]) -> UpdateBatch | None:
+        """Of messages, ends of partitions and errors."""
+        messages: list[Any] = []
+        ends: dict[tuple[str, int], int] = {}
+        for each in polled:
+            place, error = (each.topic(), each.partition()), each.error()
+            if error is not None and error.code() != ck.KafkaError._PARTITION_EOF:
+                self._report(error)
+            elif place not in self._next:
+                pass  # the group gave it to another, or back: it begins where the stores are
+            elif error is None:
+                messages.append(each)
+                ends[place] = each.offset() + 1
+            elif each.offset() > ends.get(place, self._next[place]):
+                ends[place] = (
+                    each.offset()
+                )  # no message has those between, but a transaction's marker
+        if not ends:
+            return None
+        self.problem = None
+        positions = [
+            StreamPosition(*p, end, 0 if p in self._jumped else self._next[p])
+            for p, end in ends.items()
+        ]
         self._next |= ends
         updates, dead = self._messages.decoded(messages)
-        positions = [StreamPosition(*p, end, before.get(p, 0)) for p, end in ends.items()]
         traces = () if recorder() is None else traceparents(messages)
         return UpdateBatch(updates, positions, dead, traces)
 
@@ -288,10 +319,6 @@ def _warn_of_gap(partition: ck.TopicPartition, offset: int, low: int) -> None:
             "load the model's files again, or raise the topic's retention",
             partition.topic, partition.partition, low, offset, low - 1,
         )  # fmt: skip
-
-
-def _place(message: Any) -> tuple[str, int, int]:
-    return message.topic(), message.partition(), message.offset()
 
 
 def _text(error: Exception) -> str:
