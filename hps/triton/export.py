@@ -76,12 +76,19 @@ def export_lookup(
     spec, types = version.spec, vector_types(version)
     folder = repository / f"{version.name}.lookup"
     made = pb.ModelConfig(name=folder.name, backend="python", max_batch_size=spec.max_batch_size)
-    made.input.add(name="KEYS", data_type=pb.TYPE_INT64, dims=[-1], optional=True)
+    # Requests that wait at the same time share a call, however many keys each has.
+    made.input.add(
+        name="KEYS", data_type=pb.TYPE_INT64, dims=[-1], optional=True, allow_ragged_batch=True
+    )
     made.input.add(name="NUMKEYS", data_type=pb.TYPE_INT32, dims=[-1], optional=True)
     made.output.add(name="OUTPUT0", data_type=pb.TYPE_FP32, dims=[-1])
     for feature in features_of(spec):
         made.input.add(
-            name=feature.name, data_type=pb.TYPE_INT64, dims=[feature.hotness or -1], optional=True
+            name=feature.name,
+            data_type=pb.TYPE_INT64,
+            dims=[feature.hotness or -1],
+            optional=True,
+            allow_ragged_batch=feature.hotness is None,
         )
         _add(made.output, types[feature.name])
     if gpus:

@@ -31,7 +31,7 @@ from hps.types import LookupRequest, LookupResult
 from services.frontend import faults
 from services.frontend.call import Call, Form
 from services.frontend.endpoints import Output
-from services.frontend.errors import told
+from services.frontend.errors import status_of, told
 from services.frontend.lookup_endpoint import KEYS, LookupEndpoint
 
 _DATATYPE = {dtype: name for name, dtype in DATATYPES.items()}
@@ -43,6 +43,14 @@ _WITHOUT_EFFECT = {
     ),
     "refresh_delay": ("0", "updates reach cached rows as they come; there is nothing to refresh"),
     "freeze_sparse": ("false", "whether rows are updated is said by the node's `updates` settings"),
+}
+# Triton's names for gRPC's codes. A time limit that is over is UNAVAILABLE there, as in its own queues.
+_CODES = {
+    "INVALID_ARGUMENT": "INVALID_ARG",
+    "NOT_FOUND": "NOT_FOUND",
+    "UNIMPLEMENTED": "UNSUPPORTED",
+    "UNAVAILABLE": "UNAVAILABLE",
+    "DEADLINE_EXCEEDED": "UNAVAILABLE",
 }
 _KNOWN = {"config", "model", *_WITHOUT_EFFECT}
 
@@ -62,6 +70,11 @@ class Answered:
 
     outputs: list[Output]
     parameters: dict[str, Any]
+
+
+def code(error: HpsError) -> str:
+    """The name of Triton's code for ``error``, which HTTP and gRPC have their statuses by."""
+    return _CODES.get(status_of(error).grpc, "INTERNAL")
 
 
 class Backend:

@@ -23,6 +23,7 @@ from hps.errors import Unsupported
 from hps.models.writer import write_version
 from hps.native import COMPILED
 from tests.integration.conftest import RANKING, network, write_models
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.usefixtures("triton_ready"),
@@ -157,6 +158,39 @@ def test_requests_at_the_same_time(client, node):
         assert result.as_numpy("history").tobytes() == expected.tobytes()
 
 
+def test_unequal_numbers_of_keys_share_a_call(server):
+    """Triton hands on requests together that wait at the same time, however many keys each has."""
+    with triton_grpc.InferenceServerClient(server.grpc) as client, ThreadPoolExecutor(16) as pool:
+        client.kind = triton_grpc
+        counted = statistics(client)
+        sizes = iter(range(1, 10_000))
+
+        def ask(_):
+            keys = RNG.integers(-60, 60, n := next(sizes))
+            infer(
+                client,
+                "clicks.lookup",
+                ["OUTPUT0"],
+                KEYS=keys[None],
+                NUMKEYS=np.array([[0, n]], np.int32),
+            )
+
+        def shared():
+            list(pool.map(ask, range(32)))
+            requests, calls = (
+                now - before for now, before in zip(statistics(client), counted, strict=True)
+            )
+            return calls < requests
+
+        until(shared)
+
+
+def statistics(client):
+    """Requests to ``clicks.lookup`` so far, and the calls they came in."""
+    (found,) = client.get_inference_statistics("clicks.lookup").model_stats
+    return found.inference_count, found.execution_count
+
+
 def test_a_row_that_changes_is_seen(client, node):
     key, row = np.array([[7]]), np.full((1, 8), float(RNG.integers(1, 1000)), np.float32)
     infer(client, "words.lookup", ["word"], word=key)
@@ -182,8 +216,11 @@ def test_it_stays_with_its_version_and_goes_with_the_nodes_model(client, node, c
         shutil.rmtree(words / "2")
     assert first() == 900
     node.unload("words")
-    with pytest.raises(InferenceServerException, match="version 1 of model 'words' no more"):
+    with pytest.raises(
+        InferenceServerException, match="version 1 of model 'words' no more"
+    ) as refused:
         first()
+    assert refused.value.status() == status(client, 404)
     node.load("words", 1)
     assert first() == 900
     node.write("words", "words", key[0], np.full((1, 8), 5, np.float32))
@@ -202,5 +239,12 @@ def test_it_stays_with_its_version_and_goes_with_the_nodes_model(client, node, c
     ],
 )
 def test_wrong_requests(client, inputs, error):
-    with pytest.raises(InferenceServerException, match=error):
+    with pytest.raises(InferenceServerException, match=error) as refused:
         infer(client, "clicks.lookup", ["OUTPUT0"], **inputs)
+    assert refused.value.status() == status(client, 400)
+
+
+def status(client, number):
+    """HTTP's status as each client tells of it."""
+    codes = {400: "INVALID_ARGUMENT", 404: "NOT_FOUND"}
+    return f"StatusCode.{codes[number]}" if client.kind is triton_grpc else str(number)

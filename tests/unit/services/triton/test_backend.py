@@ -8,8 +8,17 @@ import numpy as np
 import pytest
 
 from hps.config.server_settings import ServerSettings
-from hps.errors import BadRequest, ConfigError, HpsError
-from services.triton.backend import Answering, Asked, Backend
+from hps.errors import (
+    BadRequest,
+    ConfigError,
+    DeadlineExceeded,
+    HpsError,
+    NotFound,
+    TierError,
+    Unsupported,
+)
+from services.frontend.errors import TooLarge
+from services.triton.backend import Answering, Asked, Backend, code
 
 LIMITS = ServerSettings(request_timeout_ms=10_000, max_keys=100)
 
@@ -122,6 +131,21 @@ def test_a_failure_of_the_lookup_is_that_of_its_requests(backend, monkeypatch):
     (answer,) = backend.answer([by_table(1)])
     assert isinstance(answer, HpsError)
     assert "internal error" in str(answer)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (TooLarge("m"), "INVALID_ARG"),
+        (NotFound("m"), "NOT_FOUND"),
+        (Unsupported("m"), "UNSUPPORTED"),
+        (TierError("redis", "m"), "UNAVAILABLE"),
+        (DeadlineExceeded("m"), "UNAVAILABLE"),
+        (HpsError("m"), "INTERNAL"),
+    ],
+)
+def test_tritons_codes(error, expected):
+    assert code(error) == expected
 
 
 def test_a_configuration_without_a_socket(tmp_path):

@@ -5,7 +5,7 @@ import json
 import triton_python_backend_utils as pb
 
 from hps.errors import HpsError
-from services.triton.backend import Asked, Backend
+from services.triton.backend import Asked, Backend, code
 from services.triton.tensors import Place
 
 
@@ -38,7 +38,8 @@ class TritonPythonModel:
 
     def answered(self, answer):
         if isinstance(answer, HpsError):
-            return pb.InferenceResponse([], pb.TritonError(str(answer)))
+            status = getattr(pb.TritonError, code(answer))
+            return pb.InferenceResponse([], pb.TritonError(str(answer), status))
         tensors = self.place.tensors(answer.outputs)
         if not self.tells:
             return pb.InferenceResponse(tensors)
