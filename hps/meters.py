@@ -152,8 +152,6 @@ class UpdateMeter:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self.newest_s: dict[EmbeddingTable, float] = {}
-        """When the newest update of each table that is visible was made, in Unix seconds."""
 
     def applied(self, table: EmbeddingTable, result: str, rows: int) -> None:
         """``rows`` of ``table`` were upserted, deleted, expired or not_finite."""
@@ -166,7 +164,6 @@ class UpdateMeter:
         self._metrics.histogram(UPDATE_VISIBLE, table.model, table.name, tier).observe_all(
             ages.tolist()
         )
-        self.newest_s[table] = max(self.newest_s.get(table, 0.0), float(made_s.max()))
 
     def dead(self, reason: str) -> None:
         self._metrics.counter(UPDATE_DEAD, reason).add()

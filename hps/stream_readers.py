@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ Watermarks = Mapping[EmbeddingTable, Mapping[str, Mapping[str, int]]]
 @dataclass(frozen=True, slots=True)
 class Stream:
     """One reader: its ``group``, its source and ingestor, the thread they run on, what ``waits`` for them,
-    and which tables a topic may change."""
+    which tables a topic may change, and since when it reads (Unix seconds)."""
 
     group: str
     kind: str
@@ -45,6 +45,7 @@ class Stream:
     thread: IngestThread
     waits: Waiting
     readers: Readers
+    began_s: float = field(default_factory=time.time)
 
     def status(self) -> dict[str, Any]:
         """Ready for JSON. ``lag`` is null while it is not known."""
@@ -140,7 +141,7 @@ class StreamReaders:
             self._meter,
             self._contained,
         )
-        waits = WaitingMessages(settings, source.applied)
+        waits = WaitingMessages(settings, source, topics.names)
         self._start(group, "kafka", source, ingestor, waits, topics.readers)
 
     def _read_folder(

@@ -53,8 +53,8 @@ class Streams:
         self._meter = UpdateMeter(metrics)
         self._readers = StreamReaders(tables, watermarks or {}, self._meter, resources)
         self._direct: DirectWriter | None = None
-        self._opened_s = time.time()
-        # Until when tables had everything that are followed no more, but served until others are ready.
+        # Until when tables had everything when the readers began anew; some are followed no more, but served
+        # until others are ready.
         self._current_s: dict[EmbeddingTable, float] = {}
         metrics.gauges(m.UPDATE_LAG, self._lags)
         metrics.gauges(m.UPDATE_AGE, self._ages)
@@ -80,8 +80,8 @@ class Streams:
         following, now = list(tables), time.time()
         self._current_s = {
             table: now - self.age_s(table)
-            for table in self._readers.tables
-            if table not in following and self._fed(table)
+            for table in {*self._readers.tables, *following}
+            if table in self._current_s or self._fed(table)
         }
         self._readers.follow(following, watermarks)
 
@@ -177,20 +177,22 @@ class Streams:
 
     def age_s(self, table: EmbeddingTable) -> float:
         """How old rows of ``table`` may be: how long ago the first update came that is not applied, as far
-        as was looked; 0 when everything there is was applied. Of a table that is followed no more, how long
-        ago it had everything. Never waits."""
-        if (current_s := self._current_s.get(table)) is not None:
-            return max(0.0, time.time() - current_s)
-        ages = [
-            age_s
-            for stream in self._readers.streams
-            for (topic, _partition), age_s in stream.waits.ages_s().items()
-            if table in stream.readers(topic)
-        ]
-        if None in ages:  # some have waited from before the start, and are applied in their order
-            newest = self._meter.newest_s.get(table, self._opened_s)
-            ages.append(max(0.0, time.time() - newest))
-        return max((age_s for age_s in ages if age_s is not None), default=0.0)
+        as was looked; 0 when everything there is was applied. While a reader does not know what it lacks, the
+        age is that of the newest row it applied, or the time since it began. Of a table that is followed no
+        more, how long ago it had everything. Never waits."""
+        now, current_s = time.time(), self._current_s.get(table, 0.0)
+        if current_s and table not in self._readers.tables:
+            return max(0.0, now - current_s)
+        oldest_s = 0.0
+        for stream in self._readers.streams:
+            for (topic, _partition), age_s in stream.waits.ages_s().items():
+                if table not in stream.readers(topic):
+                    continue
+                if age_s is None:  # what waits may be of any age, but is applied in its order
+                    newest_s = stream.ingestor.newest_s.get(table, 0.0)
+                    age_s = now - (max(newest_s, current_s) or stream.began_s)
+                oldest_s = max(oldest_s, age_s)
+        return oldest_s
 
     def _fed(self, table: EmbeddingTable) -> bool:
         topic = native_topic(table.model)

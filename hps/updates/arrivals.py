@@ -28,7 +28,8 @@ class Waiting(Protocol):
 
     def ages_s(self) -> Mapping[Place, float | None]:
         """Of each place, how long ago the first of what is not applied came, 0 when everything is; None:
-        some of it was there before the first look. Any thread may call it, and it never waits."""
+        some of it was there before the first look, or nothing could be seen yet. Any thread may call it,
+        and it never waits."""
         ...
 
 

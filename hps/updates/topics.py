@@ -29,6 +29,11 @@ class Topics:
             self._readers.setdefault(native_topic(table.model), []).append(table)
             self._readers.setdefault(hps_topic(table.model, table.name), []).append(table)
 
+    @property
+    def names(self) -> Sequence[str]:
+        """Those topics; they may not exist yet."""
+        return list(self._readers)
+
     def readers(self, topic: str) -> Sequence[EmbeddingTable]:
         return self._readers.get(topic, ())
 

@@ -38,14 +38,15 @@ def model():
     return unique("m")
 
 
-def settings_of(folder, model: str, broker: KafkaBroker, on_stale: str) -> dict:
+def settings_of(folder, model: str, broker: KafkaBroker, on_stale: str, topic=True) -> dict:
     """Of two tables, one of which hears nothing while the test runs."""
     tables = [TableSpec(name=name, dim=2, default=-1.0) for name in ("items", "quiet")]
     rows = np.arange(100), np.zeros((100, 2), np.float32)
     write_version(
         folder / "models", ModelSpec(name=model, tables=tables), 1, {"items": rows, "quiet": rows}
     )
-    make_topic(broker, native_topic(model))
+    if topic:
+        make_topic(broker, native_topic(model))
     return {
         "models": {"repository": str(folder / "models")},
         "tiers": {"rocksdb": {"path": str(folder / "db")}, "cpu_cache": {"enabled": True}},
@@ -153,9 +154,14 @@ def test_requests_are_refused_while_rows_are_stale(tmp_path, model):
 def test_a_broker_that_is_gone_makes_rows_stale_without_any_message(tmp_path, model):
     broker = fresh_broker(tmp_path / "kafka").start()
     try:
-        with hps.open(settings_of(tmp_path, model, broker, "flag")) as node:
-            send(broker, model, 1.0)
-            until(lambda: caught_up(node, model, 1.0))
+        settings = settings_of(tmp_path, model, broker, "flag")
+        send(broker, model, 1.0)
+        broker.kill()
+        with hps.open(settings) as node:
+            until(lambda: lookup(node, model).stale_s >= 2)
+            assert ask(node, "GET", "/v2/health/ready").status_code == 200, "stays ready"
+            broker.start()
+            until(lambda: caught_up(node, model, 1.0), 120)
             until(lambda: lookup(node, model).stale_s == 0)
             broker.kill()
             until(lambda: lookup(node, model).stale_s > 3, 120)
@@ -163,6 +169,18 @@ def test_a_broker_that_is_gone_makes_rows_stale_without_any_message(tmp_path, mo
             until(lambda: lookup(node, model).stale_s == 0, 120)
     finally:
         broker.kill()
+
+
+def test_a_table_whose_topic_nobody_has_made_yet_is_not_stale(tmp_path, model):
+    settings = settings_of(tmp_path, model, shared_broker(), "refuse", topic=False)
+    with hps.open(settings) as node:
+        opened = time.monotonic()
+        until(lambda: time.monotonic() - opened > 2 * LIMIT_S)
+        until(lambda: infer(node, model).status_code == 200)
+        assert metric(node, "hps_update_age_seconds", model=model, table="items") == 0.0
+        make_topic(shared_broker(), native_topic(model))
+        send(shared_broker(), model, 1.0)
+        until(lambda: infer(node, model).json().get("outputs", [{"data": [0]}])[0]["data"][0] == 1)
 
 
 def test_files_that_wait(tmp_path, model):

@@ -14,6 +14,7 @@ from hps.config.update_settings import DirectorySettings, KafkaSettings
 from hps.metrics import Metrics
 from hps.streams import Streams
 from hps.types import EmbeddingTable
+from hps.updates.stream_places import Store
 from tests.support.waiting import until
 
 USERS = EmbeddingTable.make("users", 2, model="ctr")
@@ -32,6 +33,16 @@ class Caches:
         return done
 
     delete = update
+
+
+class Takes:
+    """A store that takes everything and knows nothing."""
+
+    def apply(self, table, changes, positions):
+        pass
+
+    def applied(self, table, topic, partition):
+        return None
 
 
 @pytest.fixture
@@ -84,3 +95,33 @@ def test_rows_that_are_followed_no_more_age(resources, tmp_path):
     assert streams.age_s(other) == 0
     streams.follow([USERS], {})
     assert streams.age_s(USERS) == 0
+
+
+def cut_off(resources, tables):
+    """Streams that read a Kafka which is not there."""
+    streams = Streams(tables, Metrics(), resources)
+    (port,) = free_ports(1)
+    streams.read_kafka(KafkaSettings(brokers=f"127.0.0.1:{port}"), "group", [], Caches())
+    return streams
+
+
+def test_rows_age_from_the_start_while_nobody_knows_what_they_lack(resources):
+    streams = cut_off(resources, [USERS])
+    until(lambda: streams.age_s(USERS) > 0.2)
+    assert streams.age_s(EmbeddingTable.make("other", 2, model="news")) == 0, "of no stream"
+    streams.follow([USERS], {})
+    assert streams.age_s(USERS) > 0.2, "readers that begin anew know no more"
+    later = EmbeddingTable.make("users", 2, model="ctr", version=2)
+    streams.follow([later], {})
+    before = streams.age_s(USERS)
+    assert streams.age_s(later) < before
+    streams.follow([USERS], {})
+    assert streams.age_s(USERS) >= before, "the other version was not loaded after all"
+
+
+def test_rows_written_by_hand_tell_nothing_of_the_stream(resources):
+    streams = cut_off(resources, [USERS])
+    streams.write_directly([Store("store", Takes())], Caches())
+    until(lambda: streams.age_s(USERS) > 0.2)
+    streams.write(USERS, np.array([1]), np.ones((1, 2), np.float32), np.empty(0, np.int64))
+    assert streams.age_s(USERS) > 0.2

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import confluent_kafka as ck
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined] # not in __all__
@@ -19,31 +20,62 @@ log = logging.getLogger(__name__)
 _ANSWER_S = 2.0
 
 
-class WaitingMessages:
-    """Implements `hps.updates.arrivals.Waiting`. ``applied()``: up to where the reader has each of its
-    partitions in the stores."""
+class Reader(Protocol):
+    """Who reads: `hps.updates.kafka.source.KafkaSource`. Any thread may ask."""
 
-    def __init__(self, settings: KafkaSettings, applied: Callable[[], Mapping[Place, int]]) -> None:
-        self._applied = applied
+    def applied(self) -> Mapping[Place, int]:
+        """Up to where each of the partitions that are its own is in the stores."""
+        ...
+
+    def lag(self) -> Mapping[Place, int | None] | None:
+        """None while it does not know which partitions these are, or where they begin."""
+        ...
+
+
+class WaitingMessages:
+    """Implements `hps.updates.arrivals.Waiting`, of ``topics``, some of which nobody may have made yet."""
+
+    def __init__(self, settings: KafkaSettings, reader: Reader, topics: Sequence[str]) -> None:
+        self._reader = reader
         self._arrivals = Arrivals()
+        # Of a reader that does not know yet what there is: of topics that are not there, it has everything.
+        self._places: Mapping[Place, int] = {(topic, 0): 0 for topic in topics}
+        self._known = False
         self._admin = AdminClient(
             {**client_options(settings.brokers), **settings.options}, logger=client_log
         )
 
     def look(self) -> None:
-        latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
-        asked = {ck.TopicPartition(*place): latest for place in self._applied()}
-        if not asked:
-            return
-        at_s = time.monotonic()
+        places, at_s = self._applied(), time.monotonic()
         ends: dict[Place, int] = {}
         try:
-            answers = self._admin.list_offsets(asked, request_timeout=_ANSWER_S)
-            for partition, answer in answers.items():
-                ends[partition.topic, partition.partition] = answer.result().offset
+            if self._known:
+                self._ask(places, ends)
+            else:
+                there = self._admin.list_topics(timeout=_ANSWER_S).topics
+                if not any(topic in there for topic, _partition in places):
+                    ends = dict.fromkeys(places, 0)
         except ck.KafkaException as error:
             log.debug("where partitions end is not known: %s", error)
         self._arrivals.saw(ends, at_s)
+
+    def _ask(self, places: Mapping[Place, int], ends: dict[Place, int]) -> None:
+        """Fill in what is told before something fails."""
+        latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+        asked = {ck.TopicPartition(*place): latest for place in places}
+        if not asked:
+            return
+        for partition, answer in self._admin.list_offsets(asked, request_timeout=_ANSWER_S).items():
+            ends[partition.topic, partition.partition] = answer.result().offset
+
+    def _applied(self) -> Mapping[Place, int]:
+        """Those of the reader, or what it had while it is told anew."""
+        applied = self._reader.applied()
+        if (
+            self._reader.lag() is not None
+        ):  # asked last: what was taken from the reader is known by then
+            self._places, self._known = applied, True
+        return self._places
 
     def ages_s(self) -> Mapping[Place, float | None]:
         now_s = time.monotonic()
