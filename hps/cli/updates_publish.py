@@ -91,7 +91,15 @@ def publish(
         str | None,
         typer.Option("--at", metavar="VERSION", help="The rows' version: a number, a time or now."),
     ] = None,
-    ttl: Annotated[int, typer.Option("--ttl", min=0, help="Seconds the rows count.")] = 0,
+    ttl: Annotated[
+        int,
+        typer.Option(
+            "--ttl",
+            min=0,
+            metavar="SECONDS",
+            help="Nodes leave the rows out where they come later than that after now; 0: never.",
+        ),
+    ] = 0,
     deletions: Annotated[
         bool, typer.Option("--deletions/--no-deletions", help="Whether to send those.")
     ] = True,
