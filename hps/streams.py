@@ -138,7 +138,9 @@ class Streams:
         return self._direct.write(table, keys, vectors, deleted)
 
     def status(self) -> list[dict[str, Any]]:
-        return [stream.status() for stream in self._readers.streams]
+        return [
+            {**stream.status(), "tables": self._ages_in(stream)} for stream in self._readers.streams
+        ]
 
     def pause(self, group: str | None = None, wait_s: float = 10.0) -> None:
         """Have one group's reader, or all, apply nothing more for the time being. Raises Unavailable when
@@ -159,19 +161,24 @@ class Streams:
         group: str | None = None,
         wait_s: float = 10.0,
     ) -> None:
-        """Have messages from ``offset`` on applied, again or before their turn. What is newer stays."""
+        """Have messages from ``offset`` on applied, again or before their turn. What is newer stays. Raises
+        NotFound for a partition that is not read here, BadRequest when it ends before ``offset``."""
         if offset < 0 or partition < 0:
             raise BadRequest("partition and offset must be 0 or more")
-        found = False
+        found, unknown = False, ""
         for stream in self._chosen(group):
             source = stream.source
-            if not isinstance(source, KafkaSource) or (topic, partition) not in (
-                source.lag() or ()
-            ):
+            if not isinstance(source, KafkaSource):
+                continue
+            if (lag := source.lag()) is None:
+                unknown = stream.group
+            if (topic, partition) not in (lag or ()):
                 continue
             found = True
             done = stream.thread.call(partial(source.seek, topic, partition, offset))
             self._wait("seek", stream, done, wait_s)
+        if not found and unknown:
+            raise Unavailable(f"{unknown} does not know yet which partitions it reads; try again")
         if not found:
             raise NotFound(f"no partition {partition} of topic {topic!r} is read here")
 
@@ -183,20 +190,36 @@ class Streams:
         now, current_s = time.time(), self._current_s.get(table, 0.0)
         if current_s and table not in self._readers.tables:
             return max(0.0, now - current_s)
+        return max((self._age_s(table, each, now) for each in self._readers.streams), default=0.0)
+
+    def _age_s(self, table: EmbeddingTable, stream: Stream, now: float) -> float:
+        """`age_s`, as far as one stream is concerned."""
         oldest_s = 0.0
-        for stream in self._readers.streams:
-            for (topic, _partition), age_s in stream.waits.ages_s().items():
-                if table not in stream.readers(topic):
-                    continue
-                if age_s is None:  # what waits may be of any age, but is applied in its order
-                    newest_s = stream.ingestor.newest_s.get(table, 0.0)
-                    age_s = now - (max(newest_s, current_s) or stream.began_s)
-                oldest_s = max(oldest_s, age_s)
+        for (topic, _partition), age_s in stream.waits.ages_s().items():
+            if table not in stream.readers(topic):
+                continue
+            if age_s is None:  # what waits may be of any age, but is applied in its order
+                known_s = max(
+                    stream.ingestor.newest_s.get(table, 0.0), self._current_s.get(table, 0.0)
+                )
+                age_s = now - (known_s or stream.began_s)
+            oldest_s = max(oldest_s, age_s)
         return oldest_s
 
+    def _ages_in(self, stream: Stream) -> list[dict[str, Any]]:
+        """How old each table is that a stream feeds, ready for JSON."""
+        now = time.time()
+        return [
+            {"model": t.model, "table": t.name, "age_s": round(self._age_s(t, stream, now), 3)}
+            for t in self._readers.tables
+            if self._feeds(stream, t)
+        ]
+
     def _fed(self, table: EmbeddingTable) -> bool:
-        topic = native_topic(table.model)
-        return any(table in stream.readers(topic) for stream in self._readers.streams)
+        return any(self._feeds(stream, table) for stream in self._readers.streams)
+
+    def _feeds(self, stream: Stream, table: EmbeddingTable) -> bool:
+        return table in stream.readers(native_topic(table.model))
 
     def _wait(self, what: str, stream: Stream, done: Future[None], wait_s: float) -> None:
         try:

@@ -129,6 +129,14 @@ def show(streams: list[dict[str, Any]], output: OutputFormat) -> None:
     if rows:
         say()
         print_table(("group", "topic", "partition", "behind"), rows)
+    tables = [
+        (each["group"], f"{table['model']}/{table['table']}", Number(f"{table['age_s']:.1f} s"))
+        for each in streams
+        for table in each["tables"]
+    ]
+    if tables:
+        say()
+        print_table(("group", "table", "age"), tables)
     for each in streams:
         if not each["partitions"] and not each["problem"]:
             say(

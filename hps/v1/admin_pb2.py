@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12hps/v1/admin.proto\x12\x06hps.v1\x1a\x1cgoogle/protobuf/struct.proto\"\\\n\x0cWriteRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x0f\n\x07vectors\x18\x04 \x01(\x0c\x12\x0f\n\x07\x64\x65leted\x18\x05 \x01(\x0c\"B\n\rWriteResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0f\n\x07written\x18\x02 \x01(\x03\x12\x0f\n\x07\x64\x65leted\x18\x03 \x01(\x03\"\x16\n\x14UpdatesStatusRequest\"\x16\n\x05Group\x12\r\n\x05group\x18\x01 \x01(\t\"N\n\x0bSeekRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05topic\x18\x02 \x01(\t\x12\x11\n\tpartition\x18\x03 \x01(\x05\x12\x0e\n\x06offset\x18\x04 \x01(\x03\"6\n\rUpdatesStatus\x12%\n\x07updates\x18\x01 \x03(\x0b\x32\x14.hps.v1.UpdateStream\"\xae\x01\n\x0cUpdateStream\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x0e\n\x06stores\x18\x05 \x03(\t\x12\x0e\n\x06\x63\x61\x63hes\x18\x06 \x01(\x08\x12\x10\n\x03lag\x18\x07 \x01(\x03H\x00\x88\x01\x01\x12%\n\npartitions\x18\x08 \x03(\x0b\x32\x11.hps.v1.PartitionB\x06\n\x04_lag\"G\n\tPartition\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x11\n\tpartition\x18\x02 \x01(\x05\x12\x10\n\x03lag\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\x06\n\x04_lag\"\x0f\n\rStatusRequest\"9\n\x0eStatusResponse\x12\'\n\x06status\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct\"\x0f\n\rModelsRequest\"5\n\x0eModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.hps.v1.ServedModel\"2\n\x10LoadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\"5\n\x11LoadModelResponse\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x0f\n\x07warning\x18\x02 \x01(\t\"#\n\x12UnloadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x15\n\x13UnloadModelResponse\"r\n\x0bServedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\r\n\x05\x64\x65nse\x18\x03 \x01(\x08\x12\x10\n\x08\x66\x65\x61tures\x18\x04 \x03(\t\x12#\n\x06tables\x18\x05 \x03(\x0b\x32\x13.hps.v1.ServedTable\"\xf6\x02\n\x0bServedTable\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03\x64im\x18\x02 \x01(\x05\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x13\n\x0bmiss_policy\x18\x04 \x01(\t\x12+\n\x04rows\x18\x05 \x03(\x0b\x32\x1d.hps.v1.ServedTable.RowsEntry\x12<\n\rcapacity_rows\x18\x06 \x03(\x0b\x32%.hps.v1.ServedTable.CapacityRowsEntry\x12-\n\x05\x62ytes\x18\x07 \x03(\x0b\x32\x1e.hps.v1.ServedTable.BytesEntry\x1a+\n\tRowsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a\x33\n\x11\x43\x61pacityRowsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a,\n\nBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x32\x91\x02\n\x07Updates\x12\x34\n\x05Write\x12\x14.hps.v1.WriteRequest\x1a\x15.hps.v1.WriteResponse\x12=\n\x06Status\x12\x1c.hps.v1.UpdatesStatusRequest\x1a\x15.hps.v1.UpdatesStatus\x12-\n\x05Pause\x12\r.hps.v1.Group\x1a\x15.hps.v1.UpdatesStatus\x12.\n\x06Resume\x12\r.hps.v1.Group\x1a\x15.hps.v1.UpdatesStatus\x12\x32\n\x04Seek\x12\x13.hps.v1.SeekRequest\x1a\x15.hps.v1.UpdatesStatus2\x83\x02\n\x05\x41\x64min\x12\x37\n\x06Status\x12\x15.hps.v1.StatusRequest\x1a\x16.hps.v1.StatusResponse\x12\x37\n\x06Models\x12\x15.hps.v1.ModelsRequest\x1a\x16.hps.v1.ModelsResponse\x12@\n\tLoadModel\x12\x18.hps.v1.LoadModelRequest\x1a\x19.hps.v1.LoadModelResponse\x12\x46\n\x0bUnloadModel\x12\x1a.hps.v1.UnloadModelRequest\x1a\x1b.hps.v1.UnloadModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12hps/v1/admin.proto\x12\x06hps.v1\x1a\x1cgoogle/protobuf/struct.proto\"\\\n\x0cWriteRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x0f\n\x07vectors\x18\x04 \x01(\x0c\x12\x0f\n\x07\x64\x65leted\x18\x05 \x01(\x0c\"B\n\rWriteResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0f\n\x07written\x18\x02 \x01(\x03\x12\x0f\n\x07\x64\x65leted\x18\x03 \x01(\x03\"\x16\n\x14UpdatesStatusRequest\"\x16\n\x05Group\x12\r\n\x05group\x18\x01 \x01(\t\"N\n\x0bSeekRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05topic\x18\x02 \x01(\t\x12\x11\n\tpartition\x18\x03 \x01(\x05\x12\x0e\n\x06offset\x18\x04 \x01(\x03\"6\n\rUpdatesStatus\x12%\n\x07updates\x18\x01 \x03(\x0b\x32\x14.hps.v1.UpdateStream\"\xd0\x01\n\x0cUpdateStream\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x0e\n\x06stores\x18\x05 \x03(\t\x12\x0e\n\x06\x63\x61\x63hes\x18\x06 \x01(\x08\x12\x10\n\x03lag\x18\x07 \x01(\x03H\x00\x88\x01\x01\x12%\n\npartitions\x18\x08 \x03(\x0b\x32\x11.hps.v1.Partition\x12 \n\x06tables\x18\t \x03(\x0b\x32\x10.hps.v1.TableAgeB\x06\n\x04_lag\"7\n\x08TableAge\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\"G\n\tPartition\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x11\n\tpartition\x18\x02 \x01(\x05\x12\x10\n\x03lag\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\x06\n\x04_lag\"\x0f\n\rStatusRequest\"9\n\x0eStatusResponse\x12\'\n\x06status\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct\"\x0f\n\rModelsRequest\"5\n\x0eModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.hps.v1.ServedModel\"2\n\x10LoadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\"5\n\x11LoadModelResponse\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x0f\n\x07warning\x18\x02 \x01(\t\"#\n\x12UnloadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x15\n\x13UnloadModelResponse\"r\n\x0bServedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\r\n\x05\x64\x65nse\x18\x03 \x01(\x08\x12\x10\n\x08\x66\x65\x61tures\x18\x04 \x03(\t\x12#\n\x06tables\x18\x05 \x03(\x0b\x32\x13.hps.v1.ServedTable\"\xf6\x02\n\x0bServedTable\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03\x64im\x18\x02 \x01(\x05\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x13\n\x0bmiss_policy\x18\x04 \x01(\t\x12+\n\x04rows\x18\x05 \x03(\x0b\x32\x1d.hps.v1.ServedTable.RowsEntry\x12<\n\rcapacity_rows\x18\x06 \x03(\x0b\x32%.hps.v1.ServedTable.CapacityRowsEntry\x12-\n\x05\x62ytes\x18\x07 \x03(\x0b\x32\x1e.hps.v1.ServedTable.BytesEntry\x1a+\n\tRowsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a\x33\n\x11\x43\x61pacityRowsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a,\n\nBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x32\x91\x02\n\x07Updates\x12\x34\n\x05Write\x12\x14.hps.v1.WriteRequest\x1a\x15.hps.v1.WriteResponse\x12=\n\x06Status\x12\x1c.hps.v1.UpdatesStatusRequest\x1a\x15.hps.v1.UpdatesStatus\x12-\n\x05Pause\x12\r.hps.v1.Group\x1a\x15.hps.v1.UpdatesStatus\x12.\n\x06Resume\x12\r.hps.v1.Group\x1a\x15.hps.v1.UpdatesStatus\x12\x32\n\x04Seek\x12\x13.hps.v1.SeekRequest\x1a\x15.hps.v1.UpdatesStatus2\x83\x02\n\x05\x41\x64min\x12\x37\n\x06Status\x12\x15.hps.v1.StatusRequest\x1a\x16.hps.v1.StatusResponse\x12\x37\n\x06Models\x12\x15.hps.v1.ModelsRequest\x1a\x16.hps.v1.ModelsResponse\x12@\n\tLoadModel\x12\x18.hps.v1.LoadModelRequest\x1a\x19.hps.v1.LoadModelResponse\x12\x46\n\x0bUnloadModel\x12\x1a.hps.v1.UnloadModelRequest\x1a\x1b.hps.v1.UnloadModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -51,37 +51,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_UPDATESSTATUS']._serialized_start=350
   _globals['_UPDATESSTATUS']._serialized_end=404
   _globals['_UPDATESTREAM']._serialized_start=407
-  _globals['_UPDATESTREAM']._serialized_end=581
-  _globals['_PARTITION']._serialized_start=583
-  _globals['_PARTITION']._serialized_end=654
-  _globals['_STATUSREQUEST']._serialized_start=656
-  _globals['_STATUSREQUEST']._serialized_end=671
-  _globals['_STATUSRESPONSE']._serialized_start=673
-  _globals['_STATUSRESPONSE']._serialized_end=730
-  _globals['_MODELSREQUEST']._serialized_start=732
-  _globals['_MODELSREQUEST']._serialized_end=747
-  _globals['_MODELSRESPONSE']._serialized_start=749
-  _globals['_MODELSRESPONSE']._serialized_end=802
-  _globals['_LOADMODELREQUEST']._serialized_start=804
-  _globals['_LOADMODELREQUEST']._serialized_end=854
-  _globals['_LOADMODELRESPONSE']._serialized_start=856
-  _globals['_LOADMODELRESPONSE']._serialized_end=909
-  _globals['_UNLOADMODELREQUEST']._serialized_start=911
-  _globals['_UNLOADMODELREQUEST']._serialized_end=946
-  _globals['_UNLOADMODELRESPONSE']._serialized_start=948
-  _globals['_UNLOADMODELRESPONSE']._serialized_end=969
-  _globals['_SERVEDMODEL']._serialized_start=971
-  _globals['_SERVEDMODEL']._serialized_end=1085
-  _globals['_SERVEDTABLE']._serialized_start=1088
-  _globals['_SERVEDTABLE']._serialized_end=1462
-  _globals['_SERVEDTABLE_ROWSENTRY']._serialized_start=1320
-  _globals['_SERVEDTABLE_ROWSENTRY']._serialized_end=1363
-  _globals['_SERVEDTABLE_CAPACITYROWSENTRY']._serialized_start=1365
-  _globals['_SERVEDTABLE_CAPACITYROWSENTRY']._serialized_end=1416
-  _globals['_SERVEDTABLE_BYTESENTRY']._serialized_start=1418
-  _globals['_SERVEDTABLE_BYTESENTRY']._serialized_end=1462
-  _globals['_UPDATES']._serialized_start=1465
-  _globals['_UPDATES']._serialized_end=1738
-  _globals['_ADMIN']._serialized_start=1741
-  _globals['_ADMIN']._serialized_end=2000
+  _globals['_UPDATESTREAM']._serialized_end=615
+  _globals['_TABLEAGE']._serialized_start=617
+  _globals['_TABLEAGE']._serialized_end=672
+  _globals['_PARTITION']._serialized_start=674
+  _globals['_PARTITION']._serialized_end=745
+  _globals['_STATUSREQUEST']._serialized_start=747
+  _globals['_STATUSREQUEST']._serialized_end=762
+  _globals['_STATUSRESPONSE']._serialized_start=764
+  _globals['_STATUSRESPONSE']._serialized_end=821
+  _globals['_MODELSREQUEST']._serialized_start=823
+  _globals['_MODELSREQUEST']._serialized_end=838
+  _globals['_MODELSRESPONSE']._serialized_start=840
+  _globals['_MODELSRESPONSE']._serialized_end=893
+  _globals['_LOADMODELREQUEST']._serialized_start=895
+  _globals['_LOADMODELREQUEST']._serialized_end=945
+  _globals['_LOADMODELRESPONSE']._serialized_start=947
+  _globals['_LOADMODELRESPONSE']._serialized_end=1000
+  _globals['_UNLOADMODELREQUEST']._serialized_start=1002
+  _globals['_UNLOADMODELREQUEST']._serialized_end=1037
+  _globals['_UNLOADMODELRESPONSE']._serialized_start=1039
+  _globals['_UNLOADMODELRESPONSE']._serialized_end=1060
+  _globals['_SERVEDMODEL']._serialized_start=1062
+  _globals['_SERVEDMODEL']._serialized_end=1176
+  _globals['_SERVEDTABLE']._serialized_start=1179
+  _globals['_SERVEDTABLE']._serialized_end=1553
+  _globals['_SERVEDTABLE_ROWSENTRY']._serialized_start=1411
+  _globals['_SERVEDTABLE_ROWSENTRY']._serialized_end=1454
+  _globals['_SERVEDTABLE_CAPACITYROWSENTRY']._serialized_start=1456
+  _globals['_SERVEDTABLE_CAPACITYROWSENTRY']._serialized_end=1507
+  _globals['_SERVEDTABLE_BYTESENTRY']._serialized_start=1509
+  _globals['_SERVEDTABLE_BYTESENTRY']._serialized_end=1553
+  _globals['_UPDATES']._serialized_start=1556
+  _globals['_UPDATES']._serialized_end=1829
+  _globals['_ADMIN']._serialized_start=1832
+  _globals['_ADMIN']._serialized_end=2091
 # @@protoc_insertion_point(module_scope)

@@ -246,6 +246,42 @@ def test_the_admin_port(fleet, processes):
     assert fleet.model in said[1].output
 
 
+def test_operators_steer_it_from_the_command_line(fleet, processes):
+    process = processes()
+
+    def cli(*command: str) -> list[dict]:
+        given = ["updates", *command, "--admin", process.admin, "--output", "json"]
+        result = CliRunner().invoke(app, given)
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    def send(value: float) -> None:
+        with sending(shared_broker()) as producer:
+            made_ms = fleet.stream.since_ms
+            row = native(fleet.model, 1, value, int(value), dim=DIM, made_ms=made_ms)
+            producer.produce(fleet.topic, row, partition=0)
+
+    def applied() -> float:
+        return process.counted("hps_update_rows_total")
+
+    until(lambda: cli("status")[0]["lag"] == 0)
+    (paused,) = cli("pause", "--group", fleet.model)
+    assert paused["state"] == "paused"
+    send(5.0)
+    until(lambda: cli("status")[0]["tables"][0]["age_s"] > 1)
+    (resumed,) = cli("resume")
+    assert resumed["state"] == "running"
+    until(lambda: applied() == 1)
+    until(lambda: cli("status")[0]["tables"][0]["age_s"] == 0)
+    cli("seek", fleet.topic, "0", "0")
+    until(lambda: applied() == 2)
+    shown = CliRunner().invoke(app, ["updates", "status", "--admin", process.admin])
+    assert f"{fleet.model}/{TABLE}" in shown.output
+    assert "0.0 s" in shown.output
+    away = ["updates", "pause", "--group", "others", "--admin", process.admin]
+    assert CliRunner().invoke(app, away).exit_code != 0
+
+
 def test_a_node_beside_it_writes_its_own_alone(fleet, processes, tmp_path):
     processes()
     kafka = {**fleet.settings["updates"]["kafka"], "group": fleet.model}

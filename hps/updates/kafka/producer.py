@@ -128,9 +128,9 @@ class Producer:
         ``versions (n + m,)`` uint64, Unix ms << 20 | sequence, of the rows and then of the deletions; by
         default they come from ``event_time`` (Unix seconds when the rows were made; now), and never go back
         within this producer, even when the clock does: what is sent later wins. To send old rows that must
-        not replace newer ones, give their versions. ``ttl_s``: rows that come to a node later than
-        so many seconds after the event time are left out, 0: none; what was written stays. ``step``, ``dense_version``: of the training and of the dense network they
-        belong to, 0 for none.
+        not replace newer ones, give their versions. ``ttl_s``: rows that come to a node later than so many
+        seconds after the event time are left out, 0: none; what was written stays. ``step``,
+        ``dense_version``: of the training and of the dense network they belong to, 0 for none.
 
         Returns when the messages wait in memory. Raises BadRequest for arrays that do not fit, and
         Unavailable when earlier messages failed, or there was no room for ``wait_s``: some rows of this

@@ -159,6 +159,7 @@ class FakeStreams:
                 "caches": True,
                 "lag": None,
                 "partitions": partitions,
+                "tables": [{"model": "m", "table": "t", "age_s": 1.5}],
             }
         ]
 
@@ -174,6 +175,7 @@ def test_streams_are_paused_resumed_and_replayed(serve, small):
     assert (stream.group, stream.state, stream.problem) == ("g", "paused", "")
     assert not stream.HasField("lag")
     assert [p.lag for p in stream.partitions if p.HasField("lag")] == [3]
+    assert [(t.model, t.table, t.age_s) for t in stream.tables] == [("m", "t", 1.5)]
     assert updates.Status(pb.UpdatesStatusRequest()) == told
     assert refused(updates.Seek, pb.SeekRequest(topic="unread"))[0] == "NOT_FOUND"
     assert refused(updates.Seek, pb.SeekRequest()) == ("INVALID_ARGUMENT", "'topic' is missing")
