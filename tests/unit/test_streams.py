@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.peers.process import free_ports
 from hps.config.update_settings import DirectorySettings, KafkaSettings
+from hps.errors import Unavailable
 from hps.metrics import Metrics
 from hps.streams import Streams
 from hps.types import EmbeddingTable
@@ -125,3 +126,9 @@ def test_rows_written_by_hand_tell_nothing_of_the_stream(resources):
     until(lambda: streams.age_s(USERS) > 0.2)
     streams.write(USERS, np.array([1]), np.ones((1, 2), np.float32), np.empty(0, np.int64))
     assert streams.age_s(USERS) > 0.2
+
+
+def test_seek_before_it_is_known_what_is_read(resources):
+    streams = cut_off(resources, [USERS])
+    with pytest.raises(Unavailable, match="group does not know yet which partitions it reads"):
+        streams.seek("hps_updates.ctr", 0, 0)
