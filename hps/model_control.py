@@ -89,7 +89,8 @@ class ModelControl:
         the version once it is served; nothing happens where it is already.
 
         Raises ``NotFound``, ``ModelError``, ``ConfigError``, ``TierError``, ``Unsupported`` where models
-        cannot change, or ``Unavailable`` when the update streams do not catch up; all is as before then.
+        cannot change, or ``Unavailable`` when the update streams do not catch up, here or in a Redis that
+        others feed; all is as before then.
         """
         with self._change():
             override = (self._settings.models.serve or {}).get(name)
@@ -192,6 +193,7 @@ class ModelControl:
             undo.callback(self._follow, self._opened)
             self._follow([*others, model])
             self._catch_up(model)
+            self._require_fed(model)
             freshness = freshness_of(self._settings, found.name, node.metrics)
             ready = self._serving.serve(model, node.metrics, self._devices, freshness)
             undo.callback(self._followers.withdraw)
@@ -251,6 +253,32 @@ class ModelControl:
                 )
             self._closed.wait(_LOOK_S)
             self._require_open()
+
+    def _require_fed(self, model: OpenedModel) -> None:
+        """That a Redis which `hps ingest` writes has of the version's rows what this node has read."""
+        kafka = self._settings.updates.kafka
+        if kafka is None or kafka.shared_writer != "ingest":
+            return
+        contained, until = (
+            watermarks_of([model]),
+            time.monotonic() + self._settings.models.catch_up_s,
+        )
+        for store in self._stores.fed(shared=True):
+            for table in model.tables.values():
+                for (topic, partition), offset in self._node.streams.reached(table).items():
+                    if contained.get(table, {}).get(topic, {}).get(str(partition), 0) >= offset:
+                        continue
+                    while (at := store.store.applied(table, topic, partition) or 0) < offset:
+                        if not at or time.monotonic() > until:
+                            raise Unavailable(
+                                f"model '{model.version.name}' version {model.version.version}: {store.name} "
+                                f"has the updates of table '{table.name}' up to {at} of {topic}/{partition}, "
+                                f"this node up to {offset}: no `hps ingest` feeds this version, or it is "
+                                "behind; start one for it beside the other (docs/updates.md), wait until "
+                                "its lag is 0, and load again; all is as before"
+                            )
+                        self._closed.wait(_LOOK_S)
+                        self._require_open()
 
     # -- a version goes ----------------------------------------------------------------------------
 

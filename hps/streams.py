@@ -27,7 +27,7 @@ from hps.updates.arrivals import LOOK_EVERY_S
 from hps.updates.direct import DirectWriter
 from hps.updates.freshness import Freshness
 from hps.updates.kafka.source import KafkaSource
-from hps.updates.stream_places import Store
+from hps.updates.stream_places import Place, Store
 from hps.updates.topics import native_topic
 from hps.updates.writer import CacheWriter
 from hps.workers import Repeated
@@ -100,6 +100,16 @@ class Streams:
             if waiting and not 0 < age_s < _NEARLY_S:
                 return f"{stream.group} has {waiting} messages to apply"
         return ""
+
+    def reached(self, table: EmbeddingTable) -> dict[Place, int]:
+        """Up to where the readers here have the partitions of Kafka that change ``table``."""
+        return {
+            place: offset
+            for stream in self._readers.streams
+            if isinstance(stream.source, KafkaSource)
+            for place, offset in stream.source.applied().items()
+            if table in stream.readers(place[0])
+        }
 
     def watch(
         self, served: Callable[[], Iterable[Limited]] = tuple, every_s: float = LOOK_EVERY_S

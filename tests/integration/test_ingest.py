@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import confluent_kafka as ck
 import numpy as np
@@ -19,7 +20,7 @@ from hps.cli.main import app
 from hps.config import configuration_from
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.config.store_settings import RedisSettings
-from hps.errors import ConfigError
+from hps.errors import ConfigError, Unavailable
 from hps.ingest import open_ingest
 from hps.metrics import Metrics
 from hps.models.writer import write_version
@@ -297,6 +298,38 @@ def test_a_node_beside_it_writes_its_own_alone(fleet, processes, tmp_path):
             row = native(fleet.model, 1, 5.0, 1, dim=DIM, made_ms=fleet.stream.since_ms)
             producer.produce(fleet.topic, row, partition=0)
         until(lambda: fleet.store.get(fleet.table, np.array([1])).out[0, 0] == 5.0)
+
+
+def test_another_version_is_loaded_once_redis_is_fed_for_it(fleet, processes):
+    processes()
+    made_ms = fleet.stream.since_ms
+
+    def send(value: float) -> None:
+        with sending(shared_broker()) as producer:
+            row = native(fleet.model, 1, value, int(value), dim=DIM, made_ms=made_ms)
+            producer.produce(fleet.topic, row, partition=0)
+
+    def has(table: EmbeddingTable, value: float) -> bool:
+        return fleet.store.get(table, np.array([1])).out[0, 0] == value
+
+    kafka = {**fleet.settings["updates"]["kafka"], "group": fleet.model}
+    tiers = {**fleet.settings["tiers"], "cpu_cache": {"enabled": False}}
+    with hps.open({**fleet.settings, "tiers": tiers, "updates": {"kafka": kafka}}) as node:
+        send(5.0)
+        until(lambda: has(fleet.table, 5.0))
+        spec = ModelSpec(name=fleet.model, tables=[TableSpec(name=TABLE, dim=DIM, default=DEFAULT)])
+        root = Path(fleet.settings["models"]["repository"])
+        write_version(root, spec, 2, {TABLE: fleet.stream.first_rows})
+        with pytest.raises(Unavailable, match="no `hps ingest` feeds this version"):
+            node.load(fleet.model, 2)
+        assert node.models[fleet.model].version == 1
+        second = EmbeddingTable.make(TABLE, DIM, model=fleet.model, version=2)
+        processes(updates={"kafka": {**kafka, "shared_group": f"{fleet.model}.2"}})
+        until(lambda: fleet.store.applied(second, fleet.topic, 0))
+        assert node.load(fleet.model, 2) == 2
+        send(6.0)
+        until(lambda: has(second, 6.0) and has(fleet.table, 6.0))
+        assert node.lookup(fleet.model, {TABLE: np.array([1])}).vectors[TABLE][0, 0] == 6.0
 
 
 # -- which rows go to Redis ------------------------------------------------------------------------
