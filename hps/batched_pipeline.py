@@ -14,6 +14,7 @@ from hps.lookup.base import Feature
 from hps.lookup.batched import Together, keys_size
 from hps.lookup.batching import Batcher, Bounds, Size
 from hps.lookup.merged import Merged, bounds, checked, kind
+from hps.tracing import Origin
 from hps.types import LookupRequest, PredictRequest, PredictResult
 
 
@@ -77,8 +78,10 @@ class _Predictions:
     def deadline(self, request: PredictRequest) -> float | None:
         return request.deadline
 
-    def _merged(self, requests: Sequence[PredictRequest], want_source: bool) -> _Merged:
-        return _Merged(requests, self._features, want_source=want_source)
+    def _merged(
+        self, requests: Sequence[PredictRequest], want_source: bool, origin: Origin | None
+    ) -> _Merged:
+        return _Merged(requests, self._features, want_source, origin)
 
 
 class _Merged:
@@ -88,8 +91,8 @@ class _Merged:
         self,
         requests: Sequence[PredictRequest],
         features: Mapping[str, Feature],
-        *,
         want_source: bool,
+        origin: Origin | None,
     ) -> None:
         self._requests = requests
         lookups = [_lookup(request) for request in requests]
@@ -101,7 +104,7 @@ class _Merged:
             for name in requests[0].dense
         }
         self.request = PredictRequest(
-            joined.features, dense, None, joined.deadline, want_source, requests[0].outputs
+            joined.features, dense, None, joined.deadline, want_source, requests[0].outputs, origin
         )
 
     def split(self, result: PredictResult) -> list[PredictResult]:

@@ -119,6 +119,16 @@ def recorder() -> Recorder | None:
     return _recorder
 
 
+def on_behalf_of(name: str, origins: Iterable[Origin | None]) -> Origin | None:
+    """On whose behalf ``name`` is done for several at once, to be ended by ``end``: where spans are kept, one
+    that is linked to theirs, else the first of them."""
+    known = [origin for origin in origins if origin is not None]
+    recorded = [origin.traceparent for origin in known if origin.is_recorded]
+    if recorded and _recorder is not None:
+        return _recorder.batch(name, recorded)
+    return known[0].begin(name) if known else None
+
+
 def followed(
     part: Origin, begin: Callable[[], Future[T]], describe: Callable[[T], Any]
 ) -> Future[T]:

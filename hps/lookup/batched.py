@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from hps.lookup.base import Feature, Lookup, Submit
 from hps.lookup.batching import Batcher, Bounds, Size
 from hps.lookup.merged import Merged, checked, kind
+from hps.tracing import Origin, followed, on_behalf_of
 from hps.types import EmbeddingTable, JaggedKeys, KeyArray, LookupRequest, LookupResult
 from hps.workers import Done, then
 
@@ -85,8 +87,10 @@ class _Lookups:
     def deadline(self, request: LookupRequest) -> float | None:
         return request.deadline
 
-    def _merged(self, requests: Sequence[LookupRequest], want_source: bool) -> Merged:
-        return Merged(requests, self._lookup.features, want_source=want_source)
+    def _merged(
+        self, requests: Sequence[LookupRequest], want_source: bool, origin: Origin | None
+    ) -> Merged:
+        return Merged(requests, self._lookup.features, want_source=want_source, origin=origin)
 
 
 class Report(Protocol):
@@ -97,10 +101,13 @@ class Report(Protocol):
 
 
 class Sourced(Protocol):
-    """Of a request: whether it asks where its rows come from."""
+    """Of a request: whether it asks where its rows come from, and on whose behalf it is."""
 
     @property
     def want_source(self) -> bool: ...
+
+    @property
+    def origin(self) -> Origin | None: ...
 
 
 Request = TypeVar("Request", bound=Sourced)
@@ -118,7 +125,8 @@ class Joined(Protocol[Asked, Result]):
 
 
 class Together(Generic[Request, Result]):
-    """Several requests begun by ``submit`` as the one that ``merge`` makes of them, with sources or without.
+    """Several requests begun by ``submit`` as the one that ``merge`` makes of them, with sources or without,
+    and on whose behalf it is.
 
     Asking for sources takes the longer way through the engine. So it is done only while there are keys
     without a row, whose requests have to be told. Any number of threads may call it.
@@ -127,7 +135,7 @@ class Together(Generic[Request, Result]):
     def __init__(
         self,
         submit: Callable[[Request], Future[Result]],
-        merge: Callable[[Sequence[Request], bool], Joined[Request, Result]],
+        merge: Callable[[Sequence[Request], bool, Origin | None], Joined[Request, Result]],
     ) -> None:
         self._submit = submit
         self._merge = merge
@@ -139,7 +147,8 @@ class Together(Generic[Request, Result]):
         return self._begin(requests, sourced)
 
     def _begin(self, requests: Sequence[Request], sourced: bool) -> Future[list[Result]]:
-        merged = self._merge(requests, sourced)
+        origin = on_behalf_of("batch", (request.origin for request in requests))
+        merged = self._merge(requests, sourced, origin)
 
         def split(result: Result) -> Future[list[Result]]:
             # Of this batch: `self._defaults` may be another's by the next line.
@@ -148,7 +157,8 @@ class Together(Generic[Request, Result]):
                 return self._begin(requests, True)
             return Done(merged.split(result))
 
-        asked = self._submit(merged.request)
+        begin = partial(self._submit, merged.request)
+        asked = begin() if origin is None else followed(origin, begin, lambda _: {})
         return split(asked.result()) if asked.done() else then(asked, split)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from hps.lookup.base import Feature
 from hps.lookup.checks import check_keys
+from hps.tracing import Origin
 from hps.types import JaggedKeys, LookupRequest, LookupResult, Source, SourceArray, as_keys
 
 
@@ -43,7 +44,8 @@ def checked(request: LookupRequest, features: Mapping[str, Feature]) -> LookupRe
 
 class Merged:
     """One request for those of ``requests``, which are of one ``kind`` and ``checked``; ``features`` are the
-    model's. Without ``want_source`` it can't be told whose keys were answered with a default."""
+    model's. Without ``want_source`` it can't be told whose keys were answered with a default. ``origin``: on
+    whose behalf it is, see `on_behalf_of`."""
 
     def __init__(
         self,
@@ -51,6 +53,7 @@ class Merged:
         features: Mapping[str, Feature],
         *,
         want_source: bool = True,
+        origin: Origin | None = None,
     ) -> None:
         self._requests = requests
         by_table = requests[0].by_table
@@ -73,7 +76,7 @@ class Merged:
             self._shares[name] = _Shares(who, spans[rows], spans[asked])
         deadlines = [each.deadline for each in requests]
         latest = None if None in deadlines else max(d for d in deadlines if d is not None)
-        self.request = LookupRequest(joined, latest, want_source, None, by_table)
+        self.request = LookupRequest(joined, latest, want_source, None, by_table, origin)
 
     def split(self, result: LookupResult) -> list[LookupResult]:
         """What each request is answered with: parts of the arrays of ``result``."""

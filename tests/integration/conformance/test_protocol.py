@@ -16,7 +16,8 @@ UNTYPED = {
     "the type could not read it"
 }
 AT_FAULT = {
-    "500 instead of 400": "the client is at fault: 500 makes it ask again, and wakes who watches the server"
+    "500 instead of 400: .*(Unable|failed) to parse": "the client is at fault: 500 makes it ask again, and "
+    "wakes who watches the server"
 }
 NO_NAME = {
     "requested model .* is not available": "an ensemble that is unknown is told of otherwise "

@@ -344,8 +344,8 @@ class OthersEnd(Together):
 def test_defaults_are_told_though_another_batch_had_none(make_world):
     engine = make_world().engine
 
-    def merge(requests, want_source):
-        return Merged(requests, engine.features, want_source=want_source)
+    def merge(requests, want_source, origin):
+        return Merged(requests, engine.features, want_source=want_source, origin=origin)
 
     asked = [LookupRequest({"user": JaggedKeys.dense([1, 2])}) for _ in range(2)]
     answers = OthersEnd(engine.submit, merge).begin(asked).result(60)

@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 
 from hps import metric_names as m
+from hps import otel
 from hps.config import Settings
 from hps.config.admission_settings import BatchingSettings
 from hps.config.server_settings import ServerSettings
 from hps.errors import BadRequest
+from hps.tracing import Origin, record
 from services.frontend.call import Call, Form
+from services.frontend.lookup_endpoint import LookupEndpoint
 from services.frontend.state import State
 from tests.support.waiting import until
 
@@ -84,6 +87,58 @@ def test_predictions_that_wait_are_one_run(small, batched):
             np.testing.assert_allclose(got[name], values, rtol=1e-6, atol=1e-6)
     # Candidates with their context and top_k were alone, and not counted.
     assert runs(small, "ctr") == (3, 5.0)
+
+
+@pytest.mark.parametrize("name", ["ctr", "ctr.lookup"])
+def test_a_batch_is_on_behalf_of_its_first_request(small, batched, name, monkeypatch):
+    """Where no spans are kept, those who are asked are told of that one."""
+    told, fetch = [], small.store.fetch
+
+    def telling(parts, ctx):
+        told.append(ctx.origin.request_id)
+        fetch(parts, ctx)
+
+    monkeypatch.setattr(small.store, "fetch", telling)
+    submit_three(small, batched()[name], [Origin(f"r-{i}") for i in range(3)])
+    assert told == ["r-0", "r-1"]
+
+
+@pytest.mark.parametrize("name", ["ctr", "ctr.lookup"])
+def test_a_batch_is_a_span_linked_to_its_requests(small, batched, name):
+    export = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+
+    exporter, provider = export.InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer = otel.Tracer(provider)
+    origins = [tracer.request(f"r-{i}", 0, f"r-{i}", "", "") for i in range(3)]
+    record(tracer)
+    try:
+        submit_three(small, batched()[name], origins)
+    finally:
+        record(None)
+    ended = exporter.get_finished_spans()
+    (batch,) = [span for span in ended if span.name == "batch"]
+    linked = [f"{link.context.span_id:016x}" for link in batch.links]
+    assert linked == [origin.span_id for origin in origins[1:]]
+    parts = {s.name for s in ended if s.parent and s.parent.span_id == batch.context.span_id}
+    assert parts == ({"lookup", "dense"} if name == "ctr" else {"lookup"})
+
+
+def submit_three(small, endpoint, origins):
+    """A request alone, and two that wait for it and are one batch."""
+    small.store.gate.clear()
+    futures = []
+    for key, origin in enumerate(origins, 15):
+        made = call([key])
+        if isinstance(endpoint, LookupEndpoint):
+            del made.inputs["dense"], made.form.shapes["dense"]
+        made.origin = origin
+        futures.append(endpoint.submit(made, FAR))
+    small.store.gate.set()
+    for future in futures:
+        future.result(60)
 
 
 def test_a_request_at_fault_fails_alone(small, batched):
