@@ -19,6 +19,7 @@ import hps
 from benchmarks.peers.redis_server import RedisServer
 from hps.cli.main import app
 from tests.support.redis_servers import shared_server
+from tests.support.waiting import until
 
 V4 = "1,2,3,4"
 
@@ -282,6 +283,43 @@ def test_what_changed_since_the_last_export(loaded: Any, tmp_path: Path, tier: s
         assert archive["vector"][0].tolist() == [1, 2, 3, 4]
     third = printed(*words, "--out", tmp_path / "new.npz", "--since", second["newest"])
     assert third["rows"] == 0
+
+
+@pytest.mark.parametrize(
+    ("tier", "name"), [("redis", "clicks.users.1.npz"), ("rocksdb", "any.parquet")]
+)
+def test_another_node_takes_what_changed_from_a_folder(
+    loaded: Any, small_repository: Path, tmp_path: Path, tier: str, name: str
+) -> None:
+    words = ("export", "clicks", "users", "--tier", tier, *loaded)
+    first = printed(*words, "--out", tmp_path / "all.npz")
+    printed("put", "clicks", "users", 5, "--vector", V4, *loaded)
+    printed("put", "clicks", "users", 5000, "--vector", "5,6,7,8", *loaded)
+    printed("del", "clicks", "users", 6, *loaded)
+    folder = tmp_path / "in"
+    settings = {
+        "models": {"repository": str(small_repository)},
+        "tiers": {"rocksdb": {"path": str(tmp_path / "other")}, "cpu_cache": {"share": 1.0}},
+        "updates": {"directory": {"path": str(folder)}},
+    }
+    keys = [4, 5, 5000]
+    with hps.open(settings) as node:
+        assert node.lookup("clicks", {"user": [6]}).vectors["user"].tolist() == [row(6)]
+        part = tmp_path / f"part{Path(name).suffix}"
+        printed(*words, "--out", part, "--since", first["newest"])
+        part.rename(folder / name)
+        until(lambda: (folder / "applied" / name).exists())
+        found = node.lookup("clicks", {"user": keys}).vectors["user"].tolist()
+        assert found == [row(4), [1, 2, 3, 4], [5, 6, 7, 8]]
+        gone, never = node.lookup("clicks", {"user": [6, 7777]}).vectors["user"].tolist()
+        assert gone == never
+    other = tmp_path / "other.yaml"
+    other.write_text(json.dumps(settings))
+    both = [
+        printed("export", "clicks", "users", "--out", tmp_path / f"{i}.npz", *config)
+        for i, config in enumerate([("--tier", tier, *loaded), ("--config", other)])
+    ]
+    assert both[0]["rows"] == both[1]["rows"] == 100
 
 
 def test_a_checkpoint_and_the_way_back(loaded: Any, tmp_path: Path) -> None:
