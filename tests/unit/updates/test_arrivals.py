@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import time
 
 import pytest
 
+from hps.config.update_settings import KafkaSettings
 from hps.updates.arrivals import LOOK_EVERY_S, Arrivals
 from hps.updates.files.waiting import WaitingFiles
+from hps.updates.kafka.ends import WaitingMessages
 
 PLACE = ("topic", 0)
 
@@ -91,3 +94,32 @@ def test_files_wait_until_they_are_moved_away(tmp_path):
     tmp_path.rename(tmp_path.with_name("gone"))
     with pytest.raises(FileNotFoundError):
         waits.look()
+
+
+class Reader:
+    """What a Kafka reader says of itself."""
+
+    def __init__(self) -> None:
+        self.at: dict[tuple[str, int], int] = {}
+        self.placed = False
+
+    def applied(self):
+        return self.at
+
+    def lag(self):
+        return dict.fromkeys(self.at, 0) if self.placed else None
+
+
+def test_what_a_reader_had_counts_while_it_is_told_its_partitions_anew():
+    reader = Reader()
+    waits = WaitingMessages(KafkaSettings(brokers="127.0.0.1:9"), reader, [PLACE[0]])
+    assert waits.ages_s() == {PLACE: None}, "nobody knows what there is"
+    reader.at, reader.placed = {("topic", 3): 10}, True
+    assert waits.ages_s() == {("topic", 3): None}
+    waits._arrivals.saw({("topic", 3): 10}, time.monotonic())
+    assert waits.ages_s() == {("topic", 3): 0.0}
+    waits._arrivals.saw({("topic", 3): 12}, time.monotonic())
+    reader.at, reader.placed = {}, False
+    assert waits.ages_s()["topic", 3] > 0, "the two it lacked"
+    reader.placed = True
+    assert waits.ages_s() == {}, "the group gave it to another"
