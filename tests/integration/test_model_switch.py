@@ -204,7 +204,9 @@ def several(tmp_path_factory):
     write_models(folder / "models")
     port, admin = free_ports(2)
     limits = {"workers": 2, "grpc": {"port": port, "admin": {"port": admin}}}
-    with start_hps(folder, limits=limits) as hps:
+    # A machine that is busy with other tests must not make it serve defaults.
+    rocksdb = {"path": str(folder / "rocksdb"), "guard": {"deadline_ms": 20_000}}
+    with start_hps(folder, limits=limits, tiers={"rocksdb": rocksdb}) as hps:
         write_second(folder / "models")
         server = Server(hps, f"127.0.0.1:{port}", f"127.0.0.1:{admin}")
         until(lambda: server.status()["ready"])
