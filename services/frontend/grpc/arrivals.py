@@ -89,6 +89,10 @@ class Direct:
         self.begin = begin
         self.experimental_thread_pool = arrivals
 
+    def refuse(self, error: HpsError) -> None:
+        """Tell all further calls ``error``."""
+        self.begin = lambda _message, reply: reply.fail(error)
+
     def __call__(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         """On a thread of its own, which waits."""
         reply = Awaited(context)
@@ -141,6 +145,10 @@ class Pooled:
     def __init__(self, behavior: Callable[..., Any], pool: ThreadPoolExecutor) -> None:
         self._behavior = behavior
         self.experimental_thread_pool = pool
+
+    def refuse(self, error: HpsError) -> None:
+        """Tell all further calls ``error``."""
+        self._behavior = lambda _request, context: abort(error, context)
 
     def __call__(self, request: Any, context: grpc.ServicerContext) -> Any:
         return self._behavior(request, context)

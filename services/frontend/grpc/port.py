@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -13,7 +14,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from hps.config.server_settings import GrpcListener, ServerSettings
-from hps.errors import ConfigError
+from hps.errors import ConfigError, Unavailable
 from services.frontend.grpc.age import age_options
 from services.frontend.grpc.arrivals import Arrivals, Direct, Pooled
 from services.frontend.grpc.credentials import credentials
@@ -23,6 +24,8 @@ from services.server_state import ServerState
 # Threads for what is quick, and for what keeps a thread: reflection, a stream. Calls at a time: beyond that
 # grpc refuses them with RESOURCE_EXHAUSTED.
 _QUICK, _OTHERS, _CALLS = 16, 8, 4096
+# How long further calls are told that the server stops before it does; less than they are told to wait.
+_REFUSING_S = 0.25
 
 Handlers = Mapping[str, grpc.RpcMethodHandler]
 
@@ -55,10 +58,11 @@ class GrpcPort:
                 ("grpc.max_receive_message_length", settings.max_body_bytes),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.so_reuseport", int(one_of_many)),
-                *age_options(at.max_connection_age_s, settings.drain_s),
+                *age_options(at.max_connection_age_s, settings.drain_delay_s, settings.drain_s),
             ],
         )
         self.started = False
+        self._behaviors: list[Direct | Pooled] = []
         self._stopping = asyncio.Event()
         self._at_once = asyncio.Event()
 
@@ -78,14 +82,14 @@ class GrpcPort:
 
     def _taken(self, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
         """``handler``, run once its request is there."""
-        behavior = handler.unary_unary
-        if behavior is None or isinstance(behavior, Direct):
-            return handler
-        return grpc.unary_unary_rpc_method_handler(
-            Pooled(behavior, self.arrivals),
-            handler.request_deserializer,
-            handler.response_serializer,
-        )
+        behavior = handler.unary_unary or handler.stream_stream
+        if not isinstance(behavior, Direct | Pooled):
+            behavior = Pooled(behavior, self.arrivals)
+            handler = grpc.unary_unary_rpc_method_handler(
+                behavior, handler.request_deserializer, handler.response_serializer
+            )
+        self._behaviors.append(behavior)
+        return handler
 
     def _port(self, host: str) -> int:
         """The port it listens on."""
@@ -113,6 +117,7 @@ class GrpcPort:
         self.started = True
         await self._stopping.wait()
         self._health.stop()
+        await self._refuse()
         ended = self._server.stop(self._drain_s)
         waiting = asyncio.create_task(asyncio.to_thread(ended.wait))
         at_once = asyncio.create_task(self._at_once.wait())
@@ -123,6 +128,16 @@ class GrpcPort:
             await waiting
         for pool in self._pools:
             pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _refuse(self) -> None:
+        """Have who asks go elsewhere. Calls that come between grpc's stop and a client's notice of it are
+        CANCELLED, which nobody repeats (https://github.com/grpc/grpc/issues/41785); by then there should be
+        none."""
+        error = Unavailable("the server is shutting down; ask another replica")
+        for behavior in self._behaviors:
+            behavior.refuse(error)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._at_once.wait(), _REFUSING_S)
 
     def stop(self, *, at_once: bool = False) -> None:
         """Begin the end; ``at_once`` drops what is still being answered. Called on the event loop."""

@@ -10,10 +10,12 @@ from contextlib import contextmanager
 import grpc
 import numpy as np
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from hps.client import Client
+from services.frontend.grpc import port as port_module
 from services.frontend.state import State
 from tests.support.waiting import until
 
@@ -105,12 +107,46 @@ def test_clients_that_look_at_its_health_leave_a_server_before_it_ends(small, se
         first.join()
 
 
-def test_no_call_is_lost_by_the_age_of_a_connection(serve, channels):
-    running = serve(grpc={"max_connection_age_s": 0.05})
+@pytest.mark.parametrize(
+    "settings",
+    [{"grpc": {"max_connection_age_s": 0.05}}, {"drain_delay_s": 0.1}],
+    ids=["set", "half of drain_delay_s"],
+)
+def test_no_call_is_lost_by_the_age_of_a_connection(serve, channels, settings):
+    running = serve(**settings)
     states = []
     with load(lambda: channels(running.server.url, watch=states.append)) as some_more:
         until(lambda: states.count(grpc.ChannelConnectivity.READY) > 2 * CLIENTS)
         some_more()
+
+
+def test_whoever_asks_a_server_that_ends_is_told_to_ask_another(serve, channels, monkeypatch):
+    """CANCELLED would not say so."""
+    monkeypatch.setattr(port_module, "_REFUSING_S", 60.0)
+    running = serve()
+    with grpc.insecure_channel(running.server.url) as channel:
+        stub = GRPCInferenceServiceStub(channel)
+        stub.ModelInfer(question(), timeout=60)
+        running.stop()
+        health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        until(lambda: next(health).status == health_pb2.HealthCheckResponse.NOT_SERVING)
+        health.cancel()
+
+        def refusal(call):
+            with pytest.raises(grpc.RpcError) as caught:
+                call()
+            return caught.value
+
+        for call in (
+            lambda: stub.ModelInfer(question(), timeout=60),
+            lambda: next(stub.ModelStreamInfer(iter([question()]), timeout=60)),
+            lambda: stub.ServerMetadata(pb.ServerMetadataRequest(), timeout=60),
+        ):
+            until(lambda call=call: refusal(call).code() is grpc.StatusCode.UNAVAILABLE)
+            refused = refusal(call)
+            assert "ask another replica" in refused.details()
+            pushback = dict(refused.trailing_metadata())["grpc-retry-pushback-ms"]
+            assert int(pushback) == 1000
 
 
 def test_our_client_asks_again_where_a_call_was_cut_off(serve):
