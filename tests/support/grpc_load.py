@@ -35,7 +35,7 @@ _RETRIES = {
 }
 
 
-class _Replica(GRPCInferenceServiceServicer):
+class _Replica(GRPCInferenceServiceServicer):  # type: ignore[misc]
     """Answers everything."""
 
     def ModelInfer(self, request: pb.ModelInferRequest, context: object) -> pb.ModelInferResponse:
