@@ -141,6 +141,20 @@ def is_loopback(host: str) -> bool:
     return (mapped or address).is_loopback
 
 
+def shared_memory(on: bool, grpc: bool, workers: int) -> list[Finding]:
+    """Regions are registered with one process, and used by the calls that come to it, over gRPC."""
+    if on and not grpc:
+        message = "acts over gRPC alone, found with grpc: null"
+        return [Finding(("shared_memory",), message, (("grpc",),))]
+    if on and workers > 1:
+        message = (
+            f"can't be used with {workers} workers: what is registered with one is unknown to the others; "
+            "set workers to 0 or 1"
+        )
+        return [Finding(("shared_memory",), message, (("workers",),))]
+    return []
+
+
 def ports(listeners: Mapping[str, tuple[str, int]]) -> list[Finding]:
     """Two listeners must not share a port, unless their addresses differ."""
     findings = []

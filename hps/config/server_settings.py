@@ -92,6 +92,8 @@ class ServerSettings(Strict):
     """Largest request body, after decompression; larger ones get 413, over gRPC RESOURCE_EXHAUSTED."""
     max_keys: int = Field(4_000_000, ge=1)
     """Most keys in one request; more get 413, over gRPC INVALID_ARGUMENT."""
+    shared_memory: bool = False
+    """Callers on this machine may have tensors in its `/dev/shm` instead of in messages, over gRPC."""
     request_timeout_ms: float = Field(10_000.0, gt=0)
     """Deadline of a request that brings none."""
     admission: AdmissionSettings = AdmissionSettings()
@@ -123,7 +125,8 @@ class ServerSettings(Strict):
             )
             if at is not None
         }
-        return self.consistent(checks.ports(listeners))
+        shared = checks.shared_memory(self.shared_memory, self.grpc is not None, self.workers)
+        return self.consistent(checks.ports(listeners) + shared)
 
 
 class ApiKey(Strict):

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from hps.lookup.base import Submit
 from hps.tracing import Origin
+from services.frontend.places import Elsewhere
 
 
 @dataclass(slots=True)
@@ -24,6 +25,7 @@ class Form:
     outputs: tuple[str, ...] | None = None
     timeout_us: int = 0
     top_k: int | None = None
+    elsewhere: Elsewhere | None = None
     kept: bool = False
     prepared: tuple[Submit, int] | None = None
 

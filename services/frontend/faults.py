@@ -48,7 +48,10 @@ def too_many_keys(keys: int, max_keys: int) -> TooLarge:
 
 
 def shared_memory(name: str) -> BadRequest:
-    return BadRequest(f"'{name}': shared memory is not offered; send the data itself")
+    return BadRequest(
+        f"'{name}': shared memory is not offered; send the data itself, or set server.shared_memory on a "
+        "server that shares its machine with those who ask"
+    )
 
 
 def output_twice(name: str) -> BadRequest:

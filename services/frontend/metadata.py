@@ -144,9 +144,11 @@ def tables_info(served: ServedModel) -> ModelInfo:
     return _info(served, served.name, inputs, outputs, parameters)
 
 
-def server_metadata(version: str, *, control: bool) -> dict[str, Any]:
-    """``GET /v2``; ``control``: models can be loaded and unloaded there."""
-    extensions = [*EXTENSIONS, "model_repository"] if control else list(EXTENSIONS)
+def server_metadata(version: str, *, control: bool, shared_memory: bool = False) -> dict[str, Any]:
+    """``GET /v2``; ``control``: models can be loaded and unloaded there; ``shared_memory``: tensors may be in
+    memory that clients share with the server."""
+    also = {"model_repository": control, "system_shared_memory": shared_memory}
+    extensions = [*EXTENSIONS, *(name for name, offered in also.items() if offered)]
     return {"name": SERVER_NAME, "version": version, "extensions": extensions}
 
 

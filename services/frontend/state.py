@@ -16,6 +16,7 @@ from services.frontend.admission import Admission, Line
 from services.frontend.batching import endpoints
 from services.frontend.metadata import ModelInfo
 from services.frontend.observer import Observer
+from services.frontend.shared_memory import Regions
 from services.frontend.statistics import Statistics
 from services.server_state import ServerState
 
@@ -49,6 +50,8 @@ class State(ServerState[OpenModels]):
         super().__init__(role)
         self._settings = settings = settings or Settings()
         self.admission = Admission(settings.server.admission)
+        server = settings.server
+        self.regions = Regions(on=server.shared_memory, most_bytes=server.max_body_bytes)
         self.control_everywhere = settings.models.control == "all"
         """Whether every port may load and unload models, and not those of administration alone."""
         self.changes = threading.BoundedSemaphore(_CHANGES)

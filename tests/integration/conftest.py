@@ -141,10 +141,10 @@ def small_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hps]:
-    """``hps serve`` on ``write_models``, with bodies up to 256 KiB."""
+    """``hps serve`` on ``write_models``, with bodies up to 256 KiB and shared memory."""
     folder = tmp_path_factory.mktemp("server")
     write_models(folder / "models")
-    with start_hps(folder, limits={"max_body_bytes": 1 << 18}) as server:
+    with start_hps(folder, limits={"max_body_bytes": 1 << 18, "shared_memory": True}) as server:
         yield server
 
 

@@ -18,9 +18,10 @@ from hps.config.server_settings import ServerSettings
 from hps.errors import HpsError, Unavailable
 from hps.metrics import Metrics
 from hps.tracing import Origin
+from services.frontend.admission import Line
 from services.frontend.auth import Guard
 from services.frontend.grpc.arrivals import Awaited, Reply
-from services.frontend.grpc.callers import Counted, check
+from services.frontend.grpc.callers import Counted, address_of, check
 from services.frontend.grpc.ending import abort
 from services.frontend.grpc.failures import count_failure, fail
 from services.frontend.grpc.named import identify
@@ -28,6 +29,8 @@ from services.frontend.grpc.pending import Pending, deadline_of
 from services.frontend.grpc.request import Address, GrpcCall, Parser, address
 from services.frontend.grpc.response import Encoder
 from services.frontend.grpc.wire import field
+from services.frontend.places import Elsewhere
+from services.frontend.shared_memory import Regions
 from services.frontend.state import Entry, State
 from services.frontend.statistics import queued_ns
 
@@ -41,10 +44,10 @@ _INFER_RESPONSE = 0x12  # field of ModelStreamInferResponse by its tag
 class Route:
     """What reads the requests to one name, writes their answers and counts them. Used by any thread."""
 
-    def __init__(self, entry: Entry, metrics: Metrics, max_keys: int) -> None:
+    def __init__(self, entry: Entry, metrics: Metrics, max_keys: int, regions: Regions) -> None:
         self.entry = entry
         self.parser = Parser(entry.name, entry.endpoint.rules, max_keys)
-        self.encoder = Encoder(entry.name, entry.version)
+        self.encoder = Encoder(entry.name, entry.version, regions)
         self.observe_ok = metrics.histogram(
             m.REQUEST_SECONDS, "grpc", "infer", entry.name, "OK"
         ).observe
@@ -76,9 +79,9 @@ class Inference:
     def _find_routes(self) -> None:
         """Take over the names that are served now; one that is served as before keeps its route."""
         known = {route.entry: route for route in self._routes.values()}
-        metrics = self._state.metrics
+        metrics, regions = self._state.metrics, self._state.regions
         self._routes = {
-            name: known.get(entry) or Route(entry, metrics, self._max_keys)
+            name: known.get(entry) or Route(entry, metrics, self._max_keys, regions)
             for name, entry in self._state.entries.items()
         }
 
@@ -134,6 +137,8 @@ class Inference:
             if route.entry.endpoint.is_busy:
                 route.entry.endpoint.require_room(len(message))
             call = route.parser.parse(message, to)
+            if call.form.elsewhere is not None:
+                self._take(call.form.elsewhere, call, route.entry.endpoint, reply.context)
             parsed = perf_counter_ns()
             origin = identify(call, route.entry.name, reply.context, started, self._state.observer)
             deadline = deadline_of(reply.context, call.form.timeout_us * 1e-6 or self._timeout_s)
@@ -144,6 +149,14 @@ class Inference:
             return
         end = partial(self._end, reply, route, call, started, parsed)
         self._pending.add(future, deadline, reply, end)
+
+    def _take(
+        self, elsewhere: Elsewhere, call: GrpcCall, line: Line, context: grpc.ServicerContext
+    ) -> None:
+        """Have the inputs that are in shared memory."""
+        if line.is_busy:
+            line.require_room(elsewhere.size)
+        call.inputs.update(self._state.regions.take(elsewhere, address_of(context)))
 
     def _end(
         self,

@@ -23,8 +23,10 @@ from tritonclient.grpc import service_pb2 as pb
 from hps.errors import BadRequest
 from services.frontend import faults
 from services.frontend.call import Call, Form
-from services.frontend.datatypes import BINARY_ONLY, InputRule
+from services.frontend.datatypes import InputRule
+from services.frontend.grpc.contents import contents
 from services.frontend.grpc.wire import Malformed, content_at, varint
+from services.frontend.places import PARAMETERS, Elsewhere, Place, place_of, require_size
 
 # Fields of ModelInferRequest by their tags.
 _MODEL, _VERSION, _ID = 0x0A, 0x12, 0x1A
@@ -111,9 +113,12 @@ class Parser:
     def _read(self, message: bytes, to: Address) -> GrpcCall:
         request = _parsed(message)
         form = self._form(request)
-        if not request.raw_input_contents:
-            return GrpcCall(form, self._contents(request, form), request.id)
-        inputs = self._raw(request, form)
+        sent = request.inputs
+        if form.elsewhere is not None:
+            sent = [tensor for tensor in sent if tensor.name not in form.elsewhere.inputs]
+        if not request.raw_input_contents and (sent or form.elsewhere is None):
+            return GrpcCall(form, contents(sent, self._rules), request.id)
+        inputs = self._raw(sent, request.raw_input_contents, form)
         self._keep(form, message, to.end)
         return GrpcCall(form, inputs, request.id)
 
@@ -130,7 +135,7 @@ class Parser:
 
     def _form(self, request: Any) -> GrpcForm:
         """All of a request but its tensors' elements."""
-        form = GrpcForm()
+        form, elsewhere = GrpcForm(), Elsewhere()
         keys = 0
         for tensor in request.inputs:
             name = tensor.name
@@ -141,29 +146,36 @@ class Parser:
                 raise faults.twice(name)
             if tensor.datatype not in rule.dtypes:
                 raise faults.wrong_type(name, tensor.datatype, self._model, rule)
-            if "shared_memory_region" in tensor.parameters:
-                raise faults.shared_memory(name)
             form.shapes[name] = shape = list(tensor.shape)
             if min(shape, default=0) < 0:
                 raise faults.wrong_shape(name, shape, self._model)
             keys += prod(shape) if rule.is_keys else 0
+            if (place := _place(tensor)) is not None:
+                dtype = rule.dtypes[tensor.datatype]
+                require_size(name, place, prod(shape) * dtype.itemsize, self._model)
+                if tensor.HasField("contents"):
+                    raise BadRequest(
+                        f"input '{name}' has both contents and shared memory; send one of them"
+                    )
+                elsewhere.inputs[name] = place, dtype
         if keys > self._max_keys:
             raise faults.too_many_keys(keys, self._max_keys)
         _parameters(form, request.parameters)
         if request.outputs:
-            form.outputs = _outputs(request.outputs)
+            form.outputs = _outputs(request.outputs, elsewhere)
+        if elsewhere.inputs or elsewhere.outputs:
+            form.elsewhere = elsewhere
         return form
 
-    def _raw(self, request: Any, form: GrpcForm) -> dict[str, NDArray[Any]]:
+    def _raw(self, tensors: Any, raws: Any, form: GrpcForm) -> dict[str, NDArray[Any]]:
         """The elements of raw tensors, and where they lie."""
-        raws = request.raw_input_contents
-        if len(raws) != len(request.inputs):
+        if len(raws) != len(tensors):
             raise BadRequest(
-                f"expected {len(request.inputs)} raw input contents for model '{self._model}', one for each "
+                f"expected {len(tensors)} raw input contents for model '{self._model}', one for each "
                 f"input, got {len(raws)}"
             )
         inputs = {}
-        for tensor, raw in zip(request.inputs, raws, strict=True):
+        for tensor, raw in zip(tensors, raws, strict=True):
             name = tensor.name
             if tensor.HasField("contents"):
                 raise BadRequest(
@@ -181,59 +193,6 @@ class Parser:
             form.raw_size += len(head) + len(raw)
             inputs[name] = np.frombuffer(raw, dtype) if count else np.empty(0, dtype)
         return inputs
-
-    def _contents(self, request: Any, form: GrpcForm) -> dict[str, NDArray[Any]]:
-        """The elements of tensors that carry them in protobuf's own types."""
-        inputs = {}
-        for tensor in request.inputs:
-            name, datatype = tensor.name, tensor.datatype
-            if datatype in BINARY_ONLY:
-                raise BadRequest(
-                    f"input '{name}': {datatype} can only be sent in raw_input_contents"
-                )
-            dtype, count = self._rules[name].dtypes[datatype], prod(tensor.shape)
-            given = {found.name for found, _ in tensor.contents.ListFields()}
-            place = _CONTENTS[datatype]
-            if given - {place}:
-                raise BadRequest(
-                    f"input '{name}' is {datatype}, whose elements belong in {place}, not in "
-                    f"{', '.join(sorted(given - {place}))}"
-                )
-            values = getattr(tensor.contents, place)
-            if len(values) != count:
-                raise BadRequest(
-                    f"unexpected number of elements {len(values)} in {place} of input '{name}': its shape "
-                    f"{form.shapes[name]} takes {count}"
-                )
-            inputs[name] = array = np.array(values, _WIDE[place]).astype(dtype)
-            if dtype.kind in "iu" and not np.array_equal(array, values):
-                raise BadRequest(f"input '{name}' has a number beyond the range of {datatype}")
-        return inputs
-
-
-# Where elements stand that are not raw; small integers travel in a wider type.
-_CONTENTS = {
-    "BOOL": "bool_contents",
-    "INT8": "int_contents",
-    "INT16": "int_contents",
-    "INT32": "int_contents",
-    "INT64": "int64_contents",
-    "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
-    "UINT64": "uint64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-}
-_WIDE = {
-    "bool_contents": np.bool_,
-    "int_contents": np.int32,
-    "int64_contents": np.int64,
-    "uint_contents": np.uint32,
-    "uint64_contents": np.uint64,
-    "fp32_contents": np.float32,
-    "fp64_contents": np.float64,
-}
 
 
 def _taken(message: bytes, end: int, form: GrpcForm) -> dict[str, NDArray[Any]] | None:
@@ -276,17 +235,24 @@ def _value(parameter: Any) -> Any:
     return None if choice is None else getattr(parameter, choice)
 
 
-def _outputs(wanted: Any) -> tuple[str, ...]:
+def _outputs(wanted: Any, elsewhere: Elsewhere) -> tuple[str, ...]:
     names = []
     for output in wanted:
         if "classification" in output.parameters:
             raise faults.classification(output.name)
-        if "shared_memory_region" in output.parameters:
-            raise faults.shared_memory(output.name)
         if output.name in names:
             raise faults.output_twice(output.name)
+        if (place := _place(output)) is not None:
+            elsewhere.outputs[output.name] = place
         names.append(output.name)
     return tuple(names)
+
+
+def _place(tensor: Any) -> Place | None:
+    """Where a tensor's elements are when the message does not have them."""
+    told = tensor.parameters
+    given = {name: _value(told[name]) for name in PARAMETERS if name in told}
+    return place_of(tensor.name, given) if given else None
 
 
 def _parsed(message: bytes) -> Any:

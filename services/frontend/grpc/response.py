@@ -1,6 +1,7 @@
 """Inference responses over gRPC: from named arrays to the bytes of a ``ModelInferResponse``, joined once.
 
-Every tensor goes out raw: Triton's Python client reads nothing else.
+Every tensor goes out raw: Triton's Python client reads nothing else. One that was put into a shared memory
+region has an empty place among them, as Triton leaves it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from tritonclient.grpc import service_pb2 as pb
 
 from services.frontend.datatypes import DATATYPE_OF
 from services.frontend.endpoints import Output
-from services.frontend.grpc.request import GrpcCall
+from services.frontend.grpc.request import GrpcCall, GrpcForm
 from services.frontend.grpc.wire import field, varint
+from services.frontend.shared_memory import Regions
 
 _ID, _RAW = 0x1A, 0x32  # fields of ModelInferResponse by their tags
 _HEADS_KEPT = 64
@@ -24,8 +26,9 @@ _HEADS_KEPT = 64
 class Encoder:
     """Writes the answers of one model version. May be called from any thread."""
 
-    def __init__(self, model: str, version: str) -> None:
+    def __init__(self, model: str, version: str, regions: Regions) -> None:
         self._model, self._version = model, version
+        self._regions = regions
 
     def encode(
         self,
@@ -36,18 +39,21 @@ class Encoder:
         outputs: Sequence[Output],
     ) -> bytes:
         """The answer with ``outputs`` to ``call``. What stands before the tensors is written once for calls
-        of one form and outputs of the same shapes."""
+        of one form and outputs of the same shapes. Raises ``BadRequest`` or ``NotFound`` when outputs can't
+        be put where they are wanted."""
         heads = call.form.heads
         key = (defaulted, degraded, stale_s, *[array.shape for _, array in outputs])
         head = heads.get(key)
         if head is None:
-            head = self._describe(defaulted, degraded, stale_s, outputs)
+            head = self._describe(call.form, defaulted, degraded, stale_s, outputs)
             if len(heads) >= _HEADS_KEPT:
                 heads.clear()
             heads[key] = head
         pieces: list[Any] = [head]
         if call.id:
             pieces.append(field(_ID, call.id.encode()))
+        if (elsewhere := call.form.elsewhere) is not None:
+            outputs = self._regions.put(outputs, elsewhere.outputs)
         for _, array in outputs:
             pieces.append(b"%c%b" % (_RAW, varint(array.nbytes)))
             if array.size:
@@ -56,18 +62,25 @@ class Encoder:
 
     def _describe(
         self,
+        form: GrpcForm,
         defaulted: int,
         degraded: tuple[str, ...],
         stale_s: int,
         outputs: Sequence[Output],
     ) -> bytes:
+        places = {} if form.elsewhere is None else form.elsewhere.outputs
         response = pb.ModelInferResponse(model_name=self._model, model_version=self._version)
         response.parameters["hps_defaulted"].int64_param = defaulted
         response.parameters["hps_degraded"].string_param = ",".join(degraded)
         if stale_s:
             response.parameters["hps_stale_s"].int64_param = stale_s
         for name, array in outputs:
-            response.outputs.add(name=name, datatype=_datatype(array), shape=array.shape)
+            tensor = response.outputs.add(name=name, datatype=_datatype(array), shape=array.shape)
+            if name in places:
+                place = places[name]._replace(size=array.nbytes)
+                for parameter, value in place.parameters.items():
+                    kind = "string_param" if isinstance(value, str) else "int64_param"
+                    setattr(tensor.parameters[parameter], kind, value)
         head: bytes = response.SerializeToString()
         return head
 

@@ -19,7 +19,7 @@ from hps.config.auth import Role
 from hps.errors import Unsupported
 from services.frontend.auth import Guard
 from services.frontend.errors import told
-from services.frontend.grpc.callers import check
+from services.frontend.grpc.callers import address_of, check
 from services.frontend.grpc.ending import abort
 from services.frontend.log_settings import change
 from services.frontend.log_settings import told as told_of_logs
@@ -60,6 +60,10 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
             "ModelConfig",
             "ModelStatistics",
             "RepositoryIndex",
+            "SystemSharedMemoryRegister",
+            "SystemSharedMemoryUnregister",
+            "SystemSharedMemoryStatus",
+            "CudaSharedMemoryUnregister",
         ):
             setattr(self, name, answering(guard, "read", getattr(self, name)))
         for name in ("RepositoryModelLoad", "RepositoryModelUnload"):
@@ -81,7 +85,10 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
         return pb.ModelReadyResponse(ready=known and self._state.ready)
 
     def ServerMetadata(self, request: Any, context: grpc.ServicerContext) -> Any:
-        found = server_metadata(__version__, control=self._state.control_everywhere)
+        state = self._state
+        found = server_metadata(
+            __version__, control=state.control_everywhere, shared_memory=state.regions.on
+        )
         return ParseDict(found, pb.ServerMetadataResponse())
 
     def ModelMetadata(self, request: Any, context: grpc.ServicerContext) -> Any:
@@ -120,6 +127,27 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
         self._require_control(request, "RepositoryModelUnload")
         unload(self._state, request.model_name)
         return pb.RepositoryModelUnloadResponse()
+
+    def SystemSharedMemoryRegister(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._state.regions.register(
+            request.name, request.key, request.offset, request.byte_size, address_of(context)
+        )
+        return pb.SystemSharedMemoryRegisterResponse()
+
+    def SystemSharedMemoryUnregister(self, request: Any, context: grpc.ServicerContext) -> Any:
+        self._state.regions.unregister(request.name, address_of(context))
+        return pb.SystemSharedMemoryUnregisterResponse()
+
+    def SystemSharedMemoryStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
+        found = self._state.regions.status(request.name, address_of(context))
+        regions = {region["name"]: region for region in found}
+        return ParseDict({"regions": regions}, pb.SystemSharedMemoryStatusResponse())
+
+    def CudaSharedMemoryUnregister(self, request: Any, context: grpc.ServicerContext) -> Any:
+        """perf_analyzer unregisters all regions, whatever kind it means to use: there are none here."""
+        if request.name or not self._state.regions.on:
+            raise Unsupported("CudaSharedMemoryUnregister is not offered")
+        return pb.CudaSharedMemoryUnregisterResponse()
 
     def _require_control(self, request: Any, call: str) -> None:
         if not self._state.control_everywhere:

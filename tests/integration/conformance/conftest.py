@@ -117,7 +117,8 @@ def ours(home: Path) -> Iterator[Hps]:
     runtime = home / "run"
     runtime.mkdir(mode=0o700)
     shared = {"cpu_cache": {"shared": {"name": f"conformance-{os.getpid()}"}}} if COMPILED else {}
-    limits, models = {"runtime": str(runtime)}, {"control": "all"}
+    limits = {"runtime": str(runtime), "shared_memory": True}
+    models = {"control": "all"}
     with start_hps(home, limits=limits, tiers=shared, models=models) as server:
         yield server
 

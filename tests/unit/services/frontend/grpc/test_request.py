@@ -16,6 +16,7 @@ from hps.errors import BadRequest
 from services.frontend.datatypes import INTEGERS, InputRule
 from services.frontend.errors import TooLarge
 from services.frontend.grpc import request as module
+from services.frontend.grpc.contents import PLACES
 from services.frontend.grpc.request import Parser, address
 from services.frontend.grpc.wire import field, varint
 
@@ -82,7 +83,7 @@ def test_tensors_in_protobufs_own_types_arrive(tensors):
     request = pb.ModelInferRequest(model_name="m")
     for name, array in tensors:
         tensor = request.inputs.add(name=name, datatype=name, shape=array.shape)
-        getattr(tensor.contents, module._CONTENTS[name]).extend(array.reshape(-1).tolist())
+        getattr(tensor.contents, PLACES[name]).extend(array.reshape(-1).tolist())
     call = parsed(request)
     for name, array in tensors:
         assert call.inputs[name].dtype == array.dtype
@@ -206,10 +207,6 @@ def test_extensions_that_are_not_offered():
     request = asked(KEYS)
     request.outputs.add(name="a").parameters["classification"].int64_param = 1
     with pytest.raises(BadRequest, match="classification extension is not offered"):
-        parsed(request)
-    request = asked(("f", "INT64", (1,), None))
-    request.inputs[0].parameters["shared_memory_region"].string_param = "r"
-    with pytest.raises(BadRequest, match="shared memory is not offered"):
         parsed(request)
     request = asked(KEYS)
     request.outputs.add(name="a")

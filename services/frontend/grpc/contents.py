@@ -1,0 +1,64 @@
+"""Tensors that carry their elements in protobuf's own types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.errors import BadRequest
+from services.frontend.datatypes import BINARY_ONLY, InputRule
+
+# Where elements stand that are not raw; small integers travel in a wider type.
+PLACES = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+}
+_WIDE = {
+    "bool_contents": np.bool_,
+    "int_contents": np.int32,
+    "int64_contents": np.int64,
+    "uint_contents": np.uint32,
+    "uint64_contents": np.uint64,
+    "fp32_contents": np.float32,
+    "fp64_contents": np.float64,
+}
+
+
+def contents(tensors: Iterable[Any], rules: Mapping[str, InputRule]) -> dict[str, NDArray[Any]]:
+    """The elements of ``tensors``, ``(n,)`` each, of the types of their ``rules``. Raises ``BadRequest``."""
+    inputs = {}
+    for tensor in tensors:
+        name, datatype = tensor.name, tensor.datatype
+        if datatype in BINARY_ONLY:
+            raise BadRequest(f"input '{name}': {datatype} can only be sent in raw_input_contents")
+        dtype, count = rules[name].dtypes[datatype], prod(tensor.shape)
+        given = {found.name for found, _ in tensor.contents.ListFields()}
+        place = PLACES[datatype]
+        if given - {place}:
+            raise BadRequest(
+                f"input '{name}' is {datatype}, whose elements belong in {place}, not in "
+                f"{', '.join(sorted(given - {place}))}"
+            )
+        values = getattr(tensor.contents, place)
+        if len(values) != count:
+            raise BadRequest(
+                f"unexpected number of elements {len(values)} in {place} of input '{name}': its shape "
+                f"{list(tensor.shape)} takes {count}"
+            )
+        inputs[name] = array = np.array(values, _WIDE[place]).astype(dtype)
+        if dtype.kind in "iu" and not np.array_equal(array, values):
+            raise BadRequest(f"input '{name}' has a number beyond the range of {datatype}")
+    return inputs

@@ -1,0 +1,67 @@
+"""Where the elements of tensors are that the message does not have: parameters of tensors, as Triton's shared
+memory extension has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hps.errors import BadRequest
+
+_REGION, _SIZE, _OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
+PARAMETERS = (_REGION, _SIZE, _OFFSET)
+
+
+class Place(NamedTuple):
+    """Where a tensor's bytes are."""
+
+    region: str
+    size: int
+    offset: int = 0
+
+    @property
+    def parameters(self) -> dict[str, str | int]:
+        """As a tensor's parameters tell it."""
+        told: dict[str, str | int] = {_REGION: self.region, _SIZE: self.size}
+        return {**told, _OFFSET: self.offset} if self.offset else told
+
+
+@dataclass(slots=True)
+class Elsewhere:
+    """The tensors of a request that are in regions, by name: inputs with their types, and where outputs are
+    wanted."""
+
+    inputs: dict[str, tuple[Place, np.dtype[Any]]] = field(default_factory=dict)
+    outputs: dict[str, Place] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the inputs."""
+        return sum(place.size for place, _ in self.inputs.values())
+
+
+def place_of(tensor: str, given: Mapping[str, Any]) -> Place:
+    """Where the parameters ``given`` say that ``tensor`` is; ``BadRequest`` when they don't make sense."""
+    region, size, offset = given.get(_REGION), given.get(_SIZE), given.get(_OFFSET, 0)
+    if type(region) is not str or type(size) is not int or type(offset) is not int:
+        raise BadRequest(
+            f"'{tensor}': '{_REGION}' must be a string, '{_SIZE}' and '{_OFFSET}' whole numbers of bytes; "
+            "the first two go together, the last may be left out"
+        )
+    if size < 0 or offset < 0:
+        raise BadRequest(
+            f"'{tensor}': '{_SIZE}' and '{_OFFSET}' must not be negative, got {size}, {offset}"
+        )
+    return Place(region, size, offset)
+
+
+def require_size(tensor: str, place: Place, expected: int, model: str) -> None:
+    """An input's bytes are those of its shape."""
+    if place.size != expected:
+        raise BadRequest(
+            f"input byte size mismatch for input '{tensor}' for model '{model}'. Expected {expected}, got "
+            f"{place.size}"
+        )

@@ -1,0 +1,236 @@
+"""Tensors in memory that a client on this machine shares with the server: Triton's system shared memory
+extension, whatever protocol it came by.
+
+A region is part of a file in ``/dev/shm``, made by a client and registered under a name. It is read and
+written by the kernel rather than mapped: 3.4 MB take 0.5 ms instead of 0.3, but a file that its client cuts
+short is an error, where a mapping would end the server (SIGBUS). A file is opened for each use, so a region
+keeps none open, and memory that its client removes is free at once.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.config.checks import is_loopback
+from hps.errors import BadRequest, Forbidden, NotFound, Unsupported
+from services.frontend import faults
+from services.frontend.endpoints import Output
+from services.frontend.errors import TooLarge, shown
+from services.frontend.places import Elsewhere, Place
+
+FOLDER = Path("/dev/shm")
+# Regions at a time, and bytes of a name.
+_MOST, _NAME = 4096, 255
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_NOTHING = np.empty(0, np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """What is registered. ``file`` tells the file from another that takes its name later. ``busy`` is held
+    while the region is written, so that the end of a region is the end of writes to it."""
+
+    name: str
+    key: str
+    offset: int
+    size: int
+    file: tuple[int, int]
+    busy: threading.Lock = field(default_factory=threading.Lock, compare=False)
+
+    def as_json(self) -> dict[str, Any]:
+        """As the protocol tells it."""
+        told = {"name": self.name, "key": self.key, "offset": self.offset}
+        return {**told, "byte_size": self.size}
+
+
+class Regions:
+    """The regions that are registered. Any thread may call it. ``caller`` is the address of who asks: this
+    is for callers on this machine alone."""
+
+    def __init__(self, *, on: bool, most_bytes: int, folder: Path = FOLDER) -> None:
+        """``on``: whether it is offered; ``most_bytes``: of one request's inputs."""
+        self.on = on
+        self._most_bytes = most_bytes
+        self._folder = folder
+        self._regions: dict[str, Region] = {}
+        self._changing = threading.Lock()
+
+    def require(self, caller: str) -> None:
+        """Raises ``Unsupported`` where it is off, ``Forbidden`` for callers on other machines."""
+        if not self.on:
+            raise Unsupported(
+                "system shared memory is not offered; set server.shared_memory on a server that shares its "
+                "machine with those who ask"
+            )
+        if not is_loopback(caller):
+            raise Forbidden(
+                "system shared memory is for callers on this machine, that connect to 127.0.0.1, not for "
+                f"{caller or 'others'}"
+            )
+
+    def register(self, name: str, key: str, offset: int, size: int, caller: str) -> None:
+        """Have ``size`` bytes from ``offset`` of ``/dev/shm/<key>`` known as ``name``. Raises
+        ``BadRequest``, or as ``require``."""
+        self.require(caller)
+        if not 0 < len(name.encode()) <= _NAME:
+            raise BadRequest(f"the name of a shared memory region must have 1 to {_NAME} bytes")
+        region = Region(name, key, offset, size, self._look(key, offset, size))
+        with self._changing:
+            if name in self._regions:
+                raise BadRequest(f"shared memory region '{name}' already in manager")
+            if len(self._regions) >= _MOST:
+                raise BadRequest(f"{_MOST} shared memory regions are registered; unregister some")
+            self._regions[name] = region
+
+    def unregister(self, name: str, caller: str) -> None:
+        """Forget a region, or all by the name "". Once this returns no answer is written there any more."""
+        self.require(caller)
+        with self._changing:
+            names = [name] if name else list(self._regions)
+            gone = [region for each in names if (region := self._regions.pop(each, None))]
+        for region in gone:
+            with region.busy:
+                pass
+
+    def status(self, name: str, caller: str) -> list[dict[str, Any]]:
+        """A region, or all by the name ""; ``NotFound`` for one that is not registered."""
+        self.require(caller)
+        if name and name not in self._regions:
+            raise NotFound(f"Unable to find system shared memory region: '{name}'")
+        return [r.as_json() for r in list(self._regions.values()) if name in ("", r.name)]
+
+    def take(self, tensors: Elsewhere, caller: str) -> dict[str, NDArray[Any]]:
+        """The inputs, each read into an array of its own, ``(n,)``. Raises ``BadRequest``, ``TooLarge``,
+        ``NotFound`` or as ``require``."""
+        if not self.on:
+            raise faults.shared_memory(next(iter((*tensors.inputs, *tensors.outputs))))
+        self.require(caller)
+        if tensors.size > self._most_bytes:
+            raise TooLarge(
+                f"the inputs in shared memory take {tensors.size} bytes, at most {self._most_bytes} are "
+                "taken; send smaller batches or raise server.max_body_bytes"
+            )
+        for name, place in tensors.outputs.items():  # before anything is looked up
+            self._region(name, place)
+        return {n: self._read(n, place, dtype) for n, (place, dtype) in tensors.inputs.items()}
+
+    def put(self, outputs: Sequence[Output], places: Mapping[str, Place]) -> list[Output]:
+        """The outputs that are left, in their order, once those that have a place are there: of these no
+        elements are left. Raises ``BadRequest`` or ``NotFound``."""
+        left = []
+        for name, array in outputs:
+            if (place := places.get(name)) is not None:
+                self._write(name, place, array)
+                array = _NOTHING
+            left.append((name, array))
+        return left
+
+    def _region(self, tensor: str, place: Place) -> Region:
+        region = self._regions.get(place.region)
+        if region is None:
+            raise NotFound(
+                f"'{tensor}': Unable to find shared memory region: {shown(place.region)}; register it first"
+            )
+        if place.offset + place.size > region.size:
+            raise BadRequest(
+                f"'{tensor}': Invalid offset + byte size for shared memory region: '{place.region}' has "
+                f"{region.size} bytes, not {place.size} from {place.offset}"
+            )
+        return region
+
+    def _read(self, tensor: str, place: Place, dtype: np.dtype[Any]) -> NDArray[Any]:
+        region = self._region(tensor, place)
+        array = np.empty(place.size // dtype.itemsize, dtype)
+        left, at = array.view(np.uint8).data, region.offset + place.offset
+        with _told_of(region.key), self._opened(region, os.O_RDONLY) as file:
+            while left:
+                read = os.preadv(file, [left], at)
+                if not read:
+                    raise _short(region.key)
+                left, at = left[read:], at + read
+        return array
+
+    def _write(self, tensor: str, place: Place, array: NDArray[Any]) -> None:
+        if array.nbytes > place.size:
+            raise BadRequest(
+                f"shared memory size specified with the request for output '{tensor}' ({place.size} bytes) "
+                f"should be at least {array.nbytes} bytes to hold the results"
+            )
+        left = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        region = self._region(tensor, place)
+        at = region.offset + place.offset
+        with region.busy, _told_of(region.key), self._opened(region, os.O_WRONLY) as file:
+            if self._regions.get(region.name) is not region:
+                raise NotFound(f"shared memory region '{region.name}' was unregistered meanwhile")
+            # Nor may a write make a file longer that was cut short.
+            if os.fstat(file).st_size < at + array.nbytes:
+                raise _short(region.key)
+            while left:
+                written = os.pwrite(file, left, at)
+                left, at = left[written:], at + written
+
+    def _look(self, key: str, offset: int, size: int) -> tuple[int, int]:
+        """Which file ``key`` stands for, which has the bytes."""
+        plain = key.removeprefix("/")
+        # Nothing beside the folder can be reached by a plain name that is no link.
+        if plain in ("", ".", "..") or len(plain.encode()) > _NAME or {"/", "\0"} & {*plain}:
+            raise BadRequest(
+                f"the key of a shared memory region must be a plain name of up to {_NAME} bytes, as shm_open "
+                f"takes it, got {shown(key)}"
+            )
+        if size <= 0 or offset < 0:
+            raise BadRequest(
+                f"'byte_size' must be positive, 'offset' not negative; got {size}, {offset}"
+            )
+        with _told_of(key):
+            file = os.open(self._folder / plain, os.O_RDWR | _FLAGS)
+            try:
+                found = os.fstat(file)
+            finally:
+                os.close(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise BadRequest(f"shared memory key {shown(key)} is no shared memory")
+        if offset + size > found.st_size:
+            raise BadRequest(
+                f"shared memory key {shown(key)} has {found.st_size} bytes, not {size} from {offset}"
+            )
+        return found.st_dev, found.st_ino
+
+    @contextmanager
+    def _opened(self, region: Region, mode: int) -> Iterator[int]:
+        file = os.open(self._folder / region.key.removeprefix("/"), mode | _FLAGS)
+        try:
+            found = os.fstat(file)
+            if (found.st_dev, found.st_ino) != region.file:
+                raise BadRequest(
+                    f"shared memory key {shown(region.key)} is another file by now than the one that was "
+                    f"registered as '{region.name}'; unregister and register it"
+                )
+            yield file
+        finally:
+            os.close(file)
+
+
+@contextmanager
+def _told_of(key: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise BadRequest(
+            f"Unable to open shared memory region: {shown(key)} in {FOLDER}: {error.strerror}; it must be "
+            "there, and the server must be allowed to read and write it"
+        ) from None
+
+
+def _short(key: str) -> BadRequest:
+    return BadRequest(f"shared memory key {shown(key)} is shorter than when it was registered")

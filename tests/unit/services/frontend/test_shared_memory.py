@@ -1,0 +1,215 @@
+"""Regions as clients make them, cut them short, take them away, and as nobody should."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from hps.errors import BadRequest, Forbidden, NotFound, Unsupported
+from services.frontend import shared_memory as module
+from services.frontend.errors import TooLarge
+from services.frontend.places import Elsewhere, Place, place_of, require_size
+from services.frontend.shared_memory import Regions
+from tests.support.waiting import until
+
+HERE = "127.0.0.1"
+INT64 = np.dtype(np.int64)
+
+
+@pytest.fixture
+def regions(tmp_path):
+    return Regions(on=True, most_bytes=1000, folder=tmp_path)
+
+
+@pytest.fixture
+def numbers(tmp_path, regions):
+    """A file of ten numbers; region ``r`` is all but the first."""
+    path = tmp_path / "numbers"
+    np.arange(10).tofile(path)
+    regions.register("r", "/numbers", 8, 72, HERE)
+    return path
+
+
+def taken(regions, place, caller=HERE):
+    return regions.take(Elsewhere({"f": (place, INT64)}), caller)["f"]
+
+
+def put(regions, place, array):
+    return regions.put([("f", array), ("g", array)], {"f": place})
+
+
+def test_tensors_are_read_where_they_are(regions, numbers):
+    found = taken(regions, Place("r", 16, 24))
+    assert found.tolist() == [4, 5]
+    assert taken(regions, Place("r", 72)).tolist() == [*range(1, 10)]
+    assert taken(regions, Place("r", 0)).tolist() == []
+    numbers.write_bytes(bytes(80))  # what was read is the request's own
+    assert found.tolist() == [4, 5]
+
+
+def test_outputs_are_written_where_they_are_wanted(regions, numbers):
+    strided = np.arange(-4, 0)[::2].reshape(2, 1)
+    left = put(regions, Place("r", 16, 8), strided)
+    assert [(name, array.size) for name, array in left] == [("f", 0), ("g", 2)]
+    assert np.fromfile(numbers, np.int64).tolist() == [0, 1, -4, -2, *range(4, 10)]
+    put(regions, Place("r", 16, 8), np.ones(1, np.float16))  # there may be room left
+    assert numbers.read_bytes()[16:18] == np.float16(1).tobytes()
+    put(regions, Place("r", 16), np.empty((0, 3), np.float32))
+    with pytest.raises(BadRequest, match=r"\(8 bytes\) should be at least 16 bytes"):
+        put(regions, Place("r", 8), strided)
+
+
+def test_what_is_registered_is_told(regions, numbers):
+    expected = {"name": "r", "key": "/numbers", "offset": 8, "byte_size": 72}
+    assert regions.status("", HERE) == regions.status("r", HERE) == [expected]
+    regions.register("s", "numbers", 0, 80, HERE)  # with and without the slash
+    assert [each["name"] for each in regions.status("", HERE)] == ["r", "s"]
+    regions.unregister("r", HERE)
+    regions.unregister("r", HERE)
+    with pytest.raises(NotFound, match="Unable to find system shared memory region: 'r'"):
+        regions.status("r", HERE)
+    regions.unregister("", HERE)
+    assert regions.status("", HERE) == []
+
+
+def test_it_is_off_or_for_this_machine(tmp_path, regions, numbers):
+    off = Regions(on=False, most_bytes=1000, folder=tmp_path)
+    asked = ("r", "numbers", 0, 8), ("",), ("",)
+    for verb, arguments in zip(("register", "unregister", "status"), asked, strict=True):
+        with pytest.raises(Unsupported, match=r"set server\.shared_memory"):
+            getattr(off, verb)(*arguments, HERE)
+        with pytest.raises(Forbidden, match="callers on this machine"):
+            getattr(regions, verb)(*arguments, "10.0.0.9")
+    with pytest.raises(
+        BadRequest, match=r"'f': shared memory is not offered.*server\.shared_memory"
+    ):
+        taken(off, Place("r", 8))
+    with pytest.raises(Forbidden, match=r"not for 10\.0\.0\.9"):
+        taken(regions, Place("r", 8), "10.0.0.9")
+    assert taken(regions, Place("r", 8), "::1").tolist() == [1]
+
+
+def test_keys_reach_nothing_else(tmp_path, regions, numbers):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/numbers").write_bytes(bytes(80))
+    (tmp_path / "link").symlink_to(numbers)
+    os.mkfifo(tmp_path / "pipe")
+    for key in ("", "/", ".", "..", "../x", "folder/numbers", "//numbers", "a\0b", "x" * 256):
+        with pytest.raises(BadRequest, match="must be a plain name"):
+            regions.register("s", key, 0, 8, HERE)
+    for key in ("link", "folder", "none"):
+        with pytest.raises(BadRequest, match=f'Unable to open shared memory region: "{key}"'):
+            regions.register("s", key, 0, 8, HERE)
+    with pytest.raises(BadRequest, match="is no shared memory"):
+        regions.register("s", "pipe", 0, 8, HERE)
+    # Nor does what takes a registered file's name later.
+    numbers.rename(tmp_path / "other")
+    with pytest.raises(BadRequest, match="No such file"):
+        taken(regions, Place("r", 8))
+    numbers.symlink_to(tmp_path / "other")
+    with pytest.raises(BadRequest, match="Unable to open"):
+        put(regions, Place("r", 8), np.zeros(1))
+    numbers.unlink()
+    numbers.write_bytes(bytes(80))
+    with pytest.raises(BadRequest, match="is another file by now"):
+        taken(regions, Place("r", 8))
+
+
+def test_sizes_are_those_of_the_file(regions, numbers):
+    for offset, size in ((0, 81), (80, 1), (2**64 - 1, 2**64 - 1)):
+        with pytest.raises(BadRequest, match=r"has 80 bytes, not"):
+            regions.register("s", "numbers", offset, size, HERE)
+    for offset, size in ((0, 0), (-1, 8)):
+        with pytest.raises(BadRequest, match="'byte_size' must be positive"):
+            regions.register("s", "numbers", offset, size, HERE)
+    for place in (Place("r", 73), Place("r", 8, 72), Place("r", 2**63, 2**63)):
+        with pytest.raises(BadRequest, match="Invalid offset"):
+            regions.put([("f", np.zeros(0))], {"f": place})
+    with pytest.raises(BadRequest, match="Invalid offset"):
+        regions.take(Elsewhere(outputs={"f": Place("r", 73)}), HERE)
+    with pytest.raises(NotFound, match="Unable to find shared memory region"):
+        taken(regions, Place("none", 8))
+    with pytest.raises(TooLarge, match=r"at most 1000 are taken.*server\.max_body_bytes"):
+        taken(regions, Place("r", 1008))
+
+
+def test_a_file_that_is_cut_short_is_an_error(regions, numbers):
+    os.truncate(numbers, 20)
+    for size in (16, 72):
+        with pytest.raises(BadRequest, match="shorter than when it was registered"):
+            taken(regions, Place("r", size))
+        with pytest.raises(BadRequest, match="shorter than when it was registered"):
+            put(regions, Place("r", size), np.zeros(size // 8))
+    assert numbers.stat().st_size == 20
+    assert taken(regions, Place("r", 8)).tolist() == [1]
+
+
+def test_names_and_how_many_there_may_be(regions, numbers, monkeypatch):
+    with pytest.raises(BadRequest, match="shared memory region 'r' already in manager"):
+        regions.register("r", "numbers", 0, 8, HERE)
+    for name in ("", "é" * 128):
+        with pytest.raises(BadRequest, match="must have 1 to 255 bytes"):
+            regions.register(name, "numbers", 0, 8, HERE)
+    monkeypatch.setattr(module, "_MOST", 1)
+    with pytest.raises(BadRequest, match="1 shared memory regions are registered"):
+        regions.register("s", "numbers", 0, 8, HERE)
+
+
+def test_unregister_waits_for_the_answer_that_is_written(regions, numbers, monkeypatch):
+    writing, going_on = threading.Event(), threading.Event()
+    really = os.pwrite
+
+    def pwrite(file, data, at):
+        writing.set()
+        assert going_on.wait(60)
+        return really(file, data[:3], at)  # and it may write less than it was given
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    writer = threading.Thread(target=put, args=(regions, Place("r", 8), np.array([-1])))
+    writer.start()
+    assert writing.wait(60)
+    end = threading.Thread(target=regions.unregister, args=("r", HERE))
+    end.start()
+    until(lambda: not regions.status("", HERE))
+    assert end.is_alive()
+    going_on.set()
+    for thread in (writer, end):
+        thread.join(60)
+    assert np.fromfile(numbers, np.int64)[1] == -1
+    with pytest.raises(NotFound):
+        put(regions, Place("r", 8), np.array([-1]))
+
+
+def test_an_answer_that_comes_when_the_region_is_gone(regions, numbers, monkeypatch):
+    region = regions._region("f", Place("r", 8))
+    regions.unregister("r", HERE)
+    monkeypatch.setattr(regions, "_region", lambda *_: region)  # found just before
+    with pytest.raises(NotFound, match="'r' was unregistered meanwhile"):
+        put(regions, Place("r", 8), np.array([-1]))
+    assert np.fromfile(numbers, np.int64)[1] == 1
+
+
+def test_what_parameters_may_say():
+    full = {"shared_memory_region": "r", "shared_memory_byte_size": 8, "shared_memory_offset": 16}
+    place = place_of("f", full)
+    assert place == Place("r", 8, 16)
+    assert place.parameters == full
+    assert "shared_memory_offset" not in Place("r", 8).parameters
+    for wrong in (
+        {"shared_memory_region": 3},
+        {"shared_memory_byte_size": None},
+        {"shared_memory_offset": "0"},
+        {"shared_memory_offset": True},
+    ):
+        with pytest.raises(BadRequest, match="'f': 'shared_memory_region' must be a string"):
+            place_of("f", full | wrong)
+    for name in ("shared_memory_byte_size", "shared_memory_offset"):
+        with pytest.raises(BadRequest, match="must not be negative"):
+            place_of("f", full | {name: -1})
+    with pytest.raises(BadRequest, match="first two go together"):
+        place_of("f", {"shared_memory_byte_size": 8})
+    with pytest.raises(BadRequest, match=r"for model 'm'\. Expected 16, got 8"):
+        require_size("f", place, 16, "m")
