@@ -31,6 +31,7 @@ MODEL_EXAMPLES = """\b
 Examples:
   hps generate model ctr --preset hugectr --rows 1000000
   hps generate model words --tables 1 --dim 64 --dense 0
+  hps generate model bags --ragged
 """
 
 
@@ -44,17 +45,25 @@ def model(
     tables: Annotated[int, typer.Option(min=1, max=1000, help="With a feature each.")] = 2,
     rows: Annotated[int, typer.Option(min=1, help="Of each table.")] = 100_000,
     dim: Annotated[int, typer.Option(min=1, help="Values per row.")] = 16,
-    hotness: Annotated[int, typer.Option(min=1, help="Keys per sample and feature.")] = 1,
+    hotness: Annotated[
+        int | None, typer.Option(min=1, help="Keys per sample and feature.", show_default="1")
+    ] = None,
+    ragged: Annotated[
+        bool, typer.Option("--ragged", help="As many as a request brings, instead.")
+    ] = False,
     dense: Annotated[int, typer.Option(min=0, help="Dense numbers; 0: no network.")] = 4,
     seed: SeedOption = 1,
 ) -> None:
     """Write a model of random rows, and a small network over them."""
     from hps.cli.progress import ConsoleProgress
+    from hps.errors import ConfigError
     from hps.generate.model import model_spec, write_model
 
     if preset is Preset.hugectr:
         tables, dense = 26, 13
-    spec = model_spec(name, tables, dim, hotness, dense, 65_536)
+    if ragged and hotness is not None:
+        raise ConfigError("--ragged leaves the hotness to requests; leave --hotness out")
+    spec = model_spec(name, tables, dim, None if ragged else hotness or 1, dense, 65_536)
     with ConsoleProgress().task(f"writing {name}", tables * rows) as step:
         folder = write_model(repository, spec, rows, seed, step)
     say(f"{folder}: {tables} tables of {count(rows)} rows of {dim}")
@@ -65,7 +74,7 @@ Examples:
   hps generate requests ctr --out requests.json --count 1000
   perf_analyzer -m ctr -u localhost:8000 -b 64 --input-data requests.json
   hps generate requests words --form tables --distribution hot:0.2,0.8 --out keys.json
-  hps generate requests ctr --batch 64 --hotness 20 --ragged --out requests.npz
+  hps generate requests bags --batch 64 --hotness 20 --ragged --out requests.npz
 
 perf_analyzer puts samples together by itself (-b); an .npz has whole requests, arrays NUMBER/TENSOR.
 """
@@ -86,8 +95,11 @@ def requests(
         str, typer.Option(help="uniform, zipf:S, hot:SHARE,COVERAGE, trace:FILE.npy.")
     ] = "zipf:1.2",
     hotness: Annotated[
-        int, typer.Option(min=1, help="Keys per sample, where the model does not say.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=1, help="Keys per sample, where the model does not say.", show_default="1"
+        ),
+    ] = None,
     ragged: Annotated[
         bool, typer.Option("--ragged", help="1 to --hotness keys there, by offsets.")
     ] = False,

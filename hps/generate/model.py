@@ -17,9 +17,12 @@ _CHUNK_ROWS = 1 << 16
 _HIDDEN = 64
 
 
-def model_spec(name: str, tables: int, dim: int, hotness: int, dense: int, batch: int) -> ModelSpec:
-    """``tables`` tables ``t0`` … of width ``dim`` with a feature ``f0`` … each, of ``hotness`` keys, and a
-    network that takes ``dense`` numbers beside them and gives one score; none where ``dense`` is 0."""
+def model_spec(
+    name: str, tables: int, dim: int, hotness: int | None, dense: int, batch: int
+) -> ModelSpec:
+    """``tables`` tables ``t0`` … of width ``dim`` with a feature ``f0`` … each, of ``hotness`` keys (None: as
+    many as a request brings), and a network that takes ``dense`` numbers beside them and gives one score;
+    none where ``dense`` is 0."""
     return ModelSpec.model_validate(
         {
             "name": name,

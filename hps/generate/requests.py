@@ -28,12 +28,12 @@ _UNKNOWN_FROM = 1 << 62  # no trainer counts as far
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """What requests are like. ``hotness``: keys per sample of features that leave it open; ``ragged``: up to
-    so many, at least one. ``unknown``: share of keys that no row has."""
+    so many, at least one; None is 1. ``unknown``: share of keys that no row has."""
 
     form: Form = "features"
     batch: int = 1
     distribution: str = "zipf:1.2"
-    hotness: int = 1
+    hotness: int | None = None
     ragged: bool = False
     unknown: float = 0.0
 
@@ -48,6 +48,18 @@ class Requests:
             raise ConfigError(
                 "--ragged is for requests by feature; KEYS and NUMKEYS are ragged anyway"
             )
+        spec = version.spec
+        self._features = spec.features or [
+            FeatureSpec(name=t.name, table=t.name) for t in spec.tables
+        ]
+        if all(feature.hotness for feature in self._features):
+            for option, given in (("--ragged", recipe.ragged), ("--hotness", recipe.hotness)):
+                if given:
+                    raise ConfigError(
+                        f"{option} acts on features without a hotness, {spec.name} has none; leave it out, "
+                        "or have a model written with hps generate model --ragged"
+                    )
+        self._hotness = recipe.hotness or 1
         self._version = version
         self._recipe = recipe
         self._random = np.random.default_rng(seed)
@@ -59,12 +71,11 @@ class Requests:
     def one(self) -> dict[str, NDArray[Any]]:
         """The tensors of a request, batch first."""
         spec, recipe = self._version.spec, self._recipe
-        features = spec.features or [FeatureSpec(name=t.name, table=t.name) for t in spec.tables]
         if recipe.form == "tables":
-            return self._by_table(features)
+            return self._by_table()
         tensors: dict[str, NDArray[Any]] = {}
-        for feature in features:
-            hotness = feature.hotness or recipe.hotness
+        for feature in self._features:
+            hotness = feature.hotness or self._hotness
             if recipe.ragged and feature.hotness is None:
                 counts = self._random.integers(1, hotness + 1, recipe.batch)
                 tensors[feature.name] = self._keys(
@@ -81,11 +92,11 @@ class Requests:
     def many(self, count: int) -> Iterator[dict[str, NDArray[Any]]]:
         return (self.one() for _ in range(count))
 
-    def _by_table(self, features: list[FeatureSpec]) -> dict[str, NDArray[Any]]:
+    def _by_table(self) -> dict[str, NDArray[Any]]:
         """HPS's form: as many keys of each table as its features would bring."""
         counts = dict.fromkeys(self._version.tables, 0)
-        for feature in features:
-            counts[feature.table] += self._recipe.batch * (feature.hotness or self._recipe.hotness)
+        for feature in self._features:
+            counts[feature.table] += self._recipe.batch * (feature.hotness or self._hotness)
         keys = [self._keys(table, count, 0) for table, count in counts.items()]
         numbers = np.array([list(counts.values())], np.int32)
         return {"KEYS": np.concatenate(keys)[None], "NUMKEYS": numbers}

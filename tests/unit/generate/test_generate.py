@@ -15,6 +15,7 @@ from hps.errors import ConfigError
 from hps.generate.requests import Recipe, Requests, save
 from hps.models.repository import Repository
 from hps.models.writer import write_version
+from hps.types import JaggedKeys
 
 
 def run(*words):
@@ -77,6 +78,27 @@ def test_ragged_requests_and_offsets_of_keys(models):
     assert set(request["two"].reshape(-1).tolist()) <= set(range(100, 120))
 
 
+def test_what_the_help_shows_of_ragged_requests(models, tmp_path):
+    run("model", "open", "--repository", models, "--ragged", "--rows", 50, "--dim", 4)
+    recipe = ["--batch", 64, "--hotness", 20, "--ragged", "--count", 1]
+    run("requests", "open", "--repository", models, *recipe, "--out", tmp_path / "r.npz")
+    with np.load(tmp_path / "r.npz") as arrays:
+        counts = np.diff(arrays["0/f1.offsets"])
+        assert counts.shape == (64,)
+        assert 1 <= counts.min() < counts.max() <= 20
+        request = {
+            name: JaggedKeys(arrays[f"0/{name}"], 64, arrays[f"0/{name}.offsets"])
+            for name in ("f0", "f1")
+        }
+        dense = {"dense": arrays["0/dense"]}
+    settings = {
+        "models": {"repository": str(models), "serve": {"open": {}}},
+        "tiers": {"rocksdb": {"path": str(tmp_path / "db")}},
+    }
+    with hps.open(settings) as node:
+        assert node.predict("open", request, dense).outputs["score"].shape == (64, 1)
+
+
 def test_keys_that_no_row_has(models):
     request = Requests(Repository(models).open("words"), Recipe(batch=4000, unknown=0.25)).one()
     strange = request["f0"] >= 50
@@ -116,5 +138,16 @@ def test_mistakes(models, tmp_path):
         save(tmp_path / "r.txt", ragged.many(1), "features")
     with pytest.raises(ConfigError, match="--unknown 2"):
         Requests(bags, Recipe(unknown=2))
+    for option, recipe in {
+        "--ragged": Recipe(ragged=True),
+        "--hotness": Recipe("tables", hotness=2),
+    }.items():
+        with pytest.raises(ConfigError, match=f"{option} acts on features without a hotness, ctr"):
+            Requests(Repository(models).open("ctr"), recipe)
+    done = CliRunner().invoke(
+        main,
+        ["generate", "model", "both", "--ragged", "--hotness", "2", "--repository", str(tmp_path)],
+    )
+    assert "leave --hotness out" in done.output
     with pytest.raises(ConfigError, match="--ragged is for requests by feature"):
         Requests(bags, Recipe("tables", ragged=True))
