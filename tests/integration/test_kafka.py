@@ -18,7 +18,7 @@ from hps.errors import BadRequest, ConfigError, TierError, Unavailable
 from hps.meters import UpdateMeter
 from hps.metrics import Metrics
 from hps.tiers.base import FetchContext, Part
-from hps.tiers.positions import TableChanges
+from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable, make_version
 from hps.updates.codec import encode_hps, encode_native, hps_topic
@@ -27,6 +27,7 @@ from hps.updates.ingestor import Ingestor
 from hps.updates.kafka.client import DeadLetterTopic
 from hps.updates.kafka.dead_letters import DeadLetterBox
 from hps.updates.kafka.source import KafkaSource
+from hps.updates.source import UpdateBatch
 from hps.updates.stream_places import Store
 from hps.updates.topics import Topics, native_topic
 from tests.support.kafka_brokers import (
@@ -277,6 +278,12 @@ def test_two_readers_of_a_group_share_and_one_takes_over(broker, model, tmp_path
             until(lambda: len(first.source.lag() or ()) == 2 == len(second.source.lag() or ()))
             send(0)
             until(lambda: both(first, second, range(40)))
+            # A batch that was polled before the other came, and a store that took it late.
+            (other, *_) = set(second.source.lag())
+            late = UpdateBatch((), [StreamPosition(*other, 10)])
+            first.thread.call(lambda: first.source.commit(late)).result(60)
+            assert other not in first.source.applied()
+            first.thread.call(first.source.rewind).result(60)
         until(lambda: len(second.source.lag() or ()) == 4)
         send(100)
         until(lambda: second.rows(range(100, 140)) == [1.0] * 40)
@@ -318,22 +325,75 @@ def test_seek_beyond_the_end_is_refused(broker, model, tmp_path):
         until(lambda: reader.rows([3]) == [1.0])
 
 
-def test_paused_for_long_it_stays_in_the_group_and_loses_nothing(broker, model, tmp_path):
+@pytest.mark.parametrize("why", ["paused", "store away"])
+def test_kept_waiting_for_long_it_stays_in_the_group_and_loses_nothing(
+    broker, model, tmp_path, why, monkeypatch, caplog
+):
     topic = native_topic(model)
     options = {"max.poll.interval.ms": 6000, "session.timeout.ms": 6000}
+    away = []
     with reading(broker, tmp_path, model, options=options) as reader:
+        apply = reader.store.apply
+
+        def take(*given):
+            if away:
+                raise TierError("rocksdb", "No space left on device")
+            apply(*given)
+
+        monkeypatch.setattr(reader.store, "apply", take)
         with sending(broker) as producer:
             producer.produce(topic, native(model, 1, 1.0, 1))
         until(lambda: reader.rows([1]) == [1.0])
-        reader.thread.pause().result(60)
+        if why == "paused":
+            reader.thread.pause().result(60)
+        else:
+            away.append(True)
         with sending(broker) as producer:
             for i in range(2, 50):
                 producer.produce(topic, native(model, i, 1.0, 1))
+        until(lambda: reader.thread.paused or reader.ingestor.problem)
         time.sleep(8)
         assert reader.rows([2]) == [None]
-        assert reader.thread.paused
         reader.thread.resume()
+        away.clear()
         until(lambda: reader.rows(range(1, 50)) == [1.0] * 49)
+    assert "maximum poll interval" not in caplog.text
+
+
+def test_no_more_is_fetched_ahead_of_a_slow_store_than_allowed(
+    broker, model, tmp_path, monkeypatch
+):
+    """A batch is what was fetched while the one before it was written."""
+    topic, n, many = native_topic(model), 8_000, 60
+    make_topic(broker, topic)
+    keys, rows = np.arange(n), np.ones((n, 2), np.float32)
+    versions = np.full(n, make_version(NOW_MS), np.uint64)
+    changes = TableChanges(keys, rows, versions, keys[:0], versions[:0])
+    (message,) = encode_native(f"{model}/items", changes, event_ms=NOW_MS)
+    with sending(broker) as producer:
+        for _ in range(many):
+            producer.produce(topic, message)
+    polled = []
+    allowed = {"max_message_bytes": 1 << 20, "prefetch_kb": 1024}
+    with reading(broker, tmp_path, model, begin=lambda _t, _p: 0, **allowed) as reader:
+        take = reader.store.apply
+
+        def slow(*given):
+            take(*given)
+            if len(polled) < 3:
+                time.sleep(1)
+
+        monkeypatch.setattr(reader.store, "apply", slow)
+        apply = reader.ingestor.apply
+
+        def watched(batch):
+            polled.append(sum(p.offset - p.since for p in batch.positions))
+            apply(batch)
+
+        monkeypatch.setattr(reader.ingestor, "apply", watched)
+        until(lambda: reader.source.applied() == {(topic, 0): many})
+    # One fetch may bring as much again, and the next one comes while they are taken.
+    assert max(polled) * len(message) < 6 << 20, polled
 
 
 def test_it_waits_for_a_store_that_cannot_say_where_it_is(broker, model, tmp_path):
