@@ -482,6 +482,22 @@ def test_requests_shorter_than_tritons_time_fall_back_after_the_first(opened, mo
     assert late.asked == 2
 
 
+def test_runs_are_repeated_where_triton_is_unavailable_and_only_there(triton, opened):
+    network = opened(retries=1)
+    triton.faults["infer"] = [AWAY]
+    doubled(network, 1)
+    assert len(triton.runs) == 2
+    triton.faults["infer"] = [AWAY] * 2
+    with pytest.raises(Unavailable):
+        doubled(network, 1)
+    assert len(triton.runs) == 4
+    for runs, fault in enumerate((LOST, LATE), 5):
+        triton.faults["infer"] = [fault]
+        with pytest.raises(type(fault)):
+            doubled(network, 1)
+        assert len(triton.runs) == runs
+
+
 @pytest.mark.parametrize("status", ["StatusCode.NOT_FOUND", "StatusCode.UNAVAILABLE", "400", "404"])
 def test_a_run_that_finds_the_network_not_loaded_yet_is_repeated(status):
     error = InferenceServerException("Request for unknown model: 'n' is not found", status)
