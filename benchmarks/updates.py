@@ -11,7 +11,8 @@ ingestor of a node does, 8,000 rows a poll; Kafka itself is left out.
   Debian's librocksdb; without it the bar counts as unmeasured.
 
 Judged are the rows of a second of CPU time, over all threads of the process, flushes and compactions
-included, on both sides, and those of a second on the clock. Where ours goes is told by part: each part alone, over the same rows.
+included, on both sides, and those of a second on the clock. Where ours goes is told by part: each part
+alone, over the same rows.
 """
 
 from __future__ import annotations
