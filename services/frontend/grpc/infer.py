@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -28,6 +27,7 @@ from services.frontend.grpc.named import identify
 from services.frontend.grpc.pending import Pending, deadline_of
 from services.frontend.grpc.request import Address, GrpcCall, Parser, address
 from services.frontend.grpc.response import Encoder
+from services.frontend.grpc.streams import Stream, Streams
 from services.frontend.grpc.wire import field
 from services.frontend.places import Elsewhere
 from services.frontend.shared_memory import Regions
@@ -36,8 +36,6 @@ from services.frontend.statistics import queued_ns
 
 # Set by clients that want the first error of a stream as the stream's own (Triton's extension).
 _STRICT_STREAM = ("triton_grpc_error", "true")
-# Streams at a time.
-STREAMS = 128
 _INFER_RESPONSE = 0x12  # field of ModelStreamInferResponse by its tag
 
 
@@ -71,7 +69,7 @@ class Inference:
         self._guard = guard
         self._timeout_s = settings.request_timeout_ms / 1e3
         self._max_keys = settings.max_keys
-        self._streams = threading.Semaphore(STREAMS)
+        self._streams = Streams()
         self._clients = state.admission.clients
         self._routes: dict[str, Route] = {}
         state.watch(self._find_routes)
@@ -97,31 +95,35 @@ class Inference:
 
     def stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """``ModelStreamInfer``: one answer or error message for each request, in their order."""
-        if not self._streams.acquire(blocking=False):
-            context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{STREAMS} streams are open already; close some, or use ModelInfer",
-            )
         try:
-            self._check(context)
-            yield from self._answers(messages, context)
+            caller = self._check(context)
+            stream = self._streams.enter(caller or address_of(context), context)
+        except HpsError as error:
+            abort(error, context)
+        try:
+            yield from self._answers(messages, context, stream)
         except HpsError as error:
             abort(error, context)
         finally:
-            self._streams.release()
+            self._streams.leave(stream)
 
-    def _answers(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+    def _answers(
+        self, messages: Iterator[bytes], context: grpc.ServicerContext, stream: Stream
+    ) -> Iterator[bytes]:
         strict = _STRICT_STREAM in context.invocation_metadata()
         reply = Awaited(context)
         for message in messages:
+            stream.works()
             # Each time: a stream may outlive its caller's key.
             self._begin(message, reply, perf_counter_ns(), self._check(context))
             try:
-                yield field(_INFER_RESPONSE, reply.result())
+                answer = field(_INFER_RESPONSE, reply.result())
             except HpsError as error:
                 if strict:
                     raise
-                yield _stream_error(message, error)
+                answer = _stream_error(message, error)
+            stream.waits()
+            yield answer
 
     def _begin(self, message: bytes, reply: Reply, started: int, caller: str) -> None:
         """Start answering a request that may be made."""

@@ -15,12 +15,13 @@ from tritonclient.grpc.service_pb2_grpc import add_GRPCInferenceServiceServicer_
 from hps.config.server_settings import GrpcSettings, ServerSettings
 from services.frontend.auth import Guard
 from services.frontend.grpc.arrivals import Direct, Pooled
-from services.frontend.grpc.infer import STREAMS, Inference
+from services.frontend.grpc.infer import Inference
 from services.frontend.grpc.lookup import SERVICE as LOOKUP
 from services.frontend.grpc.lookup import LookupService, lookup_handlers
 from services.frontend.grpc.pending import Pending
 from services.frontend.grpc.port import GrpcPort, Handlers
 from services.frontend.grpc.service import SERVICE, InferenceService
+from services.frontend.grpc.streams import STREAMS
 from services.frontend.state import State
 
 _STREAMS = STREAMS + 8  # some to refuse more of them

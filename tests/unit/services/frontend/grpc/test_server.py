@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
 from contextlib import closing
+from types import SimpleNamespace
 
 import grpc
 import numpy as np
@@ -25,7 +27,7 @@ from hps.errors import ConfigError
 from services.frontend import log_settings
 from services.frontend.auth import OpenGuard, guard
 from services.frontend.grpc import health as health_module
-from services.frontend.grpc import infer as infer_module
+from services.frontend.grpc import streams as streams_module
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.grpc.service import SERVICE
 from services.frontend.state import State
@@ -255,23 +257,96 @@ def test_a_stream_keeps_nothing_of_what_it_answered(serve, small):
     assert len(kept) == 10
 
 
-def test_streams_have_a_most(serve, monkeypatch):
-    monkeypatch.setattr(infer_module, "STREAMS", 1)
+@pytest.fixture
+def streams(serve):
+    """``streams()``: one that says nothing after its first request, whose answer has been read."""
+    url, gate = serve().server.url, threading.Event()
+
+    def asking():
+        yield pb.ModelInferRequest(model_name="none")
+        gate.wait(60)
+
+    channels = []
+
+    def begin():
+        channels.append(grpc.insecure_channel(url))
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channels[-1])
+        stream = stub.ModelStreamInfer(asking())
+        assert "is not found" in next(stream).error_message
+        return stream
+
+    yield begin
+    gate.set()
+    for channel in channels:
+        channel.close()
+
+
+def ended(stream):
+    with pytest.raises(grpc.RpcError) as caught:
+        next(stream)
+    return caught.value.code()
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_client_has_not_all_streams(streams, monkeypatch, most):
+    """Of one it may have that one."""
+    monkeypatch.setattr(streams_module, "STREAMS", most)
+    first = streams()
+    with pytest.raises(grpc.RpcError, match="half of which a client may have") as caught:
+        streams()
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    if most == 2:
+        monkeypatch.setattr("services.frontend.grpc.infer.address_of", lambda _: "another")
+        second = streams()
+        monkeypatch.setattr("services.frontend.grpc.infer.address_of", lambda _: "a third")
+        with pytest.raises(grpc.RpcError):
+            streams()
+        second.cancel()
+    first.cancel()
+
+    def room():
+        try:
+            streams()
+        except grpc.RpcError:
+            return False
+        return True
+
+    until(room)
+
+
+def test_streams_of_silent_clients_end(streams, monkeypatch):
+    monkeypatch.setattr(streams_module, "_LOOK_S", 0.01)
+    monkeypatch.setattr(streams_module, "_PATIENCE_S", 0.1)
+    assert ended(streams()) is grpc.StatusCode.CANCELLED
+
+
+def test_streams_that_wait_for_their_answer_go_on(small, serve, monkeypatch):
+    monkeypatch.setattr(streams_module, "_LOOK_S", 0.01)
+    looked = threading.Semaphore(0)
+    works = streams_module.Stream.works
+    monkeypatch.setattr(
+        streams_module.Stream,
+        "works",
+        lambda self: (works(self), monkeypatch.setattr(streams_module, "_PATIENCE_S", -1.0)),
+    )
+    monotonic = time.monotonic
+    monkeypatch.setattr(
+        streams_module,
+        "time",
+        SimpleNamespace(monotonic=lambda: (looked.release(), monotonic())[1], sleep=time.sleep),
+    )
+    small.store.gate.clear()
+    request = pb.ModelInferRequest(model_name="words.lookup")
+    request.inputs.add(name="left", datatype="INT64", shape=[1, 1])
+    request.raw_input_contents.append(np.array([12]).tobytes())
     with grpc.insecure_channel(serve().server.url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        gate = threading.Event()
-
-        def asking():
-            yield pb.ModelInferRequest(model_name="none")
-            gate.wait(60)
-
-        first = stub.ModelStreamInfer(asking())
-        assert "is not found" in next(first).error_message
-        with pytest.raises(grpc.RpcError) as caught:
-            next(stub.ModelStreamInfer(iter([])))
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        gate.set()
-        first.cancel()
+        stream = stub.ModelStreamInfer(iter([request]))
+        for _ in range(10):
+            assert looked.acquire(timeout=60)
+        monkeypatch.setattr(streams_module, "_PATIENCE_S", 60.0)
+        small.store.gate.set()
+        assert not next(stream).error_message
 
 
 def test_a_stream_ends_with_its_callers_key(serve, tmp_path, monkeypatch):
