@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hps.conformance import clients, grpc_checks, http_checks, http_faults
+from hps.conformance import clients, grpc_checks, grpc_memory, http_checks, http_faults
 from hps.conformance.target import Check
 
 CHECKS: tuple[Check, ...] = (
@@ -10,5 +10,6 @@ CHECKS: tuple[Check, ...] = (
     *http_faults.SUITE.checks,
     *clients.HTTP.checks,
     *grpc_checks.SUITE.checks,
+    *grpc_memory.SUITE.checks,
     *clients.GRPC.checks,
 )

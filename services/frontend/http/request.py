@@ -26,6 +26,8 @@ from services.frontend.datatypes import InputRule, numbers
 from services.frontend.http.request_faults import explain
 
 _EMPTY: dict[str, Any] = {}
+# Parameters of tensors: extensions that are not offered.
+_REFUSED = frozenset({"classification", "shared_memory_region"})
 # What a damaged request may raise on the fast path.
 _FAULTS = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
 # Forms that are kept per model; longer headers are not worth their memory.
@@ -154,6 +156,8 @@ def _form(header: dict[str, Any], rules: Mapping[str, InputRule]) -> JsonForm:
         parameters = item.get("parameters")
         size = None if parameters is None else parameters.get("binary_data_size")
         if size is None:
+            if parameters is not None and not _REFUSED.isdisjoint(parameters):
+                raise ValueError("parameters")
             form.given[name] = numbers(item["data"], dtype, count)
             continue
         if size != count * dtype.itemsize or "data" in item:
@@ -202,7 +206,7 @@ def _with_options(form: JsonForm, header: dict[str, Any]) -> JsonForm:
             if parameters is None:
                 parameters = _EMPTY
             binary = parameters.get("binary_data", form.others_binary)
-            if type(binary) is not bool or "classification" in parameters:
+            if type(binary) is not bool or not _REFUSED.isdisjoint(parameters):
                 raise ValueError("outputs")
             form.binary[item["name"]] = binary
         if len(form.binary) != len(wanted):

@@ -93,7 +93,7 @@ def _input(
         raise BadRequest(f"the parameters of input '{name}' must be an object")
     parameters = {} if parameters is None else parameters
     if "shared_memory_region" in parameters:
-        raise faults.shared_memory(name)
+        raise _shared_memory(name)
     if "binary_data_size" not in parameters or parameters["binary_data_size"] is None:
         _data(item, name, item["datatype"], dtype, count)
         return offset
@@ -209,3 +209,12 @@ def _outputs(wanted: Any) -> None:
             raise BadRequest(f"parameter 'binary_data' of output '{name}' must be true or false")
         if "classification" in parameters:
             raise faults.classification(name)
+        if "shared_memory_region" in parameters:
+            raise _shared_memory(name)
+
+
+def _shared_memory(name: str) -> BadRequest:
+    return BadRequest(
+        f"'{name}': shared memory is not offered over HTTP; send the data itself, or ask over gRPC "
+        "(server.shared_memory)"
+    )

@@ -196,7 +196,15 @@ FAULTS = {
     "FP16": (dumps(tensor("FP16", "FP16", data=[1, 1])), "FP16 can only be sent in binary form"),
     "shared memory": (
         dumps(tensor(data=None, shared_memory_region="x")),
-        "shared memory is not offered",
+        "shared memory is not offered over HTTP",
+    ),
+    "shared memory and data": (
+        dumps(tensor(data=[1, 2], shared_memory_region="x")),
+        "shared memory is not offered over HTTP",
+    ),
+    "shared memory for an output": (
+        dumps(tensor(), outputs=[{"name": "a", "parameters": {"shared_memory_region": "x"}}]),
+        "'a': shared memory is not offered over HTTP",
     ),
     "tensor parameters": (dumps(tensor() | {"parameters": []}), "must be an object"),
     "id": (dumps(tensor(), id=1), "'id' must be a string"),
