@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import psutil
 import pytest
 
 import hps
@@ -15,10 +17,11 @@ from benchmarks.peers.triton import start_triton
 from hps.config import configuration_from
 from hps.errors import DeadlineExceeded, ModelError, Unavailable
 from hps.models.repository import Repository
-from hps.triton.export import export_dense
+from hps.triton.export import MODEL_FILES, export_dense
+from tests.integration.conftest import network
 from tests.support.waiting import until
 
-MODEL = "clicks"
+MODEL, TWO = "clicks", "two"
 RNG = np.random.default_rng(3)
 
 
@@ -42,8 +45,17 @@ def exported(small_repository, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def triton(exported, triton_ready):
-    with start_triton(exported) as server:
+def triton(exported, triton_ready, tmp_path_factory):
+    """Has the network twice: alone, and as version 1 of ``TWO``, whose version 2 is another."""
+    folder = tmp_path_factory.mktemp("versions")
+    for name in (alone := f"{MODEL}.dense", TWO):
+        shutil.copytree(exported / alone, folder / name)
+    shutil.copytree(folder / TWO / "1", folder / TWO / "2")
+    (folder / TWO / "2" / MODEL_FILES["python"]).write_bytes(network(2.0))
+    config = folder / TWO / "config.pbtxt"
+    both = config.read_text().replace(alone, TWO) + "version_policy { all { } }"
+    config.write_text(both)
+    with start_triton(folder) as server:
         yield server
 
 
@@ -104,6 +116,32 @@ def test_many_threads(opened, triton, way):
         got = list(pool.map(lambda each: scores(there, each)["score"], asked))
     for ours, theirs in zip(expected, got, strict=True):
         np.testing.assert_allclose(theirs, ours, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["gRPC", "HTTP"])
+def test_the_version_that_is_named_answers(opened, triton, way):
+    def answer(**target):
+        node = opened(**WAYS[way](triton), models={MODEL: {"name": TWO, **target}})
+        return scores(node, asked)["logit"]
+
+    asked = request(5)
+    ours = scores(opened(), asked)["logit"]
+    np.testing.assert_allclose(answer(version="1"), ours, atol=1e-4)
+    np.testing.assert_allclose(answer(version="2"), -2 * ours, atol=1e-4)
+    np.testing.assert_allclose(answer(), -2 * ours, atol=1e-4)  # Triton's choice is the latest
+
+
+def test_requests_take_turns_over_the_channels(opened, triton):
+    node = opened(url=triton.grpc, channels=3)
+    port = int(triton.grpc.rpartition(":")[2])
+
+    def connected():
+        there = psutil.Process().net_connections("tcp")
+        return sum(c.status == "ESTABLISHED" and c.raddr.port == port for c in there)
+
+    for _ in range(6):
+        scores(node, request(1))
+    until(lambda: connected() == 3)  # those of nodes that are closed go
 
 
 def test_batches_beyond_tritons_own(opened, triton, monkeypatch):
