@@ -177,7 +177,7 @@ def test_a_table_whose_topic_nobody_has_made_yet_is_not_stale(tmp_path, model):
         opened = time.monotonic()
         until(lambda: time.monotonic() - opened > 2 * LIMIT_S)
         until(lambda: infer(node, model).status_code == 200)
-        assert metric(node, "hps_update_age_seconds", model=model, table="items") == 0.0
+        until(lambda: metric(node, "hps_update_age_seconds", model=model, table="items") == 0.0)
         make_topic(shared_broker(), native_topic(model))
         send(shared_broker(), model, 1.0)
         until(lambda: infer(node, model).json().get("outputs", [{"data": [0]}])[0]["data"][0] == 1)
