@@ -565,6 +565,20 @@ def test_an_option_that_librdkafka_does_not_know(broker, model, tmp_path):
         KafkaSource(settings, "g", Topics([], settings.takes), lambda _t, _p: None)
 
 
+def test_where_no_model_is_named_nothing_is_read(broker, caplog):
+    settings = KafkaSettings(brokers=broker.address)
+    source = KafkaSource(settings, unique("g"), Topics([], settings.takes), lambda _t, _p: None)
+    try:
+        assert source.poll(0.1) is None
+        source.keep_alive()
+        source.rewind()
+        assert source.poll(0.1) is None
+        assert (source.lag(), source.applied(), source.problem) == ({}, {}, None)
+    finally:
+        source.close()
+    assert "reads nothing: no model is served that updates.kafka.models names" in caplog.text
+
+
 def test_the_largest_messages_that_can_be_allowed_are_allowed_by_librdkafka(model):
     most = 1_000_000_000
     (port,) = free_ports(1)

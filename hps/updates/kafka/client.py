@@ -23,6 +23,9 @@ SIZE_HEADER = "hps-size"
 """Of a dead letter that stands for a message too large to be kept: how many bytes that had."""
 LARGEST = 1_000_000_000
 """What librdkafka takes at most for the bytes of a message."""
+# A broker answers when there is so much, or after so long: each answer costs it, and us, half a millisecond.
+_FETCH_BYTES, _FETCH_MS = 256 << 10, 25
+_NEW_TOPICS_MS = 10_000
 _SAY_AGAIN_S, _MOST_SAID = 60.0, 1000
 
 
@@ -33,6 +36,26 @@ def client_options(addresses: str) -> dict[str, Any]:
         "client.id": "hps",
         "socket.keepalive.enable": True,
         "reconnect.backoff.max.ms": 2_000,
+    }
+
+
+def reader_options(settings: KafkaSettings) -> dict[str, Any]:
+    """What a member of a group reads with, whose places and offsets are told by hand."""
+    return {
+        **client_options(settings.brokers),
+        "enable.auto.commit": False,
+        "enable.auto.offset.store": False,
+        "auto.offset.reset": "earliest",
+        "enable.partition.eof": True,
+        "session.timeout.ms": 30_000,
+        "max.poll.interval.ms": 300_000,
+        "topic.metadata.refresh.interval.ms": _NEW_TOPICS_MS,
+        "fetch.message.max.bytes": max(1 << 20, settings.max_message_bytes),
+        "queued.max.messages.kbytes": settings.prefetch_kb,
+        "fetch.min.bytes": _FETCH_BYTES,
+        "fetch.wait.max.ms": _FETCH_MS,
+        "partition.assignment.strategy": "range,roundrobin",
+        **settings.options,
     }
 
 

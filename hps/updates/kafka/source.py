@@ -18,7 +18,7 @@ from hps.config.update_settings import KafkaSettings
 from hps.errors import BadRequest, ConfigError, Unavailable
 from hps.tiers.positions import StreamPosition
 from hps.tracing import recorder
-from hps.updates.kafka.client import ANSWER_S, client_log, client_options
+from hps.updates.kafka.client import ANSWER_S, client_log, reader_options
 from hps.updates.kafka.messages import Messages, traceparents
 from hps.updates.source import UpdateBatch
 from hps.updates.topics import Topics
@@ -31,9 +31,6 @@ Begin = Callable[[str, int], int | None]
 _MOST_MESSAGES = 256
 # A broker's answers bring several partitions one after the other; a batch costs more than a wait.
 _GATHER_S = 0.002
-# A broker answers when there is so much, or after so long: each answer costs it, and us, half a millisecond.
-_FETCH_BYTES, _FETCH_MS = 256 << 10, 25
-_NEW_TOPICS_MS = 10_000
 _LOOK_EVERY_S = 0.2
 
 
@@ -61,7 +58,9 @@ class KafkaSource:
         self._kept: dict[tuple[str, int], int] = {}  # the first that Kafka had when reading began
         self._untold: dict[tuple[str, int], int] = {}  # of these, what the group does not know yet
         self._resting = False
-        self._joined = False  # the group has said once which partitions are read here
+        patterns = topics.patterns()
+        # Whether it is known which partitions are read here: the group says it.
+        self._joined = not patterns
         self._lag: dict[tuple[str, int], int | None] | None = None
         self._looked_at = 0.0
         self._unplaced: list[ck.TopicPartition] = []
@@ -69,30 +68,22 @@ class KafkaSource:
         try:
             self._consumer = ck.Consumer(
                 {
-                    **client_options(settings.brokers),
                     "error_cb": self._report,
                     "group.id": group,
-                    "enable.auto.commit": False,
-                    "enable.auto.offset.store": False,
-                    "auto.offset.reset": "earliest",
-                    "enable.partition.eof": True,
-                    "session.timeout.ms": 30_000,
-                    "max.poll.interval.ms": 300_000,
-                    "topic.metadata.refresh.interval.ms": _NEW_TOPICS_MS,
-                    "fetch.message.max.bytes": max(1 << 20, settings.max_message_bytes),
-                    "queued.max.messages.kbytes": settings.prefetch_kb,
-                    "fetch.min.bytes": _FETCH_BYTES,
-                    "fetch.wait.max.ms": _FETCH_MS,
-                    "partition.assignment.strategy": "range,roundrobin",
-                    **settings.options,
+                    **reader_options(settings),
                 },
                 logger=client_log,
             )
         except ck.KafkaException as error:
             raise ConfigError(f"updates.kafka: {_text(error)}") from None
-        self._consumer.subscribe(
-            topics.patterns(), on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._lost
-        )
+        if patterns:
+            self._consumer.subscribe(
+                patterns, on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._lost
+            )
+        else:
+            log.warning(
+                "%s reads nothing: no model is served that updates.kafka.models names", group
+            )
 
     def poll(self, timeout_s: float) -> UpdateBatch | None:
         """See `UpdateSource`. Raises Unavailable while it cannot be told where to begin."""
