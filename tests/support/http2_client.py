@@ -33,7 +33,7 @@ class Http2Client:
         self._stream = -1
 
     def call(self, path: str, message: bytes = b"") -> None:
-        """Begin a call with one message, which is all of its request; small enough for the first window."""
+        """Begin a call with one message, which is all of its request; at most 16,379 bytes, for one frame."""
         self._stream += 2
         head = b"".join(
             _header(name, value)

@@ -24,6 +24,7 @@ from grpc._cython import cygrpc
 
 from hps.errors import HpsError
 from services.frontend.grpc.ending import abort, code_of
+from services.frontend.grpc.unsent import NOTED, Unsent
 
 log = logging.getLogger(__name__)
 
@@ -165,6 +166,7 @@ class Arrivals(ThreadPoolExecutor):
         self._pool = pool
         self._expected: dict[_Call, float] = {}  # calls without a request, and since when
         self._looking = threading.Lock()
+        self._unsent = Unsent()
         if not KNOWN:
             log.warning(
                 "grpc %s is not as expected inside: calls run on its threads, which is slower",
@@ -179,7 +181,7 @@ class Arrivals(ThreadPoolExecutor):
                 return super().submit(fn, *args, **kwargs)
             return self._pool.submit(fn, *args, **kwargs)
         in_pool, event, state, behavior, _, deserializer, serializer = args
-        call = _Call(event, state)
+        call = _Call(event, state, self._unsent)
         received = _server._receive_message(state, event.call, deserializer)
 
         def begin(message_event: Any) -> Any:
@@ -236,11 +238,12 @@ class Arrivals(ThreadPoolExecutor):
 class _Call:
     """One unary call, and what grpc takes for the future of its answer; a real one costs as much."""
 
-    __slots__ = ("_context", "_event", "_on_end", "_state")
+    __slots__ = ("_context", "_event", "_on_end", "_state", "_unsent")
 
-    def __init__(self, event: Any, state: Any) -> None:
+    def __init__(self, event: Any, state: Any, unsent: Unsent) -> None:
         self._event = event
         self._state = state
+        self._unsent = unsent
         self._context: grpc.ServicerContext | None = None
         self._on_end: Callable[[Any], object] | None = None
 
@@ -267,9 +270,10 @@ class _Call:
                 ]
                 if state.initial_metadata_allowed:
                     operations.append(_server._get_initial_metadata_operation(state, None))
-                self._event.call.start_server_batch(
-                    operations, _server._send_status_from_server(state, _SEND)
-                )
+                sent = _server._send_status_from_server(state, _SEND)
+                if len(message) > NOTED:
+                    sent = self._unsent.noted(self._event.call, len(message), sent)
+                self._event.call.start_server_batch(operations, sent)
                 state.statused = True
                 state.due.add(_SEND)
         self.ended()

@@ -5,13 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from contextlib import closing
 
 import grpc
+import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from tritonclient.grpc import service_pb2 as pb
 
 from services.frontend.grpc import arrivals as module
+from services.frontend.grpc import unsent as unsent_module
 from services.frontend.grpc.service import SERVICE
+from tests.support.http2_client import Http2Client
 from tests.support.waiting import until
 from tests.unit.services.frontend.grpc.test_server import keys, row
 
@@ -174,3 +179,25 @@ def test_large_requests_do_not_hold_up_the_servers_thread(serve, small, monkeypa
 def test_long_details_arrive(client):
     with pytest.raises(triton.InferenceServerException, match="NOT_FOUND"):
         client.infer("ü" * 20_000, [keys("left", 1)])
+
+
+@pytest.mark.parametrize("limit", ["_PATIENCE_S", "_MOST"])
+def test_answers_that_nobody_takes_are_dropped(serve, monkeypatch, limit):
+    monkeypatch.setattr(unsent_module, "_LOOK_S", 0.01)
+    server = serve()
+    state = server.server._server._state
+    values = [1] * 1900  # one frame of request, more than 16 KiB of answer
+    asked = pb.ModelInferRequest(model_name="words.lookup")
+    asked.inputs.add(name="left", datatype="INT64", shape=[len(values), 1])
+    asked.raw_input_contents.append(np.array(values).tobytes())
+    with closing(Http2Client(server.server.url)) as deaf:
+        deaf.call(f"/{SERVICE}/ModelInfer", asked.SerializeToString())
+        noted = server.server.arrivals._unsent._answers
+        until(lambda: noted)
+        with triton.InferenceServerClient(server.server.url) as client:
+            client.infer("words.lookup", [keys("left", *values)])
+        until(lambda: len(noted) == 1)  # that one was taken
+        assert len(state.rpc_states) == 1
+        monkeypatch.setattr(unsent_module, limit, -1.0)
+        until(lambda: not state.rpc_states)
+        assert not noted

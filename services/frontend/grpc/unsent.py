@@ -1,0 +1,57 @@
+"""Answers that are on their way for too long: grpc keeps them until their clients take them, or are gone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+# Smaller answers are not looked at: as many as there can be calls take 64 MiB.
+NOTED = 16_384
+# How long an answer may take, and how many more bytes a second it may have; looked at so often.
+_PATIENCE_S, _SLOWEST, _LOOK_S = 75.0, 100_000, 1.0
+# Beyond so many bytes, none may take longer than a look.
+_MOST = 1 << 30
+
+Event = Callable[[Any], Any]
+
+
+class Unsent:
+    """Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._answers: dict[Any, tuple[float, int]] = {}  # when each began, and its bytes, by call
+        self._looking = threading.Lock()
+
+    def noted(self, call: Any, size: int, sent: Event) -> Event:
+        """``sent``, to be called when grpc has sent the ``size`` bytes that answer ``call``; it is cancelled
+        when that takes too long."""
+
+        def no_more(event: Any) -> Any:
+            self._answers.pop(call, None)
+            return sent(event)
+
+        self._answers[call] = time.monotonic(), size
+        self._look_soon()
+        return no_more
+
+    def _look_soon(self) -> None:
+        """See to it that a thread looks at them, while there are any."""
+        if self._looking.acquire(blocking=False):
+            threading.Thread(target=self._look, name="grpc-unsent", daemon=True).start()
+
+    def _look(self) -> None:
+        try:
+            while self._answers:
+                time.sleep(_LOOK_S)
+                answers, now = self._answers.copy(), time.monotonic()
+                too_many = sum(size for _, size in answers.values()) > _MOST
+                for call, (since, size) in answers.items():
+                    allowed_s = _LOOK_S if too_many else _PATIENCE_S + size / _SLOWEST
+                    if now - since > allowed_s and self._answers.pop(call, None) is not None:
+                        call.cancel()
+        finally:
+            self._looking.release()
+        if self._answers:  # came in between
+            self._look_soon()
