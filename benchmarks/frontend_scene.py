@@ -237,7 +237,7 @@ def sides(
 @contextmanager
 def _start(name: str, folder: Path, env: Mapping[str, str], core: int | None) -> Iterator[Side]:
     if name == "hps":
-        with start_hps(folder, core=core) as hps:
+        with start_hps(folder, core=core, limits={"shared_memory": True}) as hps:
             yield Side(hps, hps.grpc, ours=True)
     elif name == "Triton":
         arguments = (f"--backend-config=python,shm-default-byte-size={SHARED}",)

@@ -1,13 +1,13 @@
 """Our front end and a real Triton's, asked by NVIDIA's perf_analyzer.
 
 One of `benchmarks.frontend`'s two halves; what is asked and of whom stands in `benchmarks/frontend_scene.py`.
-hps serves with its defaults from one process, Triton 2.51 with python models (one instance each, dynamic
-batching on but for the large answers, which it makes slower), predictions by an ensemble lookup → dense. They
-and perf_analyzer share the machine's cores, nothing is pinned; perf_analyzer is synchronous, its default:
-with ``--async`` its one thread for HTTP is what is measured.
+hps serves with its defaults and ``server.shared_memory`` from one process, Triton 2.51 with python models
+(one instance each, dynamic batching on but for the large answers, which it makes slower), predictions by an
+ensemble lookup → dense. They and perf_analyzer share the machine's cores, nothing is pinned; perf_analyzer is
+synchronous, its default: with ``--async`` its one thread for HTTP is what is measured.
 
 Sides take turns, several rounds; ratios are taken round by round, and the median over the rounds is judged.
-Triton's large answers are measured in shared memory, too; no bar is on that, which ours does not offer.
+Large answers are measured in system shared memory, too, over gRPC; no bar is on that.
 
 infer/s is what was answered within three windows of time over their length (``--measurement-interval``, three
 ``--max-trials`` merged), not ``--request-count``, whose time perf_analyzer looks at so seldom that short runs
@@ -22,9 +22,11 @@ import sys
 import tempfile
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from benchmarks.common import Bar, Benchmark, Options, Report, main
 from benchmarks.frontend_scene import BATCH, WIDE, Side, Work, sides, works, write_scene
@@ -39,7 +41,7 @@ LARGE = 8
 QUICK = (8, 32)
 """In flight, with ``--quick``."""
 SHARED = ("--shared-memory", "system", "--output-shared-memory-size", str(1024 * WIDE * 4))
-"""Tensors in memory that perf_analyzer and the server share, which ours does not offer."""
+"""Tensors in memory that perf_analyzer and the server share."""
 
 
 def _bars() -> tuple[Bar, ...]:
@@ -79,6 +81,14 @@ def steps_of(work: Work, *, ours: bool) -> tuple[list[tuple[Tensors, Tensors]], 
     batch = len(next(iter(requests[0].values())))
     samples = [{k: v[i] for k, v in each.items()} for each in requests for i in range(batch)]
     return [(sample, {}) for sample in samples], batch
+
+
+def in_tables_form(work: Work) -> Work:
+    """The same lookup of ours by table, as HPS has it. perf_analyzer makes room for an output by the model's
+    metadata: a vector for each sample of a feature, while this form's output may have any size."""
+    keys = [request["f"] for request in work.requests]
+    requests = [{"KEYS": each, "NUMKEYS": np.array([[each.size]])} for each in keys]
+    return replace(work, ours=work.ours.removesuffix(".lookup"), requests=requests)
 
 
 def measure(
@@ -133,10 +143,12 @@ def measured(options: Options, asked: tuple[str, ...], rounds: int) -> Report:
                         for server, side in running.items()
                         for key, way in WAYS.items()
                     }
-                    if name == "large" and "Triton" in running:
-                        runs["Triton gRPC, shared memory"] = partial(
-                            measure, running["Triton"], found[name], "grpc", n, window_ms, *SHARED
-                        )
+                    if name == "large":
+                        for server, side in running.items():
+                            work = in_tables_form(found[name]) if side.ours else found[name]
+                            runs[f"{server} gRPC, shared memory"] = partial(
+                                measure, side, work, "grpc", n, window_ms, *SHARED
+                            )
                     record(report, name, found[name].title, n, alternate(runs, rounds))
     report.figures["versions"] = versions("numpy", "onnxruntime", "grpcio", "uvicorn")
     return report

@@ -26,7 +26,7 @@ from services.frontend.datatypes import InputRule, numbers
 from services.frontend.http.request_faults import explain
 
 _EMPTY: dict[str, Any] = {}
-# Parameters of tensors: extensions that are not offered.
+# Parameters of outputs: extensions that are not offered.
 _REFUSED = frozenset({"classification", "shared_memory_region"})
 # What a damaged request may raise on the fast path.
 _FAULTS = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
@@ -156,7 +156,7 @@ def _form(header: dict[str, Any], rules: Mapping[str, InputRule]) -> JsonForm:
         parameters = item.get("parameters")
         size = None if parameters is None else parameters.get("binary_data_size")
         if size is None:
-            if parameters is not None and not _REFUSED.isdisjoint(parameters):
+            if parameters is not None and "shared_memory_region" in parameters:
                 raise ValueError("parameters")
             form.given[name] = numbers(item["data"], dtype, count)
             continue

@@ -108,3 +108,13 @@ def test_random_keys_of_all_64_bits(small_server, client):
     after = statistics(client, "words.lookup")
     assert after[0] - before[0] >= 200
     assert after[1] == before[1]
+
+
+def test_tensors_in_shared_memory(small_server, client):
+    steps = [({"KEYS": keys(0, 1000, 26), "NUMKEYS": np.array([26], np.int32)}, {})]
+    room = ("--shared-memory", "system", "--output-shared-memory-size", "1024")
+    before = statistics(client, "words")
+    perf_analyzer(small_server.grpc, "words", steps, *room, protocol="grpc")
+    after = statistics(client, "words")
+    assert after[0] - before[0] >= 200
+    assert after[1] == before[1]
