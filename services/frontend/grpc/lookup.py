@@ -38,6 +38,7 @@ from services.frontend.grpc.packed import FLOAT32, INT64, numbers
 from services.frontend.grpc.pending import Pending, deadline_of
 from services.frontend.grpc.wire import field, varint
 from services.frontend.state import Entry, State
+from services.frontend.statistics import queued_ns
 
 SERVICE = "hps.v1.Lookup"
 
@@ -128,7 +129,8 @@ class LookupService:
             answer = encode(served.name, served.version, self._digest(entry), result, stale_s)
             done = perf_counter_ns()
             batch = _batch(asked)
-            entry.statistics.succeeded(batch, started, parsed, inferred, done)
+            queued = queued_ns(future)
+            entry.statistics.succeeded(batch, started, parsed, inferred, done, queued)
             seconds = self._state.metrics.histogram(
                 m.REQUEST_SECONDS, "grpc", "lookup", entry.name, "OK"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import grpc
+import numpy as np
 import pytest
 import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2 as pb
@@ -14,6 +15,7 @@ from hps import metric_names as m
 from hps.config import Settings
 from hps.config.admission_settings import AdmissionSettings
 from hps.config.server_settings import ServerSettings
+from hps.v1 import lookup_pb2
 from services.frontend.auth import OpenGuard
 from services.frontend.grpc.callers import address_of
 from services.frontend.http.app import data_app
@@ -74,6 +76,27 @@ def test_an_overloaded_model_refuses_at_once_and_answers_the_others(small, slow,
         assert call.result().outputs[0].name == "score"
     until(lambda: line.running == 0)
     assert refused(small) == {"queue_full": 80}
+
+
+def test_lookups_for_other_nodes_wait_in_the_same_line(small, stub):
+    url = stub(running=1).url
+    entry = small.state.entries["words.lookup"]
+    small.store.gate.clear()
+    given = lookup_pb2.Keys(name="left", keys=np.array([12]).tobytes())
+    asked = lookup_pb2.LookupRequest(model="words", keys=[given])
+    with grpc.insecure_channel(url) as channel:
+        lookup = channel.unary_unary(
+            "/hps.v1.Lookup/Lookup",
+            lookup_pb2.LookupRequest.SerializeToString,
+            lookup_pb2.LookupResponse.FromString,
+        )
+        calls = [lookup.future(asked, timeout=60) for _ in range(2)]
+        until(lambda: (entry.endpoint.running, entry.endpoint.waiting) == (1, 1))
+        small.store.gate.set()
+        for call in calls:
+            assert len(call.result().vectors) == 1
+    until(lambda: entry.statistics.success_count == 2)
+    assert entry.statistics.queue_ns > 0  # and not the network's
 
 
 def test_the_bounds_are_those_of_all_ports_together(small, slow, stub, call):
