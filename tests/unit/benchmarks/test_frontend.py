@@ -5,14 +5,16 @@ from __future__ import annotations
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from itertools import product
 
 import grpc
 import pytest
 
 from benchmarks import frontend_servers, frontend_triton
-from benchmarks.common import Report
+from benchmarks.common import Options, Report
 from benchmarks.frontend_scene import BATCH, works
-from benchmarks.frontend_triton import Measured, steps_of
+from benchmarks.frontend_triton import CONCURRENCY, QUICK, Measured, steps_of
 from benchmarks.grpc_load import grpc_closed
 from benchmarks.load import http_request
 from benchmarks.open_loop import closed_loop
@@ -107,3 +109,16 @@ def test_answers_without_a_length_end_with_their_last_chunk():
     threading.Thread(target=serve, daemon=True).start()
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     assert closed_loop(address, [http_request("/", b"")], 1, 0.0).statuses == [200]
+
+
+@pytest.mark.parametrize(("quick", "levels"), [(False, CONCURRENCY), (True, QUICK)])
+def test_every_work_is_measured_at_every_concurrency(monkeypatch, quick, levels):
+    cells = []
+    for name in ("write_scene", "client_on", "check", "versions", "alternate"):
+        monkeypatch.setattr(frontend_servers, name, lambda *_: {"rows": None})
+    monkeypatch.setattr(frontend_servers, "sides", lambda *_: nullcontext({}))
+    monkeypatch.setattr(
+        frontend_servers, "record", lambda _, work, title, n, runs: cells.append((work, n))
+    )
+    frontend_servers.run(Options(quick=quick))
+    assert cells == [*product(("26", "1024", "predict"), levels)]
