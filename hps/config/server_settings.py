@@ -49,7 +49,7 @@ class GrpcListener(Listener):
     reflection: bool = True
     """Tell tools like grpcurl what can be called."""
     max_connection_age_s: float | None = Field(None, gt=0)
-    """How long a connection lasts, more or less a tenth; clients open another then, which balances load."""
+    """How long a connection lasts, more or less; null: half of `drain_delay_s`, where that is 0 for ever."""
 
 
 class GrpcAdminSettings(GrpcListener):
