@@ -7,7 +7,7 @@ by `benchmarks/grpc_load.py`, keep-alive connections with one request each. Tens
 server has that: all but MLServer's HTTP, which has JSON alone. Every server is pinned to one core, the
 generator to another.
 
-Sides take turns, several rounds, fewer and shorter ones where there is no bar; ratios are taken round by round
+Sides take turns, several rounds, fewer and shorter where there is no bar; ratios are taken round by round
 against the peer's better protocol, and the median over the rounds is judged. infer/s is answers over the time
 from the first request to the last answer; CPU is user + system time of the server's processes over those
 answers. Every answer's form is checked once against the tables before anything is measured.
