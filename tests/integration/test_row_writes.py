@@ -180,7 +180,7 @@ def test_it_takes_the_role_write(folder):
     asked = []
 
     class Guarded(OpenGuard):
-        def check(self, headers, role: Role):
+        def check(self, headers, role: Role, certificate):
             asked.append(role)
             raise Forbidden("no")
 
