@@ -77,10 +77,14 @@ class Pending:
             self._any.clear()
             while self._waiting:
                 time.sleep(_LOOK_S)
-                now = time.monotonic()
-                for future, (deadline, _) in self._waiting.copy().items():
-                    if deadline <= now:
-                        self._too_late(future)
+                self._end_late()
+
+    def _end_late(self) -> None:
+        # Apart from the loop, which must not hold on to the last request it saw, and its model, until the next.
+        now = time.monotonic()
+        for future, (deadline, _) in self._waiting.copy().items():
+            if deadline <= now:
+                self._too_late(future)
 
     def _too_late(self, future: Future[Any]) -> None:
         found = self._waiting.pop(future, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from concurrent.futures import Future
 
 import pytest
@@ -59,3 +60,13 @@ def test_deadlines_are_kept_whatever_an_end_does():
     with pytest.raises(DeadlineExceeded, match=r"server\.request_timeout_ms"):
         ended[0].result()
     assert future.cancelled()
+
+
+def test_what_has_ended_is_not_held_until_something_else_waits():
+    _, late, _ = pending(0.05)
+    future, ended, reply = pending(60)
+    until(lambda: late)  # they have been looked at, the second after the first
+    future.set_result(1)
+    gone = weakref.ref(future)
+    del future, ended, reply
+    until(lambda: gone() is None)
