@@ -21,11 +21,15 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 
+PORT = 8000
+"""Of requests, where a server has its usual one."""
+
 EXAMPLES = """\b
 Examples:
   hps demo               serve until Ctrl-C, so that you can try it
   hps demo --once        check and leave: exit code 0, or 1 when a check failed
   hps demo --port 9000
+  hps demo --write models          put the model there, for a server of your own
 """
 
 
@@ -42,6 +46,14 @@ def demo(
         Path | None,
         typer.Option("--model", help="Another model of the demo's form; see examples/README.md."),
     ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            "--write",
+            metavar="FOLDER",
+            help="Put the model into this model repository, unless it has models; print a request; leave.",
+        ),
+    ] = None,
 ) -> None:
     """Serve the model that comes with hps, ask it over HTTP and check every answer.
 
@@ -54,6 +66,9 @@ def demo(
 
     folder = model or FOLDER
     data = load_demo(folder)
+    if write is not None:
+        _write(data, folder, write, f"http://127.0.0.1:{port or PORT}")
+        return
     with (
         ends_when_told(),
         tempfile.TemporaryDirectory(prefix="hps-demo-") as scratch,
@@ -69,6 +84,29 @@ def demo(
             say("Serving until Ctrl-C.", style="bold")
             wait(process)
     raise typer.Exit(0 if findings.ok else 1)
+
+
+def _write(data: DemoData, folder: Path, repository: Path, http: str) -> None:
+    """Copy the model into ``repository``: under a name that no reader takes for a version, then renamed."""
+    from hps.cli.demo_run import json_request
+    from hps.models.repository import Repository
+
+    repository.mkdir(parents=True, exist_ok=True)
+    there = Repository(repository).names()
+    if there and there != [data.model]:
+        say(f"{repository} has models already, the demo's stays out: {', '.join(there)}")
+        return
+    if not there:
+        with tempfile.TemporaryDirectory(prefix=".demo-", dir=repository) as scratch:
+            shutil.copytree(folder / data.model, Path(scratch) / data.model)
+            (Path(scratch) / data.model).rename(repository / data.model)
+    body = json.dumps(json_request(data.tensors(slice(0, 1))), separators=(",", ":"))
+    output = next(iter(data.scores))
+    say(f"{repository} has model {data.model!r}. Once a server serves it, ask for a score:")
+    say()
+    say(f"  curl -s {http}/v2/models/{data.model}/infer -d '{body}'")
+    say()
+    say(f"The trainer's own {output} for this request is {data.scores[output][0]:.6f}.")
 
 
 def _report(data: DemoData, found: Findings) -> None:

@@ -28,7 +28,13 @@ def ingest(
     ctx: typer.Context,
     config: Annotated[
         Path | None,
-        typer.Option("--config", "-c", metavar="FILE", help="The nodes' own: YAML, or a ps.json."),
+        typer.Option(
+            "--config",
+            "-c",
+            envvar="HPS_CONFIG",
+            metavar="FILE",
+            help="The nodes' own: YAML, or a ps.json.",
+        ),
     ] = None,
     overrides: SetOption = None,
     output: Output = OutputFormat.table,

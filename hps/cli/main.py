@@ -33,6 +33,7 @@ COMMANDS = {
     "demo": Entry(START, "Serve the model that comes with hps, ask it and check every answer."),
     "serve": Entry(START, "Serve models: hps serve --config FILE (our YAML, or HPS's ps.json)."),
     "ingest": Entry(START, "Feed the Redis that several nodes share, from Kafka."),
+    "healthcheck": Entry(START, "Ask this machine's server whether it is ready; for containers."),
     "doctor": Entry(START, "Check this machine, a configuration and a server; say how to mend."),
     "predict": Entry(ASK, "Score one request, or a Parquet, CSV or JSONL file of them."),
     "lookup": Entry(ASK, "Show rows of a table; --explain: which tier they came from, how old."),

@@ -35,7 +35,13 @@ def serve(
     ctx: typer.Context,
     config: Annotated[
         Path | None,
-        typer.Option("--config", "-c", metavar="FILE", help="Our YAML file, or HPS's ps.json."),
+        typer.Option(
+            "--config",
+            "-c",
+            envvar="HPS_CONFIG",
+            metavar="FILE",
+            help="Our YAML file, or HPS's ps.json.",
+        ),
     ] = None,
     workers: Annotated[
         int | None,

@@ -1,0 +1,142 @@
+"""``hps healthcheck``: whether the server of a configuration on this machine is well, for container engines.
+
+One GET to the admin port, which every role has and where health is told without a key. It loads neither
+NumPy nor the client: engines run it every few seconds.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hps.errors import ConfigError, HpsError, Unavailable
+
+if TYPE_CHECKING:
+    from hps.config.server_settings import Listener
+
+app = typer.Typer(add_completion=False)
+
+# As `SetOption` and `TlsOption` of hps.cli.targets, which imports NumPy.
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of --config; repeatable."),
+]
+TlsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tls",
+        envvar="HPS_TLS",
+        metavar="ca=FILE,certificate=FILE,key=FILE",
+        help="For a server that asks for certificates: what it is shown.",
+    ),
+]
+
+PATIENCE_S = 2.0
+_SELF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+EXAMPLES = """\b
+Examples:
+  hps healthcheck --config hps.yaml
+  hps healthcheck --live                 of the configuration in HPS_CONFIG
+  HEALTHCHECK CMD ["hps", "healthcheck"] in a Dockerfile
+"""
+
+
+@app.command(epilog=EXAMPLES)
+def healthcheck(
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            "-c",
+            envvar="HPS_CONFIG",
+            metavar="FILE",
+            help="What the server was started with; else HPS_CONFIG, else the defaults.",
+        ),
+    ] = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="Ask whether it can answer, not whether it is ready.")
+    ] = False,
+    overrides: SetOption = None,
+    tls: TlsOption = None,
+) -> None:
+    """Ask this machine's server whether it is ready: exit code 0 when it is, else 1, within 2 s.
+
+    For `hps serve` in any role and `hps ingest`. The address is that of `server.admin`; what the server
+    was told by --set must be said here, too. Its certificate is not checked, since nothing secret is
+    sent; where it asks for one, --tls or HPS_TLS names it.
+    """
+    from hps.config import load_config
+
+    try:
+        at = load_config(config, overrides or ()).settings.server.admin
+        status, told = ask(at, "live" if live else "ready", tls)
+        if status != 200:
+            raise Unavailable(told or f"the server answered with status {status}")
+    except HpsError as error:
+        # Not 2, as of other commands: container engines know 0 and 1 alone.
+        from hps.cli.main import tell
+
+        tell(error)
+        raise typer.Exit(1) from None
+
+
+def ask(at: Listener, what: str, tls: str | None = None) -> tuple[int, str]:
+    """Status, and the reason when it is not 200. Raises Unavailable, ConfigError."""
+    if at.port == 0:
+        raise ConfigError("server.admin.port is 0, any free one: give it a number to be asked at")
+    host = _SELF.get(at.host, at.host)
+    end = time.monotonic() + PATIENCE_S
+    connection: http.client.HTTPConnection
+    if at.tls is None:
+        connection = http.client.HTTPConnection(host, at.port, timeout=PATIENCE_S)
+    else:
+        context = _context(at, tls)
+        connection = http.client.HTTPSConnection(
+            host, at.port, timeout=PATIENCE_S, context=context
+        )
+    try:
+        connection.connect()
+        connection.sock.settimeout(max(0.01, end - time.monotonic()))
+        connection.request("GET", f"/v2/health/{what}", headers={"Connection": "close"})
+        answer = connection.getresponse()
+        return answer.status, _reason(answer.read(65_536))
+    except (OSError, http.client.HTTPException) as error:
+        why = str(error) or type(error).__name__
+        raise Unavailable(f"no answer from {host}:{at.port} (server.admin): {why}") from None
+    finally:
+        connection.close()
+
+
+def _context(at: Listener, tls: str | None) -> ssl.SSLContext:
+    if tls:
+        from hps.cli.targets import tls_of
+
+        given = tls_of(tls)
+        assert given is not None
+        context = given.context()
+    else:
+        assert at.tls is not None
+        if at.tls.client_ca_file is not None:
+            raise ConfigError(
+                "server.admin asks for certificates: give --tls certificate=FILE,key=FILE, or HPS_TLS"
+            )
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _reason(body: bytes) -> str:
+    """The ``error`` of an answer."""
+    try:
+        told: Any = json.loads(body)
+        return str(told["error"])
+    except (ValueError, KeyError, TypeError):
+        return ""
