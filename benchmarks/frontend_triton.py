@@ -94,11 +94,13 @@ def in_tables_form(work: Work) -> Work:
 def measure(
     side: Side, work: Work, way: str, concurrency: int, window_ms: int, *arguments: str
 ) -> Measured:
-    """Ask ``side`` for three windows. Raises RuntimeError for any answer but a good one."""
+    """Ask ``side`` for three windows. Raises RuntimeError for any answer but a good one, and when nothing was
+    answered within a window, three times over: a busy host may stop the machine for as long."""
     steps, batch = steps_of(work, ours=side.ours)
     model = work.model(ours=side.ours)
     cpu, count = side.server.cpu_seconds(), answered(side, model)
-    row = perf_analyzer(
+    ask = partial(
+        perf_analyzer,
         side.grpc if way == "grpc" else side.server.address,
         model,
         steps,
@@ -109,6 +111,15 @@ def measure(
         requests=None,
         concurrency=concurrency,
     )
+    row = None
+    for last in (False, False, True):
+        try:
+            row = ask()
+            break
+        except RuntimeError as error:
+            if last or "Failed to obtain stable measurement" not in str(error):
+                raise
+    assert row is not None
     cpu, count = side.server.cpu_seconds() - cpu, answered(side, model) - count
     # It counts samples.
     rate = row["Inferences/Second"] / batch
