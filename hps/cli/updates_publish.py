@@ -185,7 +185,7 @@ def _sender(
         format=wire.value,
         partitions=partitions,
         key_bits=part.key_bits,
-        options=kafka.options,
+        options=kafka.client_options(),
     ) as producer:
 
         def send(some: TableChanges) -> None:

@@ -217,6 +217,27 @@ def pair(name: str, value: object, other: str, other_value: object) -> list[Find
     return []
 
 
+def either(name: str, value: object, other: str, other_value: object) -> list[Finding]:
+    """Two ways to say one thing."""
+    if value is not None and other_value is not None:
+        return [Finding((other,), f"is given beside {name}; leave one of them out", ((name,),))]
+    return []
+
+
+def kafka_options(
+    options: Mapping[str, object], files: Mapping[str, object], ours: Sequence[str]
+) -> list[Finding]:
+    """Options of librdkafka, given or in files: none of ours, and none in both places."""
+    findings = [
+        Finding((where, name), "is set by hps itself; take it out")
+        for where, given in (("options", options), ("options_files", files))
+        for name in given
+        if name in ours
+    ]
+    message = "is among options too; leave one of them out"
+    return findings + [Finding(("options_files", name), message) for name in files if name in options]
+
+
 def redis(
     mode: str,
     addresses: Sequence[str],
@@ -301,8 +322,8 @@ def gpu(
     return findings
 
 
-def triton(protocol: str, tls: bool, shared_memory: str, url: str) -> list[Finding]:
-    """Shared memory needs a Triton on this machine, and HTTP has no certificates here."""
+def triton(shared_memory: str, url: str) -> list[Finding]:
+    """Shared memory needs a Triton on this machine."""
     findings = []
     if "://" in url:
         findings.append(
@@ -311,7 +332,4 @@ def triton(protocol: str, tls: bool, shared_memory: str, url: str) -> list[Findi
     elif shared_memory != "none" and not is_loopback(url.rpartition(":")[0]):
         message = f"is {shared_memory}, but {url} is not this machine"
         findings.append(Finding(("triton", "shared_memory"), message, (("triton", "url"),)))
-    if protocol == "http" and tls:
-        message = "acts with protocol grpc alone, found with http"
-        findings.append(Finding(("triton", "tls"), message, (("triton", "protocol"),)))
     return findings

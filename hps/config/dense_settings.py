@@ -21,6 +21,11 @@ class TritonTlsSettings(Strict):
     key_file: Path | None = None
     """Its private key."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        files = "certificate_file", self.certificate_file, "key_file", self.key_file
+        return self.consistent(checks.pair(*files))
+
 
 class TritonTarget(Strict):
     """What a model's network is called in Triton."""
@@ -83,6 +88,4 @@ class DenseSettings(Strict):
         triton = self.triton
         if triton is None:
             return self
-        return self.consistent(
-            checks.triton(triton.protocol, triton.tls is not None, triton.shared_memory, triton.url)
-        )
+        return self.consistent(checks.triton(triton.shared_memory, triton.url))

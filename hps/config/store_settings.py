@@ -98,10 +98,14 @@ class RedisSettings(Strict):
     """User for the sentinels, where they ask for one."""
     sentinel_password: str | None = Field(None, repr=False)
     """Password for the sentinels, where they ask for one."""
+    sentinel_password_file: Path | None = None
+    """File with that password instead; read again for each connection."""
     username: str | None = None
     """User of Redis' access control lists; null: Redis' default user."""
     password: str | None = Field(None, repr=False)
-    """Password of that user; better given as HPS__TIERS__REDIS__PASSWORD than in the file."""
+    """Password of that user; better in `password_file`, or given as HPS__TIERS__REDIS__PASSWORD."""
+    password_file: Path | None = None
+    """File with that password instead; read again for each connection."""
     database: int = Field(0, ge=0)
     """Number of the database; a cluster has only 0."""
     tls: RedisTlsSettings | None = None
@@ -135,8 +139,16 @@ class RedisSettings(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        twice = [
+            finding
+            for name in ("password", "sentinel_password")
+            for finding in checks.either(
+                name, getattr(self, name), f"{name}_file", getattr(self, f"{name}_file")
+            )
+        ]
         return self.consistent(
-            checks.redis(
+            twice
+            + checks.redis(
                 self.mode,
                 self.addresses,
                 self.sentinel_service,

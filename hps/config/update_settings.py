@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from hps.config import checks
 from hps.config.model_schema import Strict
+from hps.config.secrets import read_secret
 
 _OURS = (
     "bootstrap.servers",
@@ -59,15 +60,22 @@ class KafkaSettings(_SourceSettings):
     """Larger messages are dead letters."""
     prefetch_kb: int = Field(65_536, ge=1024, le=2_097_151)
     """Memory for messages fetched ahead, in kilobytes."""
-    options: dict[str, str | int | float | bool] = {}
-    """Further settings of librdkafka, as `security.protocol`, `sasl.username`, `ssl.ca.location`."""
+    options: dict[str, str | int | float | bool] = Field({}, repr=False)
+    """Further settings of librdkafka, as `security.protocol`, `ssl.ca.location`; some are secrets: not shown."""
+    options_files: dict[str, Path] = {}
+    """Further such settings, as `sasl.password`, whose values stand in files; read at start."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name in _OURS:
-            if name in self.options:
-                raise ValueError(f"options: {name!r} is set by hps itself; take it out")
-        return self
+        return self.consistent(checks.kafka_options(self.options, self.options_files, _OURS))
+
+    def client_options(self) -> dict[str, str | int | float | bool]:
+        """All of `options`, those in files too. Raises ConfigError when one cannot be read."""
+        read = {
+            name: read_secret(path, f"updates.kafka.options_files.{name}")
+            for name, path in self.options_files.items()
+        }
+        return {**self.options, **read}
 
 
 class DirectorySettings(_SourceSettings):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ from hps.config.auth import check_exposure, key_file_warnings, load_api_keys, re
 from hps.config.loading import load_config
 from hps.config.model_file import load_model_spec
 from hps.config.schema import Settings
+from hps.config.secrets import read_secret
 from hps.config.yaml_text import read_yaml
 from hps.errors import ConfigError
+
+_NOT_WITHOUT = "the server will not start without"
 
 
 @dataclass
@@ -60,13 +64,38 @@ def _configuration(report: Report, path: Path, overrides: Sequence[str]) -> Repo
     report.warnings += configuration.warnings
     settings: Settings = configuration.settings
     report.run(lambda: check_exposure(settings))
+    # Secrets are often mounted only where the server runs.
+    for setting, file in secret_files(settings).items():
+        if file.exists():
+            report.run(partial(read_secret, file, setting))
+        else:
+            report.warnings.append(f"{setting}: there is no {file} here; {_NOT_WITHOUT}")
     keys = settings.auth.keys_file
     if settings.auth.mode == "api_key" and keys is not None and not keys.exists():
-        # Secrets are often mounted only where the server runs.
-        report.warnings.append(
-            f"{keys}: no such API key file here; the server will not start without"
-        )
+        report.warnings.append(f"{keys}: no such API key file here; {_NOT_WITHOUT}")
     else:
         report.warnings += key_file_warnings(settings.auth)
         report.run(lambda: load_api_keys(settings.auth))
     return report
+
+
+def secret_files(settings: Settings) -> dict[str, Path]:
+    """The files of secrets that the settings name, by setting; but for that of API keys."""
+    redis, kafka, remote = settings.tiers.redis, settings.updates.kafka, settings.tiers.remote
+    named: dict[str, Path | None] = {}
+    if redis is not None:
+        named["tiers.redis.password_file"] = redis.password_file
+        named["tiers.redis.sentinel_password_file"] = redis.sentinel_password_file
+    if kafka is not None:
+        named |= {f"updates.kafka.options_files.{k}": v for k, v in kafka.options_files.items()}
+    if remote is not None:
+        named["tiers.remote.api_key_file"] = remote.api_key_file
+    return {setting: path for setting, path in named.items() if path is not None}
+
+
+def check_secrets(settings: Settings) -> None:
+    """ConfigError when a secret that stands in a file cannot be read."""
+    for setting, path in secret_files(settings).items():
+        read_secret(path, setting)
+    if settings.auth.mode == "api_key" and settings.auth.keys_file is not None:
+        read_keys_file(settings.auth.keys_file)

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hps.config.certificates import client_context
 from hps.config.dense_settings import DenseSettings, TritonSettings, TritonTarget
 from hps.cuda.loader import lacking
 from hps.dense.base import DenseModel, TensorInfo
@@ -73,19 +74,25 @@ def _there(
     check: Callable[[DenseModel], object],
 ) -> DenseModel:
     # Imported when it is needed: Triton's clients take a tenth of a second.
+    from hps.client.address import Tls
     from hps.dense.triton import TritonModel
     from hps.dense.triton.grpc import GrpcTransport
     from hps.dense.triton.http import HttpTransport
     from hps.dense.triton.transport import Transport
 
     timeout_s = triton.timeout_ms / 1e3
+    tls = None
+    if triton.tls is not None:
+        files = triton.tls.ca_file, triton.tls.certificate_file, triton.tls.key_file
+        client_context("dense.triton.tls", *files)  # gRPC says nothing of files it can't use
+        tls = Tls(*files)
     transport: Transport
     if triton.protocol == "grpc":
         transport = GrpcTransport(
-            triton.url, target.name, target.version, channels=triton.channels, tls=triton.tls
+            triton.url, target.name, target.version, channels=triton.channels, tls=tls
         )
     else:
-        transport = HttpTransport(triton.url, target.name, target.version)
+        transport = HttpTransport(triton.url, target.name, target.version, tls)
     return TritonModel(
         target.name,
         triton.url,

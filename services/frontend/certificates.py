@@ -6,6 +6,7 @@ import logging
 import ssl
 from collections.abc import Iterable
 
+from hps.config.certificates import check_current, no_password, unusable
 from hps.config.server_settings import Listener, TlsSettings
 from hps.errors import ConfigError
 
@@ -57,17 +58,16 @@ class Certificates:
         # Each connection shows its certificates: none comes back by what was in force before.
         context.num_tickets = 0
         context.options |= ssl.OP_NO_TICKET
-        used = f"{tls.certificate_file} and {tls.key_file}"
+        setting, used = f"{self._setting}.tls", f"{tls.certificate_file} and {tls.key_file}"
         try:
-            context.load_cert_chain(tls.certificate_file, tls.key_file, _no_password)
+            context.load_cert_chain(tls.certificate_file, tls.key_file, no_password)
             if tls.client_ca_file is not None:
                 used = str(tls.client_ca_file)
                 context.load_verify_locations(tls.client_ca_file)
                 context.verify_mode = ssl.CERT_REQUIRED
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{self._setting}.tls: {used} cannot be used: {_why(error)}"
-            ) from None
+            raise unusable(setting, used, error) from None
+        check_current(setting, tls.certificate_file)
         return context
 
 
@@ -92,15 +92,3 @@ def caller_names(alternative: Iterable[str], common: Iterable[str]) -> set[str]:
     ``CN=<name>``, which no alternative name passes for."""
     names = {name for name in alternative if not name.startswith("CN=")}
     return names | {f"CN={name}" for name in common}
-
-
-def _no_password() -> str:
-    raise ValueError("the key is encrypted; give one that is not, readable by the server only")
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, ssl.SSLError):
-        if error.reason == "KEY_VALUES_MISMATCH":
-            return "the key is not the certificate's"
-        return f"not what PEM looks like ({error.reason or error})"
-    return str(error)

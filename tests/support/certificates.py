@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import ssl
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,3 +26,12 @@ def made(folder: Path, common: str, names: Sequence[str] = (), ca: Made | None =
         command += ["-addext", f"subjectAltName={','.join(names)}"]
     subprocess.run(command, check=True, capture_output=True)
     return key, certificate
+
+
+def expire(certificate: Path) -> None:
+    """Have the file say that its certificate was valid until the beginning of 2020. Whoever checks the
+    signature notices."""
+    der = ssl.PEM_cert_to_DER_cert(certificate.read_text())
+    _begin, end = re.findall(rb"\x17\x0d\d{12}Z", der)
+    old = der.replace(end, b"\x17\x0d200101000000Z")
+    certificate.write_text(ssl.DER_cert_to_PEM_cert(old))

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException
 
-from hps.client.address import address
+from hps.client.address import Tls, address
 from hps.client.http_wire import Reply, Request
 from hps.client.rest import Http
 from hps.dense.triton.transport import (
@@ -36,11 +36,13 @@ class HttpTransport:
     """By HTTP, in the words of Triton's client over connections of our own: its own belong to one thread
     each, and know no deadline for a whole call."""
 
-    def __init__(self, url: str, model: str, version: str) -> None:
+    def __init__(self, url: str, model: str, version: str, tls: Tls | None = None) -> None:
+        """``tls``: None speaks plain text. ConfigError for certificates that cannot be used."""
         from tritonclient import http
 
         self._http = http
-        self._connections = Http(address(url))
+        scheme = "http" if tls is None else "https"
+        self._connections = Http(address(f"{scheme}://{url}", tls))
         self._model = f"/v2/models/{quote(model, safe='')}" + (version and f"/versions/{version}")
         self._name = model
 

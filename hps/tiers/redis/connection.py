@@ -11,6 +11,7 @@ from __future__ import annotations
 import select
 import ssl
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,10 @@ from redis.exceptions import ConnectionError as Lost
 from redis.exceptions import TimeoutError as Late
 from redis.retry import Retry
 
-from hps.config.store_settings import RedisSettings, RedisTlsSettings
-from hps.errors import ConfigError, TierError, TierTimeout
+from hps.config.certificates import client_context
+from hps.config.secrets import Secret
+from hps.config.store_settings import RedisSettings
+from hps.errors import TierError, TierTimeout
 from hps.tiers.redis.names import Names
 
 NAME = "redis"
@@ -128,23 +131,29 @@ class TlsWire(Wire, SSLConnection):
 
 
 class Wires:
-    """Makes connections as the settings say. Raises ConfigError for certificates that cannot be read."""
+    """Makes connections as the settings say. Raises ConfigError for certificates and secrets that cannot be
+    read."""
 
     def __init__(self, settings: RedisSettings) -> None:
-        self._user = {"username": settings.username, "password": settings.password}
-        self._sentinel = {
-            "username": settings.sentinel_username,
-            "password": settings.sentinel_password,
-        }
+        self._user = _Credentials(
+            settings.username, settings.password, settings.password_file, "password_file"
+        )
+        self._sentinel = _Credentials(
+            settings.sentinel_username,
+            settings.sentinel_password,
+            settings.sentinel_password_file,
+            "sentinel_password_file",
+        )
         self._names = Names()
         self._database = settings.database
         self._tls: dict[str, Any] = {}
         self._class: type[Wire] = Wire
-        if settings.tls is not None:
+        tls = settings.tls
+        if tls is not None:
             self._class = TlsWire
             self._tls = {
-                "context": _context(settings.tls),
-                "server_name": settings.tls.server_name,
+                "context": client_context("tiers.redis.tls", tls.ca, tls.certificate, tls.key),
+                "server_name": tls.server_name,
             }
 
     def to_server(self, address: Address) -> Wire:
@@ -157,24 +166,24 @@ class Wires:
     def to_sentinel(self, address: Address) -> Wire:
         return self._make(address, self._sentinel)
 
-    def _make(self, address: Address, user: dict[str, str | None], **kwargs: Any) -> Wire:
+    def _make(self, address: Address, user: _Credentials, **kwargs: Any) -> Wire:
         host, port = address
-        return self._class(host=host, port=port, names=self._names, **user, **self._tls, **kwargs)
-
-
-def _context(tls: RedisTlsSettings) -> ssl.SSLContext:
-    try:
-        folder = tls.ca is not None and tls.ca.is_dir()
-        context = ssl.create_default_context(
-            cafile=tls.ca if not folder else None, capath=tls.ca if folder else None
+        return self._class(
+            host=host, port=port, names=self._names, **user.now(), **self._tls, **kwargs
         )
-        if tls.certificate is not None:
-            context.load_cert_chain(tls.certificate, tls.key)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            f"tiers.redis.tls: the certificates cannot be read ({error}); check ca, certificate and key"
-        ) from None
-    return context
+
+
+class _Credentials:
+    """Who a connection says it is, with the password of the moment."""
+
+    def __init__(
+        self, username: str | None, password: str | None, file: Path | None, setting: str
+    ) -> None:
+        self._username = username
+        self._password = Secret(password, file, f"tiers.redis.{setting}")
+
+    def now(self) -> dict[str, str | None]:
+        return {"username": self._username, "password": self._password.now()}
 
 
 def left_of(deadline: float) -> float:
@@ -197,7 +206,7 @@ def translate(error: Exception, address: Address) -> TierError:
     if isinstance(error, Late):
         return TierTimeout(NAME, f"{where}: no answer in time ({text})")
     if isinstance(error, AuthenticationError | AuthorizationError):
-        mend = "check tiers.redis.username and password"
+        mend = "check tiers.redis.username, and password or password_file"
         return TierError(NAME, f"{where} refuses this user ({text}); {mend}")
     if isinstance(error, NoPermissionError):
         mend = "give it read and write commands, EVALSHA and SCRIPT on the keys hps*"

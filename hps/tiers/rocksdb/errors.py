@@ -41,7 +41,8 @@ def translate(error: BaseException, path: Path) -> TierError:
     if "permission denied" in low or isinstance(error, PermissionError):
         return TierError(NAME, f"no permission for {path}; make it writable for this user ({text})")
     if "read-only file system" in low:
-        return TierError(NAME, f"{path} is on a read-only file system ({text})")
+        mend = "mount it writable, or set tiers.rocksdb.path to a folder that is"
+        return TierError(NAME, f"{path} is on a read-only file system; {mend} ({text})")
     if "too many open files" in low:
         return TierError(
             NAME,

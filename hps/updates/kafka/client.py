@@ -55,7 +55,7 @@ def reader_options(settings: KafkaSettings) -> dict[str, Any]:
         "fetch.min.bytes": _FETCH_BYTES,
         "fetch.wait.max.ms": _FETCH_MS,
         "partition.assignment.strategy": "range,roundrobin",
-        **settings.options,
+        **settings.client_options(),
     }
 
 
@@ -71,7 +71,7 @@ class DeadLetterTopic:
                 "enable.idempotence": True,
                 "message.max.bytes": LARGEST,  # the topic says how large they may be, compressed
                 "compression.type": "lz4",
-                **settings.options,
+                **settings.client_options(),
             },
             logger=client_log,
         )

@@ -57,7 +57,7 @@ class DeadLetterBox:
 
     def __init__(self, settings: KafkaSettings, answer_s: float = 5.0) -> None:
         self._topic = settings.dead_letters
-        self._brokers = Brokers(settings.brokers, settings.options, answer_s)
+        self._brokers = Brokers(settings.brokers, settings.client_options(), answer_s)
         own = {
             "group.id": "hps_dead_letters",  # nothing is committed
             "enable.auto.commit": False,

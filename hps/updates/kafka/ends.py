@@ -42,7 +42,7 @@ class WaitingMessages:
         self._places: Mapping[Place, int] = {(topic, 0): 0 for topic in topics}
         self._known = False
         self._admin = AdminClient(
-            {**client_options(settings.brokers), **settings.options}, logger=client_log
+            {**client_options(settings.brokers), **settings.client_options()}, logger=client_log
         )
 
     def look(self) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hps.config.server_settings import TlsSettings
 from hps.errors import ConfigError
 from services.frontend.certificates import Certificates, caller_names
+from tests.support.certificates import expire
 
 
 @pytest.mark.parametrize(
@@ -20,12 +21,15 @@ from services.frontend.certificates import Certificates, caller_names
         ({"key_file": "text"}, r"/server\.crt and .*/text cannot be used: not what PEM"),
         ({"key_file": "other"}, "cannot be used: the key is not the certificate's"),
         ({"key_file": "locked"}, "cannot be used: the key is encrypted"),
+        ({"certificate_file": "old"}, r"server\.x\.tls: [^ ]*/old was valid until 2020-01-01 00:00"),
         ({"client_ca_file": "text"}, r"server\.x\.tls: [^ ]*/text cannot be used: not what PEM"),
     ],
 )
 def test_files_that_cannot_be_used(certificates, tls, tmp_path: Path, changed, problem) -> None:
     (tmp_path / "text").write_text("no certificate")
     (tmp_path / "other").write_bytes(certificates["front"][0].read_bytes())
+    (tmp_path / "old").write_bytes(tls["certificate_file"].read_bytes())
+    expire(tmp_path / "old")
     lock = ["openssl", "ec", "-aes128", "-passout", "pass:secret", "-in", tls["key_file"]]
     subprocess.run([*lock, "-out", tmp_path / "locked"], check=True, capture_output=True)
     used = tls | {name: tmp_path / file for name, file in changed.items()}

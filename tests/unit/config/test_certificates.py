@@ -1,0 +1,74 @@
+"""Files of certificates for connections to others, told apart; until when certificates are valid."""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from hps.config.certificates import client_context, valid_until
+from hps.errors import ConfigError
+from tests.support.certificates import expire, made
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``one.key``, ``one.crt``, the same of ``two``, ``old.crt``, ``locked``, ``text``."""
+    folder = tmp_path_factory.mktemp("certificates")
+    key, certificate = made(folder, "one", ["DNS:one.org"])
+    made(folder, "two")
+    old = folder / "old.crt"
+    old.write_bytes(certificate.read_bytes())
+    expire(old)
+    (folder / "text").write_text("no certificate")
+    lock = ["openssl", "ec", "-aes128", "-passout", "pass:secret", "-in", key]
+    subprocess.run([*lock, "-out", folder / "locked"], check=True, capture_output=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("ca", "certificate", "key", "problem"),
+    [
+        ("none", None, None, "x.tls: {}/none cannot be used: No such file or directory"),
+        ("text", None, None, "x.tls: {}/text cannot be used: not what PEM looks like"),
+        (None, "none", "one.key", "{0}/none and {0}/one.key cannot be used: No such file"),
+        (None, "text", "one.key", "{0}/text and {0}/one.key cannot be used: not what PEM"),
+        (None, "one.crt", "text", "/text cannot be used: not what PEM looks like"),
+        (None, "one.crt", "two.key", "cannot be used: the key is not the certificate's"),
+        (None, "one.crt", "locked", "cannot be used: the key is encrypted"),
+        (None, "old.crt", "one.key", "x.tls: {}/old.crt was valid until 2020-01-01 00:00 UTC"),
+    ],
+)
+def test_files_that_cannot_be_used(
+    pairs: Path, ca: str | None, certificate: str | None, key: str | None, problem: str
+) -> None:
+    files = [None if name is None else pairs / name for name in (ca, certificate, key)]
+    with pytest.raises(ConfigError) as caught:
+        client_context("x.tls", *files)
+    assert problem.format(pairs) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_can(pairs: Path) -> None:
+    context = client_context("x.tls", pairs / "one.crt", pairs / "one.crt", pairs / "one.key")
+    assert context.verify_mode == ssl.CERT_REQUIRED
+    assert context.check_hostname
+    assert client_context("x.tls", pairs, None, None).verify_mode == ssl.CERT_REQUIRED
+
+
+def test_the_end_of_a_certificate(pairs: Path) -> None:
+    der = ssl.PEM_cert_to_DER_cert((pairs / "one.crt").read_text())
+    left = valid_until(der) - datetime.now(UTC)
+    assert timedelta(days=1.9) < left < timedelta(days=2.1)
+
+
+def test_an_end_beyond_2049(tmp_path: Path) -> None:
+    """X.509 writes the year with four digits from 2050 on."""
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-days", "20000", "-subj", "/CN=x", "-keyout", tmp_path / "key"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    left = valid_until(ssl.PEM_cert_to_DER_cert(done.stdout)) - datetime.now(UTC)
+    assert timedelta(days=19_999) < left < timedelta(days=20_001)

@@ -1,0 +1,121 @@
+"""Secrets that stand in files: read, read again, and never told."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from hps.config import configuration_from
+from hps.config.secrets import Secret, read_secret
+from hps.config.shown import effective, public_settings
+from hps.config.validation import check_secrets, validate_file
+from hps.errors import ConfigError
+
+SECRET = "planted-secret-0001"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_text(f"{SECRET}\n")
+    return path
+
+
+def test_the_end_of_the_line_is_no_part_of_it(file: Path) -> None:
+    assert read_secret(file, "a.b") == SECRET
+    file.write_text(f" {SECRET} \r\n")
+    assert read_secret(file, "a.b") == f" {SECRET} "
+
+
+@pytest.mark.parametrize(
+    ("contents", "problem"),
+    [
+        (None, "No such file or directory; mount the secret there, or correct the path"),
+        (b"", "is empty"),
+        (b"\n", "is empty"),
+        (b"\xff\xfe" + SECRET.encode(), "is no text"),
+    ],
+)
+def test_what_cannot_be_read_is_named(file: Path, contents: bytes | None, problem: str) -> None:
+    file.unlink() if contents is None else file.write_bytes(contents)
+    with pytest.raises(ConfigError, match=f"a.b: {file}.*{problem}") as caught:
+        read_secret(file, "a.b")
+    assert SECRET not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_secret_is_what_its_file_holds_now(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR, "hps.config.secrets")
+    secret = Secret(None, file, "a.b")
+    file.write_text("another")
+    assert secret.now() == "another"
+    file.unlink()
+    assert [secret.now(), secret.now()] == ["another"] * 2
+    assert len(caplog.messages) == 1
+    assert "the former secret stays in use: a.b: " in caplog.text
+    file.write_text("third")
+    assert secret.now() == "third"
+    assert Secret("given", None, "a.b").now() == "given"
+
+
+def kafka(**more: object) -> dict[str, object]:
+    return {"updates": {"kafka": {"brokers": "kafka:9092", **more}}}
+
+
+def test_options_of_kafka_in_files(file: Path) -> None:
+    given = kafka(options={"sasl.username": "me"}, options_files={"sasl.password": str(file)})
+    settings = configuration_from(given, environ={}).settings
+    assert settings.updates.kafka is not None
+    options = settings.updates.kafka.client_options()
+    assert options == {"sasl.username": "me", "sasl.password": SECRET}
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"updates\.kafka\.options_files\.sasl\.password: "):
+        check_secrets(settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (
+            kafka(options={"sasl.password": SECRET}, options_files={"sasl.password": "/x"}),
+            "options_files.sasl.password: is among options too",
+        ),
+        (kafka(options_files={"group.id": "/x"}), "options_files.group.id: is set by hps itself"),
+        (kafka(options={"group.id": SECRET}), "options.group.id: is set by hps itself"),
+        (
+            {"tiers": {"redis": {"password": SECRET, "password_file": "/x"}}},
+            "password_file: is given beside password",
+        ),
+    ],
+)
+def test_secrets_are_given_once(settings: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        configuration_from(settings, environ={})
+    assert SECRET not in str(caught.value)
+
+
+def test_what_may_be_a_secret_is_not_shown() -> None:
+    given = kafka(options={"sasl.password": SECRET})
+    given |= {"tiers": {"redis": {"password": SECRET, "sentinel_password": SECRET}}}
+    given |= {"auth": {"mode": "api_key", "keys": [{"name": "a", "role": "read", "key": SECRET}]}}
+    configuration = configuration_from(given, environ={})
+    settings = configuration.settings
+    for shown in (effective(configuration), public_settings(settings), settings, configuration):
+        assert SECRET not in repr(shown)
+
+
+def test_a_file_that_is_mounted_elsewhere_is_a_warning(tmp_path: Path, file: Path) -> None:
+    config = tmp_path / "hps.yaml"
+    config.write_text("tiers: {redis: {password_file: secret}}")
+    assert validate_file(config).warnings == []
+    file.write_text("")
+    (error,) = validate_file(config).errors
+    assert "is empty" in error
+    file.unlink()
+    report = validate_file(config)
+    assert not report.errors
+    assert "the server will not start without" in report.warnings[0]
