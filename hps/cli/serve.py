@@ -96,8 +96,10 @@ def serve(
 def check_early(configuration: Configuration) -> None:
     """What the server would refuse too, but after a second or two."""
     from hps.config.auth import check_exposure
+    from hps.config.validation import check_secrets
 
     check_exposure(configuration.settings)
+    check_secrets(configuration.settings)
     models = configuration.settings.models
     if not configuration.legacy and not models.repository.is_dir():
         from hps.models.repository import Repository
