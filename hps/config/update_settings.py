@@ -61,7 +61,7 @@ class KafkaSettings(_SourceSettings):
     prefetch_kb: int = Field(65_536, ge=1024, le=2_097_151)
     """Memory for messages fetched ahead, in kilobytes."""
     options: dict[str, str | int | float | bool] = Field({}, repr=False)
-    """Further settings of librdkafka, as `security.protocol`, `ssl.ca.location`; not shown: some are secret."""
+    """Settings of librdkafka, as `security.protocol`, `ssl.ca.location`; never shown, as some are secrets."""
     options_files: dict[str, Path] = {}
     """Further such settings, as `sasl.password`, whose values stand in files; read at start."""
 
