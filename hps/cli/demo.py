@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hps.cli.output import Number, count, print_table, say, share
+from hps.errors import ConfigError
 
 if TYPE_CHECKING:
     from hps.cli.demo_data import DemoData
@@ -91,15 +92,18 @@ def _write(data: DemoData, folder: Path, repository: Path, http: str) -> None:
     from hps.cli.demo_run import json_request
     from hps.models.repository import Repository
 
-    repository.mkdir(parents=True, exist_ok=True)
-    there = Repository(repository).names()
-    if there and there != [data.model]:
+    try:
+        repository.mkdir(parents=True, exist_ok=True)
+        there = Repository(repository).names()
+        if not there:
+            with tempfile.TemporaryDirectory(prefix=".demo-", dir=repository) as scratch:
+                shutil.copytree(folder / data.model, Path(scratch) / data.model)
+                (Path(scratch) / data.model).rename(repository / data.model)
+    except OSError as error:
+        raise ConfigError(f"cannot write the demo's model into {repository}: {error}") from None
+    if there and data.model not in there:
         say(f"{repository} has models already, the demo's stays out: {', '.join(there)}")
         return
-    if not there:
-        with tempfile.TemporaryDirectory(prefix=".demo-", dir=repository) as scratch:
-            shutil.copytree(folder / data.model, Path(scratch) / data.model)
-            (Path(scratch) / data.model).rename(repository / data.model)
     body = json.dumps(json_request(data.tensors(slice(0, 1))), separators=(",", ":"))
     output = next(iter(data.scores))
     say(f"{repository} has model {data.model!r}. Once a server serves it, ask for a score:")
