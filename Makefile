@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE_SOURCES := pyproject.toml $(shell find hps/native -name '*.?pp' -o -name CMakeLists.txt)
 
-.PHONY: help setup demo test test-gpu test-services check check-native check-aarch64 soak format proto bench bench-peers lock clean
+.PHONY: help setup demo test test-gpu test-services test-compose check check-native check-aarch64 soak format proto bench bench-peers lock clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -3
@@ -79,6 +79,12 @@ test-services: setup
 	@for part in perf_analyzer kafka triton kserve; do $(BIN)/python -m benchmarks.peers $$part || echo "Its tests will be skipped."; done
 	@for tool in redis-server openssl curl; do command -v $$tool >/dev/null || tools/install $$tool || echo "Its tests will be skipped."; done
 
+# The image and docker-compose.yml, really built and run, in containers by podman: as root, on Debian or Ubuntu.
+test-compose: setup
+	@tools/containers
+	@for part in kafka triton; do $(BIN)/python -m benchmarks.peers $$part || echo "Its tests will be skipped."; done
+	@HPS_CONTAINERS=1 $(BIN)/python -m pytest -rs -s -m containers tests/deploy
+
 check: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
@@ -109,7 +115,7 @@ bench-peers: setup
 
 # Rewrites the locks from pyproject.toml; run it after changing a dependency.
 lock: setup
-	@for part in build runtime otel dev; do tools/lock $$part; done
+	@for part in build runtime otel gpu dev; do tools/lock $$part; done
 
 clean:
 	rm -rf $(VENV) build
