@@ -1,0 +1,41 @@
+{{/* What the release's own jobs have alike: they ask servers, and hold nothing. */}}
+
+{{- define "hps.job" -}}
+restartPolicy: Never
+serviceAccountName: {{ include "hps.serviceAccount" . }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext: {{- toYaml .Values.podSecurityContext | nindent 2 }}
+volumes:
+  - {name: tmp, emptyDir: {}}
+  {{- if .Values.tls.enabled }}
+  - name: tls
+    secret: {secretName: {{ .Values.tls.existingSecret }}, defaultMode: 0440}
+  {{- end }}
+{{- end -}}
+
+{{/* How the command line knows itself: takes root and key. */}}
+{{- define "hps.job.env" -}}
+- {name: HOME, value: /tmp}
+{{- if .root.Values.auth.enabled }}
+- name: HPS_API_KEY
+  valueFrom: {secretKeyRef: {name: {{ include "hps.keysSecret" .root }}, key: {{ .key }}}}
+{{- end }}
+{{- if .root.Values.tls.enabled }}
+- name: HPS_TLS
+  value: ca=/tls/ca.crt{{ if .root.Values.tls.mtls }},certificate=/tls/tls.crt,key=/tls/tls.key{{ end }}
+{{- end }}
+{{- end -}}
+
+{{- define "hps.job.container" -}}
+securityContext: {{- toYaml .Values.securityContext | nindent 2 }}
+resources: {requests: {cpu: 50m, memory: 128Mi}, limits: {memory: 256Mi}}
+volumeMounts:
+  - {name: tmp, mountPath: /tmp}
+  {{- if .Values.tls.enabled }}
+  - {name: tls, mountPath: /tls, readOnly: true}
+  {{- end }}
+{{- end -}}
