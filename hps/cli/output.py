@@ -16,6 +16,7 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 # Wide enough that a piped table is never folded; rich takes only what the columns need.
 PIPE_WIDTH = 4096
@@ -29,6 +30,8 @@ class OutputFormat(StrEnum):
 Output = Annotated[
     OutputFormat, typer.Option("--output", "-o", help="table for people, json for programs.")
 ]
+
+JsonOption = Annotated[bool, typer.Option("--json", help="The same as --output json.")]
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -95,6 +98,17 @@ def print_table(
     styles: Mapping[str, str] | None = None,
 ) -> None:
     """Aligned columns; numbers to the right. ``styles``: cell text -> rich style (terminals only)."""
+    console().print(table_of(columns, rows, title=title, styles=styles))
+
+
+def table_of(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    *,
+    title: str = "",
+    styles: Mapping[str, str] | None = None,
+) -> Table:
+    """What `print_table` prints."""
     from rich.table import Table
     from rich.text import Text
 
@@ -107,7 +121,7 @@ def print_table(
     for row in cells:
         texts = ["" if cell is None else str(cell) for cell in row]
         table.add_row(*(Text(t, style=(styles or {}).get(t, "")) for t in texts))
-    console().print(table)
+    return table
 
 
 def say(text: str = "", style: str = "") -> None:

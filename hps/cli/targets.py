@@ -183,11 +183,13 @@ def open_target(
         yield ServerTarget(client)
 
 
-def open_admin(url: str, api_key: str | None, tls: str | None) -> Admin:
+def open_admin(
+    url: str, api_key: str | None, tls: str | None, *, timeout_s: float = 30.0
+) -> Admin:
     """What asks the admin port at ``url``."""
     from hps.client import Admin
 
-    return Admin(url, api_key=api_key, tls=tls_of(tls))
+    return Admin(url, api_key=api_key, tls=tls_of(tls), timeout_s=timeout_s)
 
 
 def tls_of(given: str | None) -> Tls | None:

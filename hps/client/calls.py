@@ -159,10 +159,20 @@ class Calls:
         """A model's configuration in Triton's form, ``max_batch_size`` for one."""
         return self._ask("config", model, self._patience())
 
+    def about(self) -> Flow[dict[str, Any]]:
+        """The server's name, version and the extensions it claims, as the protocol describes them."""
+        return self._ask("server", "", self._patience())
+
     def is_hps(self) -> Flow[bool]:
         """Whether the server is one of ours, by the name it gives itself."""
-        told = yield from self._ask("server", "", self._patience())
+        told = yield from self.about()
         return str(told.get("name", "")).startswith("hps")
+
+    def models(self) -> Flow[list[str]]:
+        """The models that are ready, as the server's index of its repository lists them."""
+        told = yield from self._ask("models", "", self._patience())
+        ready = (m for m in told.get("models", ()) if m.get("state", "READY") == "READY")
+        return list(dict.fromkeys(str(model["name"]) for model in ready))
 
     def ready(self) -> Flow[bool]:
         """Whether the server answers requests by now; ``Unavailable`` when nobody is there. Whatever requests

@@ -79,7 +79,9 @@ class Client(_Opened):
     metadata = _blocking(Calls.metadata)
     config = _blocking(Calls.config)
     ready = _blocking(Calls.ready)
+    about = _blocking(Calls.about)
     is_hps = _blocking(Calls.is_hps)
+    models = _blocking(Calls.models)
 
     def _run(self, flow: Flow[T]) -> T:
         try:
@@ -134,7 +136,9 @@ class AsyncClient(_Opened):
     metadata = _awaited(Calls.metadata)
     config = _awaited(Calls.config)
     ready = _awaited(Calls.ready)
+    about = _awaited(Calls.about)
     is_hps = _awaited(Calls.is_hps)
+    models = _awaited(Calls.models)
 
     async def _run(self, flow: Flow[T]) -> T:
         try:

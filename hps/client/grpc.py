@@ -29,6 +29,7 @@ _QUESTIONS = {
     "ready": ("ServerReady", pb.ServerReadyRequest),
     "metadata": ("ModelMetadata", pb.ModelMetadataRequest),
     "config": ("ModelConfig", pb.ModelConfigRequest),
+    "models": ("RepositoryIndex", pb.RepositoryIndexRequest),
 }
 _KINDS = {bool: "bool_param", int: "int64_param", float: "double_param"}
 

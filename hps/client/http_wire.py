@@ -21,6 +21,7 @@ _PATHS = {
     "ready": "/v2/health/ready",
     "metadata": "/v2/models/{}",
     "config": "/v2/models/{}/config",
+    "models": "/v2/repository/index",
 }
 
 
@@ -70,11 +71,16 @@ class HttpWire:
         self._headers = key_headers(api_key)
 
     def question(self, what: str, model: str) -> Request:
-        return Request("GET", _PATHS[what].format(quote(model, safe="")), self._headers)
+        path = _PATHS[what].format(quote(model, safe=""))
+        if what == "models":
+            return Request("POST", path, self._headers, b"{}")
+        return Request("GET", path, self._headers)
 
     def told(self, what: str, reply: Reply) -> dict[str, Any]:
         """The answer to a question. Triton says by its status alone that it is ready."""
         found = reply.json(self._url)
+        if what == "models":
+            return {"models": found}
         return {"ready": True} if what == "ready" else dict(found)
 
     def request(self, call: Call) -> Request:

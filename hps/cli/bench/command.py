@@ -1,0 +1,298 @@
+"""``hps bench``: its options, and how its results are printed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hps.cli.output import Number, complain, count, print_table, say, share, warn
+from hps.cli.targets import ApiKeyOption, TlsOption, tls_of
+from hps.errors import ConfigError, HpsError
+
+if TYPE_CHECKING:
+    from hps.cli.bench.compare import Difference
+    from hps.cli.bench.load import Tensors
+    from hps.client import Client, Tls
+
+app = typer.Typer(add_completion=False)
+
+EXAMPLES = """\b
+Examples:
+  hps bench http://127.0.0.1:8000 ctr --batch 64
+  hps bench grpc://127.0.0.1:8001 ctr --rate 2000 --json before.json
+  hps bench http://127.0.0.1:8000 ctr --requests requests.npz --concurrency 16
+  hps bench --compare before.json after.json
+"""
+CALLERS, MOST_DUE = 8, 256
+# From here on a run says more of unknown keys than of the model's rows.
+_MANY_DEFAULTED = 0.1
+INTERRUPTED = 130
+
+
+class Arrivals(StrEnum):
+    poisson = "poisson"
+    constant = "constant"
+
+
+@app.command(epilog=EXAMPLES)
+def bench(
+    url: Annotated[
+        str | None, typer.Argument(help="http://host:port or grpc://host:port.", show_default=False)
+    ] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="The model to ask; needed where there are several.")
+    ] = None,
+    duration: Annotated[float, typer.Option(min=0.01, help="Seconds that are measured.")] = 10.0,
+    warmup: Annotated[float, typer.Option(min=0.0, help="Seconds before that.")] = 2.0,
+    count: Annotated[
+        int | None, typer.Option(min=1, help="End after so many requests.", show_default=False)
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(
+            "--concurrency",
+            "-n",
+            min=1,
+            help="Callers that each wait for their answer; with --rate the most requests under way.",
+            show_default=f"{CALLERS}, with --rate {MOST_DUE}",
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(min=0.01, help="Requests due per second, however quick the server is."),
+    ] = None,
+    arrivals: Annotated[Arrivals, typer.Option(help="With --rate: when.")] = Arrivals.poisson,
+    batch: Annotated[int, typer.Option(min=1, help="Samples in a request.")] = 1,
+    keys: Annotated[
+        str, typer.Option(help="uniform, zipf:S, hot:SHARE,COVERAGE, trace:FILE.npy.")
+    ] = "zipf:1.2",
+    rows: Annotated[
+        int, typer.Option(min=1, help="Keys are from 0 to this less one, unless --repository.")
+    ] = 100_000,
+    hotness: Annotated[
+        int, typer.Option(min=1, help="Keys per sample, where the model does not say.")
+    ] = 1,
+    distinct: Annotated[int, typer.Option(min=1, help="Different requests, sent in turn.")] = 256,
+    repository: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Ask for keys that the model has here.")
+    ] = None,
+    version: Annotated[int | None, typer.Option(min=1, help="Its version there.")] = None,
+    requests: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Send these, of hps generate requests.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for one request.")] = 10.0,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed sends the same.")] = 1,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Keep the result here too.")
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="BEFORE AFTER", help="Say what two such files differ in."),
+    ] = None,
+    api_key: ApiKeyOption = None,
+    tls: TlsOption = None,
+) -> None:
+    """Send a server requests for a while, and tell how long they took.
+
+    Without --rate, callers send when they have their answer: how much can the server do? With --rate,
+    requests are due by the clock, and their time counts from then: how long does a user wait? Exit 1 when
+    requests failed, 130 when interrupted; what was measured is printed all the same.
+    """
+    if compare is not None:
+        if url is not None:
+            raise ConfigError("--compare reads two files; leave the address out")
+        _compare(*compare)
+        return
+    if url is None:
+        raise ConfigError("give the server's address, as http://127.0.0.1:8000, or --compare two files")
+    if requests is not None and repository is not None:
+        raise ConfigError("give --requests or --repository, not both")
+    from hps.cli.bench.load import Recipe
+    from hps.cli.bench.report import errors_of, report, save
+    from hps.cli.bench.run import Plan
+
+    plan = Plan(
+        duration,
+        warmup,
+        concurrency or (CALLERS if rate is None else MOST_DUE),
+        rate,
+        arrivals.value,
+        count,
+        timeout,
+        seed,
+    )
+    recipe = Recipe(distinct, batch, keys, rows, hotness, seed)
+    told = _run(url, model, plan, recipe, (requests, repository, version), api_key, tls_of(tls))
+    if json is not None:
+        save(json, told)
+    show(told)
+    if told["interrupted"]:
+        raise typer.Exit(INTERRUPTED)
+    raise typer.Exit(1 if errors_of(told) or not told["requests"] else 0)
+
+
+def _run(
+    url: str,
+    model: str | None,
+    plan: Any,
+    recipe: Any,
+    source: tuple[Path | None, Path | None, int | None],
+    api_key: str | None,
+    tls: Tls | None,
+) -> dict[str, Any]:
+    from hps.cli.bench.load import samples
+    from hps.cli.bench.report import report
+    from hps.cli.bench.run import run
+    from hps.cli.bench.senders import Sender, open_sender
+    from hps.client import Client
+    from hps.client.calls import Call
+
+    with Client(url, api_key=api_key, timeout_s=plan.timeout_s, tls=tls) as client:
+        name = model or _only(client)
+        server = client.about()
+        tensors, keys = _requests(client, name, recipe, *source)
+        try:
+            first = client.infer(name, dict(tensors[0]))
+        except HpsError as error:
+            raise type(error)(f"the first request is refused, so none is sent: {error}") from None
+    _note_defaulted(first.defaulted, tensors[0])
+
+    def prepare(sender: Sender) -> Sequence[Any]:
+        return [sender.message(Call(name, dict(each))) for each in tensors]
+
+    asked = {
+        "url": url,
+        "protocol": "grpc" if url.startswith("grpc") else "http",
+        "server": f"{server.get('name', '')} {server.get('version', '')}".strip(),
+        "model": name,
+        "batch": samples(tensors[0]),
+        "keys": keys,
+        "concurrency": plan.concurrency,
+        "rate": plan.rate,
+        "arrivals": plan.arrivals if plan.rate else None,
+        "warmup_s": plan.warmup_s,
+    }
+    return report(run(lambda: open_sender(url, api_key, tls), prepare, plan), asked)
+
+
+def _only(client: Client) -> str:
+    """The model, where there is one."""
+    names = client.models()
+    main = [name for name in names if not name.endswith(".lookup")] or names
+    if len(main) != 1:
+        there = ", ".join(names) or "none at all"
+        raise ConfigError(f"name the model after the address; the server has {there}")
+    return main[0]
+
+
+def _requests(
+    client: Client,
+    model: str,
+    recipe: Any,
+    file: Path | None,
+    repository: Path | None,
+    version: int | None,
+) -> tuple[list[Tensors], str]:
+    """What to send, and what to say of it."""
+    from hps.cli.bench.load import from_file, from_metadata, from_repository
+
+    if repository is not None:
+        made = from_repository(repository, model, version, recipe)
+        return made, f"{recipe.keys} of the model's rows"
+    metadata = client.metadata(model)
+    if file is not None:
+        return from_file(file, metadata, recipe.batch), f"of {file.name}"
+    if any(tensor["name"] == "NUMKEYS" for tensor in metadata["inputs"]):
+        # A model without a dense part describes itself in HPS's form; its features stand here.
+        metadata = client.metadata(f"{model}.lookup") | {"name": model}
+    return from_metadata(metadata, recipe), f"{recipe.keys} of {recipe.rows}"
+
+
+def _note_defaulted(defaulted: int, tensors: Tensors) -> None:
+    asked = sum(
+        array.size
+        for name, array in tensors.items()
+        if array.dtype.kind in "iu" and not name.endswith(".offsets")
+    )
+    if defaulted > _MANY_DEFAULTED * asked:
+        warn(
+            f"{defaulted} of the {asked} keys of the first request have no row; give --repository DIR, or "
+            "--requests FILE made with hps generate requests, to ask for keys that the model has"
+        )
+
+
+def show(told: Mapping[str, Any]) -> None:
+    """A result for people."""
+    from hps.cli.bench.report import BUSY, errors_of
+
+    way = f"{told['rate']:g} due per s, {told['arrivals']}" if told["rate"] else "closed loop"
+    say(f"{told['model']} at {told['url']} ({told['server']}), batch {told['batch']}, keys {told['keys']}")
+    say(f"{way}, concurrency {told['concurrency']}, {told['seconds']:.1f} s after {told['warmup_s']:g} s of warm-up")
+    say()
+    failed, done = errors_of(told), told["requests"]
+    print_table(
+        ("requests", "requests/s", "samples/s", "errors"),
+        [
+            (
+                count(done),
+                Number(f"{told['requests_per_s']:,.1f}"),
+                Number(f"{told['samples_per_s']:,.0f}"),
+                Number(f"{failed:,} ({share(failed, failed + done)})" if failed else "0"),
+            )
+        ],
+    )
+    say()
+    columns = [name for name, value in told["latency_s"].items() if value is not None]
+    rows = [("latency", *(_ms(told["latency_s"][name]) for name in columns))]
+    if told["rate"]:
+        rows.append(("sent late by", *(_ms(told["late_s"].get(name)) for name in columns)))
+    if columns:
+        print_table(("ms", *columns), rows)
+    for kind, error in sorted(told["errors"].items(), key=lambda each: -each[1]["count"]):
+        complain(f"{error['count']:,} {kind}; the first one: {error['first']}")
+    if told["interrupted"]:
+        warn("interrupted: this is what there was until then")
+    if told["own_cpu"] > BUSY:
+        warn(
+            f"this load generator used {100 * told['own_cpu']:.0f} % of a core and was the limit itself: the server "
+            "may be quicker than this. Larger batches, a lower --rate, or several of it beside each other help"
+        )
+
+
+def _ms(seconds: float | None) -> Number:
+    return Number("" if seconds is None else f"{1000 * seconds:.3f}")
+
+
+def _compare(before_file: Path, after_file: Path) -> None:
+    from hps.cli.bench.compare import compare, unlike
+    from hps.cli.bench.report import errors_of, load
+
+    before, after = load(before_file), load(after_file)
+    for sentence in unlike(before, after):
+        warn(f"the runs are not alike: {sentence}")
+    for file, told in ((before_file, before), (after_file, after)):
+        if failed := errors_of(told):
+            warn(f"{file}: {failed:,} requests failed, of which no time is known")
+    found = compare(before, after)
+    print_table(
+        ("", before_file.name, after_file.name, "change", "between", "verdict"),
+        [_shown(each) for each in found],
+        styles={"slower": "red", "faster": "green"},
+    )
+    say()
+    say("none: no difference can be told from these two runs. Others may differ by more than their own")
+    say("requests tell, with what else the machine does: repeat both, in turn.")
+
+
+def _shown(each: Difference) -> tuple[Any, ...]:
+    is_time = each.name.startswith("p")
+    before, after = (
+        _ms(v) + " ms" if is_time else f"{v:,.1f}" for v in (each.before, each.after)
+    )
+    change = f"{100 * (each.after / each.before - 1):+.1f} %"
+    between = f"{100 * (each.low - 1):+.1f} … {100 * (each.high - 1):+.1f} %"
+    return each.name, Number(before), Number(after), Number(change), Number(between), each.verdict

@@ -1,0 +1,121 @@
+"""What a load generator sends: requests made up from a model's metadata or its rows, or from a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.cli.signature import NUMPY_TYPES, Signature
+from hps.errors import ConfigError
+from hps.generate.keys import distribution
+
+Tensors = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """``count`` requests of ``batch`` samples; keys from 0 to ``rows`` - 1, ``hotness`` of them where the model
+    leaves it open."""
+
+    count: int = 256
+    batch: int = 1
+    keys: str = "zipf:1.2"
+    rows: int = 100_000
+    hotness: int = 1
+    seed: int = 1
+
+
+def from_metadata(metadata: Mapping[str, Any], recipe: Recipe) -> list[Tensors]:
+    """Requests to the model that the protocol's ``metadata`` describes. Raises ConfigError."""
+    signature = Signature.of_metadata(metadata)
+    shapes = {tensor["name"]: tensor["shape"] for tensor in metadata["inputs"]}
+    types = {tensor["name"]: tensor["datatype"] for tensor in metadata["inputs"]}
+    draw = distribution(recipe.keys, recipe.rows)
+    random = np.random.default_rng(recipe.seed)
+
+    def one() -> Tensors:
+        tensors: dict[str, NDArray[Any]] = {}
+        for name in signature.features:
+            inner = [recipe.hotness if size < 0 else int(size) for size in shapes[name][1:]]
+            wanted = (recipe.batch, *(inner or [recipe.hotness]))
+            drawn = draw(random, int(np.prod(wanted))).astype(NUMPY_TYPES[types[name]])
+            tensors[name] = drawn.reshape(wanted)
+        for name, dense in signature.dense.items():
+            shape = (recipe.batch, *(abs(size) for size in dense.shape[1:]))
+            if dense.dtype.kind == "f":
+                tensors[name] = random.standard_normal(shape).astype(dense.dtype)
+            else:
+                tensors[name] = random.integers(0, 2, shape).astype(dense.dtype)
+        return tensors
+
+    return [one() for _ in range(recipe.count)]
+
+
+def from_repository(
+    repository: Path, model: str, version: int | None, recipe: Recipe
+) -> list[Tensors]:
+    """Requests for keys that the model's rows have. Raises ConfigError, ModelError."""
+    from hps.generate import requests
+    from hps.models.repository import Repository
+
+    name = model.removesuffix(".lookup")
+    made = requests.Recipe("features", recipe.batch, recipe.keys, None)
+    found = requests.Requests(Repository(repository).open(name, version), made, recipe.seed)
+    return [*found.many(recipe.count)]
+
+
+def from_file(path: Path, metadata: Mapping[str, Any], batch: int) -> list[Tensors]:
+    """Requests that `hps generate requests` wrote: an ``.npz`` as they are, samples of a ``.json`` put together
+    ``batch`` at a time. Raises ConfigError."""
+    try:
+        if path.suffix == ".npz":
+            return _npz(path)
+        if path.suffix == ".json":
+            return _json(path, metadata, batch)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"--requests {path}: {error}; hps generate requests writes such files"
+        ) from None
+    raise ConfigError(f"--requests {path}: expected the .npz or .json of hps generate requests")
+
+
+def _npz(path: Path) -> list[Tensors]:
+    with np.load(path) as arrays:
+        named = [(name.partition("/"), name) for name in arrays.files]
+        numbered = sorted((int(number), tensor, name) for (number, _, tensor), name in named)
+        made: list[Tensors] = [
+            {tensor: arrays[name] for _, tensor, name in mine}
+            for _, mine in groupby(numbered, key=lambda each: each[0])
+        ]
+    if not made:
+        raise ValueError("there are no requests in it")
+    return made
+
+
+def _json(path: Path, metadata: Mapping[str, Any], batch: int) -> list[Tensors]:
+    types = {t["name"]: NUMPY_TYPES[t["datatype"]] for t in metadata["inputs"]}
+    steps = json.loads(path.read_text())["data"]
+    whole = len(steps) - len(steps) % batch
+    if not whole:
+        raise ValueError(f"there are {len(steps)} samples in it, --batch asks for {batch}")
+    return [
+        {name: _stacked(steps[at : at + batch], name, types[name]) for name in steps[at]}
+        for at in range(0, whole, batch)
+    ]
+
+
+def _stacked(steps: Iterable[Mapping[str, Any]], name: str, dtype: str) -> NDArray[Any]:
+    return np.stack([np.array(s[name]["content"], dtype).reshape(s[name]["shape"]) for s in steps])
+
+
+def samples(tensors: Tensors) -> int:
+    """The batch of a request: what offsets say, or the most that a tensor has."""
+    ends = [len(array) - 1 for name, array in tensors.items() if name.endswith(".offsets")]
+    return ends[0] if ends else max((len(array) for array in tensors.values()), default=0)

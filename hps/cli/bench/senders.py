@@ -1,0 +1,155 @@
+"""What carries requests to the server: HTTP on connections that are kept, or gRPC. Used on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from typing import Any, Protocol
+
+from hps.client import Tls
+from hps.client.address import Address, address
+from hps.client.calls import Call
+from hps.client.errors import unreachable
+from hps.client.http_wire import HttpWire, Reply, Request
+from hps.errors import DeadlineExceeded
+
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+_CLOSES = re.compile(rb"\r\nconnection: *close", re.IGNORECASE)
+
+
+class Sender(Protocol):
+    def message(self, call: Call) -> Any:
+        """A request as it is sent, again and again."""
+        ...
+
+    async def send(self, message: Any, until: float) -> None:
+        """Returns when a success has come whole. Raises the HpsError that was answered instead, or that there
+        was no answer until an instant of ``time.monotonic``."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def open_sender(url: str, api_key: str | None, tls: Tls | None) -> Sender:
+    """Raises ConfigError."""
+    at = address(url, tls)
+    return GrpcSender(at, api_key) if at.is_grpc else HttpSender(at, api_key)
+
+
+class GrpcSender:
+    """All requests on one channel."""
+
+    def __init__(self, at: Address, api_key: str | None) -> None:
+        from hps.client.grpc import AsyncGrpcChannel, GrpcWire
+
+        self._wire, self._channel = GrpcWire(api_key), AsyncGrpcChannel(at)
+
+    def message(self, call: Call) -> Any:
+        return self._wire.request(call)
+
+    async def send(self, message: Any, until: float) -> None:
+        await self._channel.send(message, until)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+class HttpSender:
+    """A connection for each request under way, kept for the next one."""
+
+    def __init__(self, at: Address, api_key: str | None) -> None:
+        self._at = at
+        self._context = None if at.tls is None else at.tls.context()
+        self._wire = HttpWire(at.base, api_key)
+        self._idle: list[_Connection] = []
+
+    def message(self, call: Call) -> bytes:
+        request: Request = self._wire.request(call)
+        body = request.body or b""
+        lines = [
+            f"{request.verb} {self._at.path}{request.path} HTTP/1.1",
+            f"Host: {self._at.target}",
+            *(f"{name}: {value}" for name, value in request.headers.items()),
+            f"Content-Length: {len(body)}",
+        ]
+        return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+    async def send(self, message: bytes, until: float) -> None:
+        try:
+            async with asyncio.timeout(max(0.0, until - time.monotonic())):
+                connection = self._kept() or await self._opened()
+                reply = await connection.exchange(message)
+        except TimeoutError:
+            raise DeadlineExceeded("no answer within the request's time") from None
+        except OSError as error:
+            raise unreachable(self._at.base, error) from None
+        if not connection.closes:
+            self._idle.append(connection)
+        reply.checked(self._at.base)
+
+    def _kept(self) -> _Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.closes:
+                return connection
+        return None
+
+    async def _opened(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        _, made = await loop.create_connection(
+            _Connection, self._at.host, self._at.port, ssl=self._context
+        )
+        return made
+
+    async def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+
+class _Connection(asyncio.Protocol):
+    """Carries one request at a time. ``closes``: it carries no further one."""
+
+    def __init__(self) -> None:
+        self.closes = False
+        self._transport: Any = None
+        self._coming = b""
+        self._reply: asyncio.Future[Reply] | None = None
+
+    async def exchange(self, message: bytes) -> Reply:
+        """Raises OSError. Given up half-way, the connection is closed."""
+        self._coming = b""
+        self._reply = asyncio.get_running_loop().create_future()
+        self._transport.write(message)
+        try:
+            return await self._reply
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self.closes = True
+        self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closes = True
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(exc or ConnectionResetError("the server hung up"))
+
+    def data_received(self, data: bytes) -> None:
+        self._coming = coming = self._coming + data if self._coming else data
+        end = coming.find(b"\r\n\r\n")
+        if end < 0 or self._reply is None or self._reply.done():
+            return
+        head = coming[: end + 2]
+        length = _LENGTH.search(head)
+        if length is None:
+            self._reply.set_exception(OSError("the answer does not say how long it is"))
+        elif len(coming) >= end + 4 + int(length[1]):
+            self.closes = self.closes or _CLOSES.search(head) is not None
+            status = head[9:12]
+            known = int(status) if status.isdigit() else 0
+            self._reply.set_result(Reply(known, {}, coming[end + 4 :]))

@@ -1,0 +1,243 @@
+"""``hps top``: how servers do at the moment, again and again."""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hps.cli.output import (
+    JsonOption,
+    Number,
+    Output,
+    OutputFormat,
+    age,
+    console,
+    count,
+    print_json,
+    table_of,
+)
+from hps.cli.targets import ADMIN, ApiKeyOption, NoServerOption, TlsOption, open_admin
+from hps.errors import HpsError
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+    from hps.cli.rates import Reading
+    from hps.client import Admin
+
+app = typer.Typer(add_completion=False)
+
+EXAMPLES = """\b
+Examples:
+  hps top
+  hps top http://a:8002 http://b:8002 --interval 5
+  hps top --once --output json
+"""
+_STYLES = {"ready": "green", "not ready": "yellow", "away": "bold red"}
+_LONGEST_WAIT_S = 5.0
+
+
+@app.command(epilog=EXAMPLES)
+def top(
+    servers: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[URL]...", help="Admin addresses.", show_default=ADMIN),
+    ] = None,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Look for one interval, print, leave; as in a pipe.")
+    ] = False,
+    _server: NoServerOption = None,
+    api_key: ApiKeyOption = None,
+    tls: TlsOption = None,
+    output: Output = OutputFormat.table,
+    json: JsonOption = False,
+) -> None:
+    """Watch servers: requests, latency, queues, tiers, freshness; q leaves.
+
+    All numbers are of the last interval, quantiles are interpolated in the buckets of the server's metrics.
+    With --once, exit 1 when a server does not answer.
+    """
+    with ExitStack() as resources:
+        watch = _Watch(servers or [ADMIN], interval, api_key, tls, resources)
+        watch.look()
+        if once or json or output is OutputFormat.json or not sys.stdout.isatty():
+            time.sleep(interval)
+            told = watch.look()
+            if json or output is OutputFormat.json:
+                print_json(told)
+            else:
+                console().print(_screen(told))
+            raise typer.Exit(1 if any(each["state"] == "away" for each in told) else 0)
+        _live(watch, interval)
+
+
+class _Watch:
+    """The servers, and what each told last."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        interval: float,
+        api_key: str | None,
+        tls: str | None,
+        resources: ExitStack,
+    ) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
+        wait_s = min(max(interval, 1.0), _LONGEST_WAIT_S)
+        self._admins: list[Admin] = [
+            resources.enter_context(open_admin(url, api_key, tls, wait_s)) for url in urls
+        ]
+        self._last: dict[Admin, Reading] = {}
+        self._threads: Executor = resources.enter_context(ThreadPoolExecutor(len(urls)))
+
+    def look(self) -> list[dict[str, Any]]:
+        """How each server did since the last look; one that is away keeps none of the others waiting."""
+        return list(self._threads.map(self._one, self._admins))
+
+    def _one(self, admin: Admin) -> dict[str, Any]:
+        from hps.cli.rates import Reading, account
+
+        try:
+            reading = Reading.of(time.monotonic(), admin.metrics())
+        except HpsError as error:
+            self._last.pop(admin, None)
+            return {"server": admin.url, "state": "away", "problem": str(error)}
+        before, self._last[admin] = self._last.get(admin), reading
+        told = account(before or reading, reading)
+        state = "ready" if told.pop("ready") else "not ready"
+        return {"server": admin.url, "state": state, "problem": "", **told}
+
+
+def _live(watch: _Watch, interval: float) -> None:
+    from rich.live import Live
+
+    with _keys() as pressed, Live(_screen([]), console=console(), screen=True) as live:
+        due = time.monotonic() + min(interval, 1.0)  # soon, for the first time
+        while True:
+            while (left := due - time.monotonic()) > 0:
+                if pressed(left) in ("q", "Q"):
+                    return
+            live.update(_screen(watch.look()), refresh=True)
+            due = time.monotonic() + interval
+
+
+@contextmanager
+def _keys() -> Iterator[Any]:
+    """Gives what waits so long for a key and returns it, "" when none was pressed."""
+    if not sys.stdin.isatty():
+        yield lambda seconds: time.sleep(seconds) or ""
+        return
+    import termios
+    import tty
+
+    def pressed(seconds: float) -> str:
+        readable, _, _ = select.select([sys.stdin], [], [], seconds)
+        return os.read(sys.stdin.fileno(), 1).decode("ascii", "replace") if readable else ""
+
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+# -- what is shown ---------------------------------------------------------------------------------
+
+
+def _screen(told: Sequence[Mapping[str, Any]]) -> Any:
+    from rich.console import Group
+    from rich.text import Text
+
+    there = [each for each in told if each["state"] != "away"]
+    parts: list[Any] = [
+        table_of(
+            ("server", "state", "up for", "req/s", "err/s", "refused/s", "p50 ms", "p99 ms",
+             "running", "queued", "keys/s", "default", "degraded/s", "update age", "lag"),
+            [_server_row(each) for each in told],
+            styles=_STYLES,
+        ),
+        *(Text(f"{each['server']}: {each['problem']}", "red") for each in told if each["problem"]),
+        Text(),
+        table_of(
+            ("model", "req/s", "err/s", "p50 ms", "p99 ms", "server"),
+            [
+                (row["model"], *_requests(row), each["server"])
+                for each in there
+                for row in each["models"]
+                if row["requests_per_s"]
+            ],
+        ),
+        Text(),
+        table_of(
+            ("tier", "keys/s", "hit rate", "p50 ms", "p99 ms", "skipped/s", "server"),
+            [(*_tier_row(row), each["server"]) for each in there for row in each["tiers"]],
+        ),
+    ]  # fmt: skip
+    return Group(*parts)
+
+
+def _server_row(told: Mapping[str, Any]) -> tuple[Any, ...]:
+    if told["state"] == "away":
+        return told["server"], told["state"], *[Number("")] * 13
+    requests, errors, *times = _requests(told)
+    return (
+        told["server"],
+        told["state"],
+        age(told["uptime_s"]),
+        requests,
+        errors,
+        _number(told["refused_per_s"]),
+        *times,
+        count(int(told["running"])),
+        count(int(told["queued"])),
+        _number(told["keys_per_s"]),
+        _share(told["defaulted"]),
+        _number(told["degraded_per_s"]),
+        Number("-" if told["age_s"] is None else f"{told['age_s']:.1f} s"),
+        Number("-" if told["lag_messages"] is None else f"{told['lag_messages']:,.0f}"),
+    )
+
+
+def _requests(told: Mapping[str, Any]) -> tuple[Number, ...]:
+    return (
+        _number(told["requests_per_s"]),
+        _number(told["errors_per_s"]),
+        _ms(told["p50_s"]),
+        _ms(told["p99_s"]),
+    )
+
+
+def _tier_row(tier: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (
+        tier["tier"],
+        _number(tier["keys_per_s"]),
+        _share(tier["hit_rate"]),
+        _ms(tier["p50_s"]),
+        _ms(tier["p99_s"]),
+        _number(tier["skipped_per_s"]),
+    )
+
+
+def _number(value: float) -> Number:
+    return Number(f"{value:,.1f}" if 0 < value < 100 else f"{value:,.0f}")
+
+
+def _share(value: float | None) -> Number:
+    return Number("-" if value is None else f"{100 * value:.1f} %")
+
+
+def _ms(seconds: float | None) -> Number:
+    if seconds is None:
+        return Number("-")
+    return Number("> all" if math.isinf(seconds) else f"{1000 * seconds:.3g}")

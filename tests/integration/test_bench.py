@@ -1,0 +1,126 @@
+"""``hps bench`` against a real server."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.peers.hps_server import Hps
+from hps.cli.main import app
+from hps.client import Admin
+
+SHORT = ["--duration", "0.3", "--warmup", "0.1", "--rows", "100", "--distinct", "8"]
+
+
+def bench(*words: str | Path) -> Any:
+    return CliRunner().invoke(app, ["bench", *map(str, words)])
+
+
+def answered(server: Hps, protocol: str) -> float:
+    with Admin(f"http://{server.admin}") as admin:
+        return sum(
+            sample.value
+            for sample in admin.metrics()
+            if sample.name == "hps_request_duration_seconds_count"
+            and (sample.labels["protocol"], sample.labels["model"]) == (protocol, "clicks")
+        )
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+@pytest.mark.parametrize("way", [["--concurrency", "2"], ["--rate", "100"]])
+def test_every_request_that_was_sent_is_accounted_for(
+    small_server: Hps, tmp_path: Path, protocol: str, way: list[str]
+) -> None:
+    at = small_server.address if protocol == "http" else small_server.grpc
+    before = answered(small_server, protocol)
+    file = tmp_path / "run.json"
+    done = bench(f"{protocol}://{at}", "clicks", "--batch", 4, *way, *SHORT, "--json", file)
+    assert done.exit_code == 0, done.output
+    told = json.loads(file.read_text())
+    assert told["errors"] == {}
+    assert told["requests"] > 10
+    assert 0 < told["latency_s"]["p50"] <= told["latency_s"]["max"]
+    assert (told["model"], told["protocol"], told["batch"]) == ("clicks", protocol, 4)
+    assert told["server"].startswith("hps ")
+    # And those to warm up, and the one that was tried first.
+    assert answered(small_server, protocol) - before > told["requests"]
+    assert f"{told['requests']:,}" in done.stdout
+    assert ("sent late by" in done.stdout) == ("--rate" in way)
+
+
+def test_generated_requests_are_sent_and_two_runs_compared(
+    small_server: Hps, small_repository: Path, tmp_path: Path
+) -> None:
+    made = ["generate", "requests", "clicks", "--repository", str(small_repository)]
+    made += ["--out", str(tmp_path / "r.npz"), "--count", "5", "--batch", "3"]
+    assert CliRunner().invoke(app, made).exit_code == 0
+    url = f"http://{small_server.address}"
+    runs = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, source in zip(runs, ("--requests", "--repository"), strict=True):
+        given = tmp_path / "r.npz" if source == "--requests" else small_repository
+        done = bench(url, "clicks", "--batch", "3", source, given, *SHORT, "--json", file)
+        assert done.exit_code == 0, done.output
+        assert "have no row" not in done.stderr
+    done = bench("--compare", *runs)
+    assert done.exit_code == 0, done.output
+    assert "keys was of r.npz" in done.stderr
+
+
+def test_keys_that_no_row_has_are_warned_of(small_server: Hps) -> None:
+    """Items are -50 … 49 and users 0 … 99."""
+    url = f"grpc://{small_server.grpc}"
+    done = bench(url, "clicks", "--keys", "uniform", *SHORT, "--rows", 10_000, "--count", "3")
+    assert done.exit_code == 0, done.output
+    assert "have no row; give --repository" in done.stderr
+
+
+@pytest.mark.parametrize("scheme", ["http", "grpc"])
+def test_a_server_with_several_models_wants_one_named(small_server: Hps, scheme: str) -> None:
+    done = bench(f"{scheme}://{small_server.address if scheme == 'http' else small_server.grpc}")
+    assert done.exit_code == 2
+    assert "name the model after the address; the server has clicks" in done.stderr
+
+
+def test_a_model_that_refuses_the_requests_is_told_of_once(small_server: Hps) -> None:
+    done = bench(f"http://{small_server.address}", "clicks", "--batch", "65", *SHORT)
+    assert done.exit_code == 1
+    assert "the first request is refused, so none is sent" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "give the server's address"),
+        (["http://x:1", "m", "--compare", "a", "b"], "leave the address out"),
+        (["http://x:1", "m", "--requests", "a", "--repository", "b"], "not both"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(words: list[str], says: str) -> None:
+    done = bench(*words)
+    assert done.exit_code == 2
+    assert says in done.stderr
+
+
+def test_ctrl_c_prints_what_there_is(small_server: Hps) -> None:
+    url = f"http://{small_server.address}"
+    words = [url, "clicks", "--warmup", "0", "--duration", "60"]
+    command = [sys.executable, "-m", "hps.cli.main", "bench", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    before = answered(small_server, "http")
+    with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
+        from tests.support.waiting import until
+
+        until(lambda: answered(small_server, "http") > before + 5)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    assert process.returncode == 130, err
+    assert "requests/s" in out
+    assert "interrupted: this is what there was" in err
