@@ -46,22 +46,27 @@ def start_hps(
     tiers: Mapping[str, Any] | None = None,
     auth: Mapping[str, Any] | None = None,
     models: Mapping[str, Any] | None = None,
+    updates: Mapping[str, Any] | None = None,
+    dense: Mapping[str, Any] | None = None,
+    tls: Mapping[str, Any] | None = None,
     core: int | None = None,
     timeout_s: float = 120.0,
 ) -> Iterator[Hps]:
     """``hps serve`` on ``folder/models``, defaults but for ports and paths; entered when ready.
 
-    ``limits`` are further settings of the `server` section, ``tiers``, ``auth`` and ``models`` of those.
-    Raises RuntimeError with the log when it does not become ready.
+    ``limits`` are further settings of the `server` section, ``tiers``, ``auth``, ``models``, ``updates`` and ``dense``
+    of those, ``tls`` of the ports for requests; the admin port speaks plain text. Raises RuntimeError with the log when it does not become ready.
     """
     http, grpc, admin = free_ports(3)
     configuration = {
         "models": {"repository": str(folder / "models"), **(models or {})},
         "auth": dict(auth or {}),
+        "updates": dict(updates or {}),
+        "dense": dict(dense or {}),
         "tiers": {"rocksdb": {"path": str(folder / "rocksdb")}, **(tiers or {})},
         "server": {
-            "http": {"port": http},
-            "grpc": {"port": grpc},
+            "http": {"port": http, "tls": tls},
+            "grpc": {"port": grpc, "tls": tls},
             "admin": {"port": admin},
             **(limits or {}),
         },
@@ -77,10 +82,10 @@ def start_hps(
         str(folder / "config.yaml"),
     ]
     with serving(
-        command, http, ready_path="/v2/health/ready", core=core, timeout_s=timeout_s
+        command, admin, ready_path="/v2/health/ready", core=core, timeout_s=timeout_s
     ) as server:
         yield Hps(
-            server.address,
+            f"127.0.0.1:{http}",
             server.process,
             server.log,
             admin=f"127.0.0.1:{admin}",

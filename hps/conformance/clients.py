@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import tritonclient.grpc
@@ -13,6 +14,8 @@ import tritonclient.http
 import tritonclient.http.aio
 from tritonclient.utils import InferenceServerException
 
+from hps.client import Tls
+from hps.conformance.grpc_wire import credentials
 from hps.conformance.target import Deviation, Sample, Suite, Target, require, same
 
 HTTP, GRPC = Suite("http"), Suite("grpc")
@@ -105,11 +108,41 @@ _CODED = {
 _CALL_CODED = {coding: {"compression_algorithm": coding} for coding in ("gzip", "deflate")}
 
 
+def _http(target: Target) -> dict[str, Any]:
+    """How tritonclient.http is told of certificates."""
+    if target.http_tls is None:
+        return {}
+    return {"ssl": True, "ssl_context_factory": _gevent_context(target.http_tls)}
+
+
+def _gevent_context(tls: Tls) -> Callable[..., Any]:
+    """The client waits by gevent, whose sockets want a context of its own."""
+    import gevent.ssl
+
+    def make(**_defaults: Any) -> Any:
+        context = gevent.ssl.create_default_context(cafile=tls.ca_file)
+        if tls.certificate_file is not None:
+            context.load_cert_chain(tls.certificate_file, tls.key_file)
+        return context
+
+    return make
+
+
+def _http_aio(target: Target) -> dict[str, Any]:
+    tls = target.http_tls
+    return {} if tls is None else {"ssl": True, "ssl_context": tls.context()}
+
+
+def _grpc(target: Target) -> dict[str, Any]:
+    tls = target.grpc_tls
+    return {} if tls is None else {"creds": credentials(tls)}
+
+
 @HTTP.check
 def tritonclient_http(target: Target) -> None:
     """tritonclient.http"""
     kind = tritonclient.http
-    with _closing(kind.InferenceServerClient(target.http)) as client:
+    with _closing(kind.InferenceServerClient(target.http, **_http(target))) as client:
         _drive(kind, client, target, **_CODED)
         inputs, outputs = _tensors(kind, target.sample)
         ask: dict[str, Any] = {"outputs": outputs, "headers": dict(target.headers)}
@@ -123,7 +156,8 @@ def tritonclient_http(target: Target) -> None:
 def tritonclient_http_aio(target: Target) -> None:
     """tritonclient.http.aio"""
     kind = tritonclient.http.aio
-    with _closing(_Blocking(lambda: kind.InferenceServerClient(target.http))) as client:
+    make = partial(kind.InferenceServerClient, target.http, **_http_aio(target))
+    with _closing(_Blocking(make)) as client:
         _drive(kind, client, target, **_CODED)
 
 
@@ -131,7 +165,7 @@ def tritonclient_http_aio(target: Target) -> None:
 def tritonclient_grpc(target: Target) -> None:
     """tritonclient.grpc"""
     kind = tritonclient.grpc
-    with _closing(kind.InferenceServerClient(target.grpc)) as client:
+    with _closing(kind.InferenceServerClient(target.grpc, **_grpc(target))) as client:
         _drive(kind, client, target, **_CALL_CODED)
 
 
@@ -139,5 +173,6 @@ def tritonclient_grpc(target: Target) -> None:
 def tritonclient_grpc_aio(target: Target) -> None:
     """tritonclient.grpc.aio"""
     kind = tritonclient.grpc.aio
-    with _closing(_Blocking(lambda: kind.InferenceServerClient(target.grpc))) as client:
+    make = partial(kind.InferenceServerClient, target.grpc, **_grpc(target))
+    with _closing(_Blocking(make)) as client:
         _drive(kind, client, target, **_CALL_CODED)

@@ -13,6 +13,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 from tritonclient.utils import deserialize_bytes_tensor, triton_to_np_dtype
 
+from hps.client import Tls
 from hps.conformance.http_wire import encoded
 from hps.conformance.target import Sample, Target, note, require
 
@@ -34,9 +35,11 @@ class Grpc:
 
     def __init__(self, target: Target) -> None:
         self.metadata = [*target.headers.items()]
-        self.channel = grpc.insecure_channel(
-            target.grpc, options=[("grpc.max_receive_message_length", -1)]
-        )
+        options = [("grpc.max_receive_message_length", -1)]
+        if target.grpc_tls is None:
+            self.channel = grpc.insecure_channel(target.grpc, options)
+        else:
+            self.channel = grpc.secure_channel(target.grpc, credentials(target.grpc_tls), options)
         self._stub = GRPCInferenceServiceStub(self.channel)
 
     def __enter__(self) -> Self:
@@ -66,6 +69,10 @@ class Grpc:
 
     def extensions(self) -> list[str]:
         return list(self.ask("ServerMetadata").extensions)
+
+
+def credentials(tls: Tls) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(*tls.contents())
 
 
 def refused(call: Callable[[], Any], *codes: str, what: str = "a request at fault") -> str:

@@ -75,7 +75,12 @@ class Http:
     def __init__(self, target: Target) -> None:
         self._headers = target.headers
         host, _, port = target.http.rpartition(":")
-        self._connection = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
+        if target.http_tls is None:
+            self._connection = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
+        else:
+            self._connection = http.client.HTTPSConnection(
+                host, int(port), timeout=PATIENCE_S, context=target.http_tls.context()
+            )
 
     def __enter__(self) -> Self:
         return self

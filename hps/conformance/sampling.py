@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tritonclient.utils import triton_to_np_dtype
 
+from hps.client import Tls
 from hps.conformance.http_wire import Http, path_of
 from hps.conformance.target import Deviation, Sample, Target, require
 
@@ -16,14 +17,18 @@ BATCH, WIDTH = 2, 3
 
 
 def samples_of(
-    http: str, headers: Mapping[str, str], models: Sequence[str] = (), seed: int = 1
+    http: str,
+    headers: Mapping[str, str],
+    models: Sequence[str] = (),
+    seed: int = 1,
+    tls: Tls | None = None,
 ) -> tuple[tuple[Sample, ...], dict[str, str]]:
     """A request for each of ``models``, by default all that the index of the server at ``http`` has ready;
     those with most tensors first. And, by name, why others are left out: they do not answer a made-up
     request. Raises OSError, HTTPException, and Deviation where the server has no index."""
     found, left_out = [], {}
     random = np.random.default_rng(seed)
-    with Http(Target(http, "", (), headers)) as ask:
+    with Http(Target(http, "", (), headers, tls)) as ask:
         for model in models or _ready(ask):
             try:
                 found.append(_answered(ask, model, random))

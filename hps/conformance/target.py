@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tritonclient.utils import np_to_triton_dtype
 
+from hps.client import Tls
+
 Protocol = Literal["http", "grpc"]
 _NOTED: ContextVar[list[str]] = ContextVar("noted")
 
@@ -44,12 +46,15 @@ class Sample:
 @dataclass(frozen=True)
 class Target:
     """A server: ``host:port`` of its protocols, and requests it can answer. The first sample is the one that
-    most checks send. ``headers`` (``x-api-key``, say) go with every request."""
+    most checks send. ``headers`` (``x-api-key``, say) go with every request. The certificates of each
+    protocol, None where it is spoken in plain text."""
 
     http: str
     grpc: str
     samples: tuple[Sample, ...]
     headers: Mapping[str, str] = field(default_factory=dict)
+    http_tls: Tls | None = None
+    grpc_tls: Tls | None = None
 
     @property
     def sample(self) -> Sample:

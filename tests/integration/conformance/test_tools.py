@@ -16,6 +16,7 @@ from benchmarks.peers.perf_analyzer import perf_analyzer
 from hps.cli.conformance import app
 from hps.conformance.http_wire import LENGTH, Http, request, tensors_of
 from tests.integration.conftest import write_models
+from tests.support.certificates import made
 
 CLIENT = Path(__file__).parents[2] / "support/kserve_client.py"
 SERVERS = ("ours", "triton")
@@ -119,13 +120,27 @@ def test_hps_conformance(target_of, server, code):
     assert "http: load and unload" not in found
 
 
-def test_hps_conformance_with_a_key(tmp_path):
-    """Every request carries the key: without it the server answers none of them."""
+def test_hps_conformance_with_a_key_and_certificates(tmp_path):
+    """Every request carries the key and goes by certificates of both sides: without them the server answers
+    none."""
     write_models(tmp_path / "models")
+    ca = made(tmp_path, "root")
+    key, certificate = made(tmp_path, "server", ["IP:127.0.0.1"], ca)
+    mine = made(tmp_path, "checker", ca=ca)
+    tls = {"certificate_file": str(certificate), "key_file": str(key), "client_ca_file": str(ca[1])}
     key = "conformance-checks-1"
     auth = {"mode": "api_key", "keys": [{"name": "checks", "role": "read", "key": key}]}
-    with start_hps(tmp_path, auth=auth) as server:
-        command = [server.address, server.grpc, "--output", "json"]
-        done = CliRunner().invoke(app, [*command, "--api-key", key])
+    with start_hps(tmp_path, auth=auth, tls=tls) as server:
+        command = [f"https://{server.address}", f"grpcs://{server.grpc}", "--output", "json"]
+        shown = f"ca={ca[1]},certificate={mine[1]},key={mine[0]}"
+        done = CliRunner().invoke(app, [*command, "--api-key", key, "--tls", shown])
         assert done.exit_code == 0, done.stdout
-        assert CliRunner().invoke(app, command).exit_code
+        for lacks in (["--api-key", key, "--tls", f"ca={ca[1]}"], ["--tls", shown]):
+            assert CliRunner().invoke(app, [*command, *lacks]).exit_code
+
+
+def test_addresses_say_whether_they_are_secured():
+    plain, secured = ["http://x:1", "grpc://x:2"], ["https://x:1", "grpcs://x:2"]
+    done = CliRunner().invoke(app, [*plain, "--tls", "ca=none.crt"])
+    assert "write https://x:1" in str(done.exception)
+    assert CliRunner().invoke(app, ["ftp://x:1", secured[1]]).exit_code == 2

@@ -88,7 +88,7 @@ def test_models_left_out_are_told_of(odd):
 
 
 @pytest.mark.parametrize(
-    "address", ["localhost", "localhost:", ":8000", "http://localhost:8000", "h:65536", "h:x"]
+    "address", ["localhost", "localhost:", ":8000", "ftp://localhost:8000", "h:65536", "h:x"]
 )
 def test_an_address_without_host_or_port(address):
     for given in ([address, "h:1"], ["h:1", address]):
