@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +23,7 @@ from grpc._cython import cygrpc
 
 from hps.errors import HpsError
 from services.frontend.grpc.ending import abort, code_of
+from services.frontend.grpc.looking import Looking
 from services.frontend.grpc.unsent import NOTED, Unsent
 
 log = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class Arrivals(ThreadPoolExecutor):
         super().__init__(_LARGE_AT_ONCE, "grpc-large")
         self._pool = pool
         self._expected: dict[_Call, float] = {}  # calls without a request, and since when
-        self._looking = threading.Lock()
+        self._looking = Looking(self._end_late, lambda: _LOOK_S, "grpc-expected")
         self._unsent = Unsent()
         if not KNOWN:
             log.warning(
@@ -207,32 +207,20 @@ class Arrivals(ThreadPoolExecutor):
             return finished
 
         self._expected[call] = time.monotonic()
-        if len(self._expected) == 1:
-            self._look_soon()
+        self._looking.begin()
         with state.condition:
             event.call.start_server_batch((cygrpc.ReceiveMessageOperation(0),), begin)
             state.due.add(_RECEIVE)
         return call  # type: ignore[return-value]  # all that grpc does with it is done below
 
-    def _look_soon(self) -> None:
-        """See to it that a thread looks at what is expected, while anything is."""
-        if self._looking.acquire(blocking=False):
-            threading.Thread(target=self._look, name="grpc-expected", daemon=True).start()
-
-    def _look(self) -> None:
-        try:
-            while self._expected:
-                time.sleep(_LOOK_S)
-                too_old = time.monotonic() - _PATIENCE_S
-                for call, since in self._expected.copy().items():
-                    if since > too_old:
-                        break  # they are in the order in which they came
-                    if self._expected.pop(call, None) is not None:
-                        call.abort(cygrpc.StatusCode.deadline_exceeded, "no request came")
-        finally:
-            self._looking.release()
-        if self._expected:  # came in between
-            self._look_soon()
+    def _end_late(self) -> bool:
+        too_old = time.monotonic() - _PATIENCE_S
+        for call, since in self._expected.copy().items():
+            if since > too_old:
+                break  # they are in the order in which they came
+            if self._expected.pop(call, None) is not None:
+                call.abort(cygrpc.StatusCode.deadline_exceeded, "no request came")
+        return bool(self._expected)
 
 
 class _Call:

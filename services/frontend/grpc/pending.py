@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,6 +13,7 @@ import grpc
 from hps.errors import DeadlineExceeded, HpsError
 from services.frontend.errors import Cancelled
 from services.frontend.grpc.arrivals import Reply
+from services.frontend.grpc.looking import Looking
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +36,7 @@ class Pending:
 
     def __init__(self) -> None:
         self._waiting: dict[Future[Any], tuple[float, End]] = {}
-        self._any = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
+        self._looking = Looking(self._end_late, lambda: _LOOK_S, "grpc-late")
 
     def add(self, future: Future[Any], deadline: float, reply: Reply, end: End) -> None:
         """Call ``end`` once: with ``future`` when it is done, as it may be already, else at its deadline with
@@ -47,9 +45,7 @@ class Pending:
             end(future)
             return
         self._waiting[future] = (deadline, end)
-        if self._thread is None:
-            self._start()
-        self._any.set()
+        self._looking.begin()
         reply.waits_for(future)
         future.add_done_callback(self._done)
 
@@ -65,26 +61,12 @@ class Pending:
         else:
             _call(end, _failed(DeadlineExceeded(_LATE)))
 
-    def _start(self) -> None:
-        with self._starting:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._look, name="grpc-late", daemon=True)
-                self._thread.start()
-
-    def _look(self) -> None:
-        while True:
-            self._any.wait()
-            self._any.clear()
-            while self._waiting:
-                time.sleep(_LOOK_S)
-                self._end_late()
-
-    def _end_late(self) -> None:
-        # Apart from the loop, which must not hold on to the last request it saw, and its model, until the next.
+    def _end_late(self) -> bool:
         now = time.monotonic()
         for future, (deadline, _) in self._waiting.copy().items():
             if deadline <= now:
                 self._too_late(future)
+        return bool(self._waiting)
 
     def _too_late(self, future: Future[Any]) -> None:
         found = self._waiting.pop(future, None)

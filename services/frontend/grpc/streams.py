@@ -9,6 +9,7 @@ from collections import Counter
 from typing import Any
 
 from services.frontend.errors import TooManyRequests
+from services.frontend.grpc.looking import Looking
 
 # Streams at a time.
 STREAMS = 128
@@ -41,7 +42,7 @@ class Streams:
         self._open: set[Stream] = set()
         self._of: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._looks = False
+        self._looking = Looking(self._end_silent, lambda: _LOOK_S, "grpc-silent")
 
     def enter(self, client: str, context: Any) -> Stream:
         """One more stream; ``TooManyRequests`` when there are too many. It is cancelled when its client is
@@ -56,9 +57,7 @@ class Streams:
                 )
             self._open.add(stream)
             self._of[client] += 1
-            if not self._looks:
-                self._looks = True
-                threading.Thread(target=self._look, name="grpc-silent", daemon=True).start()
+        self._looking.begin()
         return stream
 
     def leave(self, stream: Stream) -> None:
@@ -69,13 +68,9 @@ class Streams:
             if not self._of[stream.client]:
                 del self._of[stream.client]
 
-    def _look(self) -> None:
-        while True:
-            time.sleep(_LOOK_S)
-            with self._lock:
-                silent = [s for s in self._open if s.since < time.monotonic() - _PATIENCE_S]
-                self._looks = bool(self._open)
-                if not self._looks:
-                    return
-            for stream in silent:
-                stream.context.cancel()
+    def _end_silent(self) -> bool:
+        with self._lock:
+            silent = [s for s in self._open if s.since < time.monotonic() - _PATIENCE_S]
+        for stream in silent:
+            stream.context.cancel()
+        return bool(self._open)

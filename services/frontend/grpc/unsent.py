@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
+
+from services.frontend.grpc.looking import Looking
 
 # Smaller answers are not looked at: as many as there can be calls take 64 MiB.
 NOTED = 16_384
@@ -22,7 +23,7 @@ class Unsent:
 
     def __init__(self) -> None:
         self._answers: dict[Any, tuple[float, int]] = {}  # when each began, and its bytes, by call
-        self._looking = threading.Lock()
+        self._looking = Looking(self._end_late, lambda: _LOOK_S, "grpc-unsent")
 
     def noted(self, call: Any, size: int, sent: Event) -> Event:
         """``sent``, to be called when grpc has sent the ``size`` bytes that answer ``call``; it is cancelled
@@ -33,25 +34,14 @@ class Unsent:
             return sent(event)
 
         self._answers[call] = time.monotonic(), size
-        self._look_soon()
+        self._looking.begin()
         return no_more
 
-    def _look_soon(self) -> None:
-        """See to it that a thread looks at them, while there are any."""
-        if self._looking.acquire(blocking=False):
-            threading.Thread(target=self._look, name="grpc-unsent", daemon=True).start()
-
-    def _look(self) -> None:
-        try:
-            while self._answers:
-                time.sleep(_LOOK_S)
-                answers, now = self._answers.copy(), time.monotonic()
-                too_many = sum(size for _, size in answers.values()) > _MOST
-                for call, (since, size) in answers.items():
-                    allowed_s = _LOOK_S if too_many else _PATIENCE_S + size / _SLOWEST
-                    if now - since > allowed_s and self._answers.pop(call, None) is not None:
-                        call.cancel()
-        finally:
-            self._looking.release()
-        if self._answers:  # came in between
-            self._look_soon()
+    def _end_late(self) -> bool:
+        answers, now = self._answers.copy(), time.monotonic()
+        too_many = sum(size for _, size in answers.values()) > _MOST
+        for call, (since, size) in answers.items():
+            allowed_s = _LOOK_S if too_many else _PATIENCE_S + size / _SLOWEST
+            if now - since > allowed_s and self._answers.pop(call, None) is not None:
+                call.cancel()
+        return bool(self._answers)
