@@ -95,7 +95,7 @@ class _Watch:
 
         wait_s = min(max(interval, 1.0), _LONGEST_WAIT_S)
         self._admins: list[Admin] = [
-            resources.enter_context(open_admin(url, api_key, tls, wait_s)) for url in urls
+            resources.enter_context(open_admin(url, api_key, tls, timeout_s=wait_s)) for url in urls
         ]
         self._last: dict[Admin, Reading] = {}
         self._threads: Executor = resources.enter_context(ThreadPoolExecutor(len(urls)))
