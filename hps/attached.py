@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,9 @@ from hps.config import Configuration, Settings, as_configuration
 from hps.config.store_settings import GuardSettings
 from hps.devices import Devices
 from hps.errors import ConfigError, TierError, TierMisfit
-from hps.following import LOOK_S, Following, Opened
+from hps.following import LOOK_S, Following, FollowingModels, Opened
 from hps.meters import TierMeter
 from hps.metrics import Metrics
-from hps.open_models import OpenModels, ServedModel
 from hps.opening import open_model, open_versions
 from hps.serving import Serving, dense_runs, freshness_of, lookup_lanes
 from hps.tier_status import TierStatus
@@ -44,38 +43,22 @@ _LOOK_FOR_NODE_S = 0.05
 _WAY_S = 0.25
 
 
-class Attached(OpenModels):
+class Attached(FollowingModels):
     """What ``hps.attach`` returns. Any number of threads may call it until ``close``. It goes on from the
     shared cache while the node is away, and finds it again. Answers that lack rows then name the node in
     ``degraded``; those that the cache has whole do not; ``updates.max_staleness_s`` bounds how old
     their rows may be. ``models`` are others when the node's are."""
 
-    __slots__ = ("_connections", "_following", "_watchers")
+    __slots__ = ("_connections",)
 
     def __init__(self, connections: Connections, following: Following, **given: Any) -> None:
-        OpenModels.__init__(self, models=following.models, **given)
+        FollowingModels.__init__(self, following, **given)
         self._connections = connections
-        self._following = following
-        self._watchers: list[Callable[[], None]] = []
-        following.use = self._use
 
     def ask_node(self, what: str, timeout_s: float = 5.0, **given: Any) -> Any:
         """What the node's process answers to a question; see `hps.tiers.node.NodeServer`. Raises TierError
         or Unavailable."""
         return self._connections.ask(what, time.monotonic() + timeout_s, **given)
-
-    def watch(self, changed: Callable[[], None]) -> None:
-        """Have ``changed`` called, on a thread of its own, when ``models`` have become others."""
-        self._watchers.append(changed)
-
-    def require(self, check: Callable[[ServedModel], None]) -> None:
-        """Have ``check`` look at versions before they are served here: what it raises fails their load."""
-        self._following.checks.append(check)
-
-    def _use(self, models: dict[str, ServedModel]) -> None:
-        self.models = models
-        for changed in self._watchers:
-            changed()
 
 
 def attach(
@@ -182,6 +165,7 @@ class _Attaching:
                 own.callback(self._cache.forget, tables)
             freshness = freshness_of(self._settings, name, self._metrics)
             served = self._serving.serve(model, self._metrics, self._devices, freshness)
+            own.callback(self._metrics.let_go, name, number)
             return Opened(served, own.pop_all().close)
         raise AssertionError  # an ExitStack swallows nothing; for the type checker
 

@@ -50,10 +50,9 @@ def open_node(configuration: Configuration, progress: Progress | None = None) ->
     within seconds. Raises ``ConfigError``, ``ModelError`` or ``TierError``; nothing stays open then.
     """
     settings = attachable(configuration.settings)
-    if settings.tiers.remote is not None:
+    if settings.server.role == "frontend":
         raise ConfigError(
-            "tiers.remote is for processes without tiers of their own, which hps.connect opens; a node has "
-            "its rows itself: leave it out"
+            "server.role is frontend: a front end has no rows of its own; open it with hps.connect"
         )
     with ExitStack() as resources:
         versions = open_versions(configuration)
@@ -144,6 +143,7 @@ class _Builder:
             later,
         )
         self._resources.callback(node.control.close)
+        node.checkpoints = stores.checkpoints
         return node
 
     def _let_attach(self, node: Node, serving: Serving, followers: Followers) -> NodeServer | None:

@@ -1,8 +1,9 @@
-"""The models of a process attached to a node, kept those that the node serves.
+"""The models of a process whose rows are elsewhere, kept those that are served there: at the node it is
+attached to, or at the lookup nodes it asks.
 
-When the node is to serve another version, every attached process opens it beside the one it serves, before
-any of them answers from it; then each changes over, rows and network together. Requests under way end on the
-version they began with, which is let go of when nothing refers to its lookups any more, and the node told.
+When another version is to be served, the process opens it beside the one it serves; when it is told to, it
+changes over, rows and network together. Requests under way end on the version they began with, which is let
+go of when nothing refers to its lookups any more, and the node told.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from hps.errors import TierError, Unavailable, Unsupported
-from hps.open_models import ServedModel
-from hps.tiers.node import Connections
+from hps.open_models import OpenModels, ServedModel
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.1
@@ -41,6 +41,17 @@ class Opened:
     close: Callable[[], None]
 
 
+class Followed(Protocol):
+    """Who says what is to be served."""
+
+    def follow(self, report: Any, deadline: float) -> Any:
+        """Told of what this process has (`hps.tiers.node.Followers`), answers with ``(model, version,
+        token)``: ``serve`` these, and have those of ``open`` ready. Raises TierError or Unavailable."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Following:
     """What one process has of its node's models. `look` is to be called over and over, by one thread.
 
@@ -48,9 +59,7 @@ class Following:
     their end the node knows of the process's.
     """
 
-    def __init__(
-        self, connections: Connections, open_version: Callable[[str, int], Opened]
-    ) -> None:
+    def __init__(self, connections: Followed, open_version: Callable[[str, int], Opened]) -> None:
         self.checks: list[Callable[[ServedModel], None]] = []
         """Each may raise, with the reason, for a version that is not to be served here."""
         self.use: Callable[[dict[str, ServedModel]], None] = lambda _models: None
@@ -68,6 +77,11 @@ class Following:
     def models(self) -> dict[str, ServedModel]:
         """Those that are served, by name."""
         return {name: self._opened[token].served for name, token in self._served.items()}
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """Why versions could not be opened, by token."""
+        return {token: str(error) for token, (error, _) in self._failed.items()}
 
     def start(self) -> None:
         """The first look: raises what a version can't be opened for, and TierError while there is no node."""
@@ -130,7 +144,9 @@ class Following:
                 opened.close()
                 raise
         except Exception as error:  # whatever it was, the node must hear of it
-            log.warning("model %s: version %d can't be opened: %s", name, version, error)
+            before = self._failed.get(token)
+            if before is None or str(before[0]) != str(error):
+                log.warning("model %s: version %d can't be opened: %s", name, version, error)
             self._failed[token] = error, time.monotonic() + _TRY_AGAIN_S
         else:
             self._failed.pop(token, None)
@@ -163,3 +179,28 @@ class Following:
 
 def _by_reference(opened: Opened) -> tuple[weakref.ref[Any], Callable[[], None]]:
     return weakref.ref(opened.served.engine), opened.close
+
+
+class FollowingModels(OpenModels):
+    """Models that are others when those that they follow are."""
+
+    __slots__ = ("_following", "_watchers")
+
+    def __init__(self, following: Following, **given: Any) -> None:
+        OpenModels.__init__(self, models=following.models, **given)
+        self._following = following
+        self._watchers: list[Callable[[], None]] = []
+        following.use = self._use
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Have ``changed`` called, on a thread of its own, when ``models`` have become others."""
+        self._watchers.append(changed)
+
+    def require(self, check: Callable[[ServedModel], None]) -> None:
+        """Have ``check`` look at versions before they are served here: what it raises fails their load."""
+        self._following.checks.append(check)
+
+    def _use(self, models: dict[str, ServedModel]) -> None:
+        self.models = models
+        for changed in self._watchers:
+            changed()

@@ -88,7 +88,7 @@ def watermarks_of(
 
 
 def open_model(version: ModelVersion, settings: Settings, resources: ExitStack) -> OpenedModel:
-    """Make the version's tables and open its network, which ``resources`` closes."""
+    """Make the version's tables and open its network, which ``resources`` closes; a lookup node has none."""
     spec, tables = version.spec, version.embedding_tables()
     lookup = LookupModel(
         version.name,
@@ -100,7 +100,7 @@ def open_model(version: ModelVersion, settings: Settings, resources: ExitStack) 
         _table_bounds(spec),
     )
     dense = None
-    if spec.dense is not None:
+    if spec.dense is not None and settings.server.role != "lookup":
         dense = open_network(
             version.name,
             version.dense,

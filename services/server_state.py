@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
+from hps import metric_names as m
 from hps.errors import Unavailable
 from hps.metrics import Metrics
+from services.process_numbers import publish_process
 
 Phase = Literal["starting", "ready", "empty", "stopping"]
 
@@ -55,6 +57,7 @@ class ServerState(Generic[Node]):
         self._phase_watchers: list[Callable[[], None]] = []
         self.node: Node | None = None
         self.metrics = Metrics()
+        self._publish(self.metrics)
         self.loading: list[dict[str, Any]] = []
         self._started = time.monotonic()
 
@@ -66,6 +69,10 @@ class ServerState(Generic[Node]):
     @phase.setter
     def phase(self, phase: Phase) -> None:
         self._phase = phase
+        self.tell()
+
+    def tell(self) -> None:
+        """Have those called who watch whether the server is ready."""
         for changed in self._phase_watchers:
             changed()
 
@@ -74,9 +81,16 @@ class ServerState(Generic[Node]):
         self._phase_watchers.append(changed)
         changed()
 
+    def _publish(self, metrics: Metrics) -> None:
+        """Have ``metrics`` tell of this process."""
+        self.metrics = metrics
+        metrics.gauge(m.READY, lambda: self.ready, self.role)
+        publish_process(metrics, self.role)
+
     def serve(self, node: Node) -> None:
         """Answer for ``node`` from now on."""
-        self.metrics = node.metrics
+        if node.metrics is not self.metrics:
+            self._publish(node.metrics)
         self.node = node
         if self.phase != "stopping":
             self.phase = "ready"
@@ -92,7 +106,9 @@ class ServerState(Generic[Node]):
     @property
     def reason(self) -> str:
         """Why the server is not ready."""
-        return _REASONS.get(self.phase, "") or self.hindrance()
+        if self.phase in ("starting", "stopping"):
+            return _REASONS[self.phase]
+        return self.hindrance() or _REASONS.get(self.phase, "")
 
     def require_node(self) -> Node:
         """The node; ``Unavailable`` until it is there."""

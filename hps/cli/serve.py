@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,15 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 
+
+class Role(StrEnum):
+    """As `server.role`."""
+
+    all = "all"
+    frontend = "frontend"
+    lookup = "lookup"
+
+
 SHOWN_TABLES = 30
 
 EXAMPLES = """\b
@@ -27,6 +37,8 @@ Examples:
   hps serve --config ps.json --set server.http.port=9000
   hps serve --set models.repository=models
   hps serve --config config.yaml --workers 4
+  hps serve --config config.yaml --role lookup
+  hps serve --config config.yaml --role frontend
 """
 
 
@@ -47,6 +59,14 @@ def serve(
         int | None,
         typer.Option("--workers", "-w", min=0, help="Processes that answer beside the node's own."),
     ] = None,
+    role: Annotated[
+        Role | None,
+        typer.Option(
+            "--role",
+            help="all: one process does everything; lookup: rows, for front ends; frontend: requests, with "
+            "rows from lookup nodes.",
+        ),
+    ] = None,
     overrides: SetOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
@@ -59,6 +79,11 @@ def serve(
     read the node's CPU cache in shared memory, so it must fit into /dev/shm; those that end by
     themselves are replaced.
 
+    With --role (server.role) the work is split over machines, by one configuration for all: `lookup`
+    nodes keep the rows and follow the update streams; any number of `frontend` processes, which have
+    no rows, run the networks and ask the nodes that lookup.nodes names. A front end without a node
+    that answers is not ready, says why, and goes on trying (docs/split.md).
+
     A broken configuration or model ends it with exit code 2. With --output json one line of JSON
     is printed when it is ready.
     """
@@ -69,6 +94,7 @@ def serve(
         raise ConfigError(f"the configuration file is an option: hps serve --config {ctx.args[0]}")
     started = time.monotonic()
     more = [] if workers is None else [f"server.workers={workers}"]
+    more += [] if role is None else [f"server.role={role.value}"]
     configuration = load_config(config, [*(overrides or ()), *more])
     check_early(configuration)
 
@@ -81,9 +107,8 @@ def serve(
     frontend = Frontend(configuration, ConsoleProgress())
 
     def ready(addresses: Addresses) -> None:
-        endpoints = {"http": addresses.http, "admin": addresses.admin}
-        if addresses.grpc is not None:
-            endpoints["grpc"] = addresses.grpc
+        found = {"http": addresses.http, "admin": addresses.admin, "grpc": addresses.grpc}
+        endpoints = {name: url for name, url in found.items() if url is not None}
         report = summary(configuration, frontend.state.status(), endpoints)
         report["seconds"] = round(time.monotonic() - started, 3)
         # A closed standard output is no reason to stop serving.
@@ -96,10 +121,10 @@ def serve(
 def check_early(configuration: Configuration) -> None:
     """What the server would refuse too, but after a second or two."""
     from hps.config.auth import check_exposure
-    from hps.config.validation import check_secrets
+    from hps.config.validation import check_files
 
     check_exposure(configuration.settings)
-    check_secrets(configuration.settings)
+    check_files(configuration.settings)
     models = configuration.settings.models
     if not configuration.legacy and not models.repository.is_dir():
         from hps.models.repository import Repository
@@ -119,6 +144,7 @@ def summary(
         "models": [m["name"] for m in status["models"]],
         "tiers": [tier["name"] for tier in status["tiers"]],
         "database": configuration.settings.tiers.rocksdb.path,
+        "lookup_nodes": [node["address"] for node in status.get("lookup_nodes", [])],
         "processes": status["processes"],
         "warnings": status["warnings"],
     }
@@ -139,13 +165,20 @@ def show(report: dict[str, Any]) -> None:
     if len(report["tables"]) > SHOWN_TABLES:
         say(f"… and {len(report['tables']) - SHOWN_TABLES} more: hps tables")
     say()
-    http, admin = report["endpoints"]["http"], report["endpoints"]["admin"]
+    endpoints, rows = (
+        report["endpoints"],
+        ("lookups", f"asked of {', '.join(report['lookup_nodes'])}"),
+    )
+    if report["tiers"]:
+        rows = "tiers", f"{' > '.join(report['tiers'])}, database {report['database']}"
     locked = "API keys" if report["auth"] == "api_key" else "none asked for"
     facts = [
-        ("requests", f"{http}  (Open Inference Protocol)"),
-        ("gRPC", report["endpoints"].get("grpc", "off")),
-        ("admin", f"{admin}  (/docs, /metrics, /v1/status)"),
-        ("tiers", f"{' > '.join(report['tiers'])}, database {report['database']}"),
+        ("requests", f"{endpoints['http']}  (Open Inference Protocol)")
+        if "http" in endpoints
+        else ("requests", "lookups of front ends, by gRPC"),
+        ("gRPC", endpoints.get("grpc", "off")),
+        ("admin", f"{endpoints['admin']}  (/docs, /metrics, /v1/status)"),
+        rows,
         ("processes", processes(report["processes"])),
         ("access", locked),
     ]

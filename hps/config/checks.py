@@ -235,7 +235,9 @@ def kafka_options(
         if name in ours
     ]
     message = "is among options too; leave one of them out"
-    return findings + [Finding(("options_files", name), message) for name in files if name in options]
+    return findings + [
+        Finding(("options_files", name), message) for name in files if name in options
+    ]
 
 
 def redis(
@@ -304,6 +306,21 @@ def workers(count: int, gpu: str, huge_pages: str) -> list[Finding]:
         message = "is reserved, which can't be shared with server.workers; take transparent"
         also = (("server", "workers"),)
         findings.append(Finding(("tiers", "cpu_cache", "huge_pages"), message, also))
+    return findings
+
+
+def role(role: str, workers: int, *, grpc: bool, nodes: bool) -> list[Finding]:
+    """A process has what its role needs of the one file that may serve all of them."""
+    findings = []
+    if role == "frontend" and not nodes:
+        message = "is empty, but server.role is frontend; name the gRPC ports of the lookup nodes"
+        findings.append(Finding(("lookup", "nodes"), message, (("server", "role"),)))
+    if role == "frontend" and workers:
+        message = f"is {workers}, but server.role is frontend; start several front ends instead"
+        findings.append(Finding(("server", "workers"), message, (("server", "role"),)))
+    if role == "lookup" and not grpc:
+        message = "is null, but server.role is lookup: front ends ask by gRPC"
+        findings.append(Finding(("server", "grpc"), message, (("server", "role"),)))
     return findings
 
 

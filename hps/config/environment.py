@@ -18,7 +18,7 @@ _OTEL = (
     "OTEL_EXPORTER_OTLP_ENDPOINT",
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
 )
-_NEAR_MISS = re.compile(r"(?i)^HPS_(models|tiers|updates|dense|server|auth)_")
+_NEAR_MISS = re.compile(r"(?i)^HPS_(models|tiers|updates|lookup|dense|server|auth)_")
 
 VARIABLES = {
     "HPS_NATIVE": "`auto` uses the compiled core when it is there, `on` fails without it, `off` takes "

@@ -1,4 +1,4 @@
-"""The server's settings: one YAML file, top keys ``models tiers updates dense server auth``.
+"""The server's settings: one YAML file, top keys ``models tiers updates lookup dense server auth``.
 
 One field, one sentence. ``hps config schema`` prints this as JSON Schema; ``hps config show`` prints
 what is in force and where each value came from.
@@ -19,8 +19,8 @@ from hps.config.cache_settings import (
     GpuEviction,
 )
 from hps.config.dense_settings import DenseSettings
+from hps.config.lookup_settings import LookupSettings
 from hps.config.model_schema import DenseSpec, MissPolicySpec, Name, Strict
-from hps.config.remote_settings import RemoteSettings
 from hps.config.server_settings import AuthSettings, ServerSettings
 from hps.config.store_settings import RedisSettings, RocksDbSettings
 from hps.config.update_settings import UpdatesSettings
@@ -75,6 +75,8 @@ class ModelsSettings(Strict):
     """Ports that take `load` and `unload`: those of administration, or all, as Triton's clients want it."""
     catch_up_s: float = Field(60.0, gt=0)
     """Longest wait for the update streams before a version that was loaded is served."""
+    linger_s: float = Field(5.0, ge=0)
+    """How long a version that was replaced still answers the lookups of front ends that have not noticed."""
 
 
 class TiersSettings(Strict):
@@ -88,8 +90,6 @@ class TiersSettings(Strict):
     """The store on the local disk."""
     redis: RedisSettings | None = None
     """A store that all nodes share, asked before the local one; null: none."""
-    remote: RemoteSettings | None = None
-    """Nodes that answer the lookups of a process without tiers of its own (`hps.connect`); null: none."""
     lookup_threads: int = Field(4, ge=1)
     """Threads for lookups that must ask a store."""
     lookup_queue: int = Field(1024, ge=1)
@@ -112,6 +112,8 @@ class Settings(Strict):
     """Where rows are kept."""
     updates: UpdatesSettings = UpdatesSettings()
     """How rows change while they are served."""
+    lookup: LookupSettings = LookupSettings()
+    """The nodes that front ends ask."""
     dense: DenseSettings = DenseSettings()
     """How dense networks run."""
     server: ServerSettings = ServerSettings()
@@ -121,7 +123,9 @@ class Settings(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        tiers = self.tiers
-        return self.consistent(
-            checks.workers(self.server.workers, tiers.gpu.use, tiers.cpu_cache.huge_pages)
+        tiers, server = self.tiers, self.server
+        findings = checks.workers(server.workers, tiers.gpu.use, tiers.cpu_cache.huge_pages)
+        findings += checks.role(
+            server.role, server.workers, grpc=server.grpc is not None, nodes=bool(self.lookup.nodes)
         )
+        return self.consistent(findings)

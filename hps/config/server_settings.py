@@ -75,9 +75,18 @@ class AdminSettings(Listener):
     """0 picks a free port, printed at start."""
 
 
+class MetricsSettings(Strict):
+    """What `/metrics` on the admin port has."""
+
+    triton_names: bool = False
+    """Also Triton's metrics, `nv_inference_*`, for dashboards and autoscalers that were made for Triton."""
+
+
 class ServerSettings(Strict):
     """Ports and limits of the server."""
 
+    role: Literal["all", "frontend", "lookup"] = "all"
+    """`frontend` takes requests and asks `lookup.nodes` for rows; `lookup` is such a node; `all` is both."""
     http: HttpSettings = HttpSettings()
     """The port of the Open Inference Protocol."""
     grpc: GrpcSettings | None = GrpcSettings()
@@ -100,6 +109,8 @@ class ServerSettings(Strict):
     """How many requests are worked at, and how many wait."""
     batching: BatchingSettings | None = None
     """Requests that wait at the same time, answered as one; null: each by itself."""
+    metrics: MetricsSettings = MetricsSettings()
+    """What `/metrics` on the admin port has."""
     drain_delay_s: float = Field(0.0, ge=0)
     """How long a stopping server still takes requests, not ready any more, for load balancers to notice."""
     drain_s: float = Field(10.0, ge=0)

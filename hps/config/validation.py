@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +17,7 @@ from hps.config.secrets import read_secret
 from hps.config.yaml_text import read_yaml
 from hps.errors import ConfigError
 
+_KAFKAS_FILE = re.compile(r"ssl\.(ca|certificate|key|keystore|crl)\.location")
 _NOT_WITHOUT = "the server will not start without"
 
 
@@ -80,22 +82,40 @@ def _configuration(report: Report, path: Path, overrides: Sequence[str]) -> Repo
 
 
 def secret_files(settings: Settings) -> dict[str, Path]:
-    """The files of secrets that the settings name, by setting; but for that of API keys."""
-    redis, kafka, remote = settings.tiers.redis, settings.updates.kafka, settings.tiers.remote
+    """The files of secrets that the settings name and the process's role needs, by setting; but for that of
+    API keys."""
+    redis, kafka = settings.tiers.redis, settings.updates.kafka
+    if settings.server.role == "frontend":
+        key = settings.lookup.api_key_file
+        return {} if key is None else {"lookup.api_key_file": key}
     named: dict[str, Path | None] = {}
     if redis is not None:
         named["tiers.redis.password_file"] = redis.password_file
         named["tiers.redis.sentinel_password_file"] = redis.sentinel_password_file
     if kafka is not None:
         named |= {f"updates.kafka.options_files.{k}": v for k, v in kafka.options_files.items()}
-    if remote is not None:
-        named["tiers.remote.api_key_file"] = remote.api_key_file
     return {setting: path for setting, path in named.items() if path is not None}
 
 
-def check_secrets(settings: Settings) -> None:
-    """ConfigError when a secret that stands in a file cannot be read."""
+def check_files(settings: Settings) -> None:
+    """ConfigError when a secret that stands in a file, or a file that Kafka's client is told of, cannot be
+    read."""
     for setting, path in secret_files(settings).items():
         read_secret(path, setting)
-    if settings.auth.mode == "api_key" and settings.auth.keys_file is not None:
-        read_keys_file(settings.auth.keys_file)
+    keys = settings.auth.keys_file
+    if settings.auth.mode == "api_key" and keys is not None:
+        read_secret(keys, "auth.keys_file")
+        read_keys_file(keys)
+    if settings.updates.kafka is not None:
+        for name, value in settings.updates.kafka.options.items():
+            if _KAFKAS_FILE.fullmatch(name) and value != "probe":
+                _check_file(Path(str(value)), f"updates.kafka.options.{name}")
+
+
+def _check_file(path: Path, setting: str) -> None:
+    try:
+        if not path.is_dir():
+            path.open("rb").close()
+    except OSError as error:
+        mend = "mount it there, or correct the path"
+        raise ConfigError(f"{setting}: {path}: {error.strerror}; {mend}") from None

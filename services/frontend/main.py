@@ -14,6 +14,7 @@ from hps.config import Configuration
 from hps.config.auth import load_api_keys
 from hps.config.runtime import for_workers
 from hps.config.server_settings import Listener
+from hps.connected import Connected, connect
 from hps.errors import ConfigError
 from hps.node import Node
 from hps.open_models import OpenModels
@@ -43,8 +44,8 @@ class Addresses:
     """Where a running server listens: base URLs of the data port and the admin port, and ``host:port`` of
     gRPC's, None where they are off."""
 
-    http: str
     admin: str
+    http: str | None = None
     grpc: str | None = None
     grpc_admin: str | None = None
 
@@ -77,7 +78,8 @@ class Frontend(Process[OpenModels]):
         progress: Progress | None = None,
         open_node: OpenNode = open_node,
     ) -> None:
-        self.state = State(settings=configuration.settings)
+        role = configuration.settings.server.role
+        self.state = State("node" if role == "all" else role, configuration.settings)
         self._own_runtime: Path | None = None
         if configuration.settings.server.workers:
             given = configuration.settings.server.runtime
@@ -103,7 +105,7 @@ class Frontend(Process[OpenModels]):
             raise ConfigError("a worker process could not be started; its log line says why")
 
     def _ports(self) -> Mapping[str, Listener]:
-        if self._settings.workers:
+        if self._settings.workers or self._settings.role == "lookup":
             return {"admin": self._settings.admin}
         return {"http": self._settings.http, "admin": self._settings.admin}
 
@@ -115,6 +117,8 @@ class Frontend(Process[OpenModels]):
             self.state.hindrance = lambda: workers.hindrance
             self.state.spread_level = workers.set_level
             self.state.processes = lambda: [worker.describe() for worker in workers.workers]
+            if self._settings.role == "lookup":
+                return {"grpc": workers, **self._grpc_admin()}
             elsewhere = {"grpc": Elsewhere(workers.grpc_url)} if workers.grpc_url else {}
             return {"http": workers, **elsewhere, **self._grpc_admin()}
         if at is None:
@@ -132,7 +136,9 @@ class Frontend(Process[OpenModels]):
         make = data_app if port == "http" else admin_app
         return make(self.state, self._settings, self._guard)
 
-    def _open(self, progress: Progress) -> Node:
+    def _open(self, progress: Progress) -> OpenModels:
+        if self._settings.role == "frontend":
+            return connect(self._configuration, wait_s=None, progress=progress)
         node = self._open_node(self._configuration, progress)
         if self._workers is not None and node.socket is not None:
             node.metrics.include(self._workers.metrics)
@@ -143,16 +149,31 @@ class Frontend(Process[OpenModels]):
     def _opened(self, node: OpenModels) -> None:
         super()._opened(node)
         self.state.loop = asyncio.get_running_loop()
+        if isinstance(node, Connected):
+            self.state.hindrance = lambda: node.problem
+            node.watch(self._changed)
+            node.watch_nodes(self.state.tell)
+            self._changed()
         for entry in self.state.entries.values():
             log.info("serving %s", fields(model=entry.name, version=entry.version))
 
     def _trace(self, tracer: Tracer) -> None:
         self.state.observer = Observer(self._settings.access_log, tracer)
 
+    def _changed(self) -> None:
+        """A front end's models are others: answer for them."""
+        assert self.state.loop is not None
+        assert self.state.node is not None
+        with suppress(RuntimeError):  # the loop has ended
+            self.state.loop.call_soon_threadsafe(self.state.serve, self.state.node)
+
     async def _settle(self) -> None:
-        """Until all workers answer."""
+        """Until all workers answer; of a front end, until there are lookup nodes."""
+        asks = self._settings.role == "frontend"
+        if asks and not self.state.ready:
+            log.warning("not ready yet %s", fields(reason=self.state.reason))
         while not (self.state.ready or self._stopping.is_set()):
-            if not self.state.hindrance():
+            if not (asks or self.state.hindrance()):
                 return
             await asyncio.sleep(_LOOK_S)
 

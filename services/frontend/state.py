@@ -10,6 +10,7 @@ from typing import Any
 
 from hps.config import Settings
 from hps.errors import NotFound
+from hps.metric_triton import TRITON
 from hps.metrics import Metrics
 from hps.open_models import OpenModels, ServedModel
 from services.frontend.admission import Admission, Line
@@ -18,6 +19,7 @@ from services.frontend.metadata import ModelInfo
 from services.frontend.observer import Observer
 from services.frontend.shared_memory import Regions
 from services.frontend.statistics import Statistics
+from services.frontend.triton_names import triton_numbers
 from services.server_state import ServerState
 
 # Requests worked at at a time where they are batched: what waits for its batch counts.
@@ -47,18 +49,19 @@ class State(ServerState[OpenModels]):
     """The server's phase, its models and the names it answers to."""
 
     def __init__(self, role: str = "node", settings: Settings | None = None) -> None:
-        super().__init__(role)
         self._settings = settings = settings or Settings()
+        self.entries: dict[str, Entry] = {}
+        self._sums: Sums = lambda: None
+        super().__init__(role)
         self.admission = Admission(settings.server.admission)
         server = settings.server
         self.regions = Regions(on=server.shared_memory, most_bytes=server.max_body_bytes)
         self.control_everywhere = settings.models.control == "all"
         """Whether every port may load and unload models, and not those of administration alone."""
+        self.linger_s = settings.models.linger_s
         self.changes = threading.BoundedSemaphore(_CHANGES)
         """Held by whoever loads or unloads a model."""
-        self._sums: Sums = lambda: None
         self.observer = Observer(settings.server.access_log)
-        self.entries: dict[str, Entry] = {}
         self._watchers: list[Callable[[], None]] = []
         self.loop: asyncio.AbstractEventLoop | None = None
         """Which alone changes what is served, while there is one."""
@@ -66,7 +69,8 @@ class State(ServerState[OpenModels]):
     def serve(self, node: OpenModels) -> None:
         """Answer for the node's models, as they are now, from now on; never ready without one. To be called
         again when they have changed: names whose model is the same keep their entries."""
-        self.metrics = node.metrics
+        if node.metrics is not self.metrics:
+            self._publish(node.metrics)
         self.entries = {
             entry.name: entry
             for served in node.models.values()
@@ -78,6 +82,18 @@ class State(ServerState[OpenModels]):
             changed()
         if self.phase != "stopping":
             self.phase = "ready" if node.models else "empty"
+
+    def _publish(self, metrics: Metrics) -> None:
+        super()._publish(metrics)
+        if self._settings.server.metrics.triton_names:
+            metrics.expose(
+                TRITON,
+                lambda found: triton_numbers(
+                    found,
+                    {entry.name: entry.version for entry in self.entries.values()},
+                    lambda: self._sums() or self.own_statistics(),
+                ),
+            )
 
     def renew(self) -> None:
         """Answer for the node's models as they are now; for any thread but the event loop's, which does
@@ -97,6 +113,13 @@ class State(ServerState[OpenModels]):
         else:
             self.loop.call_soon_threadsafe(now)
         done.result()
+
+    def later(self, seconds: float, work: Callable[[], None]) -> None:
+        """Have ``work`` done on the event loop; at once where there is none."""
+        if self.loop is None:
+            work()
+        else:
+            self.loop.call_soon_threadsafe(self.loop.call_later, seconds, work)
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Have ``changed`` called now and whenever ``entries`` are others, before the server says that it is

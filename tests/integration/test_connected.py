@@ -1,6 +1,7 @@
 """A process whose lookups are answered by other nodes over gRPC: the same vectors and scores, to the bit."""
 
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from hps.errors import ConfigError, ModelError, TierError, Unavailable
 from services.frontend.auth import OpenGuard
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.state import State
+from tests.support.waiting import until
 from tests.unit.services.frontend.grpc.conftest import Running
 
 
@@ -46,10 +48,10 @@ def front(small_repository, tmp_path):
     return tmp_path / "front"
 
 
-def settings_of(front: Path, targets, **remote):
+def settings_of(front: Path, nodes, **lookup):
     return {
         "models": {"repository": str(front)},
-        "tiers": {"remote": {"targets": targets, **remote}},
+        "lookup": {"nodes": nodes, **lookup},
     }
 
 
@@ -87,7 +89,10 @@ def test_it_says_who_answers(connected, ports):
     assert repr(connected) == "<hps.Connected: clicks/1, words/1; >"
     told = connected.status()["lookup_nodes"]
     assert [each["address"] for each in told] == ports
+    assert [each["state"] for each in told] == ["ready", "ready"]
     assert [each["problem"] for each in told] == ["", ""]
+    assert [each["models"] for each in told] == [{"clicks": 1, "words": 1}] * 2
+    assert connected.problem == ""
 
 
 def test_models_may_be_chosen(front, ports):
@@ -116,17 +121,42 @@ def test_another_description_is_refused(front, ports):
 
 
 def test_without_nodes(front, tmp_path):
-    with pytest.raises(TierError, match="no node tells of model 'clicks'"):
+    with pytest.raises(TierError, match=r"lookup nodes.* 127\.0\.0\.1:1: UNAVAILABLE"):
         hps.connect(settings_of(front, ["127.0.0.1:1"]), wait_s=0)
-    with pytest.raises(ConfigError, match=r"tiers\.remote is not set"):
+    with pytest.raises(ConfigError, match=r"lookup\.nodes is empty"):
         hps.connect({"models": {"repository": str(front)}})
-    with pytest.raises(ConfigError, match=r"tiers\.remote\.api_key_file: .*No such file"):
+    with pytest.raises(ConfigError, match=r"lookup\.api_key_file: .*No such file"):
         hps.connect(settings_of(front, ["127.0.0.1:1"], api_key_file=str(tmp_path / "none")))
 
 
-def test_a_node_keeps_its_own_rows(front):
-    with pytest.raises(ConfigError, match=r"tiers\.remote is for processes without tiers"):
-        hps.open(settings_of(front, ["127.0.0.1:1"]))
+def test_models_come_when_the_nodes_do(front, node):
+    state = State()
+    state.serve(node)
+    first = Running(GrpcServer(GrpcSettings(port=0), state, ServerSettings(), OpenGuard()))
+    url = first.server.url
+    first.stop(at_once=True)
+    first.join()
+    with hps.connect(settings_of(front, [url]), wait_s=None) as opened:
+        assert not opened.models
+        assert opened.problem.startswith(f"no lookup node is ready (lookup.nodes): {url}: UNAVAIL")
+        changed = threading.Event()
+        opened.watch(changed.set)
+        at = GrpcSettings(port=int(url.rsplit(":", 1)[1]))
+        again = Running(GrpcServer(at, state, ServerSettings(), OpenGuard()))
+        try:
+            until(changed.is_set)
+            assert list(opened.models) == ["clicks", "words"]
+            assert opened.problem == ""
+            assert opened.lookup("words", {"word": [3]}).vectors["word"][0, 0] == 3.0
+        finally:
+            again.stop(at_once=True)
+            again.join()
+
+
+def test_a_front_end_has_no_rows_of_its_own(front):
+    given = settings_of(front, ["127.0.0.1:1"])
+    with pytest.raises(ConfigError, match=r"server\.role is frontend: .*hps\.connect"):
+        hps.open({**given, "server": {"role": "frontend"}})
 
 
 def test_a_version_that_is_stated_needs_no_node_at_the_start(front):

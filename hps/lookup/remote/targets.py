@@ -1,19 +1,19 @@
-"""The lookup nodes that are asked: a channel to each, kept open."""
+"""A lookup node: a channel to it, kept open, and what is known of it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import grpc
 
-from hps.errors import TierError
+from hps.lookup.remote.addresses import Address
 from hps.v1 import lookup_pb2 as pb
 
 _SERVICE = "hps.v1.Lookup"
-_ASK_S = 1.0
-_OPTIONS = [
+_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     # A node that is back is to be asked again within a second.
@@ -24,6 +24,8 @@ _OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
+Standing = Literal["ready", "not ready", "unreachable"]
+
 
 class Certificates(NamedTuple):
     """What TLS takes, as PEM. Without ``roots``: the system's."""
@@ -33,23 +35,47 @@ class Certificates(NamedTuple):
     chain: bytes | None = None
 
 
+class Served(NamedTuple):
+    """A version of a model at a node: the digest of what it tells of it, and whether another one has taken
+    its place, so that it will not be answered for much longer."""
+
+    digest: int
+    former: bool
+
+
 class Target:
-    """One node. ``in_flight`` lookups are under way there. Any thread may call it."""
+    """One node. ``in_flight`` lookups are under way there. Any thread may call it; what is known of it is
+    written by one (`Nodes`), and read by all."""
 
     def __init__(
         self,
-        address: str,
+        at: Address,
         credentials: grpc.ChannelCredentials | None = None,
-        metadata: Sequence[tuple[str, str]] = (),
+        metadata: Callable[[], Sequence[tuple[str, str]]] = tuple,
     ) -> None:
-        self.address = address
+        """``metadata`` goes with every call."""
+        self.address, self.name = at
         self.in_flight = 0
+        self.standing: Standing = "unreachable"
+        self.problem = "not asked yet"
+        """Why it is not ready."""
+        self.models: Mapping[tuple[str, int], Served] = {}
+        """What it serves, by model and version, as it said last."""
+        self.answers: Counter[str] = Counter()
+        """Lookups it was asked, by how they ended: gRPC's name of the status."""
+        self.retries = 0
+        """Lookups that were sent to another node because this one failed."""
         self._lock = threading.Lock()
-        self._metadata = tuple(metadata)
+        self._metadata = metadata
+        options = list(_OPTIONS)
+        if self.name is not None:
+            options.append(("grpc.default_authority", self.name))
         if credentials is None:
-            self._channel = grpc.insecure_channel(address, _OPTIONS)
+            self._channel = grpc.insecure_channel(self.address, options)
         else:
-            self._channel = grpc.secure_channel(address, credentials, _OPTIONS)
+            if self.name is not None:
+                options.append(("grpc.ssl_target_name_override", self.name))
+            self._channel = grpc.secure_channel(self.address, credentials, options)
         self._lookup = self._channel.unary_unary(
             f"/{_SERVICE}/Lookup", response_deserializer=pb.LookupResponse.FromString
         )
@@ -58,58 +84,65 @@ class Target:
             pb.DescribeRequest.SerializeToString,
             pb.DescribeResponse.FromString,
         )
+        self._serving = self._channel.unary_unary(
+            f"/{_SERVICE}/Serving",
+            pb.ServingRequest.SerializeToString,
+            pb.ServingResponse.FromString,
+        )
 
     def start(
         self, message: bytes, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> Any:
         """A lookup begun, told of its trace by ``headers``; gRPC's future of a ``LookupResponse``. ValueError
         after ``close``."""
-        metadata = (*self._metadata, *(headers or {}).items())
+        metadata = (*self._metadata(), *(headers or {}).items())
         asked = self._lookup.future(message, timeout=timeout_s, metadata=metadata)
         with self._lock:
             self.in_flight += 1
         asked.add_done_callback(self._ended)
         return asked
 
-    def _ended(self, _asked: Any) -> None:
+    def _ended(self, asked: Any) -> None:
+        code = asked.code().name
         with self._lock:
             self.in_flight -= 1
+            self.answers[code] += 1
+
+    def passed_over(self) -> None:
+        """A lookup goes to another node because this one failed."""
+        with self._lock:
+            self.retries += 1
 
     def describe(self, model: str, version: int, timeout_s: float) -> Any:
         """The node's ``DescribeResponse``; raises ``grpc.RpcError``."""
         request = pb.DescribeRequest(model=model, version=version)
-        return self._describe(request, timeout=timeout_s, metadata=self._metadata)
+        return self._describe(request, timeout=timeout_s, metadata=tuple(self._metadata()))
+
+    def look(self, timeout_s: float) -> Any:
+        """Begin to ask what it serves; gRPC's future, to be given to `looked` when it is done. ValueError
+        after ``close``."""
+        metadata = tuple(self._metadata())
+        return self._serving.future(pb.ServingRequest(), timeout=timeout_s, metadata=metadata)
+
+    def looked(self, asked: Any) -> bool:
+        """Note what `look` found; whether anything has changed."""
+        before = self.standing, self.problem, self.models
+        if asked.code() is grpc.StatusCode.OK:
+            told = asked.result()
+            self.models = {
+                (each.model, each.version): Served(each.digest, each.former) for each in told.models
+            }
+            self.standing = "ready" if told.ready else "not ready"
+            self.problem = "" if told.ready else "it is starting or shutting down"
+        else:
+            # What it served last stays known: it may be this process that is slow.
+            self.standing = "unreachable"
+            self.problem = f"{asked.code().name}: {asked.details()}"
+        return before != (self.standing, self.problem, self.models)
+
+    def lacks(self, model: str, version: int) -> None:
+        """It does not serve that any more: not to be asked for it until it says otherwise."""
+        self.models = {of: each for of, each in self.models.items() if of != (model, version)}
 
     def close(self) -> None:
         self._channel.close()
-
-
-class Targets:
-    """All of them, for the lookups of several models. ``close`` once nobody asks any more."""
-
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        certificates: Certificates | None = None,
-        api_key: str | None = None,
-    ) -> None:
-        """Without ``certificates`` plain text is spoken."""
-        credentials = None
-        if certificates is not None:
-            credentials = grpc.ssl_channel_credentials(*certificates)
-        metadata = [] if api_key is None else [("x-api-key", api_key)]
-        self.all = [Target(address, credentials, metadata) for address in addresses]
-
-    def version_of(self, model: str) -> int:
-        """The version that the first node which answers serves. Raises ``TierError`` when none does."""
-        problems = []
-        for target in self.all:
-            try:
-                return int(target.describe(model, 0, _ASK_S).version)
-            except grpc.RpcError as error:
-                problems.append(f"{target.address}: {error.code().name}: {error.details()}")
-        raise TierError("remote", f"no node tells of model '{model}': {'; '.join(problems)}")
-
-    def close(self) -> None:
-        for target in self.all:
-            target.close()

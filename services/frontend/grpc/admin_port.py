@@ -1,4 +1,4 @@
-"""The admin port over gRPC: ``hps.v1.Updates`` and ``hps.v1.Admin``."""
+"""The admin port over gRPC: ``hps.v1.Admin`` and, where there are rows, ``hps.v1.Updates``."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ class AdminPort(GrpcPort):
     ) -> None:
         """``ConfigError`` when it cannot listen."""
         super().__init__("server.grpc.admin", at, state, settings)
-        services: dict[str, Service] = {
-            "Updates": UpdatesService(state),
-            "Admin": AdminService(state),
-        }
+        services: dict[str, Service] = {"Admin": AdminService(state)}
+        if settings.role != "frontend":
+            services["Updates"] = UpdatesService(state)
         found = pb.DESCRIPTOR.services_by_name
         self._listen(
             {

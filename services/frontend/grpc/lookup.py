@@ -41,6 +41,10 @@ from services.frontend.state import Entry, State
 from services.frontend.statistics import queued_ns
 
 SERVICE = "hps.v1.Lookup"
+_LOOKUP = ".lookup"
+
+Version = tuple[str, str]
+"""A model and one of its versions."""
 
 # Fields of LookupResponse and Vectors by their tags.
 _VECTORS = 0x32
@@ -48,9 +52,10 @@ _SOURCES, _VERSIONS, _VALUES = 0x22, 0x2A, 0x32
 
 
 class LookupService:
-    """Any number of threads may call it."""
+    """Any number of threads may call it. A version that is replaced while front ends ask for it by its number
+    is answered for on, until they have noticed (`models.linger_s`)."""
 
-    roles: Mapping[str, Role] = {"Describe": "read"}
+    roles: Mapping[str, Role] = {"Describe": "read", "Serving": "read"}
 
     def __init__(
         self, state: State, settings: ServerSettings, guard: Guard, pending: Pending
@@ -61,11 +66,44 @@ class LookupService:
         self._timeout_s = settings.request_timeout_ms / 1e3
         self._max_keys = settings.max_keys
         self._digests: dict[Entry, int] = {}
+        self._current: dict[Version, Entry] = {}
+        self._former: dict[Version, Entry] = {}
+        self._asked_by_version: set[Entry] = set()
         state.watch(self._describe_all)
 
     def _describe_all(self) -> None:
-        entries = self._state.entries.values()
+        lookups = [each for each in self._state.entries.values() if each.name.endswith(_LOOKUP)]
+        before, self._current = self._current, {_of(entry): entry for entry in lookups}
+        models = {model for model, _ in self._current}
+        replaced = {
+            of: entry
+            for of, entry in before.items()
+            if of not in self._current and of[0] in models and entry in self._asked_by_version
+        }
+        self._keep(
+            {of: each for of, each in self._former.items() if of not in self._current} | replaced
+        )
+        self._state.later(self._state.linger_s, lambda: self._let_go(replaced))
+
+    def _keep(self, former: dict[Version, Entry]) -> None:
+        self._former = former
+        entries = {*self._current.values(), *former.values()}
+        self._asked_by_version &= entries
         self._digests = {entry: self._described(entry).digest for entry in entries}
+
+    def _let_go(self, replaced: dict[Version, Entry]) -> None:
+        """Front ends have noticed by now that these have been replaced."""
+        gone = set(replaced.values())
+        self._keep({of: entry for of, entry in self._former.items() if entry not in gone})
+        replaced.clear()
+
+    def Serving(self, request: Any, context: grpc.ServicerContext) -> Any:
+        told = pb.ServingResponse(ready=self._state.ready)
+        for former, entries in ((False, self._current), (True, self._former)):
+            for (model, version), entry in entries.items():
+                digest = self._digest(entry)
+                told.models.add(model=model, version=int(version), digest=digest, former=former)
+        return told
 
     def Describe(self, request: Any, context: grpc.ServicerContext) -> Any:
         return self._described(self._entry(request))
@@ -132,7 +170,7 @@ class LookupService:
             queued = queued_ns(future)
             entry.statistics.succeeded(batch, started, parsed, inferred, done, queued)
             seconds = self._state.metrics.histogram(
-                m.REQUEST_SECONDS, "grpc", "lookup", entry.name, "OK"
+                m.REQUEST_SECONDS, "grpc", "lookup", entry.name, entry.version, "OK"
             )
             seconds.observe((done - started) * 1e-9)
             if asked.origin is not None:
@@ -156,7 +194,13 @@ class LookupService:
         self._state.observer.answered("grpc", asked.origin, entry.endpoint, call, result, *instants)
 
     def _entry(self, request: Any) -> Entry:
-        return self._state.entry(f"{request.model}.lookup", str(request.version or "") or None)
+        version = str(request.version or "") or None
+        if version is not None and (former := self._former.get((request.model, version))):
+            return former
+        entry = self._state.entry(request.model + _LOOKUP, version)
+        if version is not None:
+            self._asked_by_version.add(entry)
+        return entry
 
 
 def lookup_handlers(
@@ -167,6 +211,10 @@ def lookup_handlers(
         **handlers_of(pb.DESCRIPTOR.services_by_name["Lookup"], service, guard),
         "Lookup": grpc.unary_unary_rpc_method_handler(Direct(service.begin, arrivals)),
     }
+
+
+def _of(entry: Entry) -> Version:
+    return entry.served.name, entry.version
 
 
 def _parsed(message: bytes) -> Any:

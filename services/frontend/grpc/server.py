@@ -56,15 +56,14 @@ class GrpcServer(GrpcPort):
     ) -> None:
         """``ConfigError`` when it cannot listen. ``one_of_many``: other processes listen there too."""
         super().__init__("server.grpc", at, state, settings, one_of_many=one_of_many)
-        pending = Pending()
-        inference = Inference(state, settings, guard, pending)
-        lookups = LookupService(state, settings, guard, pending)
-        self._listen(
-            {
-                SERVICE: self._open_inference(inference, InferenceService(state, guard)),
-                LOOKUP: lookup_handlers(lookups, guard, self.arrivals),
-            }
-        )
+        pending, services = Pending(), {}
+        if settings.role != "lookup":
+            inference = Inference(state, settings, guard, pending)
+            services[SERVICE] = self._open_inference(inference, InferenceService(state, guard))
+        if settings.role != "frontend":
+            lookups = LookupService(state, settings, guard, pending)
+            services[LOOKUP] = lookup_handlers(lookups, guard, self.arrivals)
+        self._listen(services)
 
     def _open_inference(self, inference: Inference, service: InferenceService) -> Handlers:
         generated = _Generated()

@@ -14,6 +14,7 @@ from services.frontend.auth import Guard
 from services.frontend.http.admin import hot_keys_route, metrics_route, status_routes
 from services.frontend.http.api import install_errors
 from services.frontend.http.asgi import App, Receive, Scope, Send
+from services.frontend.http.checkpoints import checkpoint_route
 from services.frontend.http.head import request_id
 from services.frontend.http.infer import InferApp
 from services.frontend.http.logging import logging_routes
@@ -34,14 +35,16 @@ def data_app(state: State, settings: ServerSettings, guard: Guard) -> InferApp:
 
 
 def admin_app(state: State, settings: ServerSettings, guard: Guard) -> InferApp:
-    """All of the data port's answers, metrics, and ``/v1``."""
+    """All of the data port's answers, metrics, and ``/v1``; a front end has no rows or streams to tell of."""
     api = _api("hps admin", state, settings, guard, control=True)
     api.include_router(metrics_route(state))
     api.include_router(status_routes(state, guard))
-    api.include_router(hot_keys_route(state, guard))
     api.include_router(rows_routes(state, guard, settings.request_timeout_ms / 1e3))
-    api.include_router(row_writes(state, guard))
-    api.include_router(updates_routes(state, guard))
+    if settings.role != "frontend":
+        api.include_router(hot_keys_route(state, guard))
+        api.include_router(row_writes(state, guard))
+        api.include_router(updates_routes(state, guard))
+        api.include_router(checkpoint_route(state, guard))
     return InferApp(state, settings, guard, Contained(api))
 
 

@@ -1,7 +1,8 @@
 """A worker: a process that answers requests from the node's shared cache, started by `Supervisor`.
 
-``python -m services.frontend.workers.process NUMBER CONTROL HTTP``: which worker it is, and the numbers of
-two open files it inherits, its end of the channel to the node's process and its listening socket.
+``python -m services.frontend.workers.process NUMBER CONTROL [HTTP]``: which worker it is, and the numbers of
+open files it inherits, its end of the channel to the node's process and its listening socket, if it answers
+HTTP.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Worker(Process[OpenModels]):
     waits for the answer instead of being told that models are being loaded."""
 
     def __init__(
-        self, configuration: Configuration, http: socket.socket, *, replaces: bool = False
+        self, configuration: Configuration, http: socket.socket | None, *, replaces: bool = False
     ) -> None:
         self.state = State("worker", configuration.settings)
         super().__init__(configuration, self.state, None)
@@ -79,10 +80,11 @@ class Worker(Process[OpenModels]):
         return {}
 
     def _others(self) -> Mapping[str, Server]:
-        settings, app = self._settings, self._app("http")
-        tls = server_context(settings.http, "server.http")
-        http = HttpServer(app, self._http, settings.drain_s, tls)
-        servers: dict[str, Server] = {"http": http}
+        settings = self._settings
+        servers: dict[str, Server] = {}
+        if self._http is not None:
+            tls = server_context(settings.http, "server.http")
+            servers["http"] = HttpServer(self._app("http"), self._http, settings.drain_s, tls)
         if settings.grpc is not None:
             servers["grpc"] = GrpcServer(
                 settings.grpc, self.state, settings, self._guard, one_of_many=True
@@ -129,12 +131,13 @@ def _sums(attached: Attached) -> Mapping[str, Any] | None:
 
 def main() -> None:
     ask_for_short_slices()
-    number, control, http = map(int, sys.argv[1:])
+    number, control, *http = map(int, sys.argv[1:])
     channel = Answering(socket.socket(fileno=control), lambda: worker.alone())
     configuration, replaces = pickle.loads(channel.receive())
     logs.setup_for(configuration.settings.server, worker=number)
     try:
-        worker = Worker(configuration, socket.socket(fileno=http), replaces=replaces)
+        listener = socket.socket(fileno=http[0]) if http else None
+        worker = Worker(configuration, listener, replaces=replaces)
         worker.run(channel)
     except HpsError as error:
         log.error("%s", error)

@@ -28,15 +28,15 @@ _PATIENCE_S = 2.0
 
 
 class Supervised:
-    """Worker ``number``, whose connections come to ``listener``. ``broke`` is called, on a thread, when it
-    can't be started because something is wrong with its configuration. One that has been ready is replaced
-    however it ends, and tried again while it can't be."""
+    """Worker ``number``, whose connections come to ``listener``, if it answers HTTP. ``broke`` is called, on
+    a thread, when it can't be started because something is wrong with its configuration. One that has been
+    ready is replaced however it ends, and tried again while it can't be."""
 
     def __init__(
         self,
         number: int,
         configuration: Configuration,
-        listener: socket.socket,
+        listener: socket.socket | None,
         broke: Callable[[], None],
     ) -> None:
         self.number = number
@@ -188,7 +188,8 @@ class Supervised:
 
     def _start(self, channel: Asking, theirs: socket.socket) -> subprocess.Popen[bytes] | None:
         """The worker's process, with ``theirs`` for its end of the channel; None when told to stop."""
-        files = theirs.fileno(), self._listener.fileno()
+        http = [] if self._listener is None else [self._listener.fileno()]
+        files = [theirs.fileno(), *http]
         with self._lock:
             if self._stopping.is_set():
                 return None

@@ -27,8 +27,9 @@ class Supervisor:
     """Starts the workers and keeps as many. A `services.process.Server`: ``serve`` lasts until ``stop``, and
     then until what the workers have accepted is answered.
 
-    The sockets they listen at are made here, one for each, and stay open here: the kernel spreads
-    connections over them, and those that come while a worker is replaced wait for its successor.
+    The sockets they listen at for HTTP, if they do, are made here, one for each, and stay open here: the
+    kernel spreads connections over them, and those that come while a worker is replaced wait for its
+    successor.
     """
 
     def __init__(self, configuration: Configuration) -> None:
@@ -37,8 +38,10 @@ class Supervisor:
         self._drain_s = server.drain_delay_s + server.drain_s
         self._sockets = ExitStack()
         self.grpc_url: str | None = None
+        listeners: list[socket.socket | None] = [None] * server.workers
         try:
-            listeners = self._listen(server.http, server.workers)
+            if server.role != "lookup":
+                listeners[:] = self._listen(server.http, server.workers)
             if server.grpc is not None:
                 grpc = self._reserve(server.grpc)
                 self.grpc_url = f"{host_of(grpc.host)}:{grpc.port}"
@@ -46,7 +49,9 @@ class Supervisor:
         except ConfigError:
             self._sockets.close()
             raise
-        self.url = url_of(listeners[0], secured=server.http.tls is not None)
+        self.url = self.grpc_url or ""
+        if first := listeners[0]:
+            self.url = url_of(first, secured=server.http.tls is not None)
         settings = configuration.settings.model_copy(update={"server": server})
         told = replace(configuration, settings=settings, origins={})
         self.workers = [

@@ -13,11 +13,11 @@ from hps.config import load_config
 from hps.config.admission_settings import BatchingSettings
 from hps.config.auth import read_keys_file
 from hps.config.environment import VARIABLES
+from hps.config.lookup_settings import LookupSettings, LookupTlsSettings
 from hps.config.model_schema import ModelSpec
 from hps.config.problems import leaves
 from hps.config.ps_keys import KEYS
 from hps.config.reference import renewed, shown_key
-from hps.config.remote_settings import RemoteSettings, RemoteTlsSettings
 from hps.config.schema import Settings
 from hps.config.server_settings import ApiKey, GrpcAdminSettings
 from hps.config.shape import settings_of
@@ -137,16 +137,17 @@ def test_the_example_shows_every_setting_with_its_default() -> None:
     assert settings.models.serve is not None
     apart: Any = {
         "models": True,
-        "tiers": {"rocksdb": {"path"}, "redis": True, "remote": True},
+        "tiers": {"rocksdb": {"path"}, "redis": True},
+        "lookup": True,
         "updates": {"kafka", "directory"},
         "server": {"grpc": {"tls", "admin"}, "batching": True},
         "dense": {"triton"},
     }
     assert settings.model_dump(exclude=apart) == Settings().model_dump(exclude=apart)
     assert settings.tiers.redis == RedisSettings(tls=RedisTlsSettings())
-    assert settings.tiers.remote is not None
-    targets = settings.tiers.remote.targets
-    assert settings.tiers.remote == RemoteSettings(targets=targets, tls=RemoteTlsSettings())
+    nodes = settings.lookup.nodes
+    assert nodes
+    assert settings.lookup == LookupSettings(nodes=nodes, tls=LookupTlsSettings())
     assert settings.server.batching == BatchingSettings()
     assert settings.server.grpc is not None
     assert settings.server.grpc.admin == GrpcAdminSettings()

@@ -10,9 +10,9 @@ import grpc
 import numpy as np
 import pytest
 
-from hps.errors import BadRequest, DeadlineExceeded, HpsError, ModelError, TierError, Unavailable
+from hps.errors import BadRequest, DeadlineExceeded, HpsError, ModelError, Unavailable
 from hps.lookup.base import LookupModel
-from hps.lookup.remote import RemoteLookup, Targets
+from hps.lookup.remote import Candidates, Nodes, RemoteLookup, RetryBudget
 from hps.lookup.remote.messages import described
 from hps.lookup.remote.picking import LeastBusy
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, Source
@@ -41,12 +41,11 @@ def connect(small):
     closing = []
 
     def connect(*urls, model="ctr", described=None, api_key=None, **options):
-        targets = Targets(urls, None, api_key)
-        closing.append(targets)
-        found = described or model_of(small.node.models[model])
-        lookup = RemoteLookup(found, targets, **options)
-        closing.append(lookup)
-        return lookup
+        nodes = Nodes(urls, None, api_key)
+        closing.append(nodes)
+        candidates = Candidates(described or model_of(small.node.models[model]), nodes)
+        closing.append(candidates)
+        return RemoteLookup(candidates, **options)
 
     yield connect
     for each in reversed(closing):
@@ -56,6 +55,14 @@ def connect(small):
 @pytest.fixture
 def remote(serve, connect):
     return connect(serve().server.url)
+
+
+def problems(remote):
+    return remote._candidates.problems
+
+
+def nodes_of(remote):
+    return remote._candidates.nodes.all
 
 
 def left(*keys):
@@ -187,13 +194,13 @@ def test_a_node_that_was_away_at_the_start(small, connect):
     with running(small) as once:
         url = once.server.url
     remote = connect(url, model="words")
-    assert list(remote.problems) == [url]
+    assert list(problems(remote)) == [url]
     with pytest.raises(
         Unavailable, match=r"no lookup node serves model 'words' version 1: .*UNAVAIL"
     ):
         remote.lookup(left(1))
     with running(small, grpc={"port": int(url.rsplit(":", 1)[1])}):
-        until(lambda: not remote.problems)
+        until(lambda: not problems(remote))
         assert remote.lookup(left(1)).defaulted == 0
 
 
@@ -218,7 +225,7 @@ def test_too_many_under_way(serve, connect, small):
     small.store.gate.clear()
     request = LookupRequest({"item": JaggedKeys(np.array([15]), 1)})
     waiting = [remote.submit(request) for _ in range(2)]
-    with pytest.raises(Unavailable, match=r"2 lookups are under way .*tiers\.remote\.in_flight"):
+    with pytest.raises(Unavailable, match=r"2 lookups are under way .*lookup\.in_flight"):
         remote.submit(request)
     small.store.gate.set()
     assert [len(each.result().vectors["item"]) for each in waiting] == [1, 1]
@@ -231,7 +238,7 @@ def test_a_cancelled_lookup_is_given_up(remote, small):
     assert asked.cancel()
     with pytest.raises(CancelledError):
         asked.result()
-    until(lambda: not remote._targets.all[0].in_flight)
+    until(lambda: not nodes_of(remote)[0].in_flight)
 
 
 def test_another_model_yaml_is_refused(serve, connect, small):
@@ -262,10 +269,10 @@ def test_a_version_that_is_not_served_any_more(serve, connect, small):
     small.state.serve(small.node)
     with pytest.raises(Unavailable, match="version 1 is not found"):
         remote.lookup(left(1))
-    until(lambda: remote.problems)
+    until(lambda: problems(remote))
     small.node.models["words"] = served
     small.state.serve(small.node)
-    until(lambda: not remote.problems)
+    until(lambda: not problems(remote))
     assert remote.lookup(left(1)).vectors
 
 
@@ -287,7 +294,7 @@ def test_a_node_that_starts_again_with_another_model_yaml(small, connect, monkey
                 assert alone.lookup(left(1)).vectors["left"].tolist() == [row(1, 3)]
             except Unavailable as error:
                 refused.append(str(error))
-            return "same model.yaml" in alone.problems.get(url, "")
+            return "same model.yaml" in problems(alone).get(url, "")
 
         with running(other, grpc={"port": int(url.rsplit(":", 1)[1])}):
             until(is_told)
@@ -321,7 +328,7 @@ def test_a_picker_that_fails(serve, connect, place):
 
 def test_keys_of_callers(serve, connect, key_guard):
     url = serve(key_guard).server.url
-    assert "UNAUTHENTICATED" in connect(url, model="words").problems[url]
+    assert "UNAUTHENTICATED" in problems(connect(url, model="words"))[url]
     assert connect(url, model="words", api_key="r" * 16).lookup(left(1)).vectors
 
 
@@ -329,10 +336,12 @@ class Impostor(grpc.GenericRpcHandler):
     """Describes a model, and answers lookups of it with something else."""
 
     def __init__(self, described, answer):
-        self._described, self._answer = described, answer
+        serving = pb.ServingResponse(ready=True)
+        serving.models.add(model="words", version=1, digest=described.digest)
+        self._answers = {"Describe": described, "Lookup": answer, "Serving": serving}
 
     def service(self, details):
-        told = self._described if details.method.endswith("Describe") else self._answer
+        told = self._answers[details.method.rpartition("/")[2]].SerializeToString()
         return grpc.unary_unary_rpc_method_handler(lambda _request, _context: told)
 
 
@@ -345,7 +354,7 @@ def test_an_answer_that_does_not_fit_is_an_error(connect, small, given):
         right = {"name": "left", "datatype": "FP32", "dim": 3, "vectors": bytes(12)}
         answer.vectors.add(**{**right, **given})
     server = grpc.server(ThreadPoolExecutor(2))
-    handler = Impostor(told.SerializeToString(), answer.SerializeToString())
+    handler = Impostor(told, answer)
     server.add_generic_rpc_handlers((handler,))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -355,14 +364,6 @@ def test_an_answer_that_does_not_fit_is_an_error(connect, small, given):
             remote.lookup(left(1))
     finally:
         server.stop(None).wait()
-
-
-def test_nobody_tells_a_version(serve):
-    targets = Targets([serve().server.url])
-    assert targets.version_of("words") == 1
-    with pytest.raises(TierError, match=r"no node tells of model 'none': .*NOT_FOUND"):
-        targets.version_of("none")
-    targets.close()
 
 
 def test_many_at_a_time(serve, connect):
@@ -383,4 +384,90 @@ def test_many_at_a_time(serve, connect):
     for thread in threads:
         thread.join()
     assert not wrong
-    assert remote._targets.all[0].in_flight == 0
+    assert nodes_of(remote)[0].in_flight == 0
+
+
+@pytest.fixture
+def two(small):
+    """Two nodes with rows of their own, each with its port."""
+    other = support.make_small()
+    with contextlib.closing(other.node), running(small) as one, running(other) as two:
+        yield (small, one.server.url), (other, two.server.url)
+        small.store.gate.set()
+        other.store.gate.set()
+
+
+def test_a_node_that_hangs_is_passed_over(two, connect):
+    (first, _), (second, _) = two
+    for small in (first, second):
+        small.memory.insert = lambda *_args: None  # the store is asked each time
+    remote = connect(*[url for _, url in two], attempt_s=0.05)
+    request = LookupRequest({"item": JaggedKeys(np.array([15]), 1)}, time.monotonic() + 30)
+    for hangs in (first, second):
+        hangs.store.gate.clear()
+        for _ in range(2):  # whichever comes first
+            assert remote.lookup(request).vectors["item"].tolist() == [row(15, 2)]
+        hangs.store.gate.set()
+    assert sum(node.retries for node in nodes_of(remote)) >= 1
+
+
+def test_a_node_that_is_about_to_end_is_asked_when_there_is_no_other(two, connect):
+    (first, first_url), (second, second_url) = two
+    remote = connect(first_url, second_url, model="words")
+
+    def counted(small):
+        return small.state.entries["words.lookup"].statistics.success_count
+
+    first.state.phase = "stopping"
+    until(lambda: problems(remote).keys() == {first_url})
+    before = counted(first)
+    for key in range(6):
+        remote.lookup(left(key))
+    assert counted(first) == before
+    second.state.phase = "stopping"
+    until(lambda: problems(remote).keys() == {first_url, second_url})
+    assert remote.lookup(left(1)).vectors["left"].tolist() == [row(1, 3)]
+    assert "shutting down" in remote._candidates.nodes.problem
+
+
+def test_names_stand_for_nodes_that_come_and_go(small):
+    """One port, as replicas behind a name have it."""
+    known = {"name": ["127.0.0.1"]}
+
+    def resolve(host):
+        if not known[host]:
+            raise OSError(-2, "Name or service not known")
+        return known[host]
+
+    with running(small) as first:
+        port = int(first.server.url.rsplit(":", 1)[1])
+        nodes = Nodes([f"dns:///name:{port}"], resolve_s=0.01, resolve=resolve)
+        with contextlib.closing(nodes):
+            remote = RemoteLookup(Candidates(model_of(small.node.models["words"]), nodes))
+            assert remote.lookup(left(1)).vectors["left"].tolist() == [row(1, 3)]
+            with running(small, grpc={"host": "127.0.0.2", "port": port}):
+                known["name"] = ["127.0.0.1", "127.0.0.2"]
+                until(lambda: len(remote._candidates.ready) == 2)
+                assert [node.address for node in nodes.all] == [
+                    f"127.0.0.1:{port}",
+                    f"127.0.0.2:{port}",
+                ]
+                known["name"] = ["127.0.0.2"]
+                until(lambda: len(nodes.all) == 1)
+                assert remote.lookup(left(2)).vectors["left"].tolist() == [row(2, 3)]
+                known["name"] = []  # what was known of it stays
+                until(lambda: "Name or service not known" in str(nodes._addresses.problems))
+                assert remote.lookup(left(3)).vectors["left"].tolist() == [row(3, 3)]
+
+
+def test_retries_have_a_budget(small, connect):
+    with running(small) as one:
+        url = one.server.url
+    remote = connect("127.0.0.1:1", url, model="words", budget=RetryBudget(0))
+    assert nodes_of(remote)[0].standing == nodes_of(remote)[1].standing == "unreachable"
+    with running(small, grpc={"port": int(url.rsplit(":", 1)[1])}):
+        until(lambda: len(remote._candidates.ready) == 1)
+    # The node has gone again, without notice.
+    with pytest.raises(Unavailable):
+        remote.lookup(left(1))
+    assert sum(node.retries for node in nodes_of(remote)) == 0

@@ -24,7 +24,7 @@ from hps.client import Client
 from hps.dense.triton import TritonModel
 from hps.dense.triton.grpc import GrpcTransport
 from hps.lookup.base import LookupModel
-from hps.lookup.remote import RemoteLookup, Targets
+from hps.lookup.remote import Candidates, Nodes, RemoteLookup
 from hps.types import JaggedKeys, LookupRequest
 from services.frontend.observer import Observer
 from tests.support.waiting import until
@@ -185,9 +185,10 @@ def test_a_trace_goes_on_at_the_lookup_node(small, serve, spans):
     served = small.node.models["words"]
     model = LookupModel(served.name, served.version, served.tables, served.engine.features)
     with (
-        contextlib.closing(Targets([serve().server.url])) as targets,
-        contextlib.closing(RemoteLookup(model, targets)) as remote,
+        contextlib.closing(Nodes([serve().server.url])) as nodes,
+        contextlib.closing(Candidates(model, nodes)) as candidates,
     ):
+        remote = RemoteLookup(candidates)
         origin = small.state.observer.begin("words", time.perf_counter_ns(), "r-8", CALLER, "")
         keys = {"left": JaggedKeys(np.array([1, 12]), 2)}
         remote.lookup(LookupRequest(keys, origin=origin))

@@ -1,0 +1,64 @@
+"""Where lookup nodes are: addresses as they are configured, names of several looked up."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+_MANY = "dns:///"
+
+Resolve = Callable[[str], Sequence[str]]
+"""The addresses that a host's name stands for. Raises OSError."""
+
+
+class Address(NamedTuple):
+    """One node. ``name``: whose certificate it shows, where that is not what is connected to."""
+
+    address: str
+    name: str | None = None
+
+
+class Addresses:
+    """What `lookup.nodes` stands for at the moment: those of a name that can't be looked up now are what they
+    were. For one thread at a time."""
+
+    def __init__(self, nodes: Sequence[str], resolve: Resolve | None = None) -> None:
+        self._nodes = list(dict.fromkeys(nodes))
+        self._resolve = resolve or addresses_of
+        self._known: dict[str, list[Address]] = {}
+        self.problems: dict[str, str] = {}
+        """Why a name could not be looked up, by node."""
+
+    @property
+    def change(self) -> bool:
+        """Whether there are names to be looked up again."""
+        return any(node.startswith(_MANY) for node in self._nodes)
+
+    def now(self) -> list[Address]:
+        """All of them, each once. May wait for a name server."""
+        found: dict[str, Address] = {}
+        for node in self._nodes:
+            for each in self._many(node) if node.startswith(_MANY) else [Address(node)]:
+                found.setdefault(each.address, each)
+        return list(found.values())
+
+    def _many(self, node: str) -> list[Address]:
+        host, _, port = node.removeprefix(_MANY).rpartition(":")
+        try:
+            hosts = self._resolve(host.strip("[]"))
+        except OSError as error:
+            self.problems[node] = f"{host} can't be looked up: {error.strerror or error}"
+        else:
+            self.problems.pop(node, None)
+            self._known[node] = [
+                Address(f"[{at}]:{port}" if ":" in at else f"{at}:{port}", host)
+                for at in sorted(set(hosts))
+            ]
+        return self._known.get(node, [])
+
+
+def addresses_of(host: str) -> list[str]:
+    """By the system's resolver. Raises OSError."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return [str(sockaddr[0]) for *_, sockaddr in found]

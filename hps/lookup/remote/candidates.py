@@ -1,0 +1,111 @@
+"""The nodes that can be asked for one version of a model: those that serve it, and mean the same by it."""
+
+from __future__ import annotations
+
+import logging
+
+import grpc
+
+from hps.errors import ModelError
+from hps.lookup.base import LookupModel
+from hps.lookup.remote.messages import check_same
+from hps.lookup.remote.nodes import Nodes
+from hps.lookup.remote.targets import Target
+
+log = logging.getLogger(__name__)
+
+_DESCRIBE_S = 1.0
+_ORDER = {"ready": 0, "not ready": 1, "unreachable": 2}
+
+
+class Candidates:
+    """Of one model's version. Any thread may call it, until ``close``."""
+
+    def __init__(self, model: LookupModel, nodes: Nodes) -> None:
+        """Raises ``ModelError`` when nodes serve something else under the model's name and version, and none
+        what is meant here."""
+        self.model = model
+        self.nodes = nodes
+        self._of = model.name, model.version
+        # What nodes tell of the model is compared once, and known by its digest from then on: a node may
+        # start again with another model.yaml, unnoticed but for what its answers say.
+        self._same: frozenset[int] = frozenset()
+        self._different: dict[int, str] = {}
+        self.ready: tuple[Target, ...] = ()
+        """Those to choose among."""
+        self.others: tuple[Target, ...] = ()
+        """Those to be asked when there is none of these, in this order: about to end, or without an answer of
+        late, which may be this process's fault."""
+        self.compare()
+        if self._different and not self._same:
+            raise ModelError(next(iter(self._different.values())))
+        nodes.watch(self.compare)
+
+    def close(self) -> None:
+        """Follow the nodes no more."""
+        self.nodes.unwatch(self.compare)
+
+    def means_the_same(self, digest: int) -> bool:
+        """Whether an answer with this digest is of the version that is meant here."""
+        return digest in self._same
+
+    def lacks(self, target: Target) -> None:
+        """``target`` turned out not to serve the version, or something else under it."""
+        target.lacks(*self._of)
+        self._sort()
+        self.nodes.look()
+
+    def compare(self) -> None:
+        """Look at what nodes serve now; asks those that tell something new what it is."""
+        for target in self.nodes.all:
+            served = target.models.get(self._of)
+            if served is not None and not self._is_known(served.digest):
+                self._ask(target)
+        self._sort()
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """Why nodes are not asked, by their address."""
+        left_out = [target for target in self.nodes.all if target not in self.ready]
+        return {target.address: self._problem(target) for target in left_out}
+
+    def _problem(self, target: Target) -> str:
+        if target.standing != "ready":
+            return target.problem
+        served = target.models.get(self._of)
+        if served is None:
+            return "it serves " + (told_of(target, self.model.name) or "nothing of the model")
+        return self._different.get(
+            served.digest, "its model.yaml is being compared with the one here"
+        )
+
+    def _is_known(self, digest: int) -> bool:
+        return digest in self._same or digest in self._different
+
+    def _ask(self, target: Target) -> None:
+        try:
+            told = target.describe(*self._of, _DESCRIBE_S)
+            check_same(target.address, told, self.model)
+        except grpc.RpcError:
+            self.nodes.look(tell=True)  # to be asked again
+        except ModelError as error:
+            log.warning("lookup node %s is not asked: %s", target.address, error)
+            self._different = {**self._different, told.digest: str(error)}
+        else:
+            self._same |= {told.digest}
+
+    def _sort(self) -> None:
+        usable = []
+        for target in self.nodes.all:
+            served = target.models.get(self._of)
+            if served is not None and served.digest in self._same:
+                usable.append(target)
+        self.ready = tuple(target for target in usable if target.standing == "ready")
+        others = [target for target in usable if target.standing != "ready"]
+        self.others = tuple(sorted(others, key=lambda target: _ORDER[target.standing]))
+
+
+def told_of(target: Target, model: str) -> str:
+    """The versions of a model that a node serves, for a message; empty when it serves none."""
+    versions = [version for name, version in target.models if name == model]
+    return ", ".join(f"version {version}" for version in versions)
