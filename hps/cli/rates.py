@@ -94,6 +94,7 @@ def account(before: Reading, after: Reading) -> dict[str, Any]:
     it = Between(before, after)
     keys = it.rate(m.LOOKUP_KEYS)
     version = it.labels(m.BUILD_INFO, "version")
+    tiers = dict.fromkeys([*it.labels(m.TIER_AVAILABLE, "tier"), *it.labels(m.TIER_KEYS, "tier")])
     return {
         "version": version[0] if version else "",
         "ready": bool(max(it.now(m.READY), default=1.0)),
@@ -112,7 +113,7 @@ def account(before: Reading, after: Reading) -> dict[str, Any]:
             for model in it.labels(m.REQUEST_SECONDS + "_count", "model")
             if model
         ],
-        "tiers": [_tier(it, tier) for tier in it.labels(m.TIER_KEYS, "tier")],
+        "tiers": [_tier(it, tier) for tier in tiers],
     }
 
 

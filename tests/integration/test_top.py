@@ -23,8 +23,6 @@ def test_one_look_tells_of_those_that_are_there_and_of_those_that_are_not(
     small_server: Hps,
 ) -> None:
     url = f"http://{small_server.admin}"
-    with Client(f"http://{small_server.address}") as client:
-        client.lookup("words", {"word": [900, 901]})  # a tier is told of once it was asked
     result = CliRunner().invoke(app, ["top", url, NOBODY, "--interval", "0.1", "--json"])
     assert result.exit_code == 1
     there, away = json.loads(result.stdout)
