@@ -161,6 +161,10 @@ class Following:
         serve = {name: token for name, token in known.items() if token is not None}
         if serve != self._served:
             self.use({name: self._opened[token].served for name, token in serve.items()})
+            for name, token in serve.items():
+                if token != self._served.get(name):
+                    version = self._opened[token].served.version
+                    log.info("model %s: version %d is served", name, version)
             self._served = serve
 
     def _end(self, keep: set[str]) -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from hps.config import Settings
-from hps.errors import NotFound
+from hps.errors import NotFound, Unavailable
 from hps.metric_triton import TRITON
 from hps.metrics import Metrics
 from hps.open_models import OpenModels, ServedModel
@@ -165,6 +165,8 @@ class State(ServerState[OpenModels]):
         self.require_node()
         entry = self.entries.get(name)
         if entry is None:
+            if not self.entries and self.hindrance():
+                raise Unavailable(self.reason)
             raise NotFound(f"Request for unknown model: '{name}' is not found")
         if version not in (None, entry.version):
             raise NotFound(

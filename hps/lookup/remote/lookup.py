@@ -25,6 +25,7 @@ from hps.lookup.remote.call import Attempt, Call
 from hps.lookup.remote.candidates import Candidates
 from hps.lookup.remote.messages import decoded, encoded
 from hps.lookup.remote.picking import LeastBusy, Picker
+from hps.lookup.remote.targets import details_of
 from hps.lookup.traced import traced
 from hps.meters import LookupMeter
 from hps.metrics import Metrics
@@ -200,7 +201,7 @@ class RemoteLookup:
         if code is _Code.CANCELLED and call.answer.cancelled():
             return
         self._picker.answered(target, code, time.monotonic() - attempt.started)
-        details, elsewhere = asked.details(), code in _ELSEWHERE
+        details, elsewhere = details_of(asked), code in _ELSEWHERE
         if code is _Code.OK:
             response = asked.result()
             if self._candidates.means_the_same(response.digest):

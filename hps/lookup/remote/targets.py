@@ -43,6 +43,14 @@ class Served(NamedTuple):
     former: bool
 
 
+def details_of(asked: Any) -> str:
+    """What a call that failed says; gRPC takes many words to say that nobody listens."""
+    details = asked.details() or ""
+    if details.startswith("failed to connect to all addresses"):
+        return str(details.rpartition(": ")[2])
+    return str(details)
+
+
 class Target:
     """One node. ``in_flight`` lookups are under way there. Any thread may call it; what is known of it is
     written by one (`Nodes`), and read by all."""
@@ -137,7 +145,7 @@ class Target:
         else:
             # What it served last stays known: it may be this process that is slow.
             self.standing = "unreachable"
-            self.problem = f"{asked.code().name}: {asked.details()}"
+            self.problem = f"{asked.code().name}: {details_of(asked)}"
         return before != (self.standing, self.problem, self.models)
 
     def lacks(self, model: str, version: int) -> None:
