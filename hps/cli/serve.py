@@ -161,21 +161,21 @@ def processes(told: list[dict[str, Any]]) -> str:
 
 
 def show(report: dict[str, Any]) -> None:
-    show_tables(report["tables"][:SHOWN_TABLES])
-    if len(report["tables"]) > SHOWN_TABLES:
-        say(f"… and {len(report['tables']) - SHOWN_TABLES} more: hps tables")
-    say()
-    endpoints, rows = (
-        report["endpoints"],
-        ("lookups", f"asked of {', '.join(report['lookup_nodes'])}"),
-    )
-    if report["tiers"]:
-        rows = "tiers", f"{' > '.join(report['tiers'])}, database {report['database']}"
+    rows = "tiers", f"{' > '.join(report['tiers'])}, database {report['database']}"
+    if report["lookup_nodes"]:  # a front end
+        models, nodes = ", ".join(report["models"]), ", ".join(report["lookup_nodes"])
+        rows = "lookups", f"of {models} asked of {nodes}"
+    else:
+        show_tables(report["tables"][:SHOWN_TABLES])
+        if len(report["tables"]) > SHOWN_TABLES:
+            say(f"… and {len(report['tables']) - SHOWN_TABLES} more: hps tables")
+        say()
+    endpoints, requests = report["endpoints"], "lookups of front ends, by gRPC"
+    if "http" in endpoints:
+        requests = f"{endpoints['http']}  (Open Inference Protocol)"
     locked = "API keys" if report["auth"] == "api_key" else "none asked for"
     facts = [
-        ("requests", f"{endpoints['http']}  (Open Inference Protocol)")
-        if "http" in endpoints
-        else ("requests", "lookups of front ends, by gRPC"),
+        ("requests", requests),
         ("gRPC", endpoints.get("grpc", "off")),
         ("admin", f"{endpoints['admin']}  (/docs, /metrics, /v1/status)"),
         rows,
