@@ -141,11 +141,8 @@ def is_loopback(host: str) -> bool:
     return (mapped or address).is_loopback
 
 
-def shared_memory(on: bool, grpc: bool, workers: int) -> list[Finding]:
-    """Regions are registered with one process, and used by the calls that come to it, over gRPC."""
-    if on and not grpc:
-        message = "acts over gRPC alone, found with grpc: null"
-        return [Finding(("shared_memory",), message, (("grpc",),))]
+def shared_memory(on: bool, workers: int) -> list[Finding]:
+    """Regions are registered with one process, and used by the requests that come to it."""
     if on and workers > 1:
         message = (
             f"can't be used with {workers} workers: what is registered with one is unknown to the others; "

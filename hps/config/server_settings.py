@@ -102,7 +102,7 @@ class ServerSettings(Strict):
     max_keys: int = Field(4_000_000, ge=1)
     """Most keys in one request; more get 413, over gRPC INVALID_ARGUMENT."""
     shared_memory: bool = False
-    """Callers on this machine may have tensors in its `/dev/shm` instead of in messages, over gRPC."""
+    """Callers on this machine may have tensors in its `/dev/shm` instead of in messages."""
     request_timeout_ms: float = Field(10_000.0, gt=0)
     """Deadline of a request that brings none."""
     admission: AdmissionSettings = AdmissionSettings()
@@ -136,7 +136,7 @@ class ServerSettings(Strict):
             )
             if at is not None
         }
-        shared = checks.shared_memory(self.shared_memory, self.grpc is not None, self.workers)
+        shared = checks.shared_memory(self.shared_memory, self.workers)
         return self.consistent(checks.ports(listeners) + shared)
 
 

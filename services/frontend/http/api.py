@@ -54,6 +54,7 @@ def takes(schema: str) -> dict[str, Any]:
 
 _MEANING = {
     400: "The request is at fault.",
+    403: "Not for callers like this one.",
     404: "No such model, version or table.",
     413: "The body is too large.",
     501: "Part of the protocol, but not offered here.",

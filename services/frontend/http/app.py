@@ -21,6 +21,7 @@ from services.frontend.http.logging import logging_routes
 from services.frontend.http.openapi import document
 from services.frontend.http.protocol import health_routes, model_routes, repository_routes
 from services.frontend.http.rows import row_writes, rows_routes
+from services.frontend.http.shared_memory import shared_memory_routes
 from services.frontend.http.updates import updates_routes
 from services.frontend.state import State
 
@@ -54,6 +55,7 @@ def _api(
     api = bare_api(title, _ABOUT, settings, guard)
     api.include_router(health_routes(state))
     api.include_router(model_routes(state, guard, control=control))
+    api.include_router(shared_memory_routes(state, guard))
     api.include_router(repository_routes(state, guard, control=control))
     api.include_router(logging_routes(state, guard))
     return api

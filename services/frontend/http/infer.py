@@ -85,7 +85,7 @@ class InferApp:
             if (coding := head.headers.get(b"content-encoding")) is not None:
                 body = await decompress(body, coding.decode("latin-1"), self._max_body, room)
             arrived = perf_counter_ns()  # what the client took to send is not ours
-            inference = Inference(self, head, body, arrived, client)
+            inference = Inference(self, head, body, arrived, peer, client)
         except (Exception, asyncio.CancelledError) as error:
             self.leave(client, error)
             coming = not admitted or (body is None and _is_unread(error))
@@ -129,10 +129,10 @@ class InferApp:
         started = perf_counter_ns()
         caller = self._guard.check(head.headers, "read", peer.certificate)
         if self._clients is None:
-            return Inference(self, head, body, started)
+            return Inference(self, head, body, started, peer)
         client = self._enter(caller, peer)
         try:
-            return Inference(self, head, body, started, client)
+            return Inference(self, head, body, started, peer, client)
         except BaseException:
             if client is not None:
                 self._clients.undo(client)
@@ -167,7 +167,7 @@ class InferApp:
         """One more request of a client begins: who it is, None where that does not matter."""
         if self._clients is None:
             return None
-        client = caller or (peer.address[0] if peer.address else "")
+        client = caller or peer.host
         self._clients.enter(client)
         return client
 

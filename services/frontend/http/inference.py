@@ -18,6 +18,7 @@ from services.frontend.statistics import queued_ns
 
 if TYPE_CHECKING:
     from services.frontend.http.infer import InferApp
+    from services.frontend.http.peer import Peer
 
 
 class Inference:
@@ -38,7 +39,13 @@ class Inference:
     )
 
     def __init__(
-        self, app: InferApp, head: Head, body: bytes, started: int, client: str | None = None
+        self,
+        app: InferApp,
+        head: Head,
+        body: bytes,
+        started: int,
+        peer: Peer,
+        client: str | None = None,
     ) -> None:
         """Raises what is wrong with the request. ``client``: who is to leave when it is answered."""
         self._app = app
@@ -56,6 +63,10 @@ class Inference:
             call = route.parser.raw(body, route.entry.endpoint.raw_input)
         else:
             call = route.parser.parse(body, size)
+        if (elsewhere := call.form.elsewhere) is not None:
+            if route.entry.endpoint.is_busy:
+                route.entry.endpoint.require_room(elsewhere.size)
+            call.inputs.update(app.state.regions.take(elsewhere, peer.host))
         self._call = call
         self._parsed = perf_counter_ns()
         observer = app.state.observer
@@ -126,6 +137,8 @@ class Inference:
         route = head.route
         assert route is not None
         outputs = route.entry.endpoint.outputs(call, result)
+        if (elsewhere := call.form.elsewhere) is not None:
+            self._state.regions.put(outputs, elsewhere.outputs)
         freshness = route.entry.freshness
         stale_s = freshness.flag() if freshness.stale_s else result.stale_s
         reply = route.encoder.encode(call.form, result.defaulted, result.degraded, stale_s, outputs)

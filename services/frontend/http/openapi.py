@@ -136,6 +136,21 @@ SCHEMAS: dict[str, Any] = {
     "UpdatesSeek": _object(
         ["topic", "partition", "offset"], topic=_TEXT, partition=_COUNT, offset=_COUNT, group=_TEXT
     ),
+    "Checkpoint": _object(
+        ["checkpoint", "seconds"], checkpoint=_TEXT, seconds={"type": "number", "minimum": 0}
+    ),
+    "CheckpointKeep": _object([], keep={"type": "integer", "minimum": 1}),
+    "Nothing": _object([]),
+    "Region": _object(["key", "byte_size"], key=_TEXT, offset=_COUNT, byte_size=_COUNT),
+    "Regions": _list(
+        _object(
+            ["name", "key", "offset", "byte_size"],
+            name=_TEXT,
+            key=_TEXT,
+            offset=_COUNT,
+            byte_size=_COUNT,
+        )
+    ),
     "ModelLoad": _object([], parameters=_object([], version=_COUNT)),
     "ModelLoaded": _object(["name", "version"], name=_TEXT, version=_TEXT, warning=_TEXT),
     "ModelUnload": _object([], parameters={"type": "object"}),

@@ -24,6 +24,11 @@ class Peer:
         self._transport = transport
         self._names: Collection[str] | None = None
 
+    @property
+    def host(self) -> str:
+        """Its IP address, empty where that is not known."""
+        return self.address[0] if self.address else ""
+
     def certificate(self) -> Collection[str]:
         """What its certificate names, if it has shown one, which was verified then."""
         if self._names is None:

@@ -48,7 +48,8 @@ def model_routes(state: State, guard: Guard, *, control: bool) -> APIRouter:
     @router.get("/v2/", include_in_schema=False)
     async def metadata() -> Response:
         """The server's name, version and the protocol extensions it has."""
-        return Json(server_metadata(__version__, control=control))
+        on = state.regions.on
+        return Json(server_metadata(__version__, control=control, shared_memory=on))
 
     @router.get("/v2/models", responses=answers("ModelNames", [503]))
     async def models() -> Response:
@@ -180,7 +181,6 @@ def _parameters(body: dict[str, Any]) -> dict[str, Any]:
 _UNSUPPORTED = (
     "/v2/repository/{repository}/index",
     "/v2/repository/{repository}/models/{model}/{verb}",
-    "/v2/systemsharedmemory/{rest:path}",
     "/v2/cudasharedmemory/{rest:path}",
     "/v2/trace/setting",
     "/v2/models/{model}/trace/setting",

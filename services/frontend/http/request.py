@@ -24,10 +24,12 @@ from services.frontend import faults
 from services.frontend.call import Call, Form
 from services.frontend.datatypes import InputRule, numbers
 from services.frontend.http.request_faults import explain
+from services.frontend.places import PARAMETERS, Elsewhere, place_of, require_size
 
 _EMPTY: dict[str, Any] = {}
-# Parameters of outputs: extensions that are not offered.
-_REFUSED = frozenset({"classification", "shared_memory_region"})
+# Parameters of outputs: an extension that is not offered.
+_REFUSED = frozenset({"classification"})
+_PLACES = frozenset(PARAMETERS)
 # What a damaged request may raise on the fast path.
 _FAULTS = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
 # Forms that are kept per model; longer headers are not worth their memory.
@@ -47,8 +49,8 @@ class _Raw(NamedTuple):
 @dataclass(slots=True)
 class JsonForm(Form):
     """What a JSON header says. ``given`` are the elements of inputs with JSON data, ``raw`` the inputs that
-    follow in ``raw_size`` bytes. ``binary``: whether outputs go out as binary, by the name of those of which
-    that was said, and of the others.
+    follow in ``raw_size`` bytes; the others are ``elsewhere``. ``binary``: whether outputs go out as binary,
+    by the name of those of which that was said, and of the others.
 
     ``heads`` are the heads of answers that ``response.Encoder`` has written for a form that is kept.
     """
@@ -104,9 +106,15 @@ class Parser:
             raise explain(body, header_size, self._model, self._rules, error) from None
 
     def _read(self, text: bytes) -> JsonForm:
-        form = _form(orjson.loads(text), self._rules)
+        form = _form(orjson.loads(text), self._rules, self._model)
         keys = sum(data.size for n, data in form.given.items() if self._rules[n].is_keys)
         keys += sum(raw.elements for raw in form.raw if self._rules[raw.name].is_keys)
+        if form.elsewhere is not None:
+            keys += sum(
+                place.size // dtype.itemsize
+                for n, (place, dtype) in form.elsewhere.inputs.items()
+                if self._rules[n].is_keys
+            )
         if keys > self._max_keys:
             raise faults.too_many_keys(keys, self._max_keys)
         return form
@@ -136,8 +144,8 @@ class Parser:
         return JsonCall(form, {name: np.frombuffer(body, dtype)})
 
 
-def _form(header: dict[str, Any], rules: Mapping[str, InputRule]) -> JsonForm:
-    form = JsonForm()
+def _form(header: dict[str, Any], rules: Mapping[str, InputRule], model: str) -> JsonForm:
+    form, elsewhere = JsonForm(), Elsewhere()
     offset = 0
     for item in header["inputs"]:
         name = item["name"]
@@ -156,16 +164,24 @@ def _form(header: dict[str, Any], rules: Mapping[str, InputRule]) -> JsonForm:
         parameters = item.get("parameters")
         size = None if parameters is None else parameters.get("binary_data_size")
         if size is None:
-            if parameters is not None and "shared_memory_region" in parameters:
-                raise ValueError("parameters")
+            if parameters is not None and not _PLACES.isdisjoint(parameters):
+                if "data" in item:
+                    raise ValueError("data")
+                place = place_of(name, parameters)
+                require_size(name, place, count * dtype.itemsize, model)
+                elsewhere.inputs[name] = place, dtype
+                continue
             form.given[name] = numbers(item["data"], dtype, count)
             continue
-        if size != count * dtype.itemsize or "data" in item:
+        if size != count * dtype.itemsize or "data" in item or not _PLACES.isdisjoint(parameters):
             raise ValueError("binary_data_size")
         form.raw.append(_Raw(name, dtype, count, offset, offset % dtype.itemsize == 0))
         offset += count * dtype.itemsize
     form.raw_size = offset
-    return _with_options(form, header)
+    _with_options(form, header, elsewhere)
+    if elsewhere.inputs or elsewhere.outputs:
+        form.elsewhere = elsewhere
+    return form
 
 
 def _call(form: JsonForm, raw: bytes) -> JsonCall:
@@ -179,7 +195,7 @@ def _call(form: JsonForm, raw: bytes) -> JsonCall:
     return JsonCall(form, inputs, form.id)
 
 
-def _with_options(form: JsonForm, header: dict[str, Any]) -> JsonForm:
+def _with_options(form: JsonForm, header: dict[str, Any], elsewhere: Elsewhere) -> None:
     """Fill in what stands beside the inputs: id, parameters, requested outputs."""
     if "id" in header:
         form.id = header["id"]
@@ -208,8 +224,11 @@ def _with_options(form: JsonForm, header: dict[str, Any]) -> JsonForm:
             binary = parameters.get("binary_data", form.others_binary)
             if type(binary) is not bool or not _REFUSED.isdisjoint(parameters):
                 raise ValueError("outputs")
-            form.binary[item["name"]] = binary
+            name = item["name"]
+            if not _PLACES.isdisjoint(parameters):
+                elsewhere.outputs[name] = place_of(name, parameters)
+                binary = True
+            form.binary[name] = binary
         if len(form.binary) != len(wanted):
             raise ValueError("duplicate output")
         form.outputs = tuple(form.binary)
-    return form

@@ -16,6 +16,9 @@ from hps.errors import BadRequest
 from services.frontend import faults
 from services.frontend.datatypes import BINARY_ONLY, InputRule, flat, numbers
 from services.frontend.errors import shown
+from services.frontend.places import PARAMETERS, place_of, require_size
+
+_PLACES = frozenset(PARAMETERS)
 
 
 def explain(
@@ -92,8 +95,13 @@ def _input(
     if parameters is not None and not isinstance(parameters, dict):
         raise BadRequest(f"the parameters of input '{name}' must be an object")
     parameters = {} if parameters is None else parameters
-    if "shared_memory_region" in parameters:
-        raise _shared_memory(name)
+    if not _PLACES.isdisjoint(parameters):
+        if "data" in item or parameters.get("binary_data_size") is not None:
+            raise BadRequest(
+                f"input '{name}' has both data and a place in shared memory; send one of them"
+            )
+        require_size(name, place_of(name, parameters), count * dtype.itemsize, model)
+        return offset
     if "binary_data_size" not in parameters or parameters["binary_data_size"] is None:
         _data(item, name, item["datatype"], dtype, count)
         return offset
@@ -209,12 +217,5 @@ def _outputs(wanted: Any) -> None:
             raise BadRequest(f"parameter 'binary_data' of output '{name}' must be true or false")
         if "classification" in parameters:
             raise faults.classification(name)
-        if "shared_memory_region" in parameters:
-            raise _shared_memory(name)
-
-
-def _shared_memory(name: str) -> BadRequest:
-    return BadRequest(
-        f"'{name}': shared memory is not offered over HTTP; send the data itself, or ask over gRPC "
-        "(server.shared_memory)"
-    )
+        if not _PLACES.isdisjoint(parameters):
+            place_of(name, parameters)

@@ -64,15 +64,16 @@ class Encoder:
         outputs: Sequence[Output],
     ) -> Reply:
         """The answer with ``outputs`` to a request of ``form``, whose outputs differ in shape alone: what was
-        written before them for the same shapes is used again, while all of them are binary."""
+        written before them for the same shapes is used again, while all of them are binary. Of those that
+        the form has elsewhere, it is told where they are."""
         key = (defaulted, degraded, stale_s, *[array.shape for _, array in outputs])
         kept = form.heads.get(key)
         if kept is not None:
             headers, lines, text, size = kept
-            return Reply(headers, lines, [text, *_filled(outputs)], size)
+            return Reply(headers, lines, [text, *_filled(outputs, form)], size)
         text = self._describe(form, defaulted, degraded, stale_s, outputs)
         binary = [output for output in outputs if form.is_binary(output[0])]
-        arrays = _filled(binary)
+        arrays = _filled(binary, form)
         headers, size = [_TEXT], len(text) + sum(array.nbytes for array in arrays)
         if arrays:
             headers = [_OCTETS, (b"inference-header-content-length", b"%d" % len(text))]
@@ -103,11 +104,14 @@ class Encoder:
         }
         if stale_s:
             parameters["hps_stale_s"] = stale_s
+        places = {} if form.elsewhere is None else form.elsewhere.outputs
         described = []
         for name, array in outputs:
             datatype = DATATYPE_OF[array.dtype.num]
             tensor: dict[str, Any] = {"name": name, "datatype": datatype, "shape": array.shape}
-            if form.is_binary(name):
+            if name in places:
+                tensor["parameters"] = places[name]._replace(size=array.nbytes).parameters
+            elif form.is_binary(name):
                 tensor["parameters"] = {"binary_data_size": array.nbytes}
             else:
                 tensor["data"] = _data(name, datatype, array, parameters)
@@ -120,8 +124,10 @@ class Encoder:
         return orjson.dumps(header, option=_JSON)
 
 
-def _filled(outputs: Sequence[Output]) -> list[NDArray[Any]]:
-    """The arrays of those that have elements, C-contiguous."""
+def _filled(outputs: Sequence[Output], form: JsonForm) -> list[NDArray[Any]]:
+    """The arrays that have elements and are sent, C-contiguous."""
+    if form.elsewhere is not None:
+        outputs = [output for output in outputs if output[0] not in form.elsewhere.outputs]
     return [
         array if array.flags.c_contiguous else np.ascontiguousarray(array)
         for _, array in outputs

@@ -110,10 +110,6 @@ LINE = [
         ":2: server.shared_memory: can't be used with 2 workers",
     ),
     (
-        "server:\n  shared_memory: true\n  grpc: null",
-        ":2: server.shared_memory: acts over gRPC alone, found with grpc: null",
-    ),
-    (
         "auth: {mode: of}",
         ":1: auth.mode: expected off, api_key or null, found \"of\"; did you mean 'off'?",
     ),

@@ -100,7 +100,6 @@ def test_an_index_request_that_is_too_large(data, call):
         ("POST", "/v2/repository/models/words/load"),
         ("POST", "/v2/repository/models/words/unload"),
         ("POST", "/v2/repository/mine/index"),
-        ("GET", "/v2/systemsharedmemory/status"),
         ("POST", "/v2/cudasharedmemory/region/x/unregister"),
         ("POST", "/v2/trace/setting"),
         ("POST", "/v2/models/words/generate"),

@@ -194,17 +194,25 @@ FAULTS = {
     "below uint8": (dumps(tensor(datatype="UINT8", data=[-1, 1])), "beyond the range of UINT8"),
     "beyond float32": (dumps(tensor("FP32", "FP32", data=[1e39, 1])), "beyond the range of FP32"),
     "FP16": (dumps(tensor("FP16", "FP16", data=[1, 1])), "FP16 can only be sent in binary form"),
-    "shared memory": (
+    "shared memory without a size": (
         dumps(tensor(data=None, shared_memory_region="x")),
-        "shared memory is not offered over HTTP",
+        "'shared_memory_byte_size' and 'shared_memory_offset' whole numbers",
+    ),
+    "shared memory of another size": (
+        dumps(tensor(data=None, shared_memory_region="x", shared_memory_byte_size=15)),
+        "Expected 16, got 15",
     ),
     "shared memory and data": (
-        dumps(tensor(data=[1, 2], shared_memory_region="x")),
-        "shared memory is not offered over HTTP",
+        dumps(tensor(data=[1, 2], shared_memory_region="x", shared_memory_byte_size=16)),
+        "both data and a place in shared memory",
+    ),
+    "shared memory and binary data": (
+        dumps(tensor(data=None, shared_memory_region="x", binary_data_size=16)),
+        "both data and a place in shared memory",
     ),
     "shared memory for an output": (
         dumps(tensor(), outputs=[{"name": "a", "parameters": {"shared_memory_region": "x"}}]),
-        "'a': shared memory is not offered over HTTP",
+        "'a': 'shared_memory_region' must be a string",
     ),
     "tensor parameters": (dumps(tensor() | {"parameters": []}), "must be an object"),
     "id": (dumps(tensor(), id=1), "'id' must be a string"),

@@ -1,0 +1,58 @@
+"""Memory shared with clients on this machine, as Triton's system shared memory extension registers it."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from hps.errors import BadRequest, Unsupported
+from services.frontend.auth import Guard
+from services.frontend.http.api import Json, answers, json_body, needs, takes
+from services.frontend.http.peer import peer_of
+from services.frontend.state import State
+
+_ALL = "/v2/systemsharedmemory"
+_ONE = "/v2/systemsharedmemory/region/{region}"
+
+
+def shared_memory_routes(state: State, guard: Guard) -> APIRouter:
+    """What `services.frontend.shared_memory.Regions` can be told and asked."""
+    router = APIRouter(tags=["shared memory"], dependencies=needs(guard, "read"))
+    errors = [400, 403, 404, 501]
+
+    @router.get(f"{_ALL}/status", responses=answers("Regions", [403, 501]))
+    @router.get(f"{_ONE}/status", responses=answers("Regions", errors))
+    async def status(request: Request, region: str = "") -> Response:
+        """A region that is registered, or all."""
+        return Json(state.regions.status(region, peer_of(request.scope).host))
+
+    @router.post(
+        f"{_ONE}/register", responses=answers("Nothing", errors), openapi_extra=takes("Region")
+    )
+    async def register(request: Request, region: str) -> Response:
+        """Have ``byte_size`` bytes from ``offset`` of ``/dev/shm/<key>`` known by a name."""
+        given = await json_body(request)
+        key, size, offset = given.get("key"), given.get("byte_size"), given.get("offset", 0)
+        if type(key) is not str or type(size) is not int or type(offset) is not int:
+            raise BadRequest(
+                "to register shared memory takes its 'key', a string, 'byte_size' and 'offset', whole "
+                "numbers; the last may be left out"
+            )
+        state.regions.register(region, key, offset, size, peer_of(request.scope).host)
+        return Json({})
+
+    @router.post(f"{_ALL}/unregister", responses=answers("Nothing", [403, 501]))
+    @router.post(f"{_ONE}/unregister", responses=answers("Nothing", [403, 501]))
+    def unregister(request: Request, region: str = "") -> Response:
+        """Forget a region, or all. Once it is answered nothing is written there any more."""
+        state.regions.unregister(region, peer_of(request.scope).host)
+        return Json({})
+
+    @router.post("/v2/cudasharedmemory/unregister", include_in_schema=False)
+    async def unregister_cuda() -> Response:
+        """perf_analyzer unregisters all regions, whatever kind it means to use: there are none here."""
+        if not state.regions.on:
+            raise Unsupported("POST /v2/cudasharedmemory/unregister is not offered")
+        return Json({})
+
+    return router
