@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE_SOURCES := pyproject.toml $(shell find hps/native -name '*.?pp' -o -name CMakeLists.txt)
 
-.PHONY: help setup demo test test-gpu test-services test-compose check check-native check-aarch64 soak format proto bench bench-peers lock clean
+.PHONY: help setup demo test test-gpu test-services test-compose test-kube check check-deploy check-native check-aarch64 soak format proto bench bench-peers lock clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -3
@@ -76,8 +76,20 @@ check-aarch64: setup
 # What the tests use beside the product. What can't be had here is named and its tests skip; in
 # continuous integration (CI is set) they fail.
 test-services: setup
-	@for part in perf_analyzer kafka triton kserve; do $(BIN)/python -m benchmarks.peers $$part || echo "Its tests will be skipped."; done
+	@for part in perf_analyzer kafka triton kserve $(CHART_TOOLS); do $(BIN)/python -m benchmarks.peers $$part || echo "Its tests will be skipped."; done
 	@for tool in redis-server openssl curl; do command -v $$tool >/dev/null || tools/install $$tool || echo "Its tests will be skipped."; done
+
+# What deploys the product, as far as no server is needed: Dockerfile, compose file and chart, alerts and dashboards.
+CHART_TOOLS := kubernetes_schemas kubeconform helm
+check-deploy: setup
+	@for part in $(CHART_TOOLS); do $(BIN)/python -m benchmarks.peers $$part || exit 1; done
+	@$(BIN)/python -m pytest tests/deploy
+
+# The chart installed, upgraded, rolled back and removed on a Kubernetes API server, which is compiled for it once.
+test-kube: setup
+	@command -v etcd >/dev/null || tools/install etcd-server
+	@for part in $(CHART_TOOLS) kube-apiserver; do $(BIN)/python -m benchmarks.peers $$part || exit 1; done
+	@HPS_KUBE=1 $(BIN)/python -m pytest -rs -m kube tests/deploy
 
 # The image and docker-compose.yml, really built and run, in containers by podman: as root, on Debian or Ubuntu.
 test-compose: setup

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,6 +41,12 @@ class Control(Protocol):
     def unload(self, name: str) -> None: ...
 
 
+class Checkpoints(Protocol):
+    """Copies of a database, kept in a folder: `hps.tiers.rocksdb.kept.Checkpoints`."""
+
+    def add(self, keep: int) -> Path: ...
+
+
 @dataclass(slots=True, repr=False, kw_only=True)
 class Node(OpenModels):
     """What ``hps.open`` returns. Any number of threads may call it until ``close``; a process that was
@@ -52,6 +59,8 @@ class Node(OpenModels):
     socket: NodeServer | None = None
     """By which other processes attach; None where `server.runtime` is not set."""
     control: Control | None = None
+    checkpoints: Checkpoints | None = None
+    """Of its RocksDB; None where `tiers.rocksdb.checkpoints` is not set."""
     _turn: Iterator[int] = field(default_factory=count)
 
     def lookup_on_device(
@@ -104,6 +113,18 @@ class Node(OpenModels):
     def unload(self, model: str) -> None:
         """Serve a model no more; requests under way are answered."""
         self._controlled().unload(model)
+
+    def checkpoint(self, keep: int = 1) -> Path:
+        """Copy the RocksDB, one moment of all its tables, to a folder below `tiers.rocksdb.checkpoints` named
+        by the time, while it is served; then remove all but the newest ``keep`` there. Returns the folder.
+        Raises ``BadRequest``, ``Unsupported``, ``Unavailable`` or ``TierError``."""
+        if keep < 1:
+            raise BadRequest(f"keep is {keep}; it must be 1 or more")
+        if self.checkpoints is None:
+            raise Unsupported(
+                "this node makes no checkpoints; tiers.rocksdb.checkpoints names no folder"
+            )
+        return self.checkpoints.add(keep)
 
     def _warnings_of_loads(self) -> list[str]:
         said = {} if self.control is None else self.control.warnings

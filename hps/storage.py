@@ -42,7 +42,7 @@ from hps.workers import Again
 if TYPE_CHECKING:
     from hps.tiers.redis import RedisTier
     from hps.tiers.redis.tables import Usage
-    from hps.tiers.rocksdb import RocksDbTier
+    from hps.tiers.rocksdb import Checkpoints, RocksDbTier
 
 log = logging.getLogger(__name__)
 # How old what is reported of Redis may be.
@@ -122,6 +122,16 @@ class Stores:
     def tables(self) -> list[EmbeddingTable]:
         """All that may be asked for: from `add` on, until they `leave`."""
         return list(self._files)
+
+    @property
+    def checkpoints(self) -> Checkpoints | None:
+        """Of RocksDB, where the settings name a folder for them."""
+        folder = self._settings.tiers.rocksdb.checkpoints
+        if self._rocksdb is None or folder is None:
+            return None
+        from hps.tiers.rocksdb import Checkpoints
+
+        return Checkpoints(folder, self._rocksdb.path, self._rocksdb.checkpoint)
 
     @property
     def tiers(self) -> list[Tier]:

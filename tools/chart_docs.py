@@ -1,7 +1,7 @@
 """Writes helm/hps/README.md and helm/hps/values.schema.json from values.yaml and the server's own settings.
 
 ``python tools/chart_docs.py`` renews both; a test holds the files against it. In values.yaml a comment
-``# -- text`` above a key describes it, ``# @schema {…}`` adds to its JSON Schema, or replaces it by a ``$ref``.
+``# -- text`` above a key describes it, ``# @schema {…}`` adds to its JSON Schema, or replaces it (``$ref``).
 A mapping in block style is a group of values; one in braces is a value, as ``{}`` and ``[]`` are. What a role
 (`frontend`, `ingest`) does not describe is as of `lookup`.
 """
@@ -185,17 +185,18 @@ _README = """# Chart `{name}` {version}
 {description}.
 
 ```sh
-helm install hps helm/hps --set models.demo=true                       # to try it: the demo's model, no Kafka, no Redis
-helm install hps helm/hps --values my-values.yaml                      # models.volume, redis.addresses, kafka.bootstrapServers, …
+helm install hps helm/hps --set models.demo=true       # to try it: the demo's model, no Kafka, no Redis
+helm install hps helm/hps --values my-values.yaml      # models.volume, redis.addresses, …
 helm test hps --logs
 ```
 
-Lookup nodes (a StatefulSet) hold the rows, front ends (a Deployment) answer clients and ask them, ingest (a Deployment)
-writes what Kafka streams into Redis. How to install, upgrade and scale it, and what the chart promises:
-[docs/kubernetes.md](../../docs/kubernetes.md).
+Lookup nodes (a StatefulSet) hold the rows, front ends (a Deployment) answer clients and ask them, ingest (a
+Deployment) writes what Kafka streams into Redis. How to install, upgrade and scale it, and what the chart
+promises: [docs/kubernetes.md](../../docs/kubernetes.md).
 
-Kubernetes {kubeVersion}. This page is made from `values.yaml` by `python tools/chart_docs.py`; `values.schema.json`, by
-which Helm refuses what is wrong, too. What `config` may hold is in [docs/configuration.md](../../docs/configuration.md).
+Kubernetes {kubeVersion}. This page is made from `values.yaml` by `python tools/chart_docs.py`;
+`values.schema.json`, by which Helm refuses what is wrong, too. What `config` may hold is in
+[docs/configuration.md](../../docs/configuration.md).
 
 ## Values
 

@@ -140,6 +140,17 @@ def _finish_perf_analyzer(folder: Path) -> None:
     _debian_library("libb64-0d", folder)
 
 
+def _finish_kubernetes_schemas(folder: Path) -> None:
+    """The schemas that refuse unknown fields, by version, referring to one another as files do."""
+    from_package = KUBERNETES_SCHEMAS.site / "kubernetes_validate/kubernetes-json-schema"
+    for strict in from_package.glob("v*-local-strict"):
+        target = folder / "schemas" / strict.name.removesuffix("-local-strict")
+        target.mkdir(parents=True)
+        for file in strict.glob("*.json"):
+            text = file.read_text().replace('"/api/_definitions.json#', '"_definitions.json#')
+            (target / file.name).write_text(text)
+
+
 TRITON = Environment("triton", _finish_triton)
 PERF_ANALYZER = Environment("perf_analyzer", _finish_perf_analyzer)
 FEAST = Environment("feast", lambda _folder: None)
@@ -147,6 +158,17 @@ FBGEMM = Environment("fbgemm", lambda _folder: None)
 TFRA = Environment("tfra", lambda _folder: None)
 KSERVE = Environment("kserve", lambda _folder: None)
 MLSERVER = Environment("mlserver", lambda _folder: None)
+KUBERNETES_SCHEMAS = Environment("kubernetes_schemas", _finish_kubernetes_schemas)
 ENVIRONMENTS = {
-    each.name: each for each in (TRITON, PERF_ANALYZER, FEAST, FBGEMM, TFRA, KSERVE, MLSERVER)
+    each.name: each
+    for each in (
+        TRITON,
+        PERF_ANALYZER,
+        FEAST,
+        FBGEMM,
+        TFRA,
+        KSERVE,
+        MLSERVER,
+        KUBERNETES_SCHEMAS,
+    )
 }

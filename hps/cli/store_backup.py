@@ -21,33 +21,73 @@ from hps.cli.store_open import (
     work,
 )
 from hps.cli.store_rows import VersionOption
-from hps.cli.targets import SetOption
+from hps.cli.targets import ApiKeyOption, SetOption, TlsOption, open_admin, refuse_overrides
 from hps.cli.values import parse_version
 from hps.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hps.client import Admin
     from hps.tiers.dump import Rows
+
+_CHECKPOINT_S = 3600.0  # another disk may be slow
 
 CHECKPOINT_EXAMPLES = """\b
 Examples:
-  hps store checkpoint /backup/2026-01-31 --config hps.yaml
+  hps store checkpoint /backup/2026-01-31 --config hps.yaml          # no node is running
+  hps store checkpoint --admin http://127.0.0.1:8002 --keep 3        # a running node makes it
 """
-FolderArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="The checkpoint's folder.")]
 
 
 def checkpoint(
-    folder: FolderArgument,
-    config: ConfigFile,
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="FOLDER", help="The new folder, with --config.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", metavar="FILE", help="Of a node that is not running."),
+    ] = None,
     overrides: SetOption = None,
+    admin: Annotated[
+        str | None,
+        typer.Option("--admin", "-a", metavar="URL", help="A running node's admin address."),
+    ] = None,
+    keep: Annotated[
+        int, typer.Option(min=1, help="With --admin: how many are left in the node's folder.")
+    ] = 1,
+    api_key: ApiKeyOption = None,
+    tls: TlsOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
-    """Copy the RocksDB database, consistent, to a new folder.
+    """Copy the RocksDB database, consistent.
 
-    The folder may be there when it is empty. On the same file system table files are linked: it takes a
-    moment and hardly any space. It needs the database to itself.
+    With --config to FOLDER, which may be there when it is empty; it needs the database to itself. With
+    --admin the node there copies its own while it serves, to a folder named by the time below its
+    tiers.rocksdb.checkpoints. On the same file system table files are linked: it takes a moment and
+    hardly any space.
     """
+    if admin is not None:
+        if folder is not None or config is not None:
+            raise ConfigError("--admin has a node choose the folder; leave out FOLDER and --config")
+        refuse_overrides(overrides)
+        _ask(open_admin(admin, api_key, tls, timeout_s=_CHECKPOINT_S), keep, output)
+        return
+    if folder is None or config is None:
+        raise ConfigError("give FOLDER and --config FILE, or --admin URL of a running node")
+    _make(folder, config, overrides, output)
+
+
+def _ask(node: Admin, keep: int, output: OutputFormat) -> None:
+    with node:
+        made = node.ask("/v1/checkpoints", {"keep": keep})
+    if output is OutputFormat.json:
+        print_json(made)
+    else:
+        say(f"{made['checkpoint']} is a checkpoint of the node at {node.url}")
+
+
+def _make(folder: Path, config: Path, overrides: list[str] | None, output: OutputFormat) -> None:
     from hps.rows.tiers import RocksDbRows
 
     configuration = read_config(config, overrides)
@@ -65,13 +105,22 @@ RESTORE_EXAMPLES = """\b
 Examples:
   hps store restore /backup/2026-01-31 --config hps.yaml
   hps store restore /backup/2026-01-31 --config hps.yaml --set tiers.rocksdb.path=restored
+  hps store restore /checkpoints --bootstrap --config hps.yaml       # before a node's first start
 """
 
 
 def restore(
-    folder: FolderArgument,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The checkpoint's folder.")],
     config: ConfigFile,
     overrides: SetOption = None,
+    bootstrap: Annotated[
+        bool,
+        typer.Option(
+            "--bootstrap",
+            help="FOLDER holds several: take the newest one that is whole; nothing where there is none, or "
+            "the database is there already.",
+        ),
+    ] = False,
     output: Output = OutputFormat.table,
 ) -> None:
     """Make the database of the configuration from a checkpoint.
@@ -79,16 +128,22 @@ def restore(
     tiers.rocksdb.path must be empty or not exist: nothing is written over. A damaged checkpoint is
     refused.
     """
-    from hps.tiers.rocksdb import restore as restored
+    from hps.tiers import rocksdb
 
     chosen = read_config(config, overrides).settings.tiers.rocksdb
     if not chosen.enabled:
         raise ConfigError("tiers.rocksdb.enabled is false: there is no database to restore")
-    restored(folder, chosen.path)
-    if output is OutputFormat.json:
-        print_json({"checkpoint": folder, "database": chosen.path})
+    if bootstrap:
+        found = rocksdb.bootstrap(folder, chosen.path)
     else:
-        say(f"{chosen.path} is restored from {folder}")
+        rocksdb.restore(folder, chosen.path)
+        found = folder
+    if output is OutputFormat.json:
+        print_json({"checkpoint": found, "database": chosen.path})
+    elif found is None:
+        say(f"{chosen.path} is left to the node: it is there, or {folder} holds no checkpoint")
+    else:
+        say(f"{chosen.path} is restored from {found}")
 
 
 DUMP_EXAMPLES = """\b

@@ -183,9 +183,7 @@ def open_target(
         yield ServerTarget(client)
 
 
-def open_admin(
-    url: str, api_key: str | None, tls: str | None, *, timeout_s: float = 30.0
-) -> Admin:
+def open_admin(url: str, api_key: str | None, tls: str | None, *, timeout_s: float = 30.0) -> Admin:
     """What asks the admin port at ``url``."""
     from hps.client import Admin
 

@@ -51,6 +51,8 @@ class RocksDbSettings(Strict):
     opens, `secondary` following the primary's writes."""
     catch_up_s: float = Field(1.0, ge=0)
     """How far a `secondary` may be behind the primary when it answers."""
+    checkpoints: Path | None = None
+    """Folder in which a running node makes checkpoints when it is asked to; null: it makes none."""
     load: bool = True
     """Load tables that the database does not hold yet; off: what is there is served as it is."""
     guard: GuardSettings = GuardSettings()

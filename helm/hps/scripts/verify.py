@@ -1,8 +1,8 @@
 """``helm test``: health, a prediction, a lookup, an update, as a client of the release sees them.
 
-``verify.py URL [ADMIN]``: the service's HTTP port; a lookup node's admin port, for the update. The key and the
-certificates are those of the command line, ``HPS_API_KEY`` and ``HPS_TLS``. Ends with 1 and one line at the first
-thing that is wrong.
+``verify.py URL [ADMIN]``: the service's HTTP port; a lookup node's admin port, for the update. The key and
+the certificates are those of the command line, ``HPS_API_KEY`` and ``HPS_TLS``. Ends with 1 and one line at
+the first thing that is wrong.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def update(node: Admin) -> None:
     tables = node.ask("/v1/tables")["tables"]
     require(bool(tables), f"{node.url} has no table")
     table = tables[0]
-    rows = f"/v1/tables/{table['model']}/{table['table']}/rows"
+    rows = f"/v1/tables/{table['model']}/{table['name']}/rows"
     key = secrets.randbits(62) | 1 << 62
     require(not stored(node, rows, key), f"{rows}: key {key} is there already; try again")
     vector = [0.5] * int(table["dim"])
@@ -80,13 +80,13 @@ def update(node: Admin) -> None:
     node.ask(rows, {"deleted": [key]})
     require(found == vector, f"{rows}: key {key} was written and reads {found}")
     require(not stored(node, rows, key), f"{rows}: key {key} was deleted and is still there")
-    print(f"{table['model']}/{table['table']}: an update, written, read and deleted")
+    print(f"{table['model']}/{table['name']}: an update, written, read and deleted")
 
 
 def stored(node: Admin, rows: str, key: int) -> list[float] | None:
     """The row's vector; None where no tier has one."""
     (row,) = node.ask(f"{rows}?keys={key}")["rows"]
-    return None if row["tier"] == "default" else list(row["vector"])
+    return list(row["vector"]) if row["found"] else None
 
 
 def require(holds: bool, otherwise: str) -> None:

@@ -159,6 +159,9 @@ refused, since one of the two would silently not act.
 {{- if and $values.existingConfigMap $values.config -}}
 {{- fail "config: existingConfigMap takes its place; use one of the two" -}}
 {{- end -}}
+{{- if and $values.frontend.enabled (dig "server" "workers" 0 $values.config) -}}
+{{- fail "config.server.workers: front ends are single processes; give lookup nodes theirs by lookup.extraArgs={--workers,N}, and have more front ends by frontend.replicaCount" -}}
+{{- end -}}
 {{- range $role := list "lookup" "frontend" "ingest" -}}
 {{- $own := index $values $role -}}
 {{- if and $own.autoscaling.enabled $own.keda.enabled -}}

@@ -2,14 +2,27 @@
 
 In reading order: ``layout`` (column families, keys, values), ``open`` and ``database`` (the folder),
 ``rows`` (reads and writes), ``high_water`` (which writes need no read), ``load`` (bulk), ``positions``
-(streams), ``tombstones``, ``space``, ``follow``, ``checkpoint``.
+(streams), ``tombstones``, ``space``, ``follow``, ``checkpoint`` and
+``kept``.
 """
 
 from hps.tiers.rocksdb.checkpoint import restore
+from hps.tiers.rocksdb.kept import Checkpoints, bootstrap, kept
 from hps.tiers.rocksdb.load import LoadRecord
 from hps.tiers.rocksdb.open import Access, Tuning
 from hps.tiers.rocksdb.rows import Scanned
 from hps.tiers.rocksdb.space import StoreFigures
 from hps.tiers.rocksdb.tier import RocksDbTier
 
-__all__ = ["Access", "LoadRecord", "RocksDbTier", "Scanned", "StoreFigures", "Tuning", "restore"]
+__all__ = [
+    "Access",
+    "Checkpoints",
+    "LoadRecord",
+    "RocksDbTier",
+    "Scanned",
+    "StoreFigures",
+    "Tuning",
+    "bootstrap",
+    "kept",
+    "restore",
+]

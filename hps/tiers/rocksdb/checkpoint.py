@@ -62,6 +62,24 @@ def restore(folder: Path, path: Path) -> None:
         shutil.rmtree(part, ignore_errors=True)
 
 
+def bring(made: Path, folder: Path) -> None:
+    """Put the checkpoint ``made`` at ``folder``, on whichever disk that is. ``made`` is gone afterwards,
+    however it ends. Raises TierError."""
+    try:
+        _refuse_contents(folder, "a checkpoint")
+        part = _part(folder)
+        try:
+            part.mkdir()
+            _copy(made, part, folder)
+            _publish(part, folder)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    except OSError as error:
+        raise translate(error, folder) from error
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
 def _copy(folder: Path, part: Path, path: Path) -> None:
     """Link table files where possible; copy what the database will write to."""
     for file in sorted(folder.iterdir()):

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -11,9 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hps.errors import TierError
+from hps.errors import TierError, Unavailable
 from hps.tiers.base import FetchContext, Part
-from hps.tiers.rocksdb import LoadRecord, RocksDbTier, checkpoint, restore
+from hps.tiers.rocksdb import (
+    Checkpoints,
+    LoadRecord,
+    RocksDbTier,
+    bootstrap,
+    checkpoint,
+    kept,
+    restore,
+)
 from hps.types import EmbeddingTable, version_now
 
 DIM = 4
@@ -189,3 +198,66 @@ def test_a_kill_leaves_whole_folders_or_none(tier, tmp_path: Path):
             folder.rename(tmp_path / f"{folder.name}-{moment}")
         assert not list(tmp_path.glob(".*"))
     assert killed, "no kill came before the end: the test shows nothing"
+
+
+# -- kept in a folder ------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["the same disk", "another disk"])
+def kept_in(request, tmp_path):
+    if request.param == "the same disk":
+        yield tmp_path / "kept"
+        return
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is no second file system here")
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        yield Path(folder) / "kept"
+
+
+def test_the_newest_are_kept_and_a_new_node_begins_with_the_last(tier, tmp_path, kept_in):
+    checkpoints = Checkpoints(kept_in, tier.path, tier.checkpoint)
+    for day in range(3):
+        put(tier, ITEMS, [1], 10.0 + day)
+        checkpoints.add(2, lambda day=day: day * 86400.0)
+    assert [each.name for each in kept(kept_in)] == ["19700102T000000Z", "19700103T000000Z"]
+    assert sorted(p.name for p in tmp_path.iterdir() if p != kept_in) == ["db"]
+    assert bootstrap(kept_in, tmp_path / "new") == kept_in / "19700103T000000Z"
+    new = RocksDbTier(tmp_path / "new")
+    assert fetch(new, ITEMS, [1, 2999]) == [12.0, 1.0]
+    new.close()
+    assert bootstrap(kept_in, tmp_path / "new") is None, "the database that is there stays"
+
+
+def test_a_damaged_checkpoint_is_passed_over(tier, tmp_path, kept_in):
+    checkpoints = Checkpoints(kept_in, tier.path, tier.checkpoint)
+    first, second = (checkpoints.add(2, lambda day=day: day * 86400.0) for day in range(2))
+    next(second.glob("*.sst")).unlink()
+    assert bootstrap(kept_in, tmp_path / "new") == first
+    next(first.glob("*.sst")).unlink()
+    with pytest.raises(TierError, match=f"{second}.* cannot be restored"):
+        bootstrap(kept_in, tmp_path / "another")
+
+
+def test_without_checkpoints_a_node_begins_by_itself(tmp_path):
+    assert bootstrap(tmp_path / "none", tmp_path / "new") is None
+    assert not (tmp_path / "new").exists()
+
+
+def test_one_checkpoint_at_a_time(tier, tmp_path):
+    def make(folder):
+        with pytest.raises(Unavailable, match="being made already"):
+            checkpoints.add(1)
+        tier.checkpoint(folder)
+
+    checkpoints = Checkpoints(tmp_path / "kept", tier.path, make)
+    assert fetch_from(checkpoints.add(1), tmp_path) == [1.0]
+
+
+def fetch_from(folder, tmp_path):
+    restore(folder, tmp_path / "back")
+    back = RocksDbTier(tmp_path / "back")
+    try:
+        return fetch(back, ITEMS, [0])
+    finally:
+        back.close()

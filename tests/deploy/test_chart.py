@@ -1,0 +1,487 @@
+"""The chart without a cluster: what Helm renders, held against Kubernetes' schemas and the server's own."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hps.config import load_config
+from hps.config.auth import check_exposure
+from tests.deploy.charts import (
+    CHART,
+    MATRIX,
+    NAMESPACE,
+    ROOT,
+    Rendered,
+    crd_schemas,
+    helm,
+    helm_template,
+    kubeconform,
+    main_container,
+    objects,
+    pod,
+    pods,
+    rendered_text,
+    values_file,
+)
+
+HEALTHY = {
+    "startupProbe": "/v2/health/live",
+    "livenessProbe": "/v2/health/live",
+    "readinessProbe": "/v2/health/ready",
+}
+
+
+@pytest.fixture(params=MATRIX)
+def rendered(request: pytest.FixtureRequest) -> Rendered:
+    return Rendered(request.param)
+
+
+# -- the chart itself ------------------------------------------------------------------------------
+
+
+def test_readme_and_schema_are_those_of_the_values() -> None:
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        import chart_docs
+    finally:
+        sys.path.pop(0)
+    text = (CHART / "values.yaml").read_text()
+    mend = "run `python tools/chart_docs.py`"
+    assert (CHART / "README.md").read_text() == chart_docs.readme_text(text), mend
+    assert (CHART / "values.schema.json").read_text() == chart_docs.schema_text(text), mend
+    assert [value.key for value in chart_docs.values(text)[0] if not value.about] == []
+
+
+def test_the_version_is_the_package_s() -> None:
+    import hps
+
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == hps.__version__
+
+
+def test_lint_finds_nothing() -> None:
+    files = [word for name in MATRIX for word in ("--values", str(values_file(name)))]
+    done = helm("lint", "--strict", "--with-subcharts", CHART)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name, file in zip(MATRIX, files[1::2], strict=True):
+        done = helm("lint", "--strict", CHART, "--values", file)
+        assert (done.returncode, "WARNING" in done.stdout) == (0, False), (name, done.stdout)
+
+
+@pytest.fixture(scope="module")
+def crds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return crd_schemas(tmp_path_factory.mktemp("crds"))
+
+
+@pytest.mark.parametrize("version", [f"1.{minor}.0" for minor in range(29, 35)])
+def test_objects_are_what_kubernetes_takes(version: str, crds: Path) -> None:
+    done = kubeconform(version, "\n---\n".join(map(rendered_text, MATRIX)), crds)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " Skipped: 0" in done.stdout
+    found = re.search(r"Valid: (\d+)", done.stdout)
+    assert found is not None
+    assert int(found[1]) == sum(len(Rendered(name).all) for name in MATRIX)
+
+
+def test_what_kubernetes_does_not_take_is_found(crds: Path) -> None:
+    wrong = rendered_text("everything").replace("minReadySeconds:", "minReadySecond:")
+    assert "minReadySecond" in kubeconform("1.34.0", wrong, crds).stdout
+    wrong = rendered_text("everything").replace("scrapeTimeout:", "scrapeTimout:")
+    assert "scrapeTimout" in kubeconform("1.34.0", wrong, crds).stdout
+
+
+# -- the configuration -----------------------------------------------------------------------------
+
+
+def test_the_server_takes_the_configuration(rendered: Rendered, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(rendered["ConfigMap", rendered.prefix]["data"]["config.yaml"])
+    settings = load_config(file, environ={}).settings
+    check_exposure(settings)
+    assert [settings.server.http.port, settings.server.admin.port] == [8000, 8002]
+    assert settings.server.grpc is not None
+    assert settings.server.grpc.port == 8001
+    asked = values_of(rendered.name).get("config", {})
+    assert held(asked, rendered.config()) == asked
+    split = values_of(rendered.name).get("frontend", {}).get("enabled", True)
+    assert (settings.lookup is not None) == split
+
+
+def values_of(name: str) -> Any:
+    return yaml.safe_load(values_file(name).read_text())
+
+
+def held(asked: Any, there: Any) -> Any:
+    """The part of ``there`` that ``asked`` names."""
+    if not isinstance(asked, dict):
+        return there
+    return {key: held(value, there[key]) for key, value in asked.items()}
+
+
+def test_whatever_the_configuration_names_is_mounted(rendered: Rendered) -> None:
+    paths = set(re.findall(r"(?<=['\" ])/(?:etc|var)/[^\s'\"]+", yaml.safe_dump(rendered.config())))
+    assert any(path.startswith("/etc") for path in paths) or rendered.name == "off"
+    for role, workload in rendered.servers().items():
+        own = {
+            p for p in paths if role == "lookup" or ("/data" not in p and "/checkpoints" not in p)
+        }
+        volumes = {volume["name"]: volume for volume in pod(workload)["volumes"]}
+        claims = workload["spec"].get("volumeClaimTemplates", [])
+        volumes |= {claim["metadata"]["name"]: claim for claim in claims}
+        files = set()
+        for source in volumes["etc"]["projected"]["sources"]:
+            (kind,) = source.values()
+            files |= {f"/etc/hps/{item['path']}" for item in kind["items"]}
+        assert {path for path in own if path.startswith("/etc")} <= files
+        mounts = {m["mountPath"]: m["name"] for m in main_container(workload)["volumeMounts"]}
+        assert mounts.keys() >= {"/etc/hps", "/var/lib/hps/models", "/tmp", "/dev/shm"}
+        assert set(mounts.values()) <= volumes.keys()
+        for path in own - files:
+            assert any(path.startswith(mount) for mount in mounts), path
+
+
+def test_the_same_setting_twice_is_refused() -> None:
+    for setting, value in {
+        "server.http.port": "9000",
+        "server.drain_s": "5",
+        "tiers.rocksdb.path": "/elsewhere",
+        "auth.mode": "off",
+        "lookup.nodes": "{a:8001}",
+    }.items():
+        assert f"config.{setting} is set by the chart" in refused(
+            "--set", f"config.{setting}={value}"
+        )
+
+
+# -- pods ------------------------------------------------------------------------------------------
+
+
+def test_pods_are_hardened(rendered: Rendered) -> None:
+    for name, spec in pods(rendered):
+        assert spec["automountServiceAccountToken"] is False, name
+        assert spec["securityContext"]["runAsNonRoot"] is True, name
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        own = [
+            c
+            for c in spec["containers"] + spec.get("initContainers", [])
+            if "busybox" not in c["image"]
+        ]
+        for container in own:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }, name
+            writable = [m for m in container["volumeMounts"] if not m.get("readOnly")]
+            assert writable, "with a read-only root there must be room for temporary files"
+            if container["name"] != "models" or rendered.name != "external":
+                assert container["resources"]["requests"]
+                assert container["resources"]["limits"]["memory"]
+
+
+def test_probes_ask_the_admin_port(rendered: Rendered) -> None:
+    scheme = "HTTPS" if values_of(rendered.name).get("tls", {}).get("enabled") else "HTTP"
+    for workload in rendered.servers().values():
+        container = main_container(workload)
+        for probe, path in HEALTHY.items():
+            assert container[probe]["httpGet"] == {"path": path, "port": "admin", "scheme": scheme}
+        assert {"name": "admin", "containerPort": 8002} in container["ports"]
+        if scheme == "HTTPS":
+            # Nobody who probes or scrapes has a certificate.
+            assert "client_ca_file" not in rendered.config()["server"]["admin"]["tls"]
+
+
+def test_a_pod_has_the_time_to_drain(rendered: Rendered) -> None:
+    server = rendered.config()["server"]
+    for workload in rendered.servers().values():
+        spec = pod(workload)
+        wait = main_container(workload).get("lifecycle", {}).get("preStop", {}).get("exec", {})
+        before = int(wait.get("command", ["sleep", "0"])[1])
+        needed = before + server["drain_delay_s"] + server["drain_s"]
+        assert spec["terminationGracePeriodSeconds"] >= needed + 5
+        # Front ends look at a node twice a second; a balancer hears of a pod that goes within seconds.
+        assert server["drain_delay_s"] >= 5
+
+
+def test_updates_take_no_front_end_away_before_another_is_there(rendered: Rendered) -> None:
+    if (workload := rendered.servers().get("frontend")) is not None:
+        assert workload["spec"]["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
+        assert workload["spec"]["minReadySeconds"] > 0
+    assert rendered.servers()["lookup"]["spec"]["updateStrategy"] == {"type": "RollingUpdate"}
+
+
+def test_a_changed_configuration_replaces_the_pods() -> None:
+    def checksum(*words: str) -> str:
+        done = helm_template("--values", values_file("minimal"), *words)
+        (found,) = {
+            each["spec"]["template"]["metadata"]["annotations"]["checksum/config"]
+            for each in objects(done.stdout)
+            if each["kind"] in ("Deployment", "StatefulSet")
+        }
+        return str(found)
+
+    before = checksum()
+    assert before == checksum("--set", "frontend.replicaCount=5")
+    assert before != checksum("--set", "config.server.log_level=debug")
+
+
+def test_selectors_find_the_pods_of_their_role_alone(rendered: Rendered) -> None:
+    labels = {
+        role: workload["spec"]["template"]["metadata"]["labels"]
+        for role, workload in rendered.servers().items()
+    }
+
+    def found(selector: dict[str, str]) -> set[str]:
+        return {role for role, given in labels.items() if selector.items() <= given.items()}
+
+    prefix = rendered.prefix
+    clients = rendered["Service", prefix]["spec"]
+    assert found(clients["selector"]) == {"frontend" if "frontend" in labels else "lookup"}
+    assert found(rendered["Service", f"{prefix}-lookup"]["spec"]["selector"]) == {"lookup"}
+    assert found(rendered["Service", f"{prefix}-metrics"]["spec"]["selector"]) == set(labels)
+    for role, workload in rendered.servers().items():
+        assert found(workload["spec"]["selector"]["matchLabels"]) == {role}
+    for budget in rendered.of("PodDisruptionBudget"):
+        role = budget["metadata"]["labels"]["app.kubernetes.io/component"]
+        assert found(budget["spec"]["selector"]["matchLabels"]) == {role}
+    for service in rendered.of("Service"):
+        ports = {port["targetPort"] for port in service["spec"]["ports"]}
+        for role in found(service["spec"]["selector"]):
+            own = {port["name"] for port in main_container(rendered.servers()[role])["ports"]}
+            assert ports <= own, (service["metadata"]["name"], role)
+
+
+def test_who_finds_whom_by_name(rendered: Rendered) -> None:
+    services = {
+        f"{name}.{NAMESPACE}.svc.cluster.local" for name in rendered.names("Service")
+    }  # fmt: skip
+    texts = yaml.safe_dump_all(rendered.of("ConfigMap", "CronJob", "Pod"))
+    named = set(re.findall(r"[a-z0-9.-]+\.svc\.cluster\.local", texts))
+    named = {re.sub(r"^\S+-lookup-0\.", "", name) for name in named}
+    assert named <= services
+    assert (f"{rendered.prefix}-lookup.{NAMESPACE}.svc.cluster.local" in named) == (
+        "frontend" in rendered.servers()
+    )
+
+
+# -- what the renderings are for -------------------------------------------------------------------
+
+
+def test_gpus_go_to_nodes_that_have_them() -> None:
+    rendered = Rendered("gpu")
+    for role in ("lookup", "frontend"):
+        spec = pod(rendered.servers()[role])
+        container = spec["containers"][0]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
+        assert container["image"].endswith("-gpu")
+        assert spec["runtimeClassName"] == "nvidia"
+        assert spec["tolerations"][0]["key"] == "nvidia.com/gpu"
+    assert pod(rendered.servers()["lookup"])["nodeSelector"] == {
+        "nvidia.com/gpu.product": "NVIDIA-H200"
+    }
+    assert rendered.config()["tiers"]["gpu"]["capacity_bytes"] == 17179869184
+    assert "e+" not in rendered["ConfigMap", "hps"]["data"]["config.yaml"]
+
+
+def test_replicas_are_the_scaler_s_where_there_is_one() -> None:
+    rendered = Rendered("ha")
+    servers = rendered.servers()
+    assert servers["lookup"]["spec"]["replicas"] == 3
+    assert servers["ingest"]["spec"]["replicas"] == 2
+    assert "replicas" not in servers["frontend"]["spec"]
+    scaler = rendered["HorizontalPodAutoscaler", "hps-frontend"]["spec"]
+    assert scaler["scaleTargetRef"]["name"] in rendered.names("Deployment")
+    assert [metric["type"] for metric in scaler["metrics"]] == ["Resource", "Pods"]
+    everything = Rendered("everything")
+    assert all("replicas" not in w["spec"] for w in everything.servers().values())
+    for role in ("frontend", "ingest"):
+        scaled = everything["ScaledObject", f"ranking-{role}"]["spec"]
+        assert scaled["scaleTargetRef"]["name"] in everything.names("Deployment")
+        assert f'pod=~"ranking-{role}-.*"' in scaled["triggers"][0]["metadata"]["query"]
+
+
+def test_metrics_that_scale_exist() -> None:
+    from hps.metric_table import METRICS
+
+    known = {metric.name for metric in METRICS}
+    used = set()
+    for name in ("ha", "everything"):
+        scalers = Rendered(name).of("HorizontalPodAutoscaler", "ScaledObject")
+        used |= set(re.findall(r"hps_\w+", yaml.safe_dump_all(scalers)))
+    assert used >= {"hps_running_requests", "hps_queue_requests", "hps_update_lag_messages"}
+    assert used <= known
+
+
+def test_new_nodes_begin_with_a_checkpoint() -> None:
+    rendered = Rendered("ha")
+    (first,) = pod(rendered.servers()["lookup"])["initContainers"]
+    assert first["args"][:2] == ["store", "restore"]
+    folder = rendered.config()["tiers"]["rocksdb"]["checkpoints"]
+    assert folder == first["args"][2]
+    assert folder in {mount["mountPath"] for mount in first["volumeMounts"]}
+    (job,) = rendered.of("CronJob")
+    (container,) = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
+    first_node = f"hps-lookup-0.hps-lookup.{NAMESPACE}.svc.cluster.local"
+    assert container["args"][-2:] == ["--admin", f"http://{first_node}:8002"]
+    key = container["env"][1]["valueFrom"]["secretKeyRef"]
+    assert key == {"name": "hps-keys", "key": "admin-key"}
+
+
+def test_alerts_and_dashboards_are_the_files() -> None:
+    rendered = Rendered("ha")
+    (rule,) = rendered.of("PrometheusRule")
+    text = (CHART / "files/alerts.yaml").read_text()
+    there = "https://git.example.com/hps/docs/runbooks/"
+    assert rule["spec"] == yaml.safe_load(text.replace("docs/runbooks/", there))
+    files = {file.name: file.read_text() for file in (CHART / "files/dashboards").glob("*.json")}
+    assert files
+    shown = {}
+    for each in rendered.of("ConfigMap"):
+        if "grafana_dashboard" in each["metadata"]["labels"]:
+            shown |= each["data"]
+    assert shown == files
+    (more,) = Rendered("everything").of("PrometheusRule")
+    assert more["spec"]["groups"][:-1] == yaml.safe_load(text)["groups"]
+    (monitor,) = rendered.of("ServiceMonitor")
+    selector = monitor["spec"]["selector"]["matchLabels"].items()
+    services = [each["metadata"] for each in rendered.of("Service")]
+    assert [s["name"] for s in services if selector <= s["labels"].items()] == ["hps-metrics"]
+
+
+def test_a_triton_beside_the_server_outlives_it() -> None:
+    rendered = Rendered("everything")
+    triton = pod(rendered.servers()["frontend"])["initContainers"][-1]
+    assert (triton["name"], triton["restartPolicy"]) == ("triton", "Always")
+    assert "--allow-client-shm=true" in triton["args"]
+    assert rendered.config()["dense"]["triton"]["url"] == "localhost:9001"
+    assert "triton" not in [c["name"] for c in pod(rendered.servers()["lookup"])["initContainers"]]
+    assert Rendered("external").config()["dense"]["triton"]["url"] == "triton.example.com:8001"
+
+
+def test_secrets_are_files_and_never_in_the_configuration() -> None:
+    rendered = Rendered("external")
+    config = rendered.config()
+    assert config["tiers"]["redis"]["password_file"] == "/etc/hps/redis/password"
+    assert config["updates"]["kafka"]["options_files"]["sasl.password"] == "/etc/hps/kafka/password"
+    assert config["auth"] == {"mode": "api_key", "keys_file": "/etc/hps/auth/keys.yaml"}
+    assert config["lookup"]["api_key_file"] == "/etc/hps/auth/read-key"
+    assert config["updates"]["kafka"]["shared_writer"] == "ingest"
+    assert rendered.of("Secret") == []
+    for name in MATRIX:
+        for _, spec in pods(Rendered(name)):
+            for container in spec["containers"]:
+                given = {e["name"]: e for e in container.get("env", [])}
+                assert "value" not in given.get("HPS_API_KEY", {})
+
+
+def test_keys_are_made_where_none_are_given() -> None:
+    (secret,) = Rendered("minimal").of("Secret")
+    data = secret["stringData"]
+    keys = yaml.safe_load(data["keys.yaml"])
+    assert [each["key"] for each in keys] == [
+        data["read-key"],
+        data["write-key"],
+        data["admin-key"],
+    ]
+    assert [each["role"] for each in keys] == ["read", "write", "admin"]
+    assert all(len(each["key"]) == 40 for each in keys)
+    assert secret["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+
+
+def test_only_who_has_to_comes_in() -> None:
+    (policy,) = Rendered("external").of("NetworkPolicy")
+    release, clients, admin = policy["spec"]["ingress"]
+    assert release["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "hps"
+    assert [port["port"] for port in clients["ports"]] == ["http", "grpc"]
+    assert "ranking" in json.dumps(clients["from"])
+    assert "monitoring" in json.dumps(admin["from"])
+    assert {"to": [{"ipBlock": {"cidr": "192.0.2.0/24"}}]} in policy["spec"]["egress"]
+    (policy,) = Rendered("ha").of("NetworkPolicy")
+    ports = [port["port"] for rule in policy["spec"]["egress"] for port in rule.get("ports", [])]
+    assert ports == [53, 53, 6379, 9092]
+
+
+def test_everything_off_is_one_server_and_its_services() -> None:
+    rendered = Rendered("off")
+    assert {kind for kind, _ in rendered.all} == {"ConfigMap", "Service", "StatefulSet"}
+    (container,) = pod(rendered.servers()["lookup"])["containers"]
+    assert container["args"][:3] == ["serve", "--role", "all"]
+    assert "runAsUser" not in pod(rendered.servers()["lookup"])["securityContext"]
+    assert rendered["Service", "hps"]["spec"]["clusterIP"] == "None"
+    assert rendered.config()["auth"] == {"mode": "off"}
+
+
+def test_a_configuration_of_one_s_own_takes_the_place_of_the_chart_s() -> None:
+    done = helm_template("--values", values_file("minimal"), "--set", "existingConfigMap=mine")
+    found = objects(done.stdout)
+    assert "hps" not in [each["metadata"]["name"] for each in found if each["kind"] == "ConfigMap"]
+    (sources,) = [
+        volume["projected"]["sources"]
+        for each in found
+        if each["kind"] == "StatefulSet"
+        for volume in pod(each)["volumes"]
+        if volume["name"] == "etc"
+    ]
+    assert sources[0]["configMap"]["name"] == "mine"
+
+
+# -- wrong values ----------------------------------------------------------------------------------
+
+
+def refused(*words: str) -> str:
+    done = helm_template("--values", values_file("minimal"), *words)
+    assert done.returncode != 0, f"{words} are taken"
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("lookup.replicas=3", ["/lookup", "'replicas'"]),
+        ("lookup.replicaCount=three", ["/lookup/replicaCount", "integer"]),
+        ("lookup.replicaCount=-1", ["/lookup/replicaCount"]),
+        ("triton.mode=beside", ["/triton/mode", "'sidecar'"]),
+        ("lookup.resources.limits.memory=4Gib", ["/lookup/resources/limits/memory"]),
+        ("lookup.resources.limts.memory=4Gi", ["/lookup/resources", "'limts'"]),
+        ("image.digest=sha256:12", ["/image/digest"]),
+        ("service.ports.http=70000", ["/service/ports/http"]),
+        ("redis.addresses={redis}", ["/redis/addresses/0"]),
+        ("config.server.htpp.port=1", ["/config/server", "'htpp'"]),
+        ("config.tiers.cpu_cache.capacity_bytes=much", ["/config/tiers/cpu_cache/capacity_bytes"]),
+        ("config.tiers.rocksdb.layout=rows", ["/config/tiers/rocksdb/layout", "'native'"]),
+        ("unknown=1", ["'unknown'"]),
+        ("models.fetch.enabled=true", ["models: models.fetch and models.demo are set"]),
+        ("tls.enabled=true", ["tls.existingSecret"]),
+        ("tls.mtls=true", ["tls.mtls", "tls.enabled=true"]),
+        ("ingest.enabled=true", ["ingest.enabled", "kafka.bootstrapServers"]),
+        ("triton.mode=external", ["triton.url"]),
+        ("triton.url=triton:8001", ["triton.url", "found none"]),
+        ("triton.mode=sidecar", ["triton.modelRepository.volume"]),
+        ("redis.existingSecret=redis", ["redis.existingSecret", "redis.addresses"]),
+        ("kafka.security.protocol=SASL_SSL", ["kafka.security", "mechanism"]),
+        ("kafka.security.mechanism=PLAIN", ["kafka.security.mechanism"]),
+        ("lookup.checkpoints.enabled=true", ["lookup.checkpoints.volume"]),
+        ("existingConfigMap=mine,config.server.docs=false", ["config: existingConfigMap"]),
+        ("frontend.keda.enabled=true,frontend.autoscaling.enabled=true", ["frontend.keda.enabled"]),
+        ("frontend.autoscaling.maxReplicas=1", ["frontend.autoscaling.maxReplicas"]),
+        ("config.server.workers=2", ["config.server.workers", "lookup.extraArgs"]),
+        ("dev.redis.enabled=true,redis.addresses={r:1}", ["redis.addresses", "dev.redis.enabled"]),
+    ],
+)  # fmt: skip
+def test_wrong_values_are_refused_by_name(given: str, named: list[str]) -> None:
+    message = refused("--set", given)
+    missing = [each for each in named if each not in message]
+    assert not missing, f"{missing} not in:\n{message}"
+
+
+def test_models_must_come_from_somewhere() -> None:
+    done = helm_template()
+    assert "models: none is set; set one of models.volume" in done.stderr
+    assert helm_template("--namespace", "other", "--kube-version", "1.28.0").returncode != 0

@@ -1,0 +1,153 @@
+"""What the chart renders, run: its containers' own commands and configuration as processes, with paths and
+ports of this machine. A front end, a lookup node, ``helm test``, the checkpoint job, a new node."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.peers.process import free_ports, serving
+from hps.client import Admin
+from tests.deploy.charts import CHART, helm_template, main_container, objects, pod, values_file
+
+CHECKPOINTS = (
+    "lookup.checkpoints.enabled=true,lookup.checkpoints.volume.persistentVolumeClaim.claimName=c"
+)
+
+
+class Pods:
+    """The rendering's containers; files are below ``folder``, hosts are loopback ports."""
+
+    def __init__(self, folder: Path) -> None:
+        done = helm_template("--values", values_file("minimal"), "--set", CHECKPOINTS)
+        assert done.returncode == 0, done.stderr
+        found = {(each["kind"], each["metadata"]["name"]): each for each in objects(done.stdout)}
+        self.lookup = found["StatefulSet", "hps-lookup"]
+        self.frontend = found["Deployment", "hps-frontend"]
+        self.job = found["CronJob", "hps-checkpoints"]
+        self.test = found["Pod", "hps-test"]
+        self.keys: dict[str, str] = found["Secret", "hps-keys"]["stringData"]
+        self.folder = folder
+        self.grpc, self.admin, self.http, self.frontend_admin, self.new = free_ports(5)
+        shutil.copytree(Path(_demo()), folder / "var/models")
+        (folder / "etc/auth").mkdir(parents=True)
+        for name, text in self.keys.items():
+            (folder / "etc/auth" / name).write_text(text)
+            (folder / "etc/auth" / name).chmod(0o440)
+        config = found["ConfigMap", "hps"]["data"]["config.yaml"]
+        (folder / "etc/config.yaml").write_text(self.here(config))
+
+    def here(self, text: str) -> str:
+        """With this machine's paths and ports."""
+        text = text.replace("/var/lib/hps", str(self.folder / "var"))
+        text = text.replace("/etc/hps", str(self.folder / "etc"))
+        text = re.sub(r"dns:///[\w.-]+:8001", f"127.0.0.1:{self.grpc}", text)
+        text = re.sub(r"[\w-]+-lookup-0\.[\w.-]+:8002", f"127.0.0.1:{self.admin}", text)
+        return re.sub(r"hps\.\w+\.svc\.cluster\.local:8000", f"127.0.0.1:{self.http}", text)
+
+    def command(self, container: Any, *more: str) -> list[str]:
+        return [sys.executable, "-m", "hps.cli.main", *map(self.here, container["args"]), *more]
+
+    def environment(self, container: Any) -> dict[str, str]:
+        """The container's, its Secret looked up."""
+        given = dict(os.environ)
+        for each in container["env"]:
+            key = each.get("valueFrom", {}).get("secretKeyRef", {}).get("key")
+            given[each["name"]] = self.keys[key] if key else each["value"]
+        return given
+
+
+def _demo() -> Path:
+    from hps.cli.demo_data import FOLDER
+
+    return FOLDER
+
+
+def ports(**chosen: int) -> list[str]:
+    words = []
+    for name, port in chosen.items():
+        words += ["--set", f"server.{name}.host=127.0.0.1", "--set", f"server.{name}.port={port}"]
+    return [*words, "--set", "server.drain_delay_s=0"]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pods]:
+    pods = Pods(tmp_path_factory.mktemp("pods"))
+    ready = "/v2/health/ready"
+    with ExitStack() as stack:
+        lookup = pods.command(
+            main_container(pods.lookup), *ports(grpc=pods.grpc, admin=pods.admin, http=0)
+        )
+        stack.enter_context(serving(lookup, pods.admin, ready_path=ready))
+        frontend = pods.command(
+            main_container(pods.frontend),
+            *ports(http=pods.http, admin=pods.frontend_admin, grpc=0),
+        )
+        stack.enter_context(serving(frontend, pods.frontend_admin, ready_path=ready))
+        yield pods
+
+
+def run(command: Sequence[str], env: dict[str, str]) -> str:
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_helm_test_finds_it_well(running: Pods) -> None:
+    (container,) = running.test["spec"]["containers"]
+    arguments = [running.here(word) for word in container["args"]]
+    command = [sys.executable, str(CHART / "scripts/verify.py"), *arguments]
+    printed = run(command, running.environment(container))
+    lines = printed.splitlines()
+    assert lines[0].startswith("health: ready")
+    assert any("a prediction" in line for line in lines)
+    assert any("a lookup" in line for line in lines)
+    assert any("an update, written, read and deleted" in line for line in lines)
+    assert lines[-1] == "hps is well"
+
+
+def test_helm_test_finds_what_is_not(running: Pods) -> None:
+    (container,) = running.test["spec"]["containers"]
+    command = [sys.executable, str(CHART / "scripts/verify.py"), running.here(container["args"][0])]
+    env = running.environment(container) | {"HPS_API_KEY": "a-key-that-nobody-knows"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_new_node_begins_with_a_checkpoint_of_another(running: Pods, tmp_path: Path) -> None:
+    with Admin(f"http://127.0.0.1:{running.admin}", api_key=running.keys["admin-key"]) as node:
+        table = node.ask("/v1/tables")["tables"][0]
+        rows = f"/v1/tables/{table['model']}/{table['name']}/rows"
+        written = [0.25] * int(table["dim"])
+        node.ask(rows, {"keys": [2**61 + 1], "vectors": [written]})
+        job = running.job["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+        (container,) = job["containers"]
+        run(running.command(container), running.environment(container))
+        node.ask(rows, {"deleted": [2**61 + 1]})
+    (first,) = [c for c in pod(running.lookup)["initContainers"] if c["name"] == "bootstrap"]
+    data = ["--set", f"tiers.rocksdb.path={tmp_path}/rocksdb"]
+    assert "is restored from" in run(running.command(first, *data), dict(os.environ))
+    assert "is left to the node" in run(running.command(first, *data), dict(os.environ))
+    # The new node has the rows that no model file has.
+    import hps
+    from hps.config import load_config
+
+    config = load_config(running.folder / "etc/config.yaml", data[1::2])
+    with hps.open(config) as new:
+        found = new.lookup(
+            table["model"], {table["name"]: [2**61 + 1]}, want_source=True, by_table=True
+        )
+    assert found.vectors[table["name"]].tolist() == [written]
