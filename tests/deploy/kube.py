@@ -1,4 +1,4 @@
-"""A real Kubernetes API server and its etcd, as processes: objects are checked and kept, nothing runs them."""
+"""A real Kubernetes API server and its etcd, as processes: objects are checked and kept, never run."""
 
 from __future__ import annotations
 
