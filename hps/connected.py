@@ -116,8 +116,7 @@ def connect(
     Repository(settings.models.repository).names()
     with ExitStack() as resources:
         connecting = _Connecting(settings, picker, resources)
-        if wait_s is not None:
-            connecting.wait(wait_s, progress or NoProgress())
+        connecting.wait(wait_s, progress or NoProgress())
         connected = connecting.connected()
         connected._resources.push(resources.pop_all())
         return connected
@@ -133,7 +132,7 @@ class _Connecting:
         self._metrics = Metrics()
         self._nodes = nodes = Nodes(
             lookup.nodes,
-            _certificates(lookup),
+            certificates(lookup),
             Secret(None, lookup.api_key_file, "lookup.api_key_file"),
             resolve_s=lookup.resolve_s,
         )
@@ -154,8 +153,12 @@ class _Connecting:
         self._runs = dense_runs(settings, resources)
         self._lanes = lookup_lanes(settings, resources)
 
-    def wait(self, wait_s: float, progress: Progress) -> None:
-        """Until there is a model to serve. Raises TierError, or what it could not be opened for."""
+    def wait(self, wait_s: float | None, progress: Progress) -> None:
+        """Until there is a model to serve; None: see what there is. Raises TierError, or what it could not be
+        opened for."""
+        if wait_s is None:
+            self._following.look()
+            return
         until = time.monotonic() + wait_s
         with progress.task("waiting for lookup nodes", 1, "node") as step:
             while True:
@@ -250,7 +253,7 @@ class _Connecting:
         return [((each.address,), float(read(each))) for each in self._nodes.all]
 
 
-def _certificates(lookup: LookupSettings) -> Certificates | None:
+def certificates(lookup: LookupSettings) -> Certificates | None:
     tls = lookup.tls
     if tls is None:
         return None

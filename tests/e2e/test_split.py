@@ -1,0 +1,244 @@
+"""Front ends, lookup nodes and ingest, each a process: the way of a model from its import to scores, updates,
+and replicas that are replaced, killed and given another version while requests come. No request fails."""
+
+import json
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from typer.testing import CliRunner
+
+from benchmarks.peers.redis_server import RedisServer
+from hps.cli.main import app
+from hps.config.model_schema import ModelSpec
+from hps.models.writer import write_version
+from hps.updates import Producer
+from hps.updates.topics import native_topic
+from tests.integration.conftest import RANKING, network
+from tests.support.deployment import Deployment, Load, Part, by_grpc, by_http
+from tests.support.kafka_brokers import SEES_NEW_TOPICS_SOON, make_topic, shared_broker, unique
+from tests.support.redis_servers import need
+from tests.support.waiting import until
+
+USERS, ITEMS, HISTORY = [3, 40, 99], [5, -7, 33], [1, 2, 49]
+DENSE = [0.25, 0.5, 0.75]
+WIDTHS = {"user": 4, "item": 2, "history": 2, "dense": 3}
+
+
+def rows(keys, dim, factor=1.0):
+    return (factor * keys[:, None] / 64 + np.arange(dim) / 8).astype(np.float32)
+
+
+USER_KEYS, ITEM_KEYS = np.arange(100), np.arange(-50, 50)
+
+
+def scores(users, items, first):
+    """What the network makes of these rows, given by key from the table's first on."""
+    dense = np.tile(np.float32(DENSE), (3, 1))
+    parts = [users[USERS], items[np.add(ITEMS, 50)], items[np.add(HISTORY, 50)], dense]
+    weights = np.linspace(first, -first, sum(WIDTHS.values()), dtype=np.float32)
+    return 1 / (1 + np.exp(-np.concatenate(parts, axis=1) @ weights))
+
+
+class Model:
+    """One of its own in the shared broker, imported into a repository."""
+
+    def __init__(self, folder):
+        self.name = unique("clicks")
+        self.folder = folder
+        self.repository = folder / "models"
+        self.spec = {**RANKING, "name": self.name}
+        for name, keys, dim in (("users", USER_KEYS, 4), ("items", ITEM_KEYS, 2)):
+            (folder / name).mkdir()
+            keys.astype("<i8").tofile(folder / name / "key")
+            rows(keys, dim).tofile(folder / name / "emb_vector")
+        (folder / "spec.yaml").write_text(json.dumps(self.spec))
+        (folder / "network.onnx").write_bytes(network())
+        options = ["--name", self.name, "--to", self.repository, "--spec", folder / "spec.yaml"]
+        options += ["--table", f"users={folder / 'users'}", "--dense", folder / "network.onnx"]
+        command = ["model", "import", folder / "items", "--table", f"items={folder / 'items'}"]
+        result = CliRunner().invoke(app, [str(word) for word in [*command, *options]])
+        assert result.exit_code == 0, result.output
+
+    def second_version(self):
+        tables = {
+            "users": (USER_KEYS, rows(USER_KEYS, 4, -2.0)),
+            "items": (ITEM_KEYS, rows(ITEM_KEYS, 2, -2.0)),
+        }
+        spec = ModelSpec.model_validate(self.spec)
+        write_version(self.repository, spec, 2, tables, dense=network(0.5))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    broker = shared_broker()
+    made = Model(tmp_path_factory.mktemp("model"))
+    make_topic(broker, native_topic(made.name), 2)
+    return made
+
+
+@pytest.fixture(scope="module")
+def deployment(model, tmp_path_factory):
+    """Two front ends, which came when there was no lookup node yet, two of those, and `hps ingest`."""
+    need("redis-server")
+    folder = tmp_path_factory.mktemp("split")
+    redis = RedisServer(folder / "redis")
+    kafka = {
+        "brokers": shared_broker().address,
+        "shared_writer": "ingest",
+        "shared_group": model.name,
+        "options": SEES_NEW_TOPICS_SOON,
+    }
+    settings = {
+        "models": {"repository": str(model.repository)},
+        "tiers": {"redis": {"addresses": [redis.address], "guard": {"deadline_ms": 5000}}},
+        "updates": {"kafka": kafka},
+    }
+    stored = {**settings, "tiers": {**settings["tiers"], "rocksdb": {}}}
+
+    def own(kind, number):
+        mine = {**kafka, "group": f"{model.name}-{kind}-{number}"}
+        return {**stored, "updates": {"kafka": mine}}
+
+    lookups = [
+        Part(folder / f"lookup-{i}", own("lookup", i), "serve", "--role", "lookup") for i in (1, 2)
+    ]
+    asked = {**settings, "lookup": {"nodes": [part.grpc for part in lookups]}}
+    frontends = [
+        Part(folder / f"frontend-{i}", asked, "serve", "--role", "frontend") for i in (1, 2)
+    ]
+    ingest = Part(folder / "ingest", settings, "ingest")
+    made = Deployment(frontends, lookups, [ingest])
+    redis.start()
+    try:
+        for part in frontends:
+            part.start()
+        for part in frontends:
+            until(
+                lambda part=part: part.ask("/v2/health/ready")[1].count("Connection refused") == 2
+            )
+            assert part.ask("/v2/health/live")[0] == 200
+            assert "no lookup node is ready" in part.ask("/v2/health/ready")[1]
+        for part in (*lookups, ingest):
+            part.start()
+        for part in made.parts:
+            part.wait()
+        until(made.all_asked)
+        yield made
+    finally:
+        made.close()
+        redis.kill()
+
+
+def inputs_of():
+    data = {"user": USERS, "item": ITEMS, "history": HISTORY, "dense": [DENSE] * 3}
+    return [
+        {
+            "name": name,
+            "datatype": "FP32" if name == "dense" else "INT64",
+            "shape": list(np.shape(values)) if name == "dense" else [3, 1],
+            "data": values,
+        }
+        for name, values in data.items()
+    ]
+
+
+def triton_inputs():
+    made = []
+    for given in inputs_of():
+        array = np.array(given["data"], np.float32 if given["name"] == "dense" else np.int64)
+        made.append(triton.InferInput(given["name"], given["shape"], given["datatype"]))
+        made[-1].set_data_from_numpy(array.reshape(given["shape"]))
+    return made
+
+
+@contextmanager
+def load(deployment, model):
+    """Requests that come meanwhile; none of them may fail."""
+    with ExitStack() as stack:
+        make = {
+            "http": by_http(model.name, inputs_of(), stack),
+            "grpc": by_grpc(model.name, triton_inputs(), "score", stack),
+        }
+        with Load(deployment.frontends, make) as running:
+            yield running
+            running.more()
+        assert not running.failures, "\n".join(
+            [*running.failures, *(part.said for part in deployment.parts)]
+        )
+
+
+def answered(deployment, model):
+    """What every front end answers, by REST and by gRPC: the versions and scores there are."""
+    with ExitStack() as stack:
+        http, grpc = (
+            by_http(model.name, inputs_of(), stack),
+            by_grpc(model.name, triton_inputs(), "score", stack),
+        )
+        parts = deployment.frontends
+        return {http(part.http)() for part in parts} | {grpc(part.grpc)() for part in parts}
+
+
+def replaced(deployment, part):
+    """One after the other, as a rolling update does it: the next when this one is back."""
+    assert part.terminate() == 0
+    part.start()
+    part.wait()
+    until(deployment.all_asked)
+
+
+def test_scores_follow_updates_and_are_the_same_by_all_ways(deployment, model):
+    users, items = rows(USER_KEYS, 4), rows(ITEM_KEYS, 2)
+    ((version, before),) = answered(deployment, model)
+    assert version == "1"
+    np.testing.assert_allclose(before, scores(users, items, -1.0), rtol=1e-5)
+    items[np.add(ITEMS, 50)] *= -0.5
+    with Producer(shared_broker().address, model=model.name, partitions=2) as producer:
+        producer.send("items", np.array(ITEMS), items[np.add(ITEMS, 50)])
+        producer.flush()
+    wanted = scores(users, items, -1.0)
+    until(lambda: all(np.allclose(s, wanted, rtol=1e-5) for _, s in answered(deployment, model)))
+    assert len(answered(deployment, model)) == 1
+    (ingest,) = deployment.others
+    assert ingest.counted("hps_update_rows_total") >= len(ITEMS)
+
+
+def test_every_replica_is_replaced_while_requests_come(deployment, model):
+    with load(deployment, model) as running:
+        for part in (*deployment.lookups, *deployment.frontends):
+            replaced(deployment, part)
+            running.more()
+    assert len(running.answers) == 1  # the updates are not forgotten
+
+
+def test_a_lookup_node_is_killed_while_requests_come(deployment, model):
+    gone = deployment.lookups[0]
+    with load(deployment, model) as running:
+        gone.kill()
+        running.more(200)
+        for part in deployment.frontends:
+            states = {node["address"]: node["state"] for node in part.status()["lookup_nodes"]}
+            assert states[gone.grpc] in ("unreachable", "ejected")
+            assert part.ready
+        gone.start()  # as whoever looks after processes does; nobody else does anything
+        gone.wait()
+        until(deployment.all_asked)
+    assert len(running.answers) == 1
+
+
+def test_another_version_comes_while_requests_come(deployment, model):
+    model.second_version()
+    with load(deployment, model) as running:
+        for part in deployment.lookups:
+            body = {"parameters": {"version": 2}}
+            status, told = part.ask(f"/v2/repository/models/{model.name}/load", body)
+            assert status == 200, told
+            running.more()
+        until(lambda: running.failures or {v for v, _ in answered(deployment, model)} == {"2"})
+    assert {version for version, _ in running.answers} == {"1", "2"}
+    assert len(running.answers) == 2, "an answer is of two versions"
+    ((_, last),) = answered(deployment, model)
+    np.testing.assert_allclose(
+        last, scores(rows(USER_KEYS, 4, -2.0), rows(ITEM_KEYS, 2, -2.0), 0.5), rtol=1e-5
+    )
