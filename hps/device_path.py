@@ -172,7 +172,10 @@ class DevicePath:
             counts.append((feature.table, n, n))
         form = lane.form(batch, names)  # first: it may clear what the lane keeps
         outs, assigned = self._outs(lane, form, shapes)
-        codes = [(table, bytes([Source.GPU]) * n) for table, n, _ in counts]
+        codes = [
+            (table, bytes([Source.GPU]) * n, [(feature.name, n)])
+            for (feature, _), (table, n, _) in zip(self._feeds, counts, strict=True)
+        ]
         alike = _Alike(
             [
                 Bags(feature, n, n // shapes[feature.name][0], outs[feature.name])

@@ -33,6 +33,7 @@ from hps.tier_status import TierStatus
 from hps.tiers.base import Tier
 from hps.tiers.chain import TierChain
 from hps.tiers.fused import fused
+from hps.tiers.gpu_memory import publish_memory
 from hps.tiers.gpu_plan import Plan, Wish, check_fits, device_bytes, host_bytes_of, plan_gpu
 from hps.tiers.gpu_replicas import GpuReplicas
 from hps.tiers.promoting import Promoting
@@ -96,6 +97,7 @@ class Devices:
         tables = [table for table, place in plan.items() if place.rows]
         rows = Remembered(partial(_count, replicas, tables), _COUNT_AGAIN_S, "gpu-rows")
         self._resources.callback(rows.close)
+        publish_memory(self._metrics, self._chosen.devices, self._resources)
         facts = {
             "devices": self._chosen.devices,
             "bytes": device_bytes(plan),

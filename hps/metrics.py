@@ -8,79 +8,23 @@ live in one process.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
+from hps.counting import Amounts, Book, Counter, Histogram, Tally, add_all
+from hps.exposition import shown
+from hps.metric_table import METRICS, MetricSpec
 
-from hps.metric_names import METRICS, SECONDS_BUCKETS
+__all__ = ["Counter", "Histogram", "Metrics", "Numbers", "Tally", "add_all"]
 
 _BY_NAME = {spec.name: spec for spec in METRICS}
-# Observations of a histogram that wait to be sorted.
-_NOTES = 512
-
-
-# One lock for all counters: it is held for a fraction of a microsecond, and never while waiting.
-_counting = threading.Lock()
-
-
-class Counter:
-    """A number that grows. Thread-safe."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def add(self, amount: int = 1) -> None:
-        with _counting:
-            self.value += amount
-
-
-def add_all(amounts: Iterable[tuple[Counter, int]]) -> None:
-    """Add to many counters at half the price of one by one."""
-    with _counting:
-        for counter, amount in amounts:
-            counter.value += amount
-
-
-class Histogram:
-    """Observations in buckets up to each of ``bounds``, and one beyond. Thread-safe.
-
-    An observation is only noted; notes are sorted into their buckets some hundreds at a time, and when
-    the numbers are asked for, so that no request pays for the sorting and its lock.
-    """
-
-    __slots__ = ("_counts", "_lock", "_notes", "_total", "bounds")
-
-    def __init__(self, bounds: tuple[float, ...] = SECONDS_BUCKETS) -> None:
-        self.bounds = bounds
-        self._counts = np.zeros(len(bounds) + 1, np.int64)
-        self._total = 0.0
-        self._notes: list[float] = []
-        self._lock = threading.Lock()
-
-    def observe(self, seconds: float) -> None:
-        self._notes.append(seconds)
-        if len(self._notes) >= _NOTES:
-            self.read()
-
-    def observe_all(self, seconds: Iterable[float]) -> None:
-        self._notes.extend(seconds)
-        if len(self._notes) >= _NOTES:
-            self.read()
-
-    def read(self) -> tuple[list[int], float]:
-        """Observations per bucket, the last one without an upper bound, and their sum."""
-        with self._lock:
-            notes = self._notes[:]
-            del self._notes[: len(notes)]  # others may append meanwhile, never remove
-            if notes:
-                buckets = np.searchsorted(self.bounds, notes)
-                self._counts += np.bincount(buckets, minlength=len(self._counts))
-                self._total += sum(notes)
-            return self._counts.tolist(), self._total
+# Where the label values of metrics that tell versions apart have the model and the version.
+_VERSIONED = {
+    spec.name: (spec.labels.index("model"), spec.labels.index("version"))
+    for spec in METRICS
+    if {"model", "version"} <= set(spec.labels)
+}
 
 
 class Numbers(dict[str, dict[tuple[str, ...], Any]]):
@@ -136,6 +80,9 @@ class Metrics:
         }
         self._gauges: dict[str, list[ReadMany]] = {spec.name: [] for spec in METRICS}
         self._included: list[Callable[[], Numbers]] = []
+        self._others: list[tuple[Sequence[MetricSpec], Callable[[Numbers], Numbers]]] = []
+        self._book = Book()
+        self._held: dict[tuple[str, str], int] = {}
         self._lock = threading.Lock()
         self._registry: Any = None
 
@@ -149,13 +96,39 @@ class Metrics:
         child: Histogram = self._child(name, labels, "histogram", make)
         return child
 
+    def tally(self, amounts: Amounts) -> Tally:
+        """What adds these amounts to these counters, each time it is told to."""
+        return Tally(amounts, self._book)
+
     def gauge(self, name: str, read: Read, *labels: str) -> None:
-        """Have ``read`` called at every exposition."""
+        """Have ``read`` called at every exposition; also for counters that others keep."""
         self.gauges(name, lambda: [(labels, read())])
 
     def gauges(self, name: str, read: ReadMany) -> None:
         """Have ``read`` called at every exposition for all label values it knows then."""
         self._gauges[name].append(read)
+
+    def hold(self, model: str, version: int) -> None:
+        """A version of a model is being served: what is counted of it is exposed until it is let go of as
+        often."""
+        with self._lock:
+            key = model, str(version)
+            self._held[key] = self._held.get(key, 0) + 1
+
+    def let_go(self, model: str, version: int) -> None:
+        """See `hold`. Without this, numbers of versions that are gone would be exposed for ever."""
+        with self._lock:
+            key = model, str(version)
+            self._held[key] = self._held.get(key, 1) - 1
+            if self._held[key] > 0:
+                return
+            del self._held[key]
+            names = model, f"{model}.lookup"  # as requests name it
+            for name, (of_model, of_version) in _VERSIONED.items():
+                children = self._children[name]
+                for labels in list(children):
+                    if labels[of_model] in names and labels[of_version] == key[1]:
+                        del children[labels]
 
     def _child(self, name: str, labels: tuple[str, ...], kind: str, make: Callable[[], Any]) -> Any:
         children = self._children[name]
@@ -169,23 +142,20 @@ class Metrics:
         return child
 
     def render(self) -> bytes:
-        """The Prometheus text exposition of every metric that has a value."""
+        """The Prometheus text exposition of every metric that has a value, and of this process."""
         import prometheus_client as prometheus
 
         if self._registry is None:
             registry = prometheus.CollectorRegistry()
             prometheus.ProcessCollector(registry=registry)
             prometheus.GCCollector(registry=registry)
-            registry.register(self)
             self._registry = registry
-        text: bytes = prometheus.generate_latest(self._registry)
-        return text
-
-    def describe(self) -> list[Any]:
-        return []  # prometheus_client would otherwise collect once at registration
+        of_process: bytes = prometheus.generate_latest(self._registry)
+        return of_process + "".join(self._lines()).encode()
 
     def numbers(self) -> Numbers:
         """All of them as they are now."""
+        self._book.reckon()
         found = Numbers()
         for spec in METRICS:
             with self._lock:
@@ -201,32 +171,17 @@ class Metrics:
         """Have the numbers of other processes, which ``read`` brings, added to those that are exposed."""
         self._included.append(read)
 
-    def collect(self) -> Iterator[Any]:
-        """Called by prometheus_client."""
-        from prometheus_client import core
+    def expose(self, specs: Sequence[MetricSpec], make: Callable[[Numbers], Numbers]) -> None:
+        """Have other metrics exposed too, which ``make`` makes of all the numbers there are."""
+        self._others.append((specs, make))
 
-        families = {
-            "counter": core.CounterMetricFamily,
-            "gauge": core.GaugeMetricFamily,
-            "histogram": core.HistogramMetricFamily,
-        }
+    def _lines(self) -> Iterator[str]:
         found = self.numbers()
         for read in self._included:
             found.add(read())
         for spec in METRICS:
-            family = families[spec.kind](spec.name, spec.help, labels=spec.labels)
-            for labels, value in found[spec.name].items():
-                shown = _cumulative(spec.buckets, *value) if spec.kind == "histogram" else (value,)
-                family.add_metric(labels, *shown)
-            yield family
-
-
-def _cumulative(
-    buckets: tuple[float, ...], counts: list[int], total: float
-) -> tuple[list[tuple[str, float]], float]:
-    bounds = [str(bound) for bound in buckets] + ["+Inf"]
-    running, shown = 0, []
-    for bound, count in zip(bounds, counts, strict=True):
-        running += count
-        shown.append((bound, float(running)))
-    return shown, total
+            yield from shown(spec, found)
+        for specs, make in self._others:
+            made = make(found)
+            for spec in specs:
+                yield from shown(spec, made)

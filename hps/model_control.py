@@ -20,10 +20,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
+from hps import metric_names as m
 from hps.caches import Caches
 from hps.config import Settings
 from hps.devices import Devices
-from hps.errors import NotFound, Unavailable, Unsupported
+from hps.errors import HpsError, NotFound, Unavailable, Unsupported
 from hps.models.repository import ModelVersion, Repository
 from hps.node import Node, ServedModel
 from hps.opening import OpenedModel, open_model, watermarks_of
@@ -74,11 +75,13 @@ class ModelControl:
         self._closed = threading.Event()
         self._to_close = resources
         self._resources: dict[str, ExitStack] = {}  # of versions that came later, by model
-        self._retiring = Retiring(stores, caches.drop, self._version_of, self._turn, self._closed)
+        self._retiring = Retiring(stores, self._forget, self._version_of, self._turn, self._closed)
         self.loading: dict[str, int] = {}
         """Versions that are being made ready, by model."""
         self.warnings: dict[str, str] = {}
         """What is to be said of versions that were loaded, by model."""
+        for served in node.models:  # told from the start: an alert would not see the first one
+            node.metrics.counter(m.MODEL_LOADS, served, "failed")
 
     def available(self) -> dict[str, list[int]]:
         """The versions in the repository, by model."""
@@ -92,7 +95,7 @@ class ModelControl:
         cannot change, or ``Unavailable`` when the update streams do not catch up, here or in a Redis that
         others feed; all is as before then.
         """
-        with self._change():
+        with self._change(), self._counted(name):
             override = (self._settings.models.serve or {}).get(name)
             found = self._repository.open(name, version, override)
             self._require_possible(name)
@@ -137,6 +140,17 @@ class ModelControl:
         with self._turn:
             self._require_open()
             yield
+
+    @contextmanager
+    def _counted(self, name: str) -> Iterator[None]:
+        """Count the load of a model's version if it fails; names of none could be any number."""
+        try:
+            yield
+        except NotFound:
+            raise
+        except HpsError:
+            self._node.metrics.counter(m.MODEL_LOADS, name, "failed").add()
+            raise
 
     def _require_open(self) -> None:
         if self._closed.is_set():
@@ -196,6 +210,7 @@ class ModelControl:
             self._require_fed(model)
             freshness = freshness_of(self._settings, found.name, node.metrics)
             ready = self._serving.serve(model, node.metrics, self._devices, freshness)
+            undo.callback(node.metrics.let_go, found.name, found.version)
             undo.callback(self._followers.withdraw)
             self._followers.open(found.name, found.version, self._require_open)
             node.models = {**node.models, found.name: ready}
@@ -205,6 +220,7 @@ class ModelControl:
             self._resources[found.name] = self._to_close.enter_context(own.pop_all())
             undo.pop_all()
         self._warn(found.name, warning)
+        node.metrics.counter(m.MODEL_LOADS, found.name, "served").add()
         log.info(
             "model %s: version %d is served after %.1f s",
             found.name,
@@ -281,6 +297,10 @@ class ModelControl:
                         self._require_open()
 
     # -- a version goes ----------------------------------------------------------------------------
+
+    def _forget(self, model: OpenedModel) -> None:
+        self._caches.drop(model)
+        self._node.metrics.let_go(model.version.name, model.version.version)
 
     def _version_of(self, name: str) -> int | None:
         served = self._node.models.get(name)

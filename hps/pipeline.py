@@ -83,7 +83,7 @@ class InferencePipeline:
         self._workers = workers
         self._devices = tuple(devices)
         self._turn = count()
-        self._meter = meter or DenseMeter(Metrics(), name)
+        self._meter = meter or DenseMeter(Metrics(), name, 0)
         self._inputs = {tensor.name: tensor for tensor in spec.inputs}
         self._feeds = tuple(
             (feature, spec.embeddings.get(feature.name, feature.name))
@@ -271,8 +271,13 @@ class InferencePipeline:
                 raise DenseModelError(
                     f"output {name!r} has shape {list(values.shape)} for a batch of {batch}"
                 )
-            if values.dtype.kind == "f" and not (finite := np.isfinite(values)).all():
+            if values.dtype.kind != "f":
+                continue
+            if not (finite := np.isfinite(values)).all():
                 self._meter.not_finite(name, int(finite.size - np.count_nonzero(finite)))
+                values = values[finite]
+            if finite.size == batch:
+                self._meter.scored(name, values)
 
 
 def _part(request: PredictRequest, name: str) -> AbstractContextManager[object]:

@@ -52,7 +52,7 @@ class Retiring:
         turn: threading.Lock,
         closed: threading.Event,
     ) -> None:
-        """``forget`` takes a model's tables out of the caches."""
+        """``forget`` takes a model's tables out of the caches, and its numbers out of the metrics."""
         self._stores = stores
         self._forget = forget
         self._served = served

@@ -40,15 +40,16 @@ class Serving:
         freshness: Freshness,
     ) -> ServedModel:
         """``model``, ready to be asked."""
-        name = model.version.name
-        lookups = LookupMeter(metrics, name)
+        name, version = model.version.name, model.version.version
+        metrics.hold(name, version)
+        lookups = LookupMeter(metrics, name, version)
         engine = LookupEngine(
             model.lookup, self.caches, self.stores, self.lookups, self.promote, lookups
         )
         there = devices.lookups(model, self.lookups, self.promote, lookups)
         pipeline = None
         if model.dense is not None and model.spec.dense is not None:
-            meter = DenseMeter(metrics, name)
+            meter = DenseMeter(metrics, name, version)
             if isinstance(model.dense, Fallback):
                 model.dense.count = meter.fell_back
             paths = devices.paths(model, there, lookups)
@@ -57,7 +58,7 @@ class Serving:
             )
         return ServedModel(
             name,
-            model.version.version,
+            version,
             model.spec,
             model.tables,
             engine,

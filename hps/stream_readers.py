@@ -47,6 +47,11 @@ class Stream:
     readers: Readers
     began_s: float = field(default_factory=time.time)
 
+    @property
+    def problem(self) -> str | None:
+        """What keeps it from applying updates, if anything."""
+        return self.ingestor.problem or self.source.problem
+
     def status(self) -> dict[str, Any]:
         """Ready for JSON. ``lag`` is null while it is not known."""
         lag = self.source.lag()
@@ -54,7 +59,7 @@ class Stream:
             "group": self.group,
             "source": self.kind,
             "state": "paused" if self.thread.paused else "running",
-            "problem": self.ingestor.problem or self.source.problem,
+            "problem": self.problem,
             "stores": self.ingestor.store_names,
             "caches": self.ingestor.refreshes,
             "lag": None if lag is None or None in lag.values() else sum(filter(None, lag.values())),

@@ -26,7 +26,9 @@ from hps.types import EmbeddingTable, KeyArray, VectorArray
 from hps.updates.arrivals import LOOK_EVERY_S
 from hps.updates.direct import DirectWriter
 from hps.updates.freshness import Freshness
+from hps.updates.kafka.hps_group import NODE
 from hps.updates.kafka.source import KafkaSource
+from hps.updates.source import Reason
 from hps.updates.stream_places import Place, Store
 from hps.updates.topics import native_topic
 from hps.updates.writer import CacheWriter
@@ -56,8 +58,13 @@ class Streams:
         # Until when tables had everything when the readers began anew; some are followed no more, but served
         # until others are ready.
         self._current_s: dict[EmbeddingTable, float] = {}
+        for reason in Reason:
+            if reason.fault:  # told from the start: an alert would not see the first one
+                metrics.counter(m.UPDATE_DEAD, reason.name.lower())
         metrics.gauges(m.UPDATE_LAG, self._lags)
         metrics.gauges(m.UPDATE_AGE, self._ages)
+        metrics.gauges(m.UPDATE_PAUSED, self._each(lambda stream: stream.thread.paused))
+        metrics.gauges(m.UPDATE_PROBLEM, self._each(lambda stream: bool(stream.problem)))
 
     def read_kafka(
         self,
@@ -254,6 +261,12 @@ class Streams:
                 if messages is not None:
                     yield (stream.group, topic, str(partition)), messages
 
+    def _each(
+        self, said: Callable[[Stream], bool]
+    ) -> Callable[[], list[tuple[tuple[str, ...], float]]]:
+        """What is ``said`` of each reader, as a gauge reads it."""
+        return lambda: [((each.group,), said(each)) for each in self._readers.streams]
+
     def _ages(self) -> Iterable[tuple[tuple[str, ...], float]]:
         if self._readers.streams:
             for table in self._readers.tables:
@@ -262,4 +275,4 @@ class Streams:
 
 def node_group(settings: KafkaSettings) -> str:
     """The group of a node's own reader."""
-    return f"hps.node.{settings.group or socket.gethostname()}"
+    return f"{NODE}{settings.group or socket.gethostname()}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hps import metric_names as m
@@ -12,6 +13,8 @@ from hps.metrics import Metrics
 from hps.tiers.base import Tier
 from hps.tiers.cpu_reads import CacheReads
 from hps.types import EmbeddingTable
+
+Labelled = Iterator[tuple[tuple[str, ...], float]]
 
 
 @dataclass(slots=True)
@@ -73,19 +76,27 @@ def publish_tiers(
     """Gauges of what each tier holds of each table and of the numbers it states, read when metrics are asked
     for."""
 
-    def rows() -> Iterator[tuple[tuple[str, ...], float]]:
+    def of_tables(said: Callable[[TierStatus, EmbeddingTable], float | None]) -> Labelled:
         for entry in tiers:
             for table in tables():
-                if (known := entry.known_rows(table)) is not None:
-                    yield (entry.tier.info.name, table.model, table.name), known
+                if (known := said(entry, table)) is not None:
+                    labels = entry.tier.info.name, table.model, str(table.version), table.name
+                    yield labels, known
 
-    def facts() -> Iterator[tuple[tuple[str, ...], float]]:
+    def facts() -> Labelled:
         for entry in tiers:
             for name, value in entry.facts().items():
                 if isinstance(value, int | float):
                     yield (entry.tier.info.name, name), float(value)
 
-    metrics.gauges(m.TABLE_ROWS, rows)
+    def available() -> Labelled:
+        for entry in tiers:
+            yield (entry.tier.info.name,), entry.state() == "closed"
+
+    metrics.gauges(m.TABLE_ROWS, partial(of_tables, TierStatus.known_rows))
+    metrics.gauges(m.TABLE_CAPACITY, partial(of_tables, lambda entry, table: entry.capacity(table)))
+    metrics.gauges(m.TABLE_BYTES, partial(of_tables, lambda entry, table: entry.size(table)))
+    metrics.gauges(m.TIER_AVAILABLE, available)
     metrics.gauges(m.TIER_FACT, facts)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from hps.cuda import layout
 from hps.cuda.layout import Shape
@@ -24,6 +25,16 @@ def free_bytes() -> int:
     cp = cupy()
     free, _total = cp.cuda.runtime.memGetInfo()
     return int(free + cp.get_default_memory_pool().free_bytes())
+
+
+def device_memory(device: int) -> tuple[str, int, int]:
+    """Its UUID as NVIDIA's tools show it, and of its memory the bytes that are taken, by whatever process, and
+    all."""
+    cp = cupy()
+    with cp.cuda.Device(device):
+        free, total = cp.cuda.runtime.memGetInfo()
+    known_as = UUID(bytes=bytes(cp.cuda.runtime.getDeviceProperties(device)["uuid"][:16]))
+    return f"GPU-{known_as}", int(total - free), int(total)
 
 
 def free_host_bytes() -> int:

@@ -115,7 +115,8 @@ class AtOnce:
             return None
         seconds = time.perf_counter() - started
         counts = [(f.table, len(k.keys)) for f, k in zip(features, keys, strict=True)]
-        self._meter.counted([(table, _GPU, n) for table, n in counts], seconds)
+        names = [feature.name for feature in features]
+        self._meter.counted([(table, _GPU, n) for table, n in counts], seconds, names)
         if self._observe is not None:
             self._observe([(table, n, n) for table, n in counts], seconds)
         return result

@@ -151,11 +151,10 @@ class CompletedFetch:
         ).reshape(-1, _CODES)
         defaulted = int(counts[:, _DEFAULT].sum())
         counts[:, _GPU] = self._sizes - counts.sum(axis=1)
-        answers = [
-            (self._features[i].table, code, int(counts[i, code]))
-            for i, code in np.argwhere(counts).tolist()
-        ]
-        self._meter.counted(answers, time.perf_counter() - self._started)
+        found = np.argwhere(counts).tolist()
+        answers = [(self._features[i].table, code, int(counts[i, code])) for i, code in found]
+        names = [self._features[i].name for i, _ in found]
+        self._meter.counted(answers, time.perf_counter() - self._started, names)
         return defaulted
 
     def _gather(self, misses: Sequence[NDArray[np.int64]], stream: Any) -> bool:

@@ -69,7 +69,7 @@ class LookupEngine:
         self._stores_block = stores.info.blocking
         self._lanes = workers if isinstance(workers, Lanes) else Lanes(workers, workers)
         self._promote = promote
-        self._meter = meter or LookupMeter(Metrics(), model.name)
+        self._meter = meter or LookupMeter(Metrics(), model.name, model.version)
         # Not a method of ours: whoever drops a model waits until nothing refers to its engine.
         self._plan = Plans(model)
         self._short: ShortWay | None = None

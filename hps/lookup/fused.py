@@ -159,7 +159,10 @@ class Form:
         filled += [each.feature.name for each in self._pooled]
         self._names = None if names == tuple(filled) else names
         source = bytes([tier.info.source])
-        self._answers = [(table, source * sum(s.n for s in slices)) for table, slices in groups]
+        self._answers = [
+            (table, source * sum(s.n for s in slices), [(s.feature.name, s.n) for s in slices])
+            for table, slices in groups
+        ]
         self._finished = meter.finished_alike(self._answers)
         sizes = [(each.table, each.shape[0]) for each in self._rows]
         sizes += [(each.feature.table, each.n) for each in self._pooled]

@@ -88,7 +88,7 @@ class GapJob(Job):
             told = codes.tobytes()
             if has_defaults:
                 result.defaulted += told.count(_DEFAULT)
-            answers[gaps.position] = gaps.table, told
+            answers[gaps.position] = gaps.table, told, answers[gaps.position][2]
         return result, answers
 
     def _fill(self, gaps: TableGaps, part: Part, inverse: IndexArray, codes: SourceArray) -> bool:

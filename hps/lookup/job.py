@@ -72,7 +72,7 @@ class WholeJob(Job):
                 codes = part.source.take(inverse).tobytes()
             if has_defaults:
                 result.defaulted += codes.count(_DEFAULT)
-            sources.append((part.table, codes))
+            sources.append((part.table, codes, share.sizes))
             start = 0
             for feature, keys in zip(share.features, share.keys, strict=True):
                 stop = start + len(keys.keys)

@@ -178,7 +178,7 @@ class DeviceLookup(LookupEngine):
         result = DeviceResult({}, degraded=tuple(dict.fromkeys(job.context.degraded)))
         bags, answers = [], []
         for share, seen, codes in zip(job.shares, versions, sources, strict=True):
-            answers.append((share.part.table, codes.tobytes()))
+            answers.append((share.part.table, codes.tobytes(), share.sizes))
             result.defaulted += len(codes) - int(np.count_nonzero(codes))
             start = 0
             for feature, keys in zip(share.features, share.keys, strict=True):

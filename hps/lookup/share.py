@@ -24,6 +24,11 @@ class Share:
     features: tuple[Feature, ...]
     keys: list[JaggedKeys]
 
+    @property
+    def sizes(self) -> list[tuple[str, int]]:
+        """The features' names, and how many keys each has."""
+        return [(f.name, len(k.keys)) for f, k in zip(self.features, self.keys, strict=True)]
+
 
 def make_share(
     table: EmbeddingTable,

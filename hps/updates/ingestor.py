@@ -71,6 +71,10 @@ class Observe(Protocol):
         """``tier`` has what messages brought that were made at ``made_s (k,)``, Unix seconds, now."""
         ...
 
+    def took(self, seconds: float) -> None:
+        """A batch was in all stores and caches after ``seconds``, waits for a store included."""
+        ...
+
     def dead(self, reason: str) -> None: ...
 
 
@@ -124,9 +128,11 @@ class Ingestor:
         """
         batch = self._source.poll(timeout_s)
         if batch is not None:
+            started = time.perf_counter()
             with _part(batch):
                 self.apply(batch)
                 self._until_done("commit", lambda: self._source.commit(batch))
+            self._observe.took(time.perf_counter() - started)
         if time.monotonic() - self._noted_at > NOTE_EVERY_S:
             self.note()
             if (place := self._places.lost()) is not None:

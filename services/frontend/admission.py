@@ -55,6 +55,7 @@ class Admission:
             self._published = metrics
             metrics.gauges(m.QUEUE_REQUESTS, lambda: self._each("waiting"))
             metrics.gauges(m.RUNNING_REQUESTS, lambda: self._each("running"))
+            metrics.gauges(m.RUNNING_LIMIT, lambda: self._each("most_running"))
             metrics.gauge(m.QUEUE_BYTES, lambda: self.room.held)
         return line
 
@@ -81,7 +82,7 @@ class Line:
         self.version = endpoint.version
         self.raw_input = endpoint.raw_input
         self._endpoint = endpoint
-        self._most_running = running
+        self.most_running = running
         self._most_waiting = settings.queue
         self._max_wait_s = settings.max_wait_ms / 1e3
         self._room = shared.room
@@ -100,7 +101,7 @@ class Line:
     @property
     def is_busy(self) -> bool:
         """Whether as many requests are worked at as may be."""
-        return self.running >= self._most_running
+        return self.running >= self.most_running
 
     @property
     def rules(self) -> Mapping[str, InputRule]:
@@ -113,7 +114,7 @@ class Line:
     def require_room(self, size: int = 0) -> None:
         """Raises ``Overloaded`` when a request of ``size`` bytes would be refused now."""
         places, limit_ms = len(self._line), self._max_wait_s * 1e3
-        if places >= self._most_waiting and self.running >= self._most_running:
+        if places >= self._most_waiting and self.running >= self.most_running:
             raise Overloaded(
                 f"overloaded: Exceeds maximum queue size ({places} requests to '{self.name}' wait already, "
                 "server.admission.queue); retry later, or ask another replica",
@@ -130,14 +131,14 @@ class Line:
 
     def submit(self, call: Call, deadline: float) -> Future[Any]:
         """See ``Endpoint.submit``. Raises ``Overloaded`` when the request may not wait."""
-        if self.running < self._most_running and not self._line:
+        if self.running < self.most_running and not self._line:
             return self._began(self._endpoint.submit(call, deadline))
         size = sum(array.nbytes for array in call.inputs.values())
         return self._wait(partial(self._endpoint.submit, call, deadline), size, deadline)
 
     def admit(self, start: Callable[[], Future[Any]], size: int, deadline: float) -> Future[Any]:
         """As ``submit`` for another kind of request, of ``size`` bytes, which ``start`` begins."""
-        if self.running < self._most_running and not self._line:
+        if self.running < self.most_running and not self._line:
             return self._began(start())
         return self._wait(start, size, deadline)
 
@@ -180,7 +181,7 @@ class Line:
     def _next(self) -> _Waiting | None:
         """The next request; it counts as running."""
         with self._lock:
-            while self._line and self.running < self._most_running:
+            while self._line and self.running < self.most_running:
                 waiting = self._line.popleft()
                 self._room.add(-waiting.size)
                 if waiting.set_running_or_notify_cancel():

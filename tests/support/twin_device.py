@@ -13,7 +13,9 @@ from hps import devices
 from hps.cuda.pool import RowBags
 from hps.lookup.pooling import pool
 from hps.native import dedup
+from hps.tiers import gpu_memory
 from hps.tiers.base import FetchContext, Part, TierInfo
+from hps.tiers.gpu_memory import Memory
 from hps.tiers.gpu_space import DeviceParts
 from hps.tiers.memory import MemoryTier
 from hps.tiers.wrappers import Wrapper
@@ -307,6 +309,7 @@ def install(monkeypatch: Any, count: int = 1, free: int = 1 << 34) -> list[Cache
     monkeypatch.setattr(devices, "device_count", lambda: count)
     monkeypatch.setattr(devices, "free_memory", lambda device: free)
     monkeypatch.setattr(devices, "open_cache", open_cache)
+    monkeypatch.setattr(gpu_memory, "look", lambda device: Memory(device, f"GPU-{device}", 1, free))
     monkeypatch.setattr(devices, "bridged", Bridge)
     monkeypatch.setattr(devices, "runs_on_gpu", lambda network: True)
     return caches

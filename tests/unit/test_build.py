@@ -586,8 +586,8 @@ def test_a_broken_tier_takes_neither_status_nor_metrics_along(opened):
     users = opened.status()["models"][0]["tables"][0]
     assert list(users["rows"]) == ["cpu"]
     text = opened.metrics.render().decode()
-    assert 'hps_table_rows{model="clicks",table="users",tier="cpu"}' in text
-    assert 'hps_table_rows{model="clicks",table="users",tier="rocksdb"}' not in text
+    assert 'hps_table_rows{model="clicks",table="users",tier="cpu",version="1"}' in text
+    assert 'hps_table_rows{model="clicks",table="users",tier="rocksdb",version="1"}' not in text
 
 
 def test_every_node_counts_for_itself(folder, tmp_path_factory, monkeypatch):
@@ -598,21 +598,24 @@ def test_every_node_counts_for_itself(folder, tmp_path_factory, monkeypatch):
         first.lookup("clicks", {"user": [3, 3, 9999]})
         first.predict("clicks", {"user": [3], "item": [1], "seen": [1]}, {"price": [[np.nan]]})
         text, unused = first.metrics.render().decode(), second.metrics.render().decode()
-    assert 'hps_lookup_keys_total{model="clicks",table="users",tier="cpu"} 3.0' in text
-    assert 'hps_lookup_keys_total{model="clicks",table="users",tier="default"} 1.0' in text
+    assert 'hps_lookup_keys_total{model="clicks",table="users",tier="cpu",version="1"} 3.0' in text
+    assert (
+        'hps_lookup_keys_total{model="clicks",table="users",tier="default",version="1"} 1.0' in text
+    )
     # Unique keys: 3 was asked for twice, but once of the tier.
     assert (
-        'hps_tier_keys_total{model="clicks",result="missed",table="users",tier="cpu"} 1.0' in text
-    )
-    assert (
-        'hps_tier_keys_total{model="clicks",result="missed",table="users",tier="rocksdb"} 1.0'
+        'hps_tier_keys_total{model="clicks",result="missed",table="users",tier="cpu",version="1"} 1.0'
         in text
     )
-    assert 'hps_lookup_duration_seconds_count{model="clicks"} 2.0' in text
-    assert 'hps_scores_not_finite_total{model="clicks",output="ctr"} 1.0' in text
-    assert 'hps_dense_duration_seconds_count{model="clicks"} 1.0' in text
+    assert (
+        'hps_tier_keys_total{model="clicks",result="missed",table="users",tier="rocksdb",version="1"} 1.0'
+        in text
+    )
+    assert 'hps_lookup_duration_seconds_count{model="clicks",version="1"} 2.0' in text
+    assert 'hps_scores_not_finite_total{model="clicks",output="ctr",version="1"} 1.0' in text
+    assert 'hps_dense_duration_seconds_count{model="clicks",version="1"} 1.0' in text
     assert 'hps_model_version{model="clicks"} 1.0' in text
-    assert 'hps_table_rows{model="clicks",table="users",tier="rocksdb"} 1000.0' in text
+    assert 'hps_table_rows{model="clicks",table="users",tier="rocksdb",version="1"} 1000.0' in text
     assert "hps_lookup_keys_total{" not in unused
     assert Path("/proc").exists() == ("process_resident_memory_bytes" in text)
 

@@ -17,9 +17,10 @@ from hps.cuda.loader import cupy
 from hps.dense.onnx import OnnxModel
 from hps.devices import device_count
 from hps.errors import BadRequest, ConfigError, DeadlineExceeded
-from hps.metric_names import LOOKUP_KEYS
+from hps.metric_names import FEATURE_KEYS, GPU_MEMORY_TOTAL, LOOKUP_KEYS
 from hps.models.writer import write_version
-from hps.tiers import gpu_space
+from hps.tiers import gpu_memory, gpu_space
+from hps.tiers.gpu_memory import Memory
 from hps.types import JaggedKeys, Source, version_now
 from hps.updates.snapshot import read_hot_keys
 from tests.support import twin_device
@@ -184,8 +185,14 @@ def test_rows_are_counted_where_they_came_from(pair, ask):
     node.writer.close()  # nothing is lifted any more
 
     def counted():
-        counters = {c: node.metrics.counter(LOOKUP_KEYS, "m", "users", c) for c in TIERS}
-        return {name: counter.value for name, counter in counters.items()}
+        numbers = node.metrics.numbers()
+        tiers = {tier: numbers[LOOKUP_KEYS].get(("m", "1", "users", tier), 0) for tier in TIERS}
+        features = {
+            (feature, result): numbers[FEATURE_KEYS].get(("m", "1", feature, result), 0)
+            for feature in ("user", "last")
+            for result in ("found", "defaulted")
+        }
+        return tiers | features
 
     for keys in ([1, 2, 2], [3, 800, 801], [4, 5, 990], [802, 803, 803]):
         features, dense = request_of(np.arange(200), 3)
@@ -197,7 +204,14 @@ def test_rows_are_counted_where_they_came_from(pair, ask):
             defaulted = node.lookup_on_device("m", features).defaulted
         changed = {name: n - before[name] for name, n in counted().items() if n != before[name]}
         tiers = ["default" if k == 990 else "cpu" if k > 700 else "gpu" for k in 3 * keys]
-        assert changed == {name: tiers.count(name) for name in set(tiers)}
+        unknown = keys.count(990)
+        expected = {name: tiers.count(name) for name in set(tiers)} | {
+            ("user", "found"): 3 - unknown,
+            ("user", "defaulted"): unknown,
+            ("last", "found"): 6 - 2 * unknown,
+            ("last", "defaulted"): 2 * unknown,
+        }
+        assert changed == {name: n for name, n in expected.items() if n}
         assert defaulted == tiers.count("default")
 
 
@@ -581,3 +595,21 @@ def test_a_network_on_the_cpu_gets_its_vectors_there(open_node, monkeypatch):
     asked = request_of(np.arange(200), 3)
     same(node.predict("m", *asked), plain.predict("m", *asked))
     assert cache.pooled == 0
+
+
+def test_the_memory_of_each_gpu_is_told_and_that_of_one_that_fails_no_more(open_node, monkeypatch):
+    monkeypatch.setattr(gpu_memory, "_LOOK_EVERY_S", 0.0)
+    node, _ = open_node(gpus=2, gpu={"devices": [0, 1], "share": 0.5})
+
+    def told():
+        return dict(node.metrics.numbers()[GPU_MEMORY_TOTAL])
+
+    until(lambda: told() == {("0", "GPU-0"): 1 << 34, ("1", "GPU-1"): 1 << 34})
+
+    def look(device):
+        if device == 1:
+            raise RuntimeError("fell off the bus")
+        return Memory(device, "GPU-0", 1, 2)
+
+    monkeypatch.setattr(gpu_memory, "look", look)
+    until(lambda: told() == {("0", "GPU-0"): 2})

@@ -3,13 +3,16 @@
 import json
 import re
 import threading
+from pathlib import Path
 
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hps import metric_names as m
 from hps.meters import DenseMeter, LookupMeter, TierMeter
-from hps.metric_names import METRICS, SECONDS_BUCKETS
+from hps.metric_page import renewed
+from hps.metric_table import METRICS, SCORE_BUCKETS, SECONDS_BUCKETS, MetricSpec
 from hps.metrics import Metrics, Numbers
 from hps.types import EmbeddingTable, Source
 
@@ -42,9 +45,10 @@ def test_the_table_of_names():
         assert spec.help.endswith(".")
         assert spec.name.endswith("_total") == (spec.kind == "counter")
         if spec.kind == "histogram":
-            assert spec.name.endswith(("_seconds", "_requests"))
+            assert spec.name.endswith(("_seconds", "_requests", "_scores"))
     assert list(SECONDS_BUCKETS) == sorted(SECONDS_BUCKETS)
     assert SECONDS_BUCKETS[0] < 1e-3
+    assert list(SCORE_BUCKETS) == sorted(SCORE_BUCKETS)
 
 
 def test_every_metric_is_exposed_with_its_help():
@@ -82,10 +86,10 @@ def test_histogram_buckets_are_cumulative_and_upper_bounds_belong():
 def test_gauges_are_read_when_asked():
     metrics, rows = Metrics(), {"a": 1.0}
     metrics.gauge(m.UPTIME, lambda: len(rows))
-    metrics.gauges(m.TABLE_ROWS, lambda: [(("cpu", "m", t), n) for t, n in rows.items()])
+    metrics.gauges(m.TABLE_ROWS, lambda: [(("cpu", "m", "1", t), n) for t, n in rows.items()])
     rows["b"] = 2.0
     assert of(metrics, m.UPTIME) == 2
-    assert of(metrics, m.TABLE_ROWS, tier="cpu", model="m", table="b") == 2
+    assert of(metrics, m.TABLE_ROWS, tier="cpu", model="m", version="1", table="b") == 2
 
 
 def test_wrong_use_is_an_error_at_once():
@@ -123,14 +127,19 @@ def test_no_count_is_lost_between_threads():
 
 def test_lookup_meter():
     metrics = Metrics()
-    meter = LookupMeter(metrics, "clicks")
+    meter = LookupMeter(metrics, "clicks", 3)
     every = [source for source in Source for _ in range(source + 1)]
-    meter.finished([(TABLE, bytes(every)), (TABLE, b"")], 0.1, ("rocksdb",))
+    features = [("first", 4), ("second", len(every) - 4)]
+    meter.finished([(TABLE, bytes(every), features), (TABLE, b"", [])], 0.1, ("rocksdb",))
     for source in Source:
-        labels = {"model": "clicks", "table": "t", "tier": source.name.lower()}
+        labels = {"model": "clicks", "version": "3", "table": "t", "tier": source.name.lower()}
         assert of(metrics, m.LOOKUP_KEYS, **labels) == source + 1
+    for feature, found, defaulted in (("first", 3, 1), ("second", len(every) - 4, None)):
+        labels = {"model": "clicks", "version": "3", "feature": feature}
+        assert of(metrics, m.FEATURE_KEYS, **labels, result="found") == found
+        assert of(metrics, m.FEATURE_KEYS, **labels, result="defaulted") in (defaulted, 0.0)
     assert of(metrics, m.LOOKUP_DEGRADED, model="clicks", tier="rocksdb") == 1
-    assert of(metrics, f"{m.LOOKUP_SECONDS}_count", model="clicks") == 1
+    assert of(metrics, f"{m.LOOKUP_SECONDS}_count", model="clicks", version="3") == 1
 
 
 def test_tier_and_dense_meter():
@@ -138,7 +147,7 @@ def test_tier_and_dense_meter():
     meter = TierMeter(metrics, "cpu")
     meter([(TABLE, 5, 3), (TABLE, 0, 0)], 0.1)
     meter([(TABLE, 4, 4)], 0.1)
-    labels = {"tier": "cpu", "model": "clicks", "table": "t"}
+    labels = {"tier": "cpu", "model": "clicks", "version": "1", "table": "t"}
     assert of(metrics, m.TIER_KEYS, **labels, result="found") == 7
     assert of(metrics, m.TIER_KEYS, **labels, result="missed") == 2
     meter([(TABLE, 6, 1)], 0.1, True)
@@ -148,11 +157,11 @@ def test_tier_and_dense_meter():
     assert of(metrics, m.TIER_KEYS, **labels, result="skipped") == 5
     assert of(metrics, f"{m.TIER_SECONDS}_count", tier="cpu") == 2
     assert of(metrics, m.TIER_SKIPPED, tier="cpu", reason="late") == 1
-    dense = DenseMeter(metrics, "clicks")
+    dense = DenseMeter(metrics, "clicks", 3)
     dense.ran(0.1)
     dense.not_finite("ctr", 3)
-    assert of(metrics, m.SCORES_NOT_FINITE, model="clicks", output="ctr") == 3
-    assert of(metrics, f"{m.DENSE_SECONDS}_sum", model="clicks") == pytest.approx(0.1)
+    assert of(metrics, m.SCORES_NOT_FINITE, model="clicks", version="3", output="ctr") == 3
+    assert of(metrics, f"{m.DENSE_SECONDS}_sum", model="clicks", version="3") == pytest.approx(0.1)
 
 
 def test_no_observation_is_lost_while_others_read():
@@ -197,20 +206,116 @@ def test_numbers_of_other_processes_are_added_to_ours():
     """Over JSON, as they travel; of what only ended processes had, no gauge."""
     ours, other = Metrics(), Metrics()
     for each, n in ((ours, 1), (other, 2)):
-        each.counter(m.LOOKUP_KEYS, "clicks", "users", "cpu").add(n)
+        each.counter(m.LOOKUP_KEYS, "clicks", "1", "users", "cpu").add(n)
         each.histogram(m.TIER_SECONDS, "cpu").observe_all([3e-5] * n)
         each.gauge(m.LOOKUP_WAITING, lambda n=n: n)
-    other.counter(m.LOOKUP_KEYS, "clicks", "users", "redis").add(5)
+    other.counter(m.LOOKUP_KEYS, "clicks", "1", "users", "redis").add(5)
     told = json.loads(json.dumps(other.numbers().as_json()))
     ours.include(lambda: Numbers.from_json(told))
     ours.include(lambda: Numbers.from_json(told).grown())
-    assert of(ours, m.LOOKUP_KEYS, model="clicks", table="users", tier="cpu") == 5
-    assert of(ours, m.LOOKUP_KEYS, model="clicks", table="users", tier="redis") == 10
+    assert of(ours, m.LOOKUP_KEYS, model="clicks", version="1", table="users", tier="cpu") == 5
+    assert of(ours, m.LOOKUP_KEYS, model="clicks", version="1", table="users", tier="redis") == 10
     assert of(ours, f"{m.TIER_SECONDS}_count", tier="cpu") == 5
     assert of(ours, f"{m.TIER_SECONDS}_sum", tier="cpu") == pytest.approx(15e-5)
     assert of(ours, m.LOOKUP_WAITING) == 3
-    assert ours.counter(m.LOOKUP_KEYS, "clicks", "users", "cpu").value == 1
+    assert ours.counter(m.LOOKUP_KEYS, "clicks", "1", "users", "cpu").value == 1
 
 
 def test_metrics_that_are_not_known_here_are_left_out():
     assert Numbers.from_json({"hps_of_tomorrow": [[[], 1]]}) == {}
+
+
+def test_a_tally_adds_its_amounts_as_often_as_it_is_told():
+    """Whether the numbers are asked for before, between or after, and when it is gone."""
+    metrics = Metrics()
+    inserted = metrics.counter(m.PROMOTIONS, "cpu", "inserted")
+    gone = metrics.counter(m.PROMOTIONS, "cpu", "gone")
+    once = metrics.tally([(inserted, 1000)])
+    once.add()
+    tally = metrics.tally([(inserted, 2), (gone, 3)])
+    for times in range(1, 5):
+        tally.add()
+        if times != 3:
+            assert of(metrics, m.PROMOTIONS, tier="cpu", result="gone") == 3 * times
+    tally.add()
+    del tally, once
+    assert of(metrics, m.PROMOTIONS, tier="cpu", result="gone") == 15
+    assert of(metrics, m.PROMOTIONS, tier="cpu", result="inserted") == 1010
+
+
+def test_no_tally_is_lost_between_threads():
+    metrics = Metrics()
+    counter = metrics.counter(m.PROMOTIONS, "cpu", "gone")
+    shared, stop = metrics.tally([(counter, 2)]), threading.Event()
+
+    def work():
+        for _ in range(2000):
+            shared.add()
+            own = metrics.tally([(counter, 1)])
+            for _ in range(3):
+                own.add()
+
+    def read():
+        while not stop.is_set():
+            metrics.numbers()
+
+    reader = threading.Thread(target=read)
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in (reader, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stop.set()
+    reader.join()
+    assert of(metrics, m.PROMOTIONS, tier="cpu", result="gone") == 4 * 2000 * 5
+
+
+def test_scores_are_counted_by_the_array():
+    metrics = Metrics()
+    meter = DenseMeter(metrics, "clicks", 3)
+    labels = {"model": "clicks", "version": "3", "output": "ctr"}
+    scores = np.array([[0.005], [0.5]], np.float32)
+    meter.scored("ctr", scores)
+    scores[:] = 9.0  # it is the caller's again
+    meter.scored("ctr", np.linspace(0.0, 1.0, 100_001))
+    assert of(metrics, f"{m.SCORES}_count", **labels) == 100_003
+    assert of(metrics, f"{m.SCORES}_bucket", **labels, le="0.0") == 1
+    assert of(metrics, f"{m.SCORES}_bucket", **labels, le="0.5") == 50_003
+    assert of(metrics, f"{m.SCORES}_bucket", **labels, le="1.0") == 100_003
+    assert of(metrics, f"{m.SCORES}_sum", **labels) == pytest.approx(50_001.005)
+
+
+def test_numbers_of_a_version_that_is_gone_are_exposed_no_more():
+    metrics = Metrics()
+    for _ in range(2):  # loaded again while requests are still on it
+        metrics.hold("clicks", 3)
+    for version in "34":
+        for name in ("clicks", "clicks.lookup", "other"):
+            metrics.counter(m.LOOKUP_KEYS, name, version, "t", "cpu").add()
+    metrics.let_go("clicks", 3)
+    assert len(metrics.numbers()[m.LOOKUP_KEYS]) == 6
+    metrics.let_go("clicks", 3)
+    assert sorted(metrics.numbers()[m.LOOKUP_KEYS]) == [
+        ("clicks", "4", "t", "cpu"),
+        ("clicks.lookup", "4", "t", "cpu"),
+        ("other", "3", "t", "cpu"),
+        ("other", "4", "t", "cpu"),
+    ]
+
+
+def test_other_metrics_are_made_of_ours():
+    metrics = Metrics()
+    spec = MetricSpec("nv_of_another", "counter", ("model",), "Of another.")
+    metrics.counter(m.PROMOTIONS, "cpu", "gone").add(3)
+    metrics.expose(
+        [spec], lambda found: Numbers({spec.name: {("a",): 2 * sum(found[m.PROMOTIONS].values())}})
+    )
+    text = metrics.render().decode()
+    assert '# TYPE nv_of_another counter\nnv_of_another{model="a"} 6.0\n' in text
+
+
+def test_the_page_of_metrics_is_in_step():
+    page = Path(__file__).parents[2] / "docs" / "metrics.md"
+    assert renewed(page.read_text()) == page.read_text(), (
+        "python -m hps.metric_page docs/metrics.md"
+    )

@@ -8,15 +8,18 @@ import pytest
 
 import hps
 from benchmarks.peers.process import free_ports
+from hps import metric_names as m
 from hps import retiring
 from hps.config.model_schema import ModelSpec
 from hps.errors import ModelError, NotFound, TierError, Unavailable, Unsupported
+from hps.metric_table import METRICS
 from hps.models.writer import write_version
 from hps.streams import Streams
 from hps.tiers.capacity import TABLE_BYTES, slot_bytes
 from tests.support.waiting import until
 
 SPEC = {"name": "words", "tables": [{"name": "left", "dim": 4}, {"name": "right", "dim": 2}]}
+metric_of = {spec.name: spec for spec in METRICS}
 ROWS = 500
 
 
@@ -205,6 +208,7 @@ def test_what_cannot_be_loaded_leaves_all_as_it_was(node, repository):
         node.load("words", 2)
     assert (value(node), node.control.loading) == (1007, {})
     assert cached(node) == {1}
+    assert node.metrics.numbers()[m.MODEL_LOADS] == {("words", "failed"): 1}
 
 
 def test_written_rows_go_to_the_version_that_is_served(node, repository):
@@ -259,11 +263,16 @@ def test_switches_leave_nothing_behind(node, repository):
     request = node.models["words"].engine
     for version in (2, 1, 2, 1):
         node.load("words", version)
+        value(node)
+    assert node.metrics.numbers()[m.MODEL_LOADS] == {("words", "failed"): 0, ("words", "served"): 4}
     assert node.control._stores._rocksdb.figures().table_bytes <= 2 * bytes_of_one
     del request
     settled(node)
     assert {table.version for table in database._families} == {1}
     assert len(database._families) == 2
+    for name in (m.LOOKUP_KEYS, m.FEATURE_KEYS, m.LOOKUP_SECONDS, m.TIER_KEYS):
+        at = metric_of[name].labels.index("version")
+        assert {labels[at] for labels in node.metrics.numbers()[name]} == {"1"}, name
 
 
 def test_the_memory_of_the_cpu_cache_is_not_exceeded(settings, repository):

@@ -82,10 +82,14 @@ class Network:
 
 class Recorder:
     def __init__(self):
-        self.seconds, self.broken = [], {}
+        self.seconds, self.broken, self.scores = [], {}, {}
 
     def ran(self, seconds):
         self.seconds.append(seconds)
+
+    def scored(self, output, values):
+        assert np.isfinite(values).all()
+        self.scores[output] = values.ravel().tolist()
 
     def not_finite(self, output, values):
         self.broken[output] = self.broken.get(output, 0) + values
@@ -217,6 +221,8 @@ def test_sources_defaults_and_what_is_not_a_number(setup):
     assert result.defaulted == 3  # one item, and it stands twice in tags
     assert np.isnan(result.outputs["ctr"][0, 0])
     assert setup.recorder.broken == {"ctr": 1, "all": 1}
+    # One number per sample, and only those that are numbers.
+    assert setup.recorder.scores == {"ctr": [float(result.outputs["ctr"][1, 0])]}
 
 
 # -- faults --------------------------------------------------------------------------------------

@@ -41,12 +41,12 @@ def count_failure(
 ) -> None:
     """Have metrics and the protocol's statistics know of it."""
     done = perf_counter_ns()
-    name = ""
+    name = version = ""
     if entry is not None:
-        name = entry.name
+        name, version = entry.name, entry.version
         entry.statistics.failed(started, done)
     status = status_of(error).grpc
-    metrics.histogram(m.REQUEST_SECONDS, "grpc", method, name, status).observe(
+    metrics.histogram(m.REQUEST_SECONDS, "grpc", method, name, version, status).observe(
         (done - started) * 1e-9
     )
     if (reason := refused_for(error)) is not None:

@@ -47,7 +47,7 @@ class Route:
         self.parser = Parser(entry.name, entry.endpoint.rules, max_keys)
         self.encoder = Encoder(entry.name, entry.version, regions)
         self.observe_ok = metrics.histogram(
-            m.REQUEST_SECONDS, "grpc", "infer", entry.name, "OK"
+            m.REQUEST_SECONDS, "grpc", "infer", entry.name, entry.version, "OK"
         ).observe
 
     def encode(self, call: GrpcCall, result: Any) -> bytes:

@@ -43,16 +43,17 @@ def failure(
     error: BaseException, head: Head, state: State, started: int, origin: Origin | None = None
 ) -> Reply:
     """What `fail` answers; it is counted and told of."""
-    name = "" if head.route is None else head.route.entry.name
+    entry = None if head.route is None else head.route.entry
+    name, version = ("", "") if entry is None else (entry.name, entry.version)
     if origin is None:
         named = head.request_id, head.traceparent, head.tracestate
         origin = state.observer.begin(name, started, *named)
     status, body = describe(error, origin.request_id)
     done = perf_counter_ns()
-    if head.route is not None:
-        head.route.entry.statistics.failed(started, done)
+    if entry is not None:
+        entry.statistics.failed(started, done)
     metrics = state.metrics
-    metrics.histogram(m.REQUEST_SECONDS, "http", "infer", name, str(status)).observe(
+    metrics.histogram(m.REQUEST_SECONDS, "http", "infer", name, version, str(status)).observe(
         (done - started) * 1e-9
     )
     if (reason := refused_for(error)) is not None:
@@ -60,7 +61,7 @@ def failure(
     reply = error_headers(status, body)
     if head.request_id:
         reply.append((b"x-request-id", head.request_id.encode()))
-    endpoint = None if head.route is None else head.route.entry.endpoint
+    endpoint = None if entry is None else entry.endpoint
     state.observer.failed("http", origin, endpoint, status, error, started)
     return Reply.make(reply, [body], len(body), status)
 

@@ -20,7 +20,7 @@ class Route:
         self.parser = Parser(endpoint.name, endpoint.rules, max_keys)
         self.encoder = Encoder(endpoint.name, endpoint.version)
         self.observe_ok = metrics.histogram(
-            m.REQUEST_SECONDS, "http", "infer", endpoint.name, "200"
+            m.REQUEST_SECONDS, "http", "infer", endpoint.name, endpoint.version, "200"
         ).observe
 
     @property

@@ -82,7 +82,7 @@ class _Recorder:
 
     def finished(self, answers, seconds, degraded):
         assert seconds >= 0
-        self._world.answered += [(table.name, list(sources)) for table, sources in answers]
+        self._world.answered += [(table.name, list(sources)) for table, sources, _ in answers]
         self._world.finished.append(degraded)
 
     def finished_alike(self, answers):

@@ -170,7 +170,8 @@ def test_it_is_taken_when_memory_holds_every_row(sides):
     assert result.vectors["item"][:, 0].tolist() == [1, 2, 2, 3]
     # Repeated keys are not recognised: the mark of the short way.
     assert short.observed == [[(ITEM, 4, 4), (USER, 2, 2)]]
-    assert short.finished == [([(ITEM, b"\2" * 4), (USER, b"\2" * 2)], ())]
+    counted = [(ITEM, b"\2" * 4, [("item", 4)]), (USER, b"\2" * 2, [("user", 2)])]
+    assert short.finished == [(counted, ())]
 
 
 def test_nothing_is_counted_twice_when_it_fails(sides):

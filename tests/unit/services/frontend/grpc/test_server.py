@@ -169,8 +169,8 @@ def test_failures_are_counted(client, small):
     refused(client.infer, "nope", [keys("left", 1)])
     client.infer("words.lookup", [keys("left", 1)])
     metrics = small.state.metrics
-    for model, code in (("", "NOT_FOUND"), ("words.lookup", "OK")):
-        counts, _ = metrics.histogram(m.REQUEST_SECONDS, "grpc", "infer", model, code).read()
+    for of, code in ((("", ""), "NOT_FOUND"), (("words.lookup", "1"), "OK")):
+        counts, _ = metrics.histogram(m.REQUEST_SECONDS, "grpc", "infer", *of, code).read()
         assert sum(counts) == 1
 
 

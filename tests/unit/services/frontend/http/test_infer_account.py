@@ -89,14 +89,15 @@ def test_successes_and_failures_are_counted(small, ask):
     assert [b["batch_size"] for b in stats["batch_stats"]] == [1]
     text = small.node.metrics.render().decode()
     counted = (
-        'hps_request_duration_seconds_count{code="%s",method="infer",model="%s",protocol="http"} %s'
+        'hps_request_duration_seconds_count{code="%s",method="infer",model="%s",protocol="http",'
+        'version="%s"} %s'
     )
-    for code, model, times in (
-        ("200", "words.lookup", 3.0),
-        ("400", "words.lookup", 1.0),
-        ("404", "", 1.0),
+    for code, model, version, times in (
+        ("200", "words.lookup", "1", 3.0),
+        ("400", "words.lookup", "1", 1.0),
+        ("404", "", "", 1.0),
     ):
-        assert counted % (code, model, times) in text
+        assert counted % (code, model, version, times) in text
 
 
 def test_refusals_are_counted(small, ask, key_guard):

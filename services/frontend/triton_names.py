@@ -1,0 +1,67 @@
+"""Numbers under Triton's names, with its meanings: dashboards and autoscalers made for Triton read them.
+
+Counts and times are those of the statistics extension, so they agree with what perf_analyzer sees. A failed
+request's reason is told by its status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hps import metric_names as m
+from hps.metric_triton import TRITON
+from hps.metrics import Numbers
+
+# The rest is OTHER: the request was at fault, or late.
+_REASONS = {
+    "429": "REJECTED",
+    "503": "REJECTED",
+    "RESOURCE_EXHAUSTED": "REJECTED",
+    "UNAVAILABLE": "REJECTED",
+    "499": "CANCELED",
+    "CANCELLED": "CANCELED",
+    "500": "BACKEND",
+    "INTERNAL": "BACKEND",
+}
+_SUCCESSES = ("200", "OK")
+# By Triton's name, what `Statistics.numbers` calls it, and in how many nanoseconds it counts.
+_TOLD = {
+    "nv_inference_request_success": ("success_count", 1),
+    "nv_inference_count": ("inferences", 1),
+    "nv_inference_exec_count": ("success_count", 1),
+    "nv_inference_request_duration_us": ("success_ns", 1000),
+    "nv_inference_queue_duration_us": ("queue_ns", 1000),
+    "nv_inference_compute_input_duration_us": ("input_ns", 1000),
+    "nv_inference_compute_infer_duration_us": ("infer_ns", 1000),
+    "nv_inference_compute_output_duration_us": ("output_ns", 1000),
+}
+_GPU = {
+    "nv_gpu_memory_used_bytes": m.GPU_MEMORY_USED,
+    "nv_gpu_memory_total_bytes": m.GPU_MEMORY_TOTAL,
+}
+
+
+def triton_numbers(
+    found: Numbers,
+    versions: Mapping[str, str],
+    statistics: Callable[[], Mapping[str, Mapping[str, Any]]],
+) -> Numbers:
+    """Of the names in ``versions``, which have a version each, with the numbers of their `Statistics`; ``found``
+    are our own."""
+    told = Numbers({spec.name: {} for spec in TRITON})
+    for name, numbers in statistics().items():
+        if name in versions:
+            for metric, (what, unit) in _TOLD.items():
+                told[metric][name, versions[name]] = numbers[what] // unit
+    waiting = found.get(m.QUEUE_REQUESTS, {})
+    for name, version in versions.items():
+        told["nv_inference_pending_request_count"][name, version] = waiting.get((name,), 0)
+    failures = told["nv_inference_request_failure"]
+    for (_, _, name, version, code), (counts, _) in found.get(m.REQUEST_SECONDS, {}).items():
+        if name and code not in _SUCCESSES:
+            labels = name, version, _REASONS.get(code, "OTHER")
+            failures[labels] = failures.get(labels, 0) + sum(counts)
+    for theirs, ours in _GPU.items():
+        told[theirs] = {(uuid,): size for (_, uuid), size in found.get(ours, {}).items()}
+    return told
