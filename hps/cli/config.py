@@ -130,7 +130,7 @@ def convert(
     `hps model import` brings the rows over.
     """
     from hps.config.ps_json import read_ps_json
-    from hps.config.shown import converted
+    from hps.config.shown import SETTINGS_FILE, converted
     from hps.errors import ConfigError
 
     legacy = read_ps_json(file)
@@ -145,6 +145,8 @@ def convert(
         raise ConfigError(f"{', '.join(present)} exists already; choose another folder for --into")
     for name, text in files.items():
         (into / name).parent.mkdir(parents=True, exist_ok=True)
+        # The settings may have a password.
+        (into / name).touch(0o600 if name == SETTINGS_FILE else 0o666)
         (into / name).write_text(text)
         say(str(into / name))
 

@@ -18,6 +18,8 @@ from hps.config.shape import Slot, is_secret, walk
 from hps.config.yaml_text import dump_yaml
 
 HIDDEN = "********"
+SETTINGS_FILE = "hps.yaml"
+"""Of what `converted` makes, the file with the settings."""
 SchemaName = Literal["settings", "model", "api-key"]
 _SCHEMAS: dict[str, type[BaseModel]] = {
     "settings": Settings,
@@ -67,7 +69,7 @@ def converted(legacy: PsJson) -> dict[str, str]:
     if not settings["models"]["serve"]:
         del settings["models"]["serve"]
     settings["models"] = {"repository": "models", **settings["models"]}
-    files = {"hps.yaml": dump_yaml(settings)}
+    files = {SETTINGS_FILE: dump_yaml(settings)}
     for model in legacy.models:
         files[f"models/{model.spec.name}/model.yaml"] = dump_model_spec(model.spec)
     return files

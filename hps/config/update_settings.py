@@ -54,6 +54,8 @@ class KafkaSettings(_SourceSettings):
     """Who writes rows into Redis: the nodes that read it, or `hps ingest` alone; the same for all of them."""
     shared_group: str = Field("hps.shared", pattern=r"^[a-zA-Z0-9_.\-]{1,200}$")
     """Consumer group of those who write Redis; fleets with another Redis on the same Kafka need another."""
+    hps_offsets: bool = False
+    """Where no store knows how far it is, begin where HPS's own groups are, not at the topics' beginning."""
     dead_letters: str = Field("hps_dead_letters", pattern=r"^[a-zA-Z0-9_.\-]{1,249}$")
     """Topic of messages that cannot be taken, each with the reason."""
     max_message_bytes: int = Field(16 << 20, ge=1024, le=1_000_000_000)

@@ -26,6 +26,7 @@ from hps.updates.ingest_thread import IngestThread
 from hps.updates.ingestor import Ingestor
 from hps.updates.kafka.client import DeadLetterTopic
 from hps.updates.kafka.dead_letters import DeadLetterBox
+from hps.updates.kafka.hps_group import hps_group
 from hps.updates.kafka.source import KafkaSource
 from hps.updates.source import UpdateBatch
 from hps.updates.stream_places import Store
@@ -483,6 +484,39 @@ def test_nothing_waits_where_kafka_dropped_everything(broker, model, tmp_path):
             producer.produce(topic, native(model, 2, 2.0, 1))
         until(lambda: reader.rows([2]) == [2.0])
         until(lambda: reader.applied(topic) == 2)
+
+
+def test_stores_that_hps_filled_go_on_where_hps_was(broker, model, tmp_path):
+    topic = hps_topic(model, "items")
+    make_topic(broker, topic, 2)
+
+    def send(*keys, partition=0):
+        with sending(broker) as producer:
+            for key in keys:
+                (message,) = encode_hps(np.array([key]), np.full((1, 2), 1.0, np.float32))
+                producer.produce(topic, message, partition=partition)
+
+    send(0, 1, 2)
+    send(10, partition=1)  # which HPS has not read
+    hps = ck.Consumer({"bootstrap.servers": broker.address, "group.id": "hps.volatile"})
+    hps.commit(offsets=[ck.TopicPartition(topic, 0, 2)], asynchronous=False)
+    hps.close()
+    with reading(broker, tmp_path, model, hps_offsets=True) as reader:
+        until(lambda: [reader.applied(topic, i) for i in range(2)] == [3, 1])
+        assert reader.rows([0, 1, 2, 10]) == [None, None, 1.0, 1.0]
+    send(3)
+    # Now the store says it.
+    with reading(broker, tmp_path, model, hps_offsets=True) as reader:
+        until(lambda: reader.applied(topic) == 4)
+        assert reader.rows([1, 2, 3]) == [None, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [("hps.node.ml-3", "hps.persistent.ml-3"), ("hps.shared", "hps.volatile")],
+)
+def test_groups_in_whose_place_ours_are(ours, theirs):
+    assert hps_group(ours) == theirs
 
 
 def test_who_has_no_store_to_ask_begins_at_a_time(broker, model, tmp_path):

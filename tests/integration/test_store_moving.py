@@ -7,13 +7,16 @@ import re
 import shlex
 import shutil
 import struct
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from google.protobuf import text_format
 from rocksdict import Options, Rdict
+from tritonclient.grpc import model_config_pb2 as pb
 from typer.testing import CliRunner, Result
 
 import hps
@@ -29,6 +32,20 @@ MASK = 2**64 - 1
 TABLES = {"user": 1.0, "item": 100.0}
 UPDATED, STREAMED = 17, 100_000
 """A key whose row HPS has updated since its files were written, and one that came later."""
+
+OF_TRITON = """
+name: "ctr"
+backend: "hps"
+max_batch_size: 64
+input [
+  { name: "KEYS" data_type: TYPE_INT64 dims: [ -1 ] },
+  { name: "NUMKEYS" data_type: TYPE_INT32 dims: [ -1 ] }
+]
+output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1 ] } ]
+version_policy: { specific: { versions: 1 } }
+instance_group [ { count: 1 kind: KIND_GPU gpus: [ 0 ] } ]
+"""
+"""What stood in a Triton repository for HPS's backend."""
 
 Command = Callable[..., Result]
 
@@ -72,6 +89,7 @@ def write_files(folder: Path) -> None:
         "default_value_for_each_table": [0.0, 0.0],
         "maxnum_catfeature_query_per_table_per_sample": [1000, 1000],
         "deployed_device_list": [0],
+        "max_batch_size": 64,
         "hit_rate_threshold": 1.1,
     }
     (folder / "ps.json").write_text(json.dumps({"supportlonglong": True, "models": [model]}))
@@ -120,6 +138,8 @@ def folder(tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch)
     for name, text in zip(("hps.yaml", "native.yaml"), configurations("models"), strict=True):
         text = text.replace("127.0.0.1:7000", server.address).replace("cluster", "single")
         (tmp_path / name).write_text(text)
+    (more,) = configurations("server")
+    (tmp_path / "node.yaml").write_text((tmp_path / "native.yaml").read_text() + more)
     return tmp_path
 
 
@@ -171,6 +191,7 @@ def test_the_page_is_followed(folder: Path, server: RedisServer) -> None:
             assert contents(server, "hps_et{*}v") == before
             assert in_rocksdb(folder / "rocksdb") == on_disk
     assert seen == {
+        "validate",
         "import",
         "ls",
         "get",
@@ -180,9 +201,46 @@ def test_the_page_is_followed(folder: Path, server: RedisServer) -> None:
         "dump",
         "import-dump",
         "erase",
+        "export",
     }
     assert contents(server, "hps_et{*}v") == {}
     assert in_rocksdb(folder / "rocksdb") == on_disk
+    assert load_config(folder / "converted" / "hps.yaml", environ={}).settings.models.serve is None
+    takes_the_place_of_hps(folder)
+
+
+def takes_the_place_of_hps(folder: Path) -> None:
+    """The page's model of a Triton repository, moved as it says, has the name, the inputs and the outputs of
+    HPS's."""
+    for line in re.findall(r"^(?:mv|sed) .*", PAGE.read_text(), re.M):
+        subprocess.run(["sh", "-c", line], cwd=folder, check=True)
+    theirs = text_format.Parse(OF_TRITON, pb.ModelConfig())
+    ours = text_format.Parse(
+        (folder / "triton-models" / "ctr" / "config.pbtxt").read_text(), pb.ModelConfig()
+    )
+    assert ours.name == theirs.name
+    assert ours.max_batch_size == theirs.max_batch_size
+
+    def tensors(of: Any) -> dict[str, tuple[int, list[int]]]:
+        return {each.name: (each.data_type, list(each.dims)) for each in of}
+
+    assert tensors(theirs.input).items() <= tensors(ours.input).items()
+    assert tensors(theirs.output).items() <= tensors(ours.output).items()
+    # What HPS's clients do not send or ask for is not missed.
+    assert all(each.optional for each in ours.input)
+    assert ours.instance_group[0].count == 2
+
+
+def test_a_password_is_carried_over_unseen_by_others(folder: Path) -> None:
+    document = json.loads((folder / "ps.json").read_text())
+    document["volatile_db"] = {"type": "redis_cluster", "password": "planted-secret"}
+    (folder / "ps.json").write_text(json.dumps(document))
+    converted = folder / "converted"
+    result = run("config", "convert", "ps.json", "--into", converted)
+    assert result.exit_code == 0
+    assert "planted-secret" not in result.output
+    assert "planted-secret" in (converted / "hps.yaml").read_text()
+    assert (converted / "hps.yaml").stat().st_mode & 0o077 == 0
 
 
 def test_the_updates_of_the_page_are_a_configuration(folder: Path) -> None:
@@ -192,6 +250,7 @@ def test_the_updates_of_the_page_are_a_configuration(folder: Path) -> None:
     kafka = load_config(page, environ={}).settings.updates.kafka
     assert kafka is not None
     assert kafka.brokers == "kafka:9092"
+    assert kafka.hps_offsets
 
 
 def test_what_is_converted_is_what_hps_held(folder: Path, server: RedisServer) -> None:

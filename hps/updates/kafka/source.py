@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +19,7 @@ from hps.errors import BadRequest, ConfigError, Unavailable
 from hps.tiers.positions import StreamPosition
 from hps.tracing import recorder
 from hps.updates.kafka.client import ANSWER_S, client_log, reader_options
+from hps.updates.kafka.hps_group import committed, hps_group
 from hps.updates.kafka.messages import Messages, traceparents
 from hps.updates.source import UpdateBatch
 from hps.updates.topics import Topics
@@ -36,8 +37,8 @@ _LOOK_EVERY_S = 0.2
 
 class KafkaSource:
     """An `UpdateSource`. ``group``: who shares the partitions, and whose offsets are committed. Where
-    ``begin`` is not certain of anything, reading begins with the messages of ``since_s`` (Unix seconds), or
-    with all there are.
+    ``begin`` is not certain of anything, reading begins where HPS was (`KafkaSettings.hps_offsets`), else with
+    the messages of ``since_s`` (Unix seconds), or with all there are.
     """
 
     def __init__(
@@ -48,6 +49,9 @@ class KafkaSource:
         begin: Begin,
         since_s: float | None = None,
     ) -> None:
+        self._settings = settings
+        self._hps_group = hps_group(group) if settings.hps_offsets else None
+        self._hps_offsets: Mapping[tuple[str, int], int] | None = None
         self.problem: str | None = None
         """What Kafka said last, until messages come again."""
         self._begin = begin
@@ -206,7 +210,7 @@ class KafkaSource:
     def _assigned(self, consumer: Any, partitions: list[ck.TopicPartition]) -> None:
         consumer.assign(partitions)
         consumer.pause(partitions)
-        self._unplaced = list(partitions)
+        self._unplaced, self._hps_offsets = list(partitions), None
         self._joined = True
         self._lag = None  # until it is told where they begin
         self._next.clear()
@@ -236,9 +240,9 @@ class KafkaSource:
             if offset is not None:
                 _warn_of_gap(each, offset, low)
             place = each.topic, each.partition
+            self._jumped.discard(place)
             self._seek(*place, self._first(each) if offset is None else offset)
             self._kept[place] = low
-            self._jumped.discard(place)
             # Not from `low` on: a store notes a position only if it has what is before it, or what
             # there was between is gone.
             self._committed[place] = self._next[place]
@@ -247,6 +251,11 @@ class KafkaSource:
 
     def _first(self, partition: ck.TopicPartition) -> int:
         """Where to begin when nobody knows."""
+        hps = self._after_hps(partition)
+        if hps is not None:
+            # What is before it is in the store, as after a jump.
+            self._jumped.add((partition.topic, partition.partition))
+            return hps
         if self._since_s is None:
             return ck.OFFSET_BEGINNING
         asked = ck.TopicPartition(partition.topic, partition.partition, int(self._since_s * 1e3))
@@ -255,6 +264,13 @@ class KafkaSource:
         except ck.KafkaException as error:
             raise Unavailable(f"Kafka: {partition.topic}: {_text(error)}") from None
         return int(found.offset) if found.offset >= 0 else self._watermarks(partition)[1]
+
+    def _after_hps(self, partition: ck.TopicPartition) -> int | None:
+        if self._hps_group is None:
+            return None
+        if self._hps_offsets is None:
+            self._hps_offsets = committed(self._settings, self._hps_group, self._unplaced)
+        return self._hps_offsets.get((partition.topic, partition.partition))
 
     def _watermarks(self, partition: ck.TopicPartition) -> tuple[int, int]:
         """The first offset that is there, and the one behind the last."""

@@ -10,7 +10,7 @@ import pytest
 from hps.config import configuration_from
 from hps.config.secrets import Secret, read_secret
 from hps.config.shown import effective, public_settings
-from hps.config.validation import check_secrets, validate_file
+from hps.config.validation import check_files, validate_file
 from hps.errors import ConfigError
 
 SECRET = "planted-secret-0001"
@@ -74,7 +74,7 @@ def test_options_of_kafka_in_files(file: Path) -> None:
     assert options == {"sasl.username": "me", "sasl.password": SECRET}
     file.unlink()
     with pytest.raises(ConfigError, match=r"updates\.kafka\.options_files\.sasl\.password: "):
-        check_secrets(settings)
+        check_files(settings)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,239 @@
+"""Configurations that cannot be served: each command ends with exit code 2 and one line that names the cause and
+the mend, whatever is wrong and however late it shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.certificates import expire, made
+from tests.support.forked_hps import Commands, Ended, commands
+
+NOBODY = 65_534
+SERVE, INGEST = ("serve",), ("ingest",)
+KAFKA = {"brokers": "127.0.0.1:1", "shared_writer": "ingest"}
+REDIS = {"addresses": ["127.0.0.1:1"]}
+TLS = {"certificate_file": "{certificates}/one.crt", "key_file": "{certificates}/one.key"}
+WRONG_TLS = {
+    "no file": (
+        {"certificate_file": "{certificates}/none"},
+        "{certificates}/none: No such file or directory",
+    ),
+    "another's key": (
+        {"key_file": "{certificates}/two.key"},
+        "/two.key cannot be used: the key is not the certificate's",
+    ),
+    "expired": (
+        {"certificate_file": "{certificates}/old.crt"},
+        "{certificates}/old.crt was valid until 2020-01-01 00:00 UTC; renew the certificate",
+    ),
+}
+
+# What is wrong: settings laid over those that are right, and what the line says.
+Wrong = tuple[dict[str, Any], str]
+
+OF_ALL: dict[str, Wrong] = {
+    "unknown key": (
+        {"tiers": {"cpu_cach": {}}},
+        "config.yaml:1: tiers.cpu_cach: unknown key; did you mean 'cpu_cache'?",
+    ),
+    "a door that is open": (
+        {"server": {"admin": {"host": "0.0.0.0"}}},
+        "server.admin.host: 0.0.0.0 can be reached from other machines, so auth.mode must be stated",
+    ),
+    "no file of keys": (
+        {"auth": {"mode": "api_key", "keys_file": "{folder}/none"}},
+        "auth.keys_file: {folder}/none: No such file or directory; mount the secret there",
+    ),
+    "no secret for Redis": (
+        {"tiers": {"redis": {**REDIS, "password_file": "{folder}/none"}}},
+        "tiers.redis.password_file: {folder}/none: No such file or directory; mount the secret there",
+    ),
+    "no secret for Kafka": (
+        {"updates": {"kafka": {**KAFKA, "options_files": {"sasl.password": "{folder}/none"}}}},
+        "updates.kafka.options_files.sasl.password: {folder}/none: No such file or directory; mount",
+    ),
+    "no roots for Redis": (
+        {"tiers": {"redis": {**REDIS, "tls": {"ca": "{folder}/none"}}}},
+        "tiers.redis.tls: {folder}/none cannot be used: No such file or directory",
+    ),
+    "no roots for Kafka": (
+        {
+            "updates": {
+                "kafka": {
+                    **KAFKA,
+                    "options": {"security.protocol": "ssl", "ssl.ca.location": "{folder}/none"},
+                }
+            }
+        },
+        "updates.kafka.options.ssl.ca.location: {folder}/none: No such file or directory; mount it",
+    ),
+    "a taken port": (
+        {"server": {"admin": {"port": "{taken}"}}},
+        "server.admin: cannot listen on 127.0.0.1:{taken}: Address already in use; stop the process",
+    ),
+    "no repository": (
+        {"models": {"repository": "{folder}/none"}},
+        "model repository {folder}/none is not a folder; set models.repository",
+    ),
+    "no model": ({"models": {"repository": "{empty}"}}, "no model to serve: {empty} holds none"),
+    "no such version": (
+        {"models": {"serve": {"words": {"version": 7}}}},
+        "model 'words' has no version 7 in ",
+    ),
+    "a table cut short": (
+        {"models": {"repository": "{damaged}"}},
+        "{damaged}/words/1/tables/words",
+    ),
+    **{
+        f"TLS of the admin port: {name}": ({"server": {"admin": {"tls": {**TLS, **tls}}}}, says)
+        for name, (tls, says) in WRONG_TLS.items()
+    },
+}
+OF_SERVE: dict[str, Wrong] = {
+    "a network that is none": (
+        {"models": {"repository": "{no_network}"}},
+        "{no_network}/clicks/1/dense.onnx",
+    ),
+    "a taken port of HTTP": (
+        {"server": {"http": {"port": "{taken}"}}},
+        "server.http: cannot listen on 127.0.0.1:{taken}: Address already in use",
+    ),
+    "a taken port of gRPC": (
+        {"server": {"grpc": {"port": "{taken}"}}},
+        "server.grpc: cannot listen on 127.0.0.1:{taken}: stop the process that listens there",
+    ),
+    "no roots for Triton": (
+        {"dense": {"triton": {"url": "127.0.0.1:1", "tls": {"ca_file": "{folder}/none"}}}},
+        "dense.triton.tls: {folder}/none cannot be used: No such file or directory",
+    ),
+    "workers and a GPU": (
+        {"server": {"workers": 2}, "tiers": {"gpu": {"use": "required"}}},
+        "server.workers: is 2, but workers can't use the node's GPU cache; set tiers.gpu.use",
+    ),
+    **{
+        f"TLS of {port}: {name}": ({"server": {port: {"tls": {**TLS, **tls}}}}, says)
+        for port in ("http", "grpc")
+        for name, (tls, says) in WRONG_TLS.items()
+    },
+}
+OF_INGEST: dict[str, Wrong] = {
+    "nothing to feed": ({"tiers": {"redis": None}}, "tiers.redis: no Redis is configured"),
+    "nothing to read": ({"updates": {"kafka": None}}, "updates.kafka: no Kafka is configured"),
+    "nodes write themselves": (
+        {"updates": {"kafka": {**KAFKA, "shared_writer": "nodes"}}},
+        "updates.kafka.shared_writer: is nodes",
+    ),
+}
+MATRIX = [
+    pytest.param(command, *wrong, id=f"{' '.join(command)}: {name}")
+    for command, cases in ((SERVE, OF_ALL | OF_SERVE), (INGEST, OF_ALL | OF_INGEST))
+    for name, wrong in cases.items()
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    with commands(tmp_path_factory.mktemp("commands")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def places(
+    small_repository: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Any]]:
+    """What stands for names in braces, wherever it is the same for all."""
+    folder = tmp_path_factory.mktemp("places")
+    certificates = folder / "certificates"
+    certificates.mkdir()
+    for name in ("one", "two"):
+        made(certificates, name)
+    shutil.copy(certificates / "one.crt", certificates / "old.crt")
+    expire(certificates / "old.crt")
+    (folder / "empty").mkdir()
+    for name, file in (("damaged", "words/1/tables/words/emb_vector"), ("no_network", "")):
+        shutil.copytree(small_repository, folder / name)
+        broken = folder / name / (file or "clicks/1/dense.onnx")
+        broken.write_bytes(broken.read_bytes()[:-8] if file else b"no network")
+        for note in (folder / name).glob("*/*/manifest.json"):
+            note.unlink()  # which knows the files' checksums
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        names = ("empty", "damaged", "no_network", "certificates")
+        yield {
+            **{name: str(folder / name) for name in names},
+            "repository": str(small_repository),
+            "taken": taken.getsockname()[1],
+        }
+
+
+@pytest.fixture
+def write(places: Mapping[str, Any], tmp_path: Path) -> Any:
+    """``write(wrong)``: the file of a configuration that is right but for that."""
+
+    def write(wrong: Mapping[str, Any]) -> Path:
+        right = {
+            "models": {"repository": "{repository}"},
+            "tiers": {"rocksdb": {"path": "{folder}/rocksdb"}, "redis": REDIS},
+            "updates": {"kafka": KAFKA},
+            "server": {"http": {"port": 0}, "grpc": {"port": 0}, "admin": {"port": 0}},
+        }
+        file = tmp_path / "config.yaml"
+        file.write_text(json.dumps(filled(laid_over(right, wrong), here(places, tmp_path))))
+        return file
+
+    return write
+
+
+def here(places: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    return {**places, "folder": str(folder)}
+
+
+def laid_over(right: Mapping[str, Any], wrong: Mapping[str, Any]) -> dict[str, Any]:
+    both = dict(right)
+    for name, value in wrong.items():
+        below = both.get(name)
+        nested = isinstance(below, dict) and isinstance(value, dict)
+        both[name] = laid_over(below, value) if nested and below else value
+    return both
+
+
+def filled(data: Any, names: Mapping[str, Any]) -> Any:
+    if isinstance(data, dict):
+        return {key: filled(value, names) for key, value in data.items()}
+    if isinstance(data, list):
+        return [filled(value, names) for value in data]
+    if isinstance(data, str) and data == "{taken}":
+        return names["taken"]
+    return data.format_map(names) if isinstance(data, str) else data
+
+
+def judge(ended: Ended, says: str) -> None:
+    assert ended.code == 2, ended.output
+    assert len(ended.errors) == 1, ended.output
+    assert says in ended.errors[0]
+    for word in ("Traceback", " ERROR ", " WARNING "):
+        assert word not in ended.output
+
+
+@pytest.mark.parametrize(("command", "wrong", "says"), MATRIX)
+def test_it_ends_with_2_and_a_line(
+    command: tuple[str, ...],
+    wrong: Mapping[str, Any],
+    says: str,
+    run: Commands,
+    write: Any,
+    places: Mapping[str, Any],
+    tmp_path: Path,
+) -> None:
+    ended = run.run(*command, "--config", write(wrong))
+    judge(ended, says.format_map(here(places, tmp_path)))

@@ -1,0 +1,117 @@
+"""``hps`` commands in forks of a process that has loaded its packages once: each costs what it does itself.
+
+Exit code and output are those of a process of its own; what a process does when Python ends is left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LOADED = ("services.frontend.main", "services.ingest.main", "hps.cli.main", "hps.cli.progress",
+          "hps.cli.serve", "hps.cli.ingest", "hps.config.validation", "rich.console", "rich.text",
+          "typer.core", "hps.tiers.rocksdb", "hps.tiers.redis", "hps.updates.kafka")  # fmt: skip
+PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """``code``: None where it did not end within `PATIENCE_S`. ``output`` is both streams'."""
+
+    code: int | None
+    output: str
+
+    @property
+    def errors(self) -> list[str]:
+        return [line for line in self.output.splitlines() if line.startswith("error: ")]
+
+
+class Commands:
+    """For one thread."""
+
+    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+        self._process, self._folder = process, folder
+
+    def run(self, *words: str | Path, user: int | None = None) -> Ended:
+        """``hps WORDS``; ``user``: by that one, who is nobody to this test's files."""
+        output = self._folder / "output"
+        asked = {"words": [str(word) for word in words], "output": str(output), "user": user}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        code = json.loads(self._process.stdout.readline())
+        return Ended(code, output.read_text())
+
+
+@contextmanager
+def commands(folder: Path) -> Iterator[Commands]:
+    """``folder`` is for its own files."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.support.forked_hps"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    ) as process:
+        yield Commands(process, folder)
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def _serve() -> None:
+    for name in LOADED:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            os._exit(_run(asked))
+        print(json.dumps(_code(child)), flush=True)
+
+
+def _run(asked: dict[str, Any]) -> int:
+    from hps.cli.main import main
+
+    output = os.open(asked["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    if asked["user"] is not None:
+        os.setgroups([])
+        os.setgid(asked["user"])
+        os.setuid(asked["user"])
+    sys.argv = ["hps", *asked["words"]]
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
+
+
+def _code(child: int) -> int | None:
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+if __name__ == "__main__":
+    _serve()

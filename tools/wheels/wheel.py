@@ -1,0 +1,30 @@
+"""python wheel.py ARCHITECTURE BUILD-FOLDER FOLDER: a wheel of the checkout in FOLDER, for the machine that zig is told.
+Fails where the package alone would do without its compiled core."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from zipfile import ZipFile
+
+from scikit_build_core.build import build_wheel
+
+TOOLS = Path(__file__).resolve().parent
+
+
+def main(architecture: str, build: str, folder: str) -> None:
+    define = {
+        "CMAKE_CXX_COMPILER": f"{TOOLS}/zig-c++",
+        "CMAKE_AR": f"{TOOLS}/zig-ar",
+        "CMAKE_RANLIB": f"{TOOLS}/zig-ranlib",
+        "CMAKE_SYSTEM_NAME": "Linux",
+        "CMAKE_SYSTEM_PROCESSOR": architecture,
+    }
+    config = {f"cmake.define.{name}": value for name, value in define.items()}
+    name = build_wheel(folder, config | {"wheel.py-api": "cp312", "build-dir": build})
+    inside = ZipFile(Path(folder) / name).namelist()
+    if not any("hps/native/_core" in file and file.endswith(".so") for file in inside):
+        sys.exit(f"{name} has no compiled core; the lines above say why")
+
+
+main(*sys.argv[1:])
