@@ -44,6 +44,8 @@ _ELSEWHERE = (
 )
 # Nobody answered; OK is an answer by another description of the model.
 _NOBODY = (_Code.OK, _Code.UNAVAILABLE, _Code.NOT_FOUND, _Code.CANCELLED)
+# For how long nodes are tried again when none of them answers, and how often.
+_PATIENCE_S, _PAUSE_S = 1.0, 0.1
 _ERRORS: dict[grpc.StatusCode, type[HpsError]] = {
     _Code.DEADLINE_EXCEEDED: DeadlineExceeded,
     _Code.RESOURCE_EXHAUSTED: Unavailable,
@@ -219,12 +221,21 @@ class RemoteLookup:
         elif code is _Code.INVALID_ARGUMENT:
             call.fail(BadRequest(details))
         elif code in _NOBODY:
-            call.fail(Unavailable(self._nobody(call)))
+            self._give_up(call)
         else:
             call.fail(_ERRORS.get(code, HpsError)(f"lookup node {call.failure}"))
 
     def _may_go_on(self, call: Call) -> bool:
         return time.monotonic() < call.deadline and self._budget.spend()
+
+    def _give_up(self, call: Call) -> None:
+        """No node answered. It may be a moment when one is gone and the other one's connection is new: all
+        are tried again, for a while."""
+        until = min(call.deadline, call.started + _PATIENCE_S) - _PAUSE_S
+        again = time.monotonic() < until and self._budget.spend()
+        call.tried.clear()
+        if not again or not self._candidates.nodes.later(_PAUSE_S, partial(self._ask, call)):
+            call.fail(Unavailable(self._nobody(call)))
 
     def _finish(self, call: Call, response: Any) -> None:
         known = self._by_table if call.request.by_table else self.model.features

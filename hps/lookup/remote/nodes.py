@@ -51,6 +51,7 @@ class Nodes:
         self.all: tuple[Target, ...] = ()
         self._leaving: list[Target] = []
         self._looks: dict[Target, Any] = {}
+        self._due: list[tuple[float, Callable[[], None]]] = []
         self._watchers: tuple[Callable[[], None], ...] = ()
         self._said: dict[str, str] = {}
         self._unknown: dict[str, str] = {}
@@ -83,6 +84,15 @@ class Nodes:
             self._changed.set()
         self._wake.set()
 
+    def later(self, seconds: float, work: Callable[[], None]) -> bool:
+        """Have ``work``, which must not wait, done after ``seconds``; False when this is closed."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._due.append((time.monotonic() + seconds, work))
+        self._wake.set()
+        return True
+
     @property
     def problem(self) -> str:
         """Why none can be asked; empty when one is ready."""
@@ -93,9 +103,11 @@ class Nodes:
         return "; ".join(found) or "no address is known"
 
     def close(self) -> None:
-        self._closed = True
+        with self._lock:
+            self._closed = True
         self._wake.set()
         self._thread.join(2.0)
+        self._do(float("inf"))
         if self._resolving is not None:
             self._resolving.close()
         for target in (*self.all, *self._leaving):
@@ -107,12 +119,22 @@ class Nodes:
         while not self._closed:
             try:
                 self._look_after()
+                self._do(time.monotonic())
             except Exception:  # whatever it was, the next round may do better
                 log.exception("looking after the lookup nodes failed; trying again")
-            woken = self._wake.wait(LOOK_S)
+            next_s = min((due for due, _ in [*self._due]), default=float("inf")) - time.monotonic()
+            woken = self._wake.wait(min(LOOK_S, max(_SOONEST_S, next_s)))
             self._wake.clear()
             if woken and not self._changed.is_set() and not self._closed:
                 time.sleep(_SOONEST_S)
+
+    def _do(self, now: float) -> None:
+        """What is due."""
+        with self._lock:
+            due = [work for at, work in self._due if at <= now]
+            self._due = [each for each in self._due if each[0] > now]
+        for work in due:
+            work()
 
     def _look_after(self) -> None:
         self._begin()

@@ -18,8 +18,9 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", -1),
     # A node that is back is to be asked again within a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # How long an attempt to connect may take, in spite of its name.
+    ("grpc.min_reconnect_backoff_ms", 5000),
     # One connection each, even where several are of one address.
     ("grpc.use_local_subchannel_pool", 1),
 ]
