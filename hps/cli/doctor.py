@@ -11,6 +11,7 @@ import typer
 
 from hps.cli.output import (
     VERDICT_STYLES,
+    JsonOption,
     Output,
     OutputFormat,
     print_json,
@@ -21,16 +22,18 @@ from hps.cli.output import (
 from hps.cli.targets import ApiKeyOption, SetOption, TlsOption, tls_of
 
 if TYPE_CHECKING:
-    from hps.cli.checks import Check
+    from hps.cli.diagnosis.check import Check
     from hps.client import Tls
 
 app = typer.Typer(add_completion=False)
+
+CONFIGURATION = "configuration"
 
 EXAMPLES = """\b
 Examples:
   hps doctor
   hps doctor --config config.yaml
-  hps doctor --server http://127.0.0.1:8000 --output json
+  hps doctor --server http://a:8002 --server http://b:8002 --json
 """
 
 
@@ -38,35 +41,52 @@ Examples:
 def doctor(
     config: Annotated[
         Path | None,
-        typer.Option("--config", "-c", metavar="FILE", help="Check this configuration too."),
+        typer.Option(
+            "--config", "-c", metavar="FILE", help="Check this configuration, and all it names."
+        ),
     ] = None,
     overrides: SetOption = None,
     server: Annotated[
-        str | None,
-        typer.Option("--server", "-s", metavar="URL", help="Check that this server answers."),
+        list[str] | None,
+        typer.Option(
+            "--server",
+            "-s",
+            metavar="URL",
+            help="Check this running server too; its admin address tells most. Repeatable.",
+        ),
     ] = None,
     api_key: ApiKeyOption = None,
     tls: TlsOption = None,
     output: Output = OutputFormat.table,
+    json: JsonOption = False,
 ) -> None:
-    """Check this machine, a configuration and a server; exit 1 when something fails."""
-    checks = list(run(config, overrides, server, api_key, tls_of(tls)))
-    failed = sum(check.verdict == "FAIL" for check in checks)
-    if output is OutputFormat.json:
+    """Check this machine, and with --config every part of a deployment: ports, certificates, models, memory,
+    disks, RocksDB, Redis, Kafka with its topics, rights and lag, Triton, lookup nodes, clocks.
+
+    Exit 0 when nothing fails (warnings allowed), 1 when something does, 2 when the configuration is wrong,
+    so that what it names could not be looked at.
+    """
+    checks = list(run(config, overrides, server or [], api_key, tls_of(tls)))
+    failed = [check for check in checks if check.verdict == "FAIL"]
+    if json or output is OutputFormat.json:
         print_json([asdict(check) for check in checks])
     else:
-        show(checks, failed)
-    raise typer.Exit(1 if failed else 0)
+        show(checks, len(failed))
+    wrong = any(check.name == CONFIGURATION for check in failed)
+    raise typer.Exit(2 if wrong else 1 if failed else 0)
 
 
 def run(
     config: Path | None,
     overrides: list[str] | None,
-    server: str | None,
+    servers: list[str],
     api_key: str | None,
     tls: Tls | None = None,
 ) -> Iterator[Check]:
-    from hps.cli.checks import Check, attempt, configured, machine
+    from hps.cli.diagnosis.check import Check
+    from hps.cli.diagnosis.configured import configured
+    from hps.cli.diagnosis.machine import machine
+    from hps.cli.diagnosis.servers import server
     from hps.config import load_config
     from hps.errors import HpsError
 
@@ -77,27 +97,14 @@ def run(
         except HpsError as error:
             mend = "correct it; hps config validate shows the place"
             for mistake in problems(error):
-                yield Check("configuration", "FAIL", mistake, mend)
+                yield Check(CONFIGURATION, "FAIL", mistake, mend)
         else:
             for warning in loaded.warnings:
-                yield Check("configuration", "WARN", warning, "see docs/ps-json.md")
-            yield Check("configuration", "OK", str(config or "defaults"))
+                yield Check(CONFIGURATION, "WARN", warning, "see docs/ps-json.md")
+            yield Check(CONFIGURATION, "OK", str(config or "defaults"))
             yield from configured(loaded, api_key, tls)
-    if server is not None:
-        yield attempt("server", lambda: answering(server, api_key, tls))
-
-
-def answering(server: str, api_key: str | None, tls: Tls | None) -> Check:
-    from hps.cli.checks import Check
-    from hps.client import Client
-
-    with Client(server, api_key=api_key, timeout_s=5, retries=0, tls=tls) as client:
-        if not client.is_hps():
-            return Check("server", "FAIL", f"{server} is not an hps server", "check the address")
-        if not client.ready():
-            mend = "wait while it loads, then see hps status"
-            return Check("server", "FAIL", f"{server} answers but is not ready", mend)
-    return Check("server", "OK", f"{server} is ready")
+    for url in servers:
+        yield from server(url, api_key, tls, "server" if len(servers) == 1 else f"server {url}")
 
 
 def show(checks: list[Check], failed: int) -> None:

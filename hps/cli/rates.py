@@ -55,8 +55,8 @@ class Between:
         return list(dict.fromkeys(found))
 
     def quantile(self, name: str, share: float, **labels: str) -> float | None:
-        """Of a histogram, in its unit: interpolated within a bucket, as Prometheus does; None when nothing was
-        observed, infinite beyond the last bucket."""
+        """Of a histogram, in its unit: interpolated within a bucket, as Prometheus does; None when nothing
+        was observed, infinite beyond the last bucket."""
         counts: dict[float, float] = {}
         for found, value in _chosen(self._grown, f"{name}_bucket", labels):
             bound = float(dict(found)["le"])

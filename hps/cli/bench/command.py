@@ -108,11 +108,13 @@ def bench(
         _compare(*compare)
         return
     if url is None:
-        raise ConfigError("give the server's address, as http://127.0.0.1:8000, or --compare two files")
+        raise ConfigError(
+            "give the server's address, as http://127.0.0.1:8000, or --compare two files"
+        )
     if requests is not None and repository is not None:
         raise ConfigError("give --requests or --repository, not both")
     from hps.cli.bench.load import Recipe
-    from hps.cli.bench.report import errors_of, report, save
+    from hps.cli.bench.report import errors_of, save
     from hps.cli.bench.run import Plan
 
     plan = Plan(
@@ -230,8 +232,13 @@ def show(told: Mapping[str, Any]) -> None:
     from hps.cli.bench.report import BUSY, errors_of
 
     way = f"{told['rate']:g} due per s, {told['arrivals']}" if told["rate"] else "closed loop"
-    say(f"{told['model']} at {told['url']} ({told['server']}), batch {told['batch']}, keys {told['keys']}")
-    say(f"{way}, concurrency {told['concurrency']}, {told['seconds']:.1f} s after {told['warmup_s']:g} s of warm-up")
+    say(
+        f"{told['model']} at {told['url']} ({told['server']}), batch {told['batch']}, keys {told['keys']}"
+    )
+    say(
+        f"{way}, concurrency {told['concurrency']}, {told['seconds']:.1f} s after "
+        f"{told['warmup_s']:g} s of warm-up"
+    )
     say()
     failed, done = errors_of(told), told["requests"]
     print_table(
@@ -258,8 +265,8 @@ def show(told: Mapping[str, Any]) -> None:
         warn("interrupted: this is what there was until then")
     if told["own_cpu"] > BUSY:
         warn(
-            f"this load generator used {100 * told['own_cpu']:.0f} % of a core and was the limit itself: the server "
-            "may be quicker than this. Larger batches, a lower --rate, or several of it beside each other help"
+            f"this load generator used {100 * told['own_cpu']:.0f} % of a core and was the limit itself: the "
+            "server may be quicker. Larger batches, a lower --rate, or several of it beside each other help"
         )
 
 
@@ -284,15 +291,15 @@ def _compare(before_file: Path, after_file: Path) -> None:
         styles={"slower": "red", "faster": "green"},
     )
     say()
-    say("none: no difference can be told from these two runs. Others may differ by more than their own")
+    say(
+        "none: no difference can be told from these two runs. Others may differ by more than their own"
+    )
     say("requests tell, with what else the machine does: repeat both, in turn.")
 
 
 def _shown(each: Difference) -> tuple[Any, ...]:
     is_time = each.name.startswith("p")
-    before, after = (
-        _ms(v) + " ms" if is_time else f"{v:,.1f}" for v in (each.before, each.after)
-    )
+    before, after = (_ms(v) + " ms" if is_time else f"{v:,.1f}" for v in (each.before, each.after))
     change = f"{100 * (each.after / each.before - 1):+.1f} %"
     between = f"{100 * (each.low - 1):+.1f} … {100 * (each.high - 1):+.1f} %"
     return each.name, Number(before), Number(after), Number(change), Number(between), each.verdict

@@ -1,8 +1,8 @@
 """Durations, counted in buckets that are never wider than a thousandth of what is in them.
 
-The layout is HdrHistogram's (Gil Tene, https://hdrhistogram.org) with 1,024 buckets for each doubling: nothing
-is lost above a limit, and two histograms are added up by adding their counts. Its own Python package is not
-used: all that is wanted of it is this.
+The layout is HdrHistogram's (Gil Tene, https://hdrhistogram.org) with 1,024 buckets for each doubling:
+nothing is lost above a limit, and two histograms are added up by adding their counts. Its own Python package
+is not used: all that is wanted of it is this.
 """
 
 from __future__ import annotations
@@ -56,7 +56,11 @@ class Histogram:
     def mean(self) -> float | None:
         """Seconds."""
         total = self.total
-        return sum(highest(n) * count for n, count in self.counts.items()) / total * 1e-9 if total else None
+        return (
+            sum(highest(n) * count for n, count in self.counts.items()) / total * 1e-9
+            if total
+            else None
+        )
 
     @staticmethod
     def summed(histograms: Iterable[Histogram]) -> Histogram:

@@ -21,8 +21,8 @@ Tensors = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """``count`` requests of ``batch`` samples; keys from 0 to ``rows`` - 1, ``hotness`` of them where the model
-    leaves it open."""
+    """``count`` requests of ``batch`` samples; keys from 0 to ``rows`` - 1, ``hotness`` of them where the
+    model leaves it open."""
 
     count: int = 256
     batch: int = 1
@@ -72,8 +72,8 @@ def from_repository(
 
 
 def from_file(path: Path, metadata: Mapping[str, Any], batch: int) -> list[Tensors]:
-    """Requests that `hps generate requests` wrote: an ``.npz`` as they are, samples of a ``.json`` put together
-    ``batch`` at a time. Raises ConfigError."""
+    """Requests that `hps generate requests` wrote: an ``.npz`` as they are, samples of a ``.json`` put
+    together ``batch`` at a time. Raises ConfigError."""
     try:
         if path.suffix == ".npz":
             return _npz(path)

@@ -64,7 +64,9 @@ def save(path: Path, told: Mapping[str, Any]) -> None:
     try:
         path.write_text(json.dumps(told) + "\n")
     except OSError as error:
-        raise ConfigError(f"--json {path}: {error.strerror}; name a file that can be written") from None
+        raise ConfigError(
+            f"--json {path}: {error.strerror}; name a file that can be written"
+        ) from None
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -33,8 +33,8 @@ _KINDS_KEPT = 50
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``concurrency``: callers of a closed loop, most requests under way of an open one. ``rate`` None: closed
-    loop. ``requests`` None: as many as the time allows."""
+    """``concurrency``: callers of a closed loop, most requests under way of an open one. ``rate`` None:
+    closed loop. ``requests`` None: as many as the time allows."""
 
     duration_s: float
     warmup_s: float
@@ -48,8 +48,8 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """``seconds``: how long was measured. ``slices``: latencies of what succeeded. ``late``: how long after it
-    was due each request was sent. ``errors``: how many of each kind, and the first one's words.
+    """``seconds``: how long was measured. ``slices``: latencies of what succeeded. ``late``: how long after
+    it was due each request was sent. ``errors``: how many of each kind, and the first one's words.
     ``own_cpu``: the share of a core that this process used."""
 
     seconds: float = 0.0
@@ -67,9 +67,11 @@ class Outcome:
             self.errors[kind] = number + 1, first
 
 
-def run(make: Callable[[], Sender], prepare: Callable[[Sender], Sequence[Any]], plan: Plan) -> Outcome:
-    """Send what ``prepare`` makes for the sender that ``make`` opens, in turn, by ``plan``; SIGINT ends it with
-    what there is."""
+def run(
+    make: Callable[[], Sender], prepare: Callable[[Sender], Sequence[Any]], plan: Plan
+) -> Outcome:
+    """Send what ``prepare`` makes for the sender that ``make`` opens, in turn, by ``plan``; SIGINT ends it
+    with what there is."""
 
     async def whole() -> Outcome:
         sender = make()
@@ -211,4 +213,3 @@ class _Run:
         place = min((due - self._from) // self._slice_ns, SLICES - 1)
         outcome.slices[place].record(done - due)
         outcome.late.record(sent - due)
-

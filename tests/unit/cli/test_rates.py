@@ -16,7 +16,9 @@ def reading(at: float, *samples: tuple[str, dict[str, str], float]) -> Reading:
     return Reading.of(at, [Sample(*sample) for sample in samples])
 
 
-def histogram(code: str, counts: dict[str, float], model: str = "m") -> list[tuple[str, dict[str, str], float]]:
+def histogram(
+    code: str, counts: dict[str, float], model: str = "m"
+) -> list[tuple[str, dict[str, str], float]]:
     labels = {"model": model, "code": code, "protocol": "http", "method": "infer"}
     rows = [(f"{REQUESTS}_bucket", labels | {"le": bound}, n) for bound, n in counts.items()]
     return [*rows, (f"{REQUESTS}_count", labels, max(counts.values()))]
@@ -28,7 +30,13 @@ def test_rates_are_what_came_between_by_code() -> None:
     told = account(before, after)
     assert (told["requests_per_s"], told["errors_per_s"]) == (23.0, 3.0)
     assert told["models"] == [
-        {"model": "m", "requests_per_s": 23.0, "errors_per_s": 3.0, "p50_s": math.inf, "p99_s": math.inf}
+        {
+            "model": "m",
+            "requests_per_s": 23.0,
+            "errors_per_s": 3.0,
+            "p50_s": math.inf,
+            "p99_s": math.inf,
+        }
     ]
 
 
@@ -52,7 +60,9 @@ def test_quantiles_are_those_of_the_time_between() -> None:
 def test_tiers_freshness_and_lag() -> None:
     keys = "hps_tier_keys_total"
     cpu = {"tier": "cpu", "model": "m", "table": "t"}
-    age = [("hps_update_age_seconds", {"model": "m", "table": t}, v) for t, v in (("a", 1), ("b", 4))]
+    age = [
+        ("hps_update_age_seconds", {"model": "m", "table": t}, v) for t, v in (("a", 1), ("b", 4))
+    ]
     lag = [("hps_update_lag_messages", {"topic": "t", "partition": p}, 5) for p in "01"]
     after = reading(
         2.0,
@@ -64,7 +74,14 @@ def test_tiers_freshness_and_lag() -> None:
         *lag,
     )
     told = account(reading(0.0), after)
-    assert told["tiers"][0] | {"tier": "cpu", "keys_per_s": 50.0, "hit_rate": 0.9} == told["tiers"][0]
+    assert (
+        told["tiers"][0] | {"tier": "cpu", "keys_per_s": 50.0, "hit_rate": 0.9} == told["tiers"][0]
+    )
     assert (told["age_s"], told["lag_messages"], told["defaulted"]) == (4, 10, 0.1)
     idle = account(reading(0.0), reading(1.0))
-    assert (idle["age_s"], idle["lag_messages"], idle["defaulted"], idle["tiers"]) == (None, None, None, [])
+    assert (idle["age_s"], idle["lag_messages"], idle["defaulted"], idle["tiers"]) == (
+        None,
+        None,
+        None,
+        [],
+    )

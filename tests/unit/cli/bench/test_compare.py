@@ -17,13 +17,20 @@ from hps.cli.bench.run import SLICES, Outcome
 from hps.cli.main import app
 from hps.errors import ConfigError
 
-ASKED = {"model": "m", "url": "http://x:1", "server": "hps", "batch": 1, "keys": "zipf", "concurrency": 8}
+ASKED = {
+    "model": "m",
+    "url": "http://x:1",
+    "server": "hps",
+    "batch": 1,
+    "keys": "zipf",
+    "concurrency": 8,
+}
 ASKED |= {"rate": None, "arrivals": None, "warmup_s": 0}
 
 
 def a_run(seed: int, scale: float = 1.0, tail: float = 1.0, pause: int = -1, **asked: Any) -> Any:
-    """A thousand requests in each slice; ``tail``: how much longer the slowest of them are; ``pause``: a slice
-    in which every tenth took ten times as long."""
+    """A thousand requests in each slice; ``tail``: how much longer the slowest of them are; ``pause``: a
+    slice in which every tenth took ten times as long."""
     random = np.random.default_rng(seed)
     outcome = Outcome(seconds=10.0)
     for number in range(SLICES):

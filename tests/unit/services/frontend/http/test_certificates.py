@@ -15,7 +15,7 @@ import uvloop
 import yaml
 from typer.testing import CliRunner
 
-from hps.cli import checks
+from hps.cli.diagnosis import check, ports
 from hps.cli.main import app
 from hps.client import Admin, Client, Tls
 from hps.config import auth as auth_module
@@ -229,7 +229,7 @@ def test_commands(known, certificates):
     done = hps(*predict, who="front")
     assert json.loads(done.stdout)["outputs"]["left"][0][0] == 1.0
     done = hps("doctor", "-s", known)
-    assert json.loads(done.stdout)[-1]["verdict"] == "OK"
+    assert {c["name"]: c["verdict"] for c in json.loads(done.stdout)}["server"] == "OK"
     done = CliRunner().invoke(app, ["status", "--admin", known, "--tls", "ca.pem"])
     assert (done.exit_code, "must look like ca=FILE" in done.stderr) == (2, True)
 
@@ -237,11 +237,11 @@ def test_commands(known, certificates):
 def test_the_doctor_knows_a_port_with_certificates(serve, tls, certificates):
     port = int(serve({**tls, "client_ca_file": None}).url.rpartition(":")[2])
     at = HttpSettings(host="localhost", port=port, tls=TlsSettings(**tls))
-    assert checks.port("http port", at, None, Tls(certificates["ca"][1])).verdict == "OK"
-    found = checks.port("http port", at)
+    assert ports.port("http port", at, None, Tls(certificates["ca"][1])).verdict == "OK"
+    found = ports.port("http port", at)
     assert (found.verdict, "give --tls" in found.mend) == ("WARN", True)
     assert "not trusted" in found.found
-    assert checks.certificates("http", at).verdict == "OK"
+    assert ports.certificates("http", at).verdict == "OK"
     wrong = at.model_copy(update={"tls": TlsSettings(**{**tls, "key_file": tls["client_ca_file"]})})
-    found = checks.attempt("http certificates", lambda: checks.certificates("http", wrong))
+    found = check.attempt("http certificates", lambda: ports.certificates("http", wrong))
     assert (found.verdict, "cannot be used" in found.found) == ("FAIL", True)

@@ -1,0 +1,43 @@
+"""Other machines' clocks beside this one's.
+
+Versions of rows are times, freshness is counted from them, and certificates and keys end by the clock: a
+machine whose clock is wrong does harm that nobody looks for there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hps.cli.diagnosis.check import Check
+
+WARN_S, FAIL_S = 1.0, 60.0
+_MEND = "have both machines' clocks set by NTP (chronyd, systemd-timesyncd): updates' versions are times"
+
+
+@dataclass(frozen=True, slots=True)
+class Skew:
+    """How far another clock is ahead, and how much of that may come of the asking; seconds."""
+
+    ahead_s: float
+    unsure_s: float
+
+
+def skew(ask: Callable[[], float], resolution_s: float = 0.0) -> Skew:
+    """``ask`` returns the other clock's Unix seconds, cut to ``resolution_s``."""
+    before = time.time()
+    told = ask()
+    after = time.time()
+    middle = told + resolution_s / 2 - (before + after) / 2
+    return Skew(middle, (after - before + resolution_s) / 2)
+
+
+def clock(name: str, found: Skew) -> Check:
+    """Whether it is the same clock, as far as one can tell."""
+    off = abs(found.ahead_s) - found.unsure_s
+    if off <= WARN_S:
+        return Check(name, "OK", f"the same as here, to {max(WARN_S, found.unsure_s):.0f} s")
+    word = "ahead of" if found.ahead_s > 0 else "behind"
+    verdict = "WARN" if off < FAIL_S else "FAIL"
+    return Check(name, verdict, f"{abs(found.ahead_s):.1f} s {word} this machine's", _MEND)

@@ -1,0 +1,97 @@
+"""The ports: free or served by us, certificates, who may ask."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from hps.cli.diagnosis.check import Check, attempt
+from hps.errors import HpsError, Unauthenticated, Unsupported
+
+if TYPE_CHECKING:
+    from hps.client import Tls
+    from hps.config.schema import Settings
+    from hps.config.server_settings import Listener
+
+
+def ports(settings: Settings, api_key: str | None, tls: Tls | None) -> Iterator[Check]:
+    """Those that the role opens."""
+    yield attempt("access", lambda: exposure(settings))
+    names = ("grpc", "admin") if settings.server.role == "lookup" else ("http", "grpc", "admin")
+    for name in names:
+        listener = getattr(settings.server, name)
+        if listener is not None:
+            yield port(f"{name} port", listener, api_key, tls)
+            if listener.tls is not None:
+                yield attempt(f"{name} certificates", partial(certificates, name, listener))
+
+
+def exposure(settings: Settings) -> Check:
+    from hps.config.auth import check_exposure
+
+    check_exposure(settings)
+    mode = settings.auth.mode or "off"
+    found = f"auth.mode {mode}"
+    return Check("access", "OK", found + (", loopback only" if mode == "off" else ""))
+
+
+def port(name: str, at: Listener, api_key: str | None = None, tls: Tls | None = None) -> Check:
+    """Free, or taken by an hps server (which is as it should be), or taken by something else."""
+    host, number = at.host, at.port
+    if number == 0:
+        return Check(name, "OK", "any free one")
+    kind = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(kind, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, number))
+            return Check(name, "OK", f"{host}:{number} is free")
+        except OSError as error:
+            reason = error.strerror or str(error)
+    try:
+        if is_ours(at, api_key, tls):
+            return Check(name, "OK", f"{host}:{number} is served by hps")
+    except Unauthenticated:
+        found = f"{host}:{number} is taken by a server that wants an API key"
+        return Check(name, "WARN", found, "give --api-key, to see whether it is hps")
+    except Unsupported:  # a lookup node's gRPC port has another protocol
+        return Check(
+            name, "OK", f"{host}:{number} is served by a lookup node, or another gRPC server"
+        )
+    except HpsError as error:
+        if at.tls is not None:
+            mend = "give --tls, to see whether it is hps"
+            return Check(name, "WARN", f"{host}:{number} is taken: {error}", mend)
+    setting = f"server.{name.split()[0]}.port"
+    mend = f"stop what listens there, or set {setting}"
+    return Check(name, "FAIL", f"{host}:{number} cannot be had: {reason}", mend)
+
+
+def certificates(name: str, at: Listener) -> Check:
+    """Whether the files of the port's certificates can be used. Raises ConfigError."""
+    from services.frontend.certificates import server_context
+
+    server_context(at, f"server.{name}")
+    assert at.tls is not None
+    return Check(f"{name} certificates", "OK", str(at.tls.certificate_file))
+
+
+def is_ours(at: Listener, api_key: str | None, tls: Tls | None) -> bool:
+    """Whether an hps server answers there. Raises what ``Client`` raises."""
+    from hps.client import Client
+
+    used = tls if at.tls else None
+    with Client(url_of(at), api_key=api_key, timeout_s=2, retries=0, tls=used) as client:
+        return client.is_hps()
+
+
+def url_of(at: Listener) -> str:
+    """Where it is asked on this machine."""
+    from hps.config.server_settings import GrpcListener
+
+    host = "127.0.0.1" if at.host in ("0.0.0.0", "::") else at.host
+    host = f"[{host}]" if ":" in host else host
+    scheme = ("grpc" if isinstance(at, GrpcListener) else "http") + ("s" if at.tls else "")
+    return f"{scheme}://{host}:{at.port}"

@@ -1,0 +1,165 @@
+"""What a deployment's Kafka looks like from here: brokers, topics, rights, and how far groups are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import confluent_kafka as ck
+from confluent_kafka import admin
+
+from hps.config.update_settings import KafkaSettings
+from hps.errors import ConfigError, Unavailable
+from hps.updates.kafka.brokers import text_of
+from hps.updates.kafka.client import client_log, client_options
+
+Place = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TopicView:
+    """``problem``: why it cannot be looked at, empty otherwise. ``rights``: what we may do with it (``READ``,
+    ``WRITE``, …); None where the brokers do not tell."""
+
+    partitions: int = 0
+    problem: str = ""
+    rights: frozenset[str] | None = None
+    leaderless: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    """``members`` read at the moment; ``committed``: the first message of each partition that is not applied
+    yet, where the group has said it."""
+
+    members: int = 0
+    problem: str = ""
+    committed: Mapping[Place, int] = field(default_factory=dict)
+
+
+# Of groups, as long as Kafka makes the topic that it keeps them in.
+_NO_COORDINATOR = GroupView(problem="no broker looks after the group")
+_SOON = (
+    ck.KafkaError.NOT_COORDINATOR,
+    ck.KafkaError.COORDINATOR_NOT_AVAILABLE,
+    ck.KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+)
+_POLL_S = 0.1
+
+
+class Overview:
+    """Asks the brokers of ``settings``; each method waits for ``answer_s`` at most, and raises Unavailable.
+    Joins no group, changes nothing."""
+
+    def __init__(self, settings: KafkaSettings, answer_s: float = 3.0) -> None:
+        """Raises ConfigError for wrong options."""
+        self.addresses = settings.brokers
+        self._answer_s = answer_s
+        self._heard = ""
+        options = {
+            **client_options(settings.brokers),
+            "error_cb": self._error,
+            **settings.client_options(),
+        }
+        try:
+            self._admin = admin.AdminClient({**options, "log_level": 3}, logger=client_log)
+        except ck.KafkaException as error:
+            raise ConfigError(f"updates.kafka.options: {text_of(error)}; correct them") from None
+
+    def brokers(self) -> list[str]:
+        """Those that the first one names, as `host:port`."""
+        try:
+            found = self._admin.list_topics(timeout=self._answer_s).brokers
+        except ck.KafkaException as error:
+            self._admin.poll(0)
+            raise Unavailable(
+                f"no broker at {self.addresses} answers within {self._answer_s:g} s: "
+                f"{self._heard or text_of(error)}; start it, or correct updates.kafka.brokers and options"
+            ) from None
+        return [f"{each.host}:{each.port}" for each in found.values()]
+
+    def topics(self, names: Sequence[str]) -> dict[str, TopicView | None]:
+        """Each of ``names``; None for one that nobody has made, or that we may not know of."""
+        wanted = ck.TopicCollection(list(names))  # type: ignore[no-untyped-call]
+        asked = self._admin.describe_topics(
+            wanted, include_authorized_operations=True, request_timeout=self._answer_s
+        )
+        return {name: _answered(future, _topic_of) for name, future in asked.items()}
+
+    def group(self, name: str) -> GroupView:
+        """A consumer group."""
+        deadline = time.monotonic() + self._answer_s
+        while (view := self._members(name)) is _NO_COORDINATOR and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        if view is None or view.problem:
+            return view or GroupView()
+        request = [ck.ConsumerGroupTopicPartitions(name)]
+        offsets = self._admin.list_consumer_group_offsets(request, request_timeout=self._answer_s)
+        found = _answered(offsets[name], _committed_of)
+        return GroupView(view.members, found.problem, found.committed) if found else view
+
+    def _members(self, group: str) -> GroupView | None:
+        described = self._admin.describe_consumer_groups([group], request_timeout=self._answer_s)
+        view: GroupView | None = _answered(
+            described[group], lambda told: GroupView(len(told.members))
+        )
+        return view
+
+    def ends(self, places: Iterable[Place]) -> dict[Place, int]:
+        """The offset behind the last message of each partition."""
+        return {at: found.offset for at, found in self._offsets(places, "latest").items()}
+
+    def newest(self, places: Iterable[Place]) -> float | None:
+        """When the message with the latest time was made, Unix seconds; None without messages."""
+        found = self._offsets(places, "max_timestamp").values()
+        stamps = [each.timestamp for each in found if each.timestamp > 0]
+        return max(stamps) / 1e3 if stamps else None
+
+    def _offsets(self, places: Iterable[Place], which: str) -> dict[Place, Any]:
+        spec = getattr(admin.OffsetSpec, which)()  # type: ignore[attr-defined]
+        wanted = {ck.TopicPartition(*place): spec for place in places}
+        if not wanted:
+            return {}
+        try:
+            asked = self._admin.list_offsets(wanted, request_timeout=self._answer_s)
+            return {(at.topic, at.partition): told.result() for at, told in asked.items()}
+        except ck.KafkaException as error:
+            raise Unavailable(
+                f"Kafka does not tell where its topics end: {text_of(error)}"
+            ) from None
+
+    def _error(self, error: Any) -> None:
+        """What it says first tells more than that all brokers are down then."""
+        if error.code() != ck.KafkaError._ALL_BROKERS_DOWN or not self._heard:
+            self._heard = error.str()
+
+
+def _topic_of(told: Any) -> TopicView:
+    rights = told.authorized_operations
+    leaderless = sum(each.leader is None for each in told.partitions)
+    names = None if rights is None else frozenset(each.name for each in rights)
+    return TopicView(len(told.partitions), "", names, leaderless)
+
+
+def _committed_of(told: Any) -> GroupView:
+    places = {(at.topic, at.partition): at.offset for at in told.topic_partitions}
+    return GroupView(committed={place: offset for place, offset in places.items() if offset >= 0})
+
+
+def _answered(future: Any, read: Callable[[Any], Any]) -> Any:
+    """What the brokers said; a view with a problem, or None for what is not there."""
+    try:
+        return read(future.result())
+    except ck.KafkaException as error:
+        code = error.args[0].code()
+        if code in (
+            ck.KafkaError.UNKNOWN_TOPIC_OR_PART,
+            ck.KafkaError.GROUP_ID_NOT_FOUND,
+        ):
+            return None
+        if code in _SOON:
+            return _NO_COORDINATOR
+        view = TopicView if read is _topic_of else GroupView
+        return view(problem=text_of(error))

@@ -1,0 +1,195 @@
+"""The doctor's checks that no sound machine fails."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hps import native
+from hps.cli.diagnosis import clocks, machine, memory, stores, streams
+from hps.cli.diagnosis.check import Check, failed
+from hps.config import configuration_from
+from hps.errors import ConfigError
+
+
+def test_every_check_of_this_machine_has_a_mend_unless_it_is_well() -> None:
+    found = list(machine.machine())
+    assert len({check.name for check in found}) == len(found) >= 6
+    for check in found:
+        assert check.verdict == "OK" or check.mend
+
+
+def test_few_open_files_are_warned_of() -> None:
+    assert machine.open_files(1024).verdict == "WARN"
+    assert "ulimit -n" in machine.open_files(1024).mend
+    assert machine.open_files(4096).verdict == "OK"
+    assert machine.open_files(resource.RLIM_INFINITY).verdict == "OK"
+
+
+def test_small_shared_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def usage(total: int):
+        return lambda _path: SimpleNamespace(total=total, free=total)
+
+    monkeypatch.setattr(machine.shutil, "disk_usage", usage(64 << 20))
+    assert machine.shared_memory(tmp_path).verdict == "WARN"
+    monkeypatch.setattr(machine.shutil, "disk_usage", usage(1 << 30))
+    assert machine.shared_memory(tmp_path).verdict == "OK"
+    assert machine.shared_memory(tmp_path / "none").verdict == "WARN"
+
+
+def test_too_small_a_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = SimpleNamespace(total=10_000, free=1_000)
+    monkeypatch.setattr(stores.shutil, "disk_usage", lambda _path: free)
+    check = stores.database(tmp_path / "new", 501)
+    assert check.verdict == "FAIL"
+    assert "the tables need about 1.0 kB" in check.found
+    assert stores.database(tmp_path / "new", 500).verdict == "OK"
+    (tmp_path / "old").mkdir()
+    assert stores.database(tmp_path / "old", 10_000).verdict == "OK", "its rows are there already"
+
+
+def test_the_numpy_twins_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "COMPILED", False)
+    assert machine.native_core().verdict == "WARN"
+    monkeypatch.setattr(native, "COMPILED", True)
+    assert machine.native_core().verdict == "OK"
+
+
+def test_a_missing_package_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = ["no-such-package[x]>=3", "cupy-none; extra == 'gpu'"]
+    monkeypatch.setattr(machine.metadata, "requires", lambda _name: wanted)
+    check = machine.packages()
+    assert check.verdict == "FAIL"
+    assert check.mend == "pip install no-such-package"
+
+
+@pytest.mark.parametrize(("lacks", "verdict"), [("there is no CuPy", "WARN"), (None, "OK")])
+def test_a_gpu_that_cannot_be_used_is_warned_of(
+    lacks: str | None, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hps.cuda.loader.lacking", lambda: lacks)
+    monkeypatch.setattr(machine, "GPU", tmp_path)
+    check = machine.gpu()
+    assert check.verdict == verdict
+    assert (lacks or "CuPy can use it") in check.found
+    assert any(each.name == "networks" for each in machine.machine())
+    monkeypatch.setattr(machine, "GPU", tmp_path / "none")
+    assert "serves from the CPU" in machine.gpu().found
+    assert not any(each.name == "networks" for each in machine.machine())
+
+
+def test_a_gpu_that_networks_do_not_run_on_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CPUExecutionProvider"])
+    check = machine.networks()
+    assert check.verdict == "WARN"
+    assert "has only" in check.found
+    assert "--no-deps onnxruntime-gpu" in check.mend
+
+
+def test_a_gpu_that_networks_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hps.dense.onnx.OnnxModel", lambda path, _provider: path.read_bytes())
+    assert machine.networks().verdict == "OK"
+
+
+def test_an_error_is_split_into_what_was_found_and_the_mend() -> None:
+    check = failed("models", ConfigError("folder is missing; make one"))
+    assert (check.found, check.mend) == ("folder is missing", "make one")
+
+
+def test_the_processes_are_told_and_what_workers_lack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(workers: int, **cache: object) -> Check:
+        given = {"server": {"workers": workers}, "tiers": {"cpu_cache": cache}}
+        return memory.processes(configuration_from(given, environ={}).settings)
+
+    shared = {"shared": {"folder": str(tmp_path)}}
+    monkeypatch.setattr("hps.native.COMPILED", True)
+    assert found(0).found == "the node alone"
+    assert found(2, **shared, capacity_bytes=1).verdict == "OK"
+    assert "the node and 2 workers" in found(2, **shared, capacity_bytes=1).found
+    small = found(2, **shared, capacity_bytes=1 << 50)
+    assert (small.verdict, "--shm-size" in small.mend) == ("WARN", True)
+    assert found(1, enabled=False).verdict == "WARN"
+    monkeypatch.setattr("hps.native.COMPILED", False)
+    assert found(1).verdict == "FAIL"
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "unsure_s", "verdict"),
+    [
+        (0.4, 0.0, "OK"),
+        (-1.4, 0.5, "OK"),
+        (3.0, 0.5, "WARN"),
+        (-3.0, 0.5, "WARN"),
+        (90.0, 0.5, "FAIL"),
+    ],
+)
+def test_clocks_are_compared_as_far_as_one_can_tell(
+    ahead_s: float, unsure_s: float, verdict: str
+) -> None:
+    check = clocks.clock("x", clocks.Skew(ahead_s, unsure_s))
+    assert check.verdict == verdict
+    if verdict != "OK":
+        assert ("ahead of" if ahead_s > 0 else "behind") in check.found
+        assert "NTP" in check.mend
+
+
+def test_a_clock_that_is_cut_to_seconds_is_the_same_clock() -> None:
+    import time
+
+    found = clocks.skew(lambda: float(int(time.time())), resolution_s=1.0)
+    assert abs(found.ahead_s) <= found.unsure_s
+    assert found.unsure_s >= 0.5
+
+
+def test_memory_is_beside_what_the_caches_may_take() -> None:
+    settings = configuration_from(
+        {"tiers": {"cpu_cache": {"capacity_bytes": 1 << 30}}}, environ={}
+    ).settings
+    assert memory.cache_bytes(settings, 0) == 1 << 30
+    assert memory.cache_bytes(settings, 1000) == 1000, "there are no more rows"
+    assert memory.enough(800, 1000).verdict == "OK"
+    assert memory.enough(801, 1000).verdict == "WARN"
+    assert memory.enough(1001, 1000).verdict == "FAIL"
+    assert memory.limit() > 0
+
+
+def test_a_container_has_what_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, limit in (("1000\n", 1000), ("max\n", memory._of_machine())):
+        (tmp_path / "memory.max").write_text(text)
+        monkeypatch.setattr(memory, "_CGROUPS", (tmp_path / "none", tmp_path / "memory.max"))
+        assert memory.limit() == limit
+
+
+def test_pinned_memory_needs_to_be_locked() -> None:
+    assert memory.locked(100, resource.RLIM_INFINITY).verdict == "OK"
+    assert memory.locked(100, 100).verdict == "OK"
+    few = memory.locked(101, 100)
+    assert (few.verdict, "memlock=-1" in few.mend) == ("WARN", True)
+    gpu = {"host_bytes": 50, "devices": [0, 1], "capacity_bytes": 0}
+    settings = configuration_from({"tiers": {"gpu": gpu}}, environ={}).settings
+    assert memory.pinned_bytes(settings) == 100
+
+
+def test_too_little_room_for_writes_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def verdict(free: int) -> str:
+        monkeypatch.setattr(
+            stores.shutil, "disk_usage", lambda _path: SimpleNamespace(total=10_000, free=free)
+        )
+        given = {"tiers": {"rocksdb": {"path": str(tmp_path), "min_free_bytes": 100}}}
+        settings = configuration_from(given, environ={}).settings.tiers.rocksdb
+        return stores.rocksdb(settings, 0).verdict
+
+    assert [verdict(200), verdict(150), verdict(99)] == ["OK", "WARN", "FAIL"]
+
+
+def test_a_folder_of_updates_must_be_there_and_writable(tmp_path: Path) -> None:
+    assert streams.folder("updates", tmp_path, "updates.directory.path").verdict == "OK"
+    lacks = streams.folder("updates", tmp_path / "none", "updates.directory.path")
+    assert (lacks.verdict, "updates.directory.path" in lacks.mend) == ("FAIL", True)
