@@ -5,7 +5,6 @@
 ARG BASE=python:3.12.12-slim-bookworm@sha256:593bd06efe90efa80dc4eee3948be7c0fde4134606dd40d8dd8dbcade98e669c
 
 # -- build: compiler and build tools, which stay here -------------------------------------------------
-# hadolint ignore=DL3006 # BASE names version and digest
 FROM ${BASE} AS build
 # The compiler of the base's distribution release: it leaves nothing in the image but the native core.
 # hadolint ignore=DL3008
@@ -27,7 +26,7 @@ COPY services services
 # HPS_NATIVE=on: without the compiled core the build fails here, not a server later.
 RUN uv build --no-cache --quiet --wheel --no-build-isolation --python /opt/tools/bin/python --out-dir /opt/wheel \
  && uv pip install --no-cache --no-deps --python /opt/hps/bin/python /opt/wheel/*.whl \
- && HPS_NATIVE=on /opt/hps/bin/python -c 'import hps.native' \
+ && HPS_NATIVE=on /opt/hps/bin/python -I -c 'import hps.native' \
  && /opt/hps/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/hps/lib
 
 # -- build-gpu: the same with CUDA, cuDNN, CuPy and onnxruntime-gpu -----------------------------------
@@ -41,7 +40,6 @@ RUN uv pip install --cache-dir /tmp/uv --python /opt/hps/bin/python --require-ha
  && /opt/hps/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/hps/lib
 
 # -- runtime: Python and a user -----------------------------------------------------------------------
-# hadolint ignore=DL3006
 FROM ${BASE} AS runtime
 ARG VERSION=0.1.0
 ARG REVISION=unknown

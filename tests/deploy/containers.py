@@ -1,0 +1,214 @@
+"""Images and containers without a Docker daemon: buildah, podman and docker-compose over podman's socket.
+
+Where no registry is reached, a base made by debootstrap takes the place of the official Python image, and
+stand-ins built on it bear the official names of Redis and Kafka. All of it is kept in ``build/containers``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.kafka_broker import KAFKA
+from tests.deploy.compose_file import ROOT, example
+from tests.support.waiting import until
+
+STORE = ROOT / "build/containers"
+COMPOSE = ROOT / "build/tools/docker-compose"
+STAND_INS = Path(__file__).parent / "stand_ins"
+BASE = "localhost/hps-test-base:bookworm-1"
+PROGRAMS = ("buildah", "podman", "runc", "debootstrap")
+
+_ENGINE = """
+[containers]
+default_ulimits = ["nofile=16384:16384", "nproc=16384:16384"]
+[engine]
+cgroup_manager = "cgroupfs"
+runtime = "runc"
+events_logger = "file"
+[network]
+network_backend = "netavark"
+"""
+_STORAGE = """
+[storage]
+driver = "{driver}"
+graphroot = "{store}/images"
+runroot = "{store}/run"
+"""
+
+
+def lacking() -> str:
+    """What there is not, in words; empty where all is there."""
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    missing += [] if COMPOSE.exists() else ["docker-compose"]
+    if missing:
+        return f"{', '.join(missing)} missing: run `make test-compose`"
+    return "" if os.geteuid() == 0 else "containers are run as root here: sudo make test-compose"
+
+
+class Engine:
+    """buildah and podman on a store of their own."""
+
+    def __init__(self, store: Path = STORE) -> None:
+        store.mkdir(parents=True, exist_ok=True)
+        (store / "containers.conf").write_text(_ENGINE)
+        driver = "overlay" if _overlays(store) else "vfs"
+        (store / "storage.conf").write_text(_STORAGE.format(store=store, driver=driver))
+        # Of mirrors whose lists are older than the clock says they may be.
+        (store / "apt.conf").write_text(
+            'Acquire::Check-Valid-Until "false"; Acquire::Check-Date "false";'
+        )
+        (store / "uv.toml").write_text("system-certs = true\n")
+        self.store = store
+        self.env = {
+            **os.environ,
+            "CONTAINERS_CONF": str(store / "containers.conf"),
+            "CONTAINERS_STORAGE_CONF": str(store / "storage.conf"),
+            "TMPDIR": str(store),
+        }
+
+    def run(self, *command: str | Path, timeout: float = 1200, check: bool = True) -> str:
+        """Standard output of a command; AssertionError with all it said when it fails."""
+        done = subprocess.run(
+            [str(word) for word in command],
+            env=self.env, capture_output=True, text=True, timeout=timeout, check=False,
+        )  # fmt: skip
+        said = f"{' '.join(map(str, command))}:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+        assert done.returncode == 0 or not check, said
+        return done.stdout
+
+    def podman(self, *words: str | Path, timeout: float = 300, check: bool = True) -> str:
+        return self.run("podman", *words, timeout=timeout, check=check)
+
+    def has(self, image: str) -> bool:
+        return subprocess.run(["podman", "image", "exists", image], env=self.env).returncode == 0
+
+    def inspect(self, kind: str, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.podman("inspect", "--type", kind, name))[0]
+        return found
+
+    def build(self, tag: str, context: Path, file: Path, *options: str) -> None:
+        """An image on `BASE`, with what this machine needs to reach package registries lent to the build."""
+        lent = {
+            "/etc/ssl/certs": "/etc/ssl/certs",
+            "/etc/pip.conf": "/etc/pip.conf",
+            self.store / "uv.toml": "/etc/uv/uv.toml",
+            self.store / "apt.conf": "/etc/apt/apt.conf.d/99-lent",
+        }
+        mounts = [f"--volume={a}:{b}:ro" for a, b in lent.items() if Path(a).exists()]
+        self.run(
+            "buildah", "bud", "--isolation", "chroot", "--network", "host", "--format", "docker", "--layers",
+            "--build-arg", f"BASE={BASE}", *mounts, *options, "--tag", tag, "--file", file, context,
+        )  # fmt: skip
+
+    def make_base(self) -> None:
+        """Debian with Python, unless it is there."""
+        if self.has(BASE):
+            return
+        packages = "ca-certificates,python3,python3-venv,python3-dev"
+        with tempfile.TemporaryDirectory(dir=self.store) as folder:
+            root = Path(folder) / "root"
+            self.run("debootstrap", "--variant=minbase", f"--include={packages}", "bookworm", root)
+            shutil.rmtree(root / "var/cache/apt/archives", ignore_errors=True)
+            archive = Path(folder) / "base.tar"
+            self.run("tar", "-C", root, "-cf", archive, ".")
+            self.podman("import", archive, BASE)
+
+    def make_images(self) -> None:
+        """Our image, built anew, and stand-ins for those of others that the compose file names."""
+        self.make_base()
+        images = example()
+        self.build(
+            f"docker.io/library/{images['HPS_IMAGE']}", ROOT, ROOT / "Dockerfile", "--target=cpu"
+        )
+        redis, kafka = (
+            f"docker.io/library/{images['REDIS_IMAGE']}",
+            f"docker.io/{images['KAFKA_IMAGE']}",
+        )
+        for tag, folder, options in (
+            (redis, STAND_INS / "redis", ()),
+            (kafka, STAND_INS / "kafka", (f"--build-context=jars={KAFKA.folder}",)),
+        ):
+            if not self.has(tag):
+                self.build(tag, folder, folder / "Dockerfile", *options)
+
+    @contextmanager
+    def socket(self) -> Iterator[str]:
+        """Docker's interface on a Unix socket: the URL."""
+        with tempfile.TemporaryDirectory(prefix="hps-") as folder:
+            path = Path(folder) / "podman.sock"
+            with (
+                (self.store / "service.log").open("wb") as log,
+                subprocess.Popen(
+                    ["podman", "system", "service", "--time=0", f"unix://{path}"],
+                    env=self.env, stdout=log, stderr=log,
+                ) as service,
+            ):  # fmt: skip
+                try:
+                    until(path.exists)
+                    yield f"unix://{path}"
+                finally:
+                    service.terminate()
+
+
+class Project:
+    """One ``docker-compose up`` of the repository's file."""
+
+    def __init__(self, engine: Engine, url: str, name: str, settings: Mapping[str, str]) -> None:
+        self.engine, self.name = engine, name
+        self._file = engine.store / f"{name}.env"
+        self._file.write_text("".join(f"{k}={v}\n" for k, v in settings.items()))
+        self._env = {**engine.env, "DOCKER_HOST": url}
+
+    def __call__(self, *words: str, timeout: float = 600) -> str:
+        """``docker-compose WORDS``: its output; AssertionError when it fails."""
+        command = [
+            COMPOSE, "--progress", "plain", "--project-name", self.name, "--project-directory", ROOT,
+            "--env-file", self._file, *words,
+        ]  # fmt: skip
+        done = subprocess.run(
+            command, env=self._env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, timeout=timeout, check=False, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{words}:\n{done.stdout[-8000:]}\n{self.logs()[-8000:]}"
+        return done.stdout
+
+    def logs(self) -> str:
+        done = subprocess.run(
+            [COMPOSE, "-p", self.name, "--project-directory", ROOT, "--env-file", self._file, "logs"],
+            env=self._env, capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
+        return done.stdout
+
+    def container(self, service: str) -> str:
+        """The id of a service's container."""
+        found = self.engine.podman(
+            "ps", "--all", "--quiet", "--no-trunc",
+            "--filter", f"label=com.docker.compose.project={self.name}",
+            "--filter", f"label=com.docker.compose.service={service}",
+        ).split()  # fmt: skip
+        assert len(found) == 1, f"{service}: {found}"
+        return found[0]
+
+
+def _overlays(folder: Path) -> bool:
+    """Whether file systems can be laid over each other there."""
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        parts = {name: Path(place) / name for name in ("lower", "upper", "work", "whole")}
+        for part in parts.values():
+            part.mkdir()
+        layers = f"lowerdir={parts['lower']},upperdir={parts['upper']},workdir={parts['work']}"
+        mounted = subprocess.run(
+            ["mount", "-t", "overlay", "overlay", "-o", layers, str(parts["whole"])],
+            capture_output=True, check=False,
+        )  # fmt: skip
+        if mounted.returncode == 0:
+            subprocess.run(["umount", str(parts["whole"])], check=True)
+        return mounted.returncode == 0

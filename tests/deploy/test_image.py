@@ -1,0 +1,117 @@
+"""The image, built and run: who it is, what is in it, and that it serves on a file system it cannot write."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.peers.process import free_ports
+from hps.cli.demo_data import load_demo
+from hps.client import Client
+from tests.deploy.compose_file import example
+from tests.deploy.containers import Engine
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.containers, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+IMAGE = f"docker.io/library/{example()['HPS_IMAGE']}"
+LARGEST_BYTES = 900_000_000
+CONFIG = {
+    "models": {"repository": "/var/lib/hps/models"},
+    "tiers": {"rocksdb": {"path": "/var/lib/hps/rocksdb/rows"}},
+    "server": {name: {"host": "0.0.0.0"} for name in ("http", "grpc", "admin")},
+    "auth": {"mode": "off"},
+}
+HARDENED = (
+    "--read-only",
+    "--cap-drop=ALL",
+    "--security-opt=no-new-privileges",
+    "--tmpfs=/tmp:size=64m",
+)
+
+
+def test_who_it_runs_as_and_what_it_says_of_itself(engine: Engine) -> None:
+    config = engine.inspect("image", IMAGE)["Config"]
+    assert config["User"] == "10001:0"
+    assert (config["Entrypoint"], config["Cmd"]) == (["hps"], ["serve"])
+    assert config["ExposedPorts"].keys() == {"8000/tcp", "8001/tcp", "8002/tcp"}
+    assert config["Labels"]["org.opencontainers.image.title"] == "hps"
+    version = engine.podman("run", "--rm", *HARDENED, IMAGE, "version", "--output", "json")
+    assert json.loads(version)["hps"] == config["Labels"]["org.opencontainers.image.version"]
+
+
+def test_it_has_no_compiler_and_a_compiled_core_and_is_small(engine: Engine) -> None:
+    look = "for each in cc gcc g++ c++ cmake ninja pip uv; do command -v $each; done; true"
+    found = engine.podman("run", "--rm", *HARDENED, "--entrypoint=sh", IMAGE, "-c", look)
+    assert found == ""
+    doctor = engine.podman("run", "--rm", *HARDENED, IMAGE, "doctor", check=False)
+    assert "compiled" in doctor
+    size = engine.inspect("image", IMAGE)["Size"]
+    base = engine.inspect("image", "localhost/hps-test-base:bookworm-1")["Size"]
+    print(f"image {size / 1e6:.0f} MB, of which the base {base / 1e6:.0f} MB")
+    assert size - base < LARGEST_BYTES
+
+
+def test_without_a_configuration_one_line_says_so(engine: Engine) -> None:
+    told = engine.podman(
+        "run", "--rm", *HARDENED, "--entrypoint=sh", IMAGE, "-c", "hps serve 2>&1; echo code $?"
+    )
+    assert told.splitlines()[-1] == "code 2"
+    assert "/etc/hps/config.yaml" in told
+    assert len(told.splitlines()) == 2
+
+
+@pytest.fixture(scope="module", params=["10001:0", "1234567:0"])
+def running(
+    engine: Engine, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[tuple[str, int]]:
+    """``hps serve`` on the demo's model, as the image's user and as any other of group 0: container, port."""
+    folder: Path = tmp_path_factory.mktemp("image")
+    folder.chmod(0o755)
+    (folder / "config.yaml").write_text(json.dumps(CONFIG))
+    (port,) = free_ports(1)
+    name = f"hps-test-{port}"
+    volume = f"{name}-models"
+    models = ("--volume", f"{volume}:/var/lib/hps/models", "--user", request.param)
+    data = f"{name}-rocksdb"
+    try:
+        engine.podman(
+            "run", "--rm", *HARDENED, *models, IMAGE, "demo", "--write", "/var/lib/hps/models"
+        )
+        engine.podman(
+            "run", "--detach", "--name", name, *HARDENED, *models,
+            "--volume", f"{data}:/var/lib/hps/rocksdb",
+            "--volume", f"{folder / 'config.yaml'}:/etc/hps/config.yaml:ro",
+            "--publish", f"127.0.0.1:{port}:8000", IMAGE,
+        )  # fmt: skip
+        yield name, port
+    finally:
+        print(engine.podman("logs", name, check=False))
+        engine.podman("rm", "--force", "--time", "5", name, check=False)
+        engine.podman("volume", "rm", "--force", volume, data, check=False)
+
+
+def test_it_serves_answers_its_healthcheck_and_ends(
+    engine: Engine, running: tuple[str, int]
+) -> None:
+    name, port = running
+
+    def healthy() -> bool:
+        engine.podman("healthcheck", "run", name, check=False)
+        return engine.inspect("container", name)["State"]["Health"]["Status"] == "healthy"
+
+    until(healthy)
+    demo = load_demo()
+    with Client(f"http://127.0.0.1:{port}") as client:
+        scores = client.infer(demo.model, demo.tensors(slice(0, 64))).outputs
+    for output, trained in demo.scores.items():
+        np.testing.assert_allclose(scores[output].ravel(), trained[:64], rtol=0, atol=1e-5)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/live") as answer:
+        assert answer.status == 200
+    engine.podman("stop", "--time", "30", name)
+    assert engine.inspect("container", name)["State"]["ExitCode"] == 0
