@@ -48,14 +48,16 @@ def start_hps(
     models: Mapping[str, Any] | None = None,
     updates: Mapping[str, Any] | None = None,
     dense: Mapping[str, Any] | None = None,
+    lookup: Mapping[str, Any] | None = None,
     tls: Mapping[str, Any] | None = None,
     core: int | None = None,
     timeout_s: float = 120.0,
 ) -> Iterator[Hps]:
     """``hps serve`` on ``folder/models``, defaults but for ports and paths; entered when ready.
 
-    ``limits`` are further settings of the `server` section, ``tiers``, ``auth``, ``models``, ``updates`` and ``dense``
-    of those, ``tls`` of the ports for requests; the admin port speaks plain text. Raises RuntimeError with the log when it does not become ready.
+    ``limits`` are further settings of the `server` section, ``tiers``, ``auth``, ``models``, ``updates``,
+    ``dense`` and ``lookup`` of those, ``tls`` of the ports for requests; the admin port speaks plain text.
+    Raises RuntimeError with the log when it does not become ready.
     """
     http, grpc, admin = free_ports(3)
     configuration = {
@@ -63,6 +65,7 @@ def start_hps(
         "auth": dict(auth or {}),
         "updates": dict(updates or {}),
         "dense": dict(dense or {}),
+        "lookup": dict(lookup or {}),
         "tiers": {"rocksdb": {"path": str(folder / "rocksdb")}, **(tiers or {})},
         "server": {
             "http": {"port": http, "tls": tls},

@@ -10,13 +10,15 @@ import grpc
 import numpy as np
 import pytest
 
+from hps.config.server_settings import TlsSettings
 from hps.errors import BadRequest, DeadlineExceeded, HpsError, ModelError, Unavailable
 from hps.lookup.base import LookupModel
-from hps.lookup.remote import Candidates, Nodes, RemoteLookup, RetryBudget
+from hps.lookup.remote import Candidates, Certificates, Nodes, RemoteLookup, RetryBudget
 from hps.lookup.remote.messages import described
 from hps.lookup.remote.picking import LeastBusy
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, Source
 from hps.v1 import lookup_pb2 as pb
+from tests.support import redis_servers
 from tests.support.waiting import until
 from tests.unit.services import conftest as support
 from tests.unit.services.conftest import row
@@ -471,3 +473,22 @@ def test_retries_have_a_budget(small, connect):
     with pytest.raises(Unavailable):
         remote.lookup(left(1))
     assert sum(node.retries for node in nodes_of(remote)) == 0
+
+
+def test_certificates_bear_the_name_that_was_looked_up(small, tmp_path):
+    authority = redis_servers.Certificates(tmp_path / "ca")
+    certificate, key = authority.make("node", host="lookup.test")
+    tls = TlsSettings(certificate_file=certificate, key_file=key)
+    model = model_of(small.node.models["words"])
+    with running(small, grpc={"tls": tls}) as server:
+        port = server.server.url.rsplit(":", 1)[1]
+
+        def nodes(host, **given):
+            roots = Certificates(authority.ca.read_bytes())
+            return contextlib.closing(Nodes([f"dns:///{host}:{port}"], roots, **given))
+
+        with nodes("lookup.test", resolve=lambda _host: ["127.0.0.1"]) as found:
+            remote = RemoteLookup(Candidates(model, found))
+            assert remote.lookup(left(1)).vectors["left"].tolist() == [row(1, 3)]
+        with nodes("other.test", resolve=lambda _host: ["127.0.0.1"]) as found:
+            assert "other.test" in found.problem or "UNAVAILABLE" in found.problem
