@@ -6,7 +6,10 @@ import gzip
 import json
 import socket
 import zlib
+from contextlib import contextmanager
+from pathlib import Path
 
+import grpc
 import pytest
 
 ENCODERS = {"gzip": gzip.compress, "deflate": zlib.compress}
@@ -38,6 +41,52 @@ def test_a_body_beyond_the_limit_is_refused(ask, small_server):
     headers = {"Content-Length": str(size)}
     answer = ask(small_server.address, "POST", "/v2/models/words/infer", bytes(size), headers)
     assert answer.status == 413
+
+
+NESTED = b"[" * 100_000 + b"]" * 100_000
+TENSOR = b'{"inputs": [{"name": "word", "shape": [1, 1], "datatype": "INT64", "data": %b}]}'
+
+
+@pytest.mark.parametrize("body", [b'{"inputs": %b}' % NESTED, TENSOR % NESTED, b'{"a":' * 50_000])
+def test_json_that_nests_without_end_is_refused(ask, small_server, body):
+    length = {"Content-Length": str(len(body))}
+    answer = ask(small_server.address, "POST", "/v2/models/words/infer", body, length)
+    assert answer.status == 400
+    check_still_right(ask, small_server)
+
+
+def test_a_grpc_message_that_unpacks_to_much_more_takes_no_memory(ask, small_server):
+    """Bodies of up to 200 KB, within the limit, that are up to 200 MB of zeros."""
+    before = most_memory(small_server)
+    with calling(small_server) as infer:
+        for size in (1 << 20, 60 << 20, 200 << 20):
+            with pytest.raises(grpc.RpcError) as refused:
+                infer(bytes(size), compression=grpc.Compression.Gzip, timeout=60)
+            assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    check_still_right(ask, small_server)
+    assert most_memory(small_server) - before < 30 << 20
+
+
+def test_grpc_metadata_has_a_bound(ask, small_server):
+    with calling(small_server) as infer:
+        with pytest.raises(grpc.RpcError) as refused:
+            infer(b"", metadata=[("x-long", "a" * (64 << 10))], timeout=60)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    check_still_right(ask, small_server)
+
+
+@contextmanager
+def calling(server):
+    """The bytes of a request over gRPC."""
+    unbounded = [("grpc.max_send_message_length", -1)]
+    with grpc.insecure_channel(server.grpc, unbounded) as channel:
+        yield channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+
+
+def most_memory(server):
+    """Bytes that the process has had at most."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
 def test_clients_that_never_finish_do_not_hold_up_the_others(ask, small_server):

@@ -19,6 +19,7 @@ def main(architecture: str, build: str, folder: str) -> None:
         "CMAKE_RANLIB": f"{TOOLS}/zig-ranlib",
         "CMAKE_SYSTEM_NAME": "Linux",
         "CMAKE_SYSTEM_PROCESSOR": architecture,
+        "CMAKE_PROJECT_hps_native_INCLUDE": f"{TOOLS}/stable_abi.cmake",
     }
     config = {f"cmake.define.{name}": value for name, value in define.items()}
     name = build_wheel(folder, config | {"wheel.py-api": "cp312", "build-dir": build})
