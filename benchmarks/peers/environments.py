@@ -8,6 +8,7 @@ taken out of the distribution's own package, unpacked under ``.peers/`` rather t
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = Path(os.environ.get("HPS_PEERS", HERE.parents[1] / ".peers"))
@@ -141,14 +143,27 @@ def _finish_perf_analyzer(folder: Path) -> None:
 
 
 def _finish_kubernetes_schemas(folder: Path) -> None:
-    """The schemas that refuse unknown fields, by version, referring to one another as files do."""
+    """The schemas that refuse unknown fields, by version, referring to one another as files do: those of the
+    package know themselves by addresses of the web."""
     from_package = KUBERNETES_SCHEMAS.site / "kubernetes_validate/kubernetes-json-schema"
     for strict in from_package.glob("v*-local-strict"):
         target = folder / "schemas" / strict.name.removesuffix("-local-strict")
         target.mkdir(parents=True)
         for file in strict.glob("*.json"):
             text = file.read_text().replace('"/api/_definitions.json#', '"_definitions.json#')
-            (target / file.name).write_text(text)
+            schema = _undescribed(json.loads(text))
+            schema.pop("$id", None)
+            (target / file.name).write_text(json.dumps(schema))
+
+
+def _undescribed(node: Any) -> Any:
+    """A schema without its descriptions, which are most of it."""
+    if isinstance(node, list):
+        return [_undescribed(each) for each in node]
+    if not isinstance(node, dict):
+        return node
+    prose = isinstance(node.get("description"), str)
+    return {k: _undescribed(v) for k, v in node.items() if not (prose and k == "description")}
 
 
 TRITON = Environment("triton", _finish_triton)

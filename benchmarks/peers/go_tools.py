@@ -68,7 +68,10 @@ class GoTool:
 
 KUBERNETES = "1.34.1"
 _VERSION = "k8s.io/component-base/version"
-HELM = GoTool("helm", "helm.sh/helm/v3/cmd/helm")
+# Which Kubernetes charts are rendered for, where no server is asked.
+_HELM = "helm.sh/helm/v3/pkg"
+_MINOR = f"-X {_HELM}/chartutil.k8sVersionMinor=34 -X {_HELM}/lint/rules.k8sVersionMinor=34"
+HELM = GoTool("helm", "helm.sh/helm/v3/cmd/helm", _MINOR)
 KUBECONFORM = GoTool("kubeconform", "github.com/yannh/kubeconform/cmd/kubeconform")
 API_SERVER = GoTool(
     "kube-apiserver",

@@ -91,10 +91,12 @@ def test_objects_are_what_kubernetes_takes(version: str, crds: Path) -> None:
 
 
 def test_what_kubernetes_does_not_take_is_found(crds: Path) -> None:
-    wrong = rendered_text("everything").replace("minReadySeconds:", "minReadySecond:")
-    assert "minReadySecond" in kubeconform("1.34.0", wrong, crds).stdout
-    wrong = rendered_text("everything").replace("scrapeTimeout:", "scrapeTimout:")
-    assert "scrapeTimout" in kubeconform("1.34.0", wrong, crds).stdout
+    kinds = [yaml.safe_dump(each) for each in Rendered("ha").of("Deployment", "ServiceMonitor")]
+    text = "\n---\n".join(kinds)
+    wrong = text.replace("minReadySeconds:", "minReadySecond:").replace("scrapeTime", "scrapTime")
+    found = kubeconform("1.34.0", wrong, crds).stdout
+    assert "minReadySecond" in found
+    assert "scrapTimeout" in found
 
 
 # -- the configuration -----------------------------------------------------------------------------
@@ -111,7 +113,7 @@ def test_the_server_takes_the_configuration(rendered: Rendered, tmp_path: Path) 
     asked = values_of(rendered.name).get("config", {})
     assert held(asked, rendered.config()) == asked
     split = values_of(rendered.name).get("frontend", {}).get("enabled", True)
-    assert (settings.lookup is not None) == split
+    assert bool(settings.lookup.nodes) == split
 
 
 def values_of(name: str) -> Any:
