@@ -5,6 +5,7 @@ Each returns findings: a path below the object that was checked, and one clear s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -14,6 +15,8 @@ from hps.names import hint_for
 FLOAT16_MAX = 65_504.0
 # Suffixes that the wire adds to a feature's name.
 RESERVED_SUFFIXES = (".offsets", ".weights", ".source")
+
+_HOST = re.compile(r"[^\s:/\[\],;]+|\[[0-9a-fA-F:.]+\]")
 
 Path = tuple[str | int, ...]
 
@@ -303,6 +306,17 @@ def workers(count: int, gpu: str, huge_pages: str) -> list[Finding]:
         message = "is reserved, which can't be shared with server.workers; take transparent"
         also = (("server", "workers"),)
         findings.append(Finding(("tiers", "cpu_cache", "huge_pages"), message, also))
+    return findings
+
+
+def lookup_nodes(nodes: Sequence[str]) -> list[Finding]:
+    """Each is an address, or a name of several."""
+    findings = []
+    for i, node in enumerate(nodes):
+        host, _, port = node.removeprefix("dns:///").rpartition(":")
+        if not _HOST.fullmatch(host) or not port.isdecimal() or not 0 < int(port) < 65_536:
+            message = f"expected host:port or dns:///name:port, found {node!r}"
+            findings.append(Finding(("nodes", i), message))
     return findings
 
 

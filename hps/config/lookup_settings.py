@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
 from hps.config import checks
 from hps.config.model_schema import Strict
-
-NODE_PATTERN = r"^(dns:///)?([^\s:/\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}$"
 
 
 class LookupTlsSettings(Strict):
@@ -43,7 +41,7 @@ class EjectionSettings(Strict):
 class LookupSettings(Strict):
     """The nodes that answer the lookups of front ends (`server.role: frontend`, `hps.connect`)."""
 
-    nodes: list[Annotated[str, Field(pattern=NODE_PATTERN)]] = []
+    nodes: list[str] = []
     """`host:port` of each node's gRPC port; `dns:///name:port`: every address of the name is a node."""
     resolve_s: float = Field(5.0, gt=0)
     """How often the names of `dns:///` are looked up again, in seconds."""
@@ -61,3 +59,7 @@ class LookupSettings(Strict):
     """Longest wait for one node before another one is asked; null: half of the time there is left."""
     ejection: EjectionSettings = EjectionSettings()
     """When a node that fails is left out, and for how long."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        return self.consistent(checks.lookup_nodes(self.nodes))

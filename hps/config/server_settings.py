@@ -85,14 +85,14 @@ class MetricsSettings(Strict):
 class ServerSettings(Strict):
     """Ports and limits of the server."""
 
-    role: Literal["all", "frontend", "lookup"] = "all"
-    """`frontend` takes requests and asks `lookup.nodes` for rows; `lookup` is such a node; `all` is both."""
     http: HttpSettings = HttpSettings()
     """The port of the Open Inference Protocol."""
     grpc: GrpcSettings | None = GrpcSettings()
     """The port of the same protocol over gRPC; null offers none."""
     admin: AdminSettings = AdminSettings()
     """The port of status, metrics and administration."""
+    role: Literal["all", "frontend", "lookup"] = "all"
+    """`frontend` takes requests and asks `lookup.nodes` for rows; `lookup` is such a node; `all` is both."""
     workers: int = Field(0, ge=0, le=256)
     """Processes that answer requests beside the node's, from its cache; 0: the node's answers them itself."""
     runtime: Path | None = None

@@ -23,6 +23,7 @@ from tests.support.waiting import until
 
 USERS, ITEMS, HISTORY = [3, 40, 99], [5, -7, 33], [1, 2, 49]
 DENSE = [0.25, 0.5, 0.75]
+SERVE = "serve", "--role"
 WIDTHS = {"user": 4, "item": 2, "history": 2, "dense": 3}
 
 
@@ -79,38 +80,42 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def deployment(model, tmp_path_factory):
-    """Two front ends, which came when there was no lookup node yet, two of those, and `hps ingest`."""
+def settings(model, tmp_path_factory):
+    """What all of them share, but for the nodes' own store."""
     need("redis-server")
-    folder = tmp_path_factory.mktemp("split")
-    redis = RedisServer(folder / "redis")
+    redis = RedisServer(tmp_path_factory.mktemp("redis")).start()
     kafka = {
         "brokers": shared_broker().address,
         "shared_writer": "ingest",
         "shared_group": model.name,
         "options": SEES_NEW_TOPICS_SOON,
     }
-    settings = {
+    yield {
         "models": {"repository": str(model.repository)},
         "tiers": {"redis": {"addresses": [redis.address], "guard": {"deadline_ms": 5000}}},
         "updates": {"kafka": kafka},
     }
+    redis.kill()
+
+
+def with_kafka(settings, **given):
+    return {**settings, "updates": {"kafka": {**settings["updates"]["kafka"], **given}}}
+
+
+@pytest.fixture(scope="module")
+def deployment(model, settings, tmp_path_factory):
+    """Two front ends, which came when there was no lookup node yet, two of those, and `hps ingest`."""
+    folder = tmp_path_factory.mktemp("split")
     stored = {**settings, "tiers": {**settings["tiers"], "rocksdb": {}}}
-
-    def own(kind, number):
-        mine = {**kafka, "group": f"{model.name}-{kind}-{number}"}
-        return {**stored, "updates": {"kafka": mine}}
-
     lookups = [
-        Part(folder / f"lookup-{i}", own("lookup", i), "serve", "--role", "lookup") for i in (1, 2)
+        Part(folder / name, with_kafka(stored, group=f"{model.name}-{name}"), *SERVE, "lookup")
+        for name in ("lookup-1", "lookup-2")
     ]
     asked = {**settings, "lookup": {"nodes": [part.grpc for part in lookups]}}
     frontends = [
-        Part(folder / f"frontend-{i}", asked, "serve", "--role", "frontend") for i in (1, 2)
+        Part(folder / name, asked, *SERVE, "frontend") for name in ("frontend-1", "frontend-2")
     ]
-    ingest = Part(folder / "ingest", settings, "ingest")
-    made = Deployment(frontends, lookups, [ingest])
-    redis.start()
+    made = Deployment(frontends, lookups, [Part(folder / "ingest", settings, "ingest")])
     try:
         for part in frontends:
             part.start()
@@ -120,7 +125,7 @@ def deployment(model, tmp_path_factory):
             )
             assert part.ask("/v2/health/live")[0] == 200
             assert "no lookup node is ready" in part.ask("/v2/health/ready")[1]
-        for part in (*lookups, ingest):
+        for part in (*lookups, *made.others):
             part.start()
         for part in made.parts:
             part.wait()
@@ -128,7 +133,6 @@ def deployment(model, tmp_path_factory):
         yield made
     finally:
         made.close()
-        redis.kill()
 
 
 def inputs_of():
@@ -227,8 +231,14 @@ def test_a_lookup_node_is_killed_while_requests_come(deployment, model):
     assert len(running.answers) == 1
 
 
-def test_another_version_comes_while_requests_come(deployment, model):
+def test_another_version_comes_while_requests_come(deployment, model, settings, tmp_path):
     model.second_version()
+    feeds = Part(
+        tmp_path / "ingest", with_kafka(settings, shared_group=f"{model.name}-2"), "ingest"
+    )
+    deployment.others.append(feeds)
+    feeds.start()
+    feeds.wait()
     with load(deployment, model) as running:
         for part in deployment.lookups:
             body = {"parameters": {"version": 2}}

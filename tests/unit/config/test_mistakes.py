@@ -37,7 +37,10 @@ LINE = [
     ("sever: {}", ":1: sever: unknown key; did you mean 'server'?"),
     ("server: {prt: 1}", ":1: server.prt: unknown key; the keys are http, grpc, admin, "),
     ("tiers:\n  rocksdb:\n    pth: x", ":3: tiers.rocksdb.pth: unknown key; did you mean 'path'?"),
-    ("zzz: 1", ":1: zzz: unknown key; the keys are models, tiers, updates, dense, server, auth"),
+    (
+        "zzz: 1",
+        ":1: zzz: unknown key; the keys are models, tiers, updates, lookup, dense, server, auth",
+    ),
     ("server: 5", ":1: server: expected a mapping with http, grpc, admin,"),
     ("server: []", ":1: server: expected a mapping with http, grpc, admin,"),
     (
@@ -110,6 +113,26 @@ LINE = [
         ":2: server.shared_memory: can't be used with 2 workers",
     ),
     (
+        "server:\n  role: frontend",
+        ":2: lookup.nodes: is empty, but server.role is frontend; name the gRPC ports of the lookup",
+    ),
+    (
+        "lookup: {nodes: ['a:1']}\nserver:\n  role: frontend\n  workers: 2",
+        ":4: server.workers: is 2, but server.role is frontend; start several front ends instead",
+    ),
+    (
+        "server:\n  role: lookup\n  grpc: null",
+        ":3: server.grpc: is null, but server.role is lookup: front ends ask by gRPC",
+    ),
+    (
+        "lookup: {nodes: ['http://a:1']}",
+        ":1: lookup.nodes[0]: expected host:port or dns:///name:port, found",
+    ),
+    (
+        "lookup: {tls: {certificate_file: c.pem}}",
+        ":1: lookup.tls.key_file: must be given together with certificate_file",
+    ),
+    (
         "auth: {mode: of}",
         ":1: auth.mode: expected off, api_key or null, found \"of\"; did you mean 'off'?",
     ),
@@ -121,8 +144,11 @@ LINE = [
         "auth: {mode: api_key}",
         ":1: auth.mode: is api_key, but neither auth.keys_file nor auth.keys",
     ),
-    ("- a", ": expected a mapping with models, tiers, updates, dense, server, auth, found ['a']"),
-    ("5", ": expected a mapping with models, tiers, updates, dense, server, auth, found 5"),
+    (
+        "- a",
+        ": expected a mapping with models, tiers, updates, lookup, dense, server, auth, found ['a']",
+    ),
+    ("5", ": expected a mapping with models, tiers, updates, lookup, dense, server, auth, found 5"),
     ("server: {", ":2:1: not valid YAML: did not find expected node content"),
     ("server: {}\nserver: {}", ":2:1: key 'server' stands here and on line 1"),
 ]

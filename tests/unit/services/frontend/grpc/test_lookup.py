@@ -1,12 +1,14 @@
 """`hps.v1.Lookup`, asked as any gRPC client would."""
 
 import logging
+from dataclasses import replace
 
 import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from hps.config.schema import ModelsSettings
 from hps.types import Source
 from hps.v1 import lookup_pb2 as pb
 from services.frontend.observer import Observer
@@ -25,6 +27,11 @@ class Client:
             "/hps.v1.Lookup/Describe",
             pb.DescribeRequest.SerializeToString,
             pb.DescribeResponse.FromString,
+        )
+        self.serving = channel.unary_unary(
+            "/hps.v1.Lookup/Serving",
+            pb.ServingRequest.SerializeToString,
+            pb.ServingResponse.FromString,
         )
 
 
@@ -207,3 +214,54 @@ def test_health_knows_the_service(channel):
     stub = health_pb2_grpc.HealthStub(channel)
     told = stub.Check(health_pb2.HealthCheckRequest(service="hps.v1.Lookup"))
     assert told.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def other_version(small, version):
+    served = small.node.models["words"]
+    small.node.models = {**small.node.models, "words": replace(served, version=version)}
+    small.state.serve(small.node)
+
+
+def served_by(client):
+    told = client.serving(pb.ServingRequest())
+    return told.ready, {(m.model, m.version, m.former) for m in told.models if m.model == "words"}
+
+
+def test_what_a_node_serves_and_whether_it_is_ready(client, small):
+    ready, models = served_by(client)
+    assert ready
+    assert models == {("words", 1, False)}
+    described = client.describe(pb.DescribeRequest(model="words"))
+    told = client.serving(pb.ServingRequest()).models
+    assert described.digest in {each.digest for each in told}
+    small.state.stop()
+    assert served_by(client) == (False, models)
+
+
+def test_a_version_that_was_replaced_is_answered_for_on(client, small):
+    """Where somebody asks for it by its number."""
+    later = []
+    small.state.later = lambda seconds, work: later.append((seconds, work))
+    first = pb.LookupRequest(model="words", version=1, keys=[keys("left", 1)])
+    other_version(small, 2)
+    assert refused(client.lookup, first)[0] == "NOT_FOUND"  # nobody did
+    other_version(small, 1)
+    assert client.lookup(first).version == 1
+    other_version(small, 2)
+    assert client.lookup(first).version == 1
+    assert client.lookup(pb.LookupRequest(model="words", keys=[keys("left", 1)])).version == 2
+    assert served_by(client)[1] == {("words", 2, False), ("words", 1, True)}
+    seconds, let_go = later[-1]
+    assert seconds == ModelsSettings().linger_s
+    let_go()
+    assert refused(client.lookup, first)[0] == "NOT_FOUND"
+    assert served_by(client)[1] == {("words", 2, False)}
+
+
+def test_a_model_that_was_unloaded_is_not_answered_for(client, small):
+    small.state.later = lambda _seconds, _work: None
+    first = pb.LookupRequest(model="words", version=1, keys=[keys("left", 1)])
+    client.lookup(first)
+    small.node.models = {n: m for n, m in small.node.models.items() if n != "words"}
+    small.state.serve(small.node)
+    assert refused(client.lookup, first)[0] == "NOT_FOUND"
