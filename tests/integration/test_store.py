@@ -206,6 +206,8 @@ def test_a_newer_row_is_kept_and_told(loaded: Any) -> None:
         (["diff", "--against", "rocksdb"], "is the store itself"),
         (["export", "clicks", "users", "--out", "users.csv"], "*.parquet, *.npz"),
         (["restore", "nothing"], "nothing holds no checkpoint"),
+        (["checkpoint"], "give FOLDER and --config FILE, or --admin URL"),
+        (["checkpoint", "--admin", "http://127.0.0.1:1"], "leave out FOLDER and --config"),
         (["import-dump", "clicks", "users", "nothing.bin"], "No such file"),
         (["load", "--rebuild", "--tier", "redis"], "erase the model first"),
     ],
