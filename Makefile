@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE_SOURCES := pyproject.toml $(shell find hps/native -name '*.?pp' -o -name CMakeLists.txt)
 
-.PHONY: help setup demo test test-gpu test-services test-compose test-kube check check-deploy check-native check-aarch64 soak format proto bench bench-peers lock clean
+.PHONY: help setup demo test test-gpu test-services test-compose test-kube check check-deploy check-native check-aarch64 soak format proto bench bench-peers lock wheels check-wheels audit clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -3
@@ -78,6 +78,7 @@ check-aarch64: setup
 test-services: setup
 	@for part in perf_analyzer kafka triton kserve $(CHART_TOOLS); do $(BIN)/python -m benchmarks.peers $$part || echo "Its tests will be skipped."; done
 	@for tool in redis-server openssl curl; do command -v $$tool >/dev/null || tools/install $$tool || echo "Its tests will be skipped."; done
+	@command -v promtool >/dev/null || tools/install prometheus || echo "Its tests will be skipped."
 
 # What deploys the product, as far as no server is needed: Dockerfile, compose file and chart, alerts and dashboards.
 CHART_TOOLS := kubernetes_schemas kubeconform helm
@@ -127,7 +128,20 @@ bench-peers: setup
 
 # Rewrites the locks from pyproject.toml; run it after changing a dependency.
 lock: setup
-	@for part in build runtime otel gpu dev; do tools/lock $$part; done
+	@for part in audit build wheels runtime otel gpu dev; do tools/lock $$part; done
+
+# Wheels that need no compiler, in dist/wheels, for every glibc from 2.17 on: make wheels ARCHS=x86_64
+ARCHS ?= x86_64 aarch64
+wheels: setup
+	@tools/wheels/build $(ARCHS)
+
+# Those of this machine, installed and run in an empty environment of each Python that is here.
+check-wheels:
+	@tools/wheels/check
+
+# What is installed, against known vulnerabilities.
+audit: setup
+	@tools/audit
 
 clean:
 	rm -rf $(VENV) build

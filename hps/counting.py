@@ -114,7 +114,7 @@ class Histogram:
     the numbers are asked for, so that no request pays for the sorting and its lock.
     """
 
-    __slots__ = ("_arrays", "_counts", "_lock", "_notes", "_noted", "_total", "bounds")
+    __slots__ = ("_arrays", "_counts", "_lock", "_noted", "_notes", "_total", "bounds")
 
     def __init__(self, bounds: tuple[float, ...] = SECONDS_BUCKETS) -> None:
         self.bounds = bounds

@@ -67,8 +67,8 @@ class LookupMeter:
         seconds: float,
         features: Sequence[str] = (),
     ) -> None:
-        """As `finished`, of a lookup that skipped no tier, with ``(table, source, keys)``; ``features``: whose
-        keys these are, each, where that is known."""
+        """As `finished`, of a lookup that skipped no tier, with ``(table, source, keys)``; ``features``:
+        whose keys these are, each, where that is known."""
         amounts = [(self._counter(table, source), n) for table, source, n in answers]
         for name, (_, source, n) in zip(features, answers, strict=False):
             amounts.append((self._of_feature(name)[source == _DEFAULT], n))

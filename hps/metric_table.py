@@ -81,7 +81,8 @@ _REQUESTS = (
         "counter",
         ("reason",),
         "Requests refused before they were looked at; of an overloaded server reason=queue_full, queue_wait "
-        "or queue_bytes, of a client that asks too much client_running or client_rate.",
+        "or queue_bytes, of a client that asks too much client_running or client_rate, of a caller without the "
+        "right key unauthenticated or forbidden; else too_large or unavailable.",
     ),
     MetricSpec(
         m.RUNNING_REQUESTS,
@@ -95,7 +96,9 @@ _REQUESTS = (
         ("model",),
         "How many inference requests may be worked at at a time; others wait.",
     ),
-    MetricSpec(m.QUEUE_REQUESTS, "gauge", ("model",), "Inference requests that wait for their turn."),
+    MetricSpec(
+        m.QUEUE_REQUESTS, "gauge", ("model",), "Inference requests that wait for their turn."
+    ),
     MetricSpec(
         m.QUEUE_BYTES,
         "gauge",
@@ -125,9 +128,7 @@ _REQUESTS = (
 )
 
 _MODELS = (
-    MetricSpec(
-        m.MODEL_VERSION, "gauge", ("model",), "Version of the model that is being served."
-    ),
+    MetricSpec(m.MODEL_VERSION, "gauge", ("model",), "Version of the model that is being served."),
     MetricSpec(
         m.MODEL_LOADS,
         "counter",
@@ -195,8 +196,8 @@ _LOOKUPS = (
         m.LOOKUP_NODE_UP,
         "gauge",
         ("address",),
-        "Whether this front end sends lookups to the lookup node: 0 while it does not answer, is not ready, or "
-        "is left out because lookups fail there.",
+        "Whether this front end sends lookups to the lookup node: 0 while it does not answer, is not ready, "
+        "or is left out because lookups fail there.",
     ),
     MetricSpec(
         m.LOOKUP_NODE_RUNNING,
@@ -263,7 +264,10 @@ _TIERS = (
         "caches, on each device), pinned_host_bytes, static_tables.",
     ),
     MetricSpec(
-        m.TABLE_ROWS, "gauge", ("tier", "model", "version", "table"), "Rows a tier holds of a table."
+        m.TABLE_ROWS,
+        "gauge",
+        ("tier", "model", "version", "table"),
+        "Rows a tier holds of a table.",
     ),
     MetricSpec(
         m.TABLE_CAPACITY,
@@ -335,7 +339,10 @@ _UPDATES = (
         "Update messages that are there and that a group's reader here has not polled yet.",
     ),
     MetricSpec(
-        m.UPDATE_PAUSED, "gauge", ("group",), "Whether a group's reader was paused (`hps updates pause`)."
+        m.UPDATE_PAUSED,
+        "gauge",
+        ("group",),
+        "Whether a group's reader was paused (`hps updates pause`).",
     ),
     MetricSpec(
         m.UPDATE_PROBLEM,

@@ -47,8 +47,8 @@ def triton_numbers(
     versions: Mapping[str, str],
     statistics: Callable[[], Mapping[str, Mapping[str, Any]]],
 ) -> Numbers:
-    """Of the names in ``versions``, which have a version each, with the numbers of their `Statistics`; ``found``
-    are our own."""
+    """Of the names in ``versions``, which have a version each, with the numbers of their `Statistics`;
+    ``found`` are our own."""
     told = Numbers({spec.name: {} for spec in TRITON})
     for name, numbers in statistics().items():
         if name in versions:
