@@ -93,16 +93,7 @@ class _Recorded(Origin):
         self._span.end()
 
     def stage(self, name: str, started: int, ended: int) -> None:
-        """A part that is over, between two instants of ``time.perf_counter_ns``."""
         self._tracer.child(self._span, name, _epoch_ns(started)).end(_epoch_ns(ended))
-
-
-def stages(origin: Origin, **ended: tuple[int, int]) -> None:
-    """Parts of ``origin``'s work that are over, by name, each between two instants of
-    ``time.perf_counter_ns``."""
-    if isinstance(origin, _Recorded):
-        for name, (start, end) in ended.items():
-            origin.stage(name, start, end)
 
 
 def _origin(tracer: Tracer, span: Any, request_id: str) -> Origin:

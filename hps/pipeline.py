@@ -24,6 +24,7 @@ from hps.lookup.base import Lookup
 from hps.lookup.checks import unknown
 from hps.meters import DenseMeter
 from hps.metrics import Metrics
+from hps.tracing import timed
 from hps.types import LookupRequest, LookupResult, PredictRequest, PredictResult
 from hps.wiring import check_wiring
 from hps.workers import Done, Workers, then
@@ -192,7 +193,7 @@ class InferencePipeline:
     ) -> PredictResult | None:
         names = self._computed(request, wanted)
         start = time.perf_counter()
-        answer = device.quick(request, inputs, batch, names)
+        answer = timed(request.origin, "device", device.quick, request, inputs, batch, names)
         if answer is None:
             return None
         outputs, rows = answer
@@ -216,7 +217,7 @@ class InferencePipeline:
         else:
             start = time.perf_counter()
             if device is None:
-                feed = self._feed(inputs, rows, batch)
+                feed = timed(request.origin, "feed", self._feed, inputs, rows, batch)
                 with _part(request, "dense"):
                     outputs = self.dense.predict(feed, names, request.deadline)
             else:

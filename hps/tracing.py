@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from time import perf_counter_ns
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -63,6 +64,12 @@ class Origin:
     def end(self, error: BaseException | None = None) -> None:
         """It is done, or has failed."""
 
+    def stage(self, name: str, started: int, ended: int) -> None:
+        """A part that is over, between two instants of ``time.perf_counter_ns``."""
+
+    def spent(self, name: str, ns: int) -> None:
+        """``ns`` more of its time went into ``name``, which is done a little at a time."""
+
     def part(self, name: str) -> AbstractContextManager[Origin]:
         """A part of the work, done by this thread: `current` meanwhile."""
         return self.begin(name).whole()
@@ -80,6 +87,29 @@ class Origin:
             self.end()
         finally:
             _current.reset(token)
+
+
+def timed(origin: Origin | None, name: str, call: Callable[..., T], *arguments: Any) -> T:
+    """``call(*arguments)``, as a part of ``origin``'s work where such parts are recorded."""
+    if origin is None or not origin.is_recorded:
+        return call(*arguments)
+    with origin.part(name):
+        return call(*arguments)
+
+
+def counted(call: Callable[..., T], name: str) -> Callable[..., T]:
+    """``call``, whose time is told as ``spent`` on ``name`` by what is `current`; to be used where that is
+    recorded."""
+
+    def run(*arguments: Any) -> T:
+        started = perf_counter_ns()
+        try:
+            return call(*arguments)
+        finally:
+            if (origin := current()) is not None:
+                origin.spent(name, perf_counter_ns() - started)
+
+    return run
 
 
 def traceparent_of(header: str) -> str:

@@ -41,6 +41,7 @@ COMMANDS = {
     "status": Entry(ASK, "Show what a server is doing: models, tiers, hit rates."),
     "top": Entry(ASK, "Watch servers: requests/s, latency, queues, hit rates, freshness."),
     "bench": Entry(ASK, "Send requests, tell how long they take; compare two such runs."),
+    "profile": Entry(ASK, "Show where a request's time goes: parsing, tiers, pooling, network."),
     "hotkeys": Entry(ASK, "List the hottest keys of the CPU cache, of a server or of a snapshot."),
     "conformance": Entry(ASK, "Check that any server speaks the Open Inference Protocol."),
     "model": Entry(CARE, "Import, inspect and verify models of a repository.", group=True),

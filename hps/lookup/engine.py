@@ -26,6 +26,7 @@ from hps.meters import LookupMeter
 from hps.metrics import Metrics
 from hps.tiers.base import Part, Tier
 from hps.tiers.fused import fused
+from hps.tracing import timed
 from hps.types import (
     EmbeddingTable,
     IndexArray,
@@ -102,9 +103,10 @@ class LookupEngine:
             return self._ordinary(request)
         keys = [keys.keys for keys in request.features.values()]
         if form.inline:
-            found = form(keys)
+            found = timed(request.origin, "memory", form, keys)
             return Done(found) if type(found) is LookupResult else self._rest(request, found)
-        asked = self._lanes.memory.submit(partial(form, keys), request.deadline)
+        ask = partial(timed, request.origin, "memory", form, keys)
+        asked = self._lanes.memory.submit(ask, request.deadline)
         return then(asked, partial(self._rest, request))
 
     def prepare(self, request: LookupRequest) -> Submit:
@@ -136,11 +138,11 @@ class LookupEngine:
             return Done(found)
         if found is None:
             return self._ordinary(request)
-        job = GapJob(request, found)
+        job = timed(request.origin, "dedup", GapJob, request, found)
         return self._go_on(job, self._ask_caches(job))
 
     def _ordinary(self, request: LookupRequest) -> Future[LookupResult]:
-        shares, keys = self._shares(request)
+        shares, keys = timed(request.origin, "dedup", self._shares, request)
         job = WholeJob(request, shares)
         if _is_past(request.deadline):
             raise DeadlineExceeded("the request's deadline had passed when it came")
@@ -162,6 +164,8 @@ class LookupEngine:
     def _run_after_waiting(self, job: Job, waiting: list[Part], since: float) -> LookupResult:
         """Ask the caches again if it took a while to get a thread: many may wait for the same rows, and
         those before this one had them promoted."""
+        if job.request.origin is not None:
+            job.request.origin.stage("wait", int(since * 1e9), time.perf_counter_ns())
         if time.perf_counter() - since > _ASK_AGAIN_S:
             self._caches.fetch(waiting, job.context)
             waiting = [part for part in waiting if len(part.missing)]
@@ -197,7 +201,7 @@ class LookupEngine:
                 # The store was skipped because this request had no time left: no row is at fault.
                 raise DeadlineExceeded("the deadline passed while the stores were asked")
             self._hand_on(waiting, asked)
-        answered = job.answer()
+        answered = timed(job.request.origin, "merge", job.answer)
         if answered is None:
             return None
         result, sources = answered

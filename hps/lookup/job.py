@@ -10,6 +10,7 @@ from hps.lookup.pooling import pool
 from hps.lookup.share import Share
 from hps.meters import Answers
 from hps.tiers.base import FetchContext, Part
+from hps.tracing import counted
 from hps.types import (
     IndexArray,
     LookupRequest,
@@ -61,6 +62,8 @@ class WholeJob(Job):
 
     def answer(self) -> tuple[LookupResult, Answers]:
         request = self.request
+        recorded = request.origin is not None and request.origin.is_recorded
+        pooled_rows = counted(pool, "pooling") if recorded else pool
         result = LookupResult({}, degraded=self.degraded)
         sources = []
         for share in self.shares:
@@ -77,7 +80,7 @@ class WholeJob(Job):
             for feature, keys in zip(share.features, share.keys, strict=True):
                 stop = start + len(keys.keys)
                 rows = vectors if len(share.features) == 1 else vectors[start:stop]
-                pooled = pool(rows, keys, feature.pooling)
+                pooled = pooled_rows(rows, keys, feature.pooling)
                 if request.out:
                     pooled = _put(request.out.get(feature.name), pooled)
                 result.vectors[feature.name] = pooled

@@ -8,7 +8,7 @@ import secrets
 from time import perf_counter_ns
 from typing import Any
 
-from hps.otel import Tracer, stages
+from hps.otel import Tracer
 from hps.tracing import Origin
 from services.frontend.call import Call
 from services.frontend.endpoints import Endpoint
@@ -58,7 +58,8 @@ class Observer:
     ) -> None:
         """``call`` has its answer; the instants at which its stages ended."""
         if origin.is_recorded:
-            stages(origin, decode=(started, parsed), encode=(inferred, done))
+            origin.stage("decode", started, parsed)
+            origin.stage("encode", inferred, done)
             origin.note(batch=call.batch, defaulted=result.defaulted)
             origin.end()
         if (level := self._level()) is not None:

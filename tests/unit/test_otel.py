@@ -63,7 +63,7 @@ def test_a_request_is_a_span_of_its_callers_trace_and_its_parts_are_its_children
     assert current() is None
     with pytest.raises(ValueError, match="broken"), request.part("broken"):
         raise ValueError("broken")
-    otel.stages(request, decode=(10, 20))
+    request.stage("decode", 10, 20)
     request.note(model="m")
     request.end()
     found = spans()

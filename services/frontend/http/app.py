@@ -19,6 +19,7 @@ from services.frontend.http.head import request_id
 from services.frontend.http.infer import InferApp
 from services.frontend.http.logging import logging_routes
 from services.frontend.http.openapi import document
+from services.frontend.http.profile import profile_route
 from services.frontend.http.protocol import health_routes, model_routes, repository_routes
 from services.frontend.http.rows import row_writes, rows_routes
 from services.frontend.http.shared_memory import shared_memory_routes
@@ -41,6 +42,7 @@ def admin_app(state: State, settings: ServerSettings, guard: Guard) -> InferApp:
     api.include_router(metrics_route(state))
     api.include_router(status_routes(state, guard))
     api.include_router(rows_routes(state, guard, settings.request_timeout_ms / 1e3))
+    api.include_router(profile_route(state, settings, guard))
     if settings.role != "frontend":
         api.include_router(hot_keys_route(state, guard))
         api.include_router(row_writes(state, guard))

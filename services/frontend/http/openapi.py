@@ -100,6 +100,13 @@ SCHEMAS: dict[str, Any] = {
     ),
     "Status": _object(["phase", "ready"], phase=_TEXT, ready={"type": "boolean"}),
     "Models": _object(["models"], models=_list({"type": "object"})),
+    "Profile": _object(
+        ["name", "us", "about", "parts"],
+        name=_TEXT,
+        us={"type": ["number", "null"]},
+        about={"type": "object"},
+        parts=_list(_ref("Profile")),
+    ),
     "HotKeys": _object(["tables"], tables=_list({"type": "object"})),
     "Tables": _object(["tables"], tables=_list({"type": "object"})),
     "Rows": _object(

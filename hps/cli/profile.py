@@ -1,0 +1,195 @@
+"""``hps profile``: where the time of a model's requests goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import typer
+
+from hps.cli.output import (
+    JsonOption,
+    Number,
+    Output,
+    OutputFormat,
+    print_json,
+    print_table,
+    say,
+    share,
+)
+from hps.cli.targets import ApiKeyOption, SetOption, TlsOption, tls_of
+from hps.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hps.cli.bench.load import Recipe, Tensors
+    from hps.client import Tls
+    from hps.client.http_wire import Request
+
+app = typer.Typer(add_completion=False)
+
+EXAMPLES = """\b
+Examples:
+  hps profile http://127.0.0.1:8002 ctr --batch 64
+  hps profile http://127.0.0.1:8002 ctr --requests requests.npz --json
+  hps profile config.yaml ctr
+"""
+_MEANING = {
+    "parse": "bytes to arrays",
+    "memory": "the cache in one pass: no dedup, bags pooled as rows are read",
+    "dedup": "keys by table, or those that memory lacked, each once",
+    "wait": "for a thread that asks stores",
+    "merge": "rows of all tiers, defaults, every key's row",
+    "feed": "vectors as the network takes them",
+    "device": "rows and network on the GPU, in one go",
+    "serialise": "arrays to bytes",
+}
+
+
+class Target(Protocol):
+    def metadata(self, model: str) -> dict[str, Any]: ...
+
+    def models(self) -> list[str]: ...
+
+    def profile(self, model: str, request: Request) -> dict[str, Any]: ...
+
+    def plain(self, request: Request) -> float | None:
+        """Seconds that the same request takes its caller without a profile, where that differs."""
+        ...
+
+
+@app.command(epilog=EXAMPLES)
+def profile(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="URL|FILE", help="A server's admin address, or a configuration."),
+    ],
+    model: Annotated[
+        str | None, typer.Argument(help="The model to ask; needed where there are several.")
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="Requests to look at.")] = 200,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests before those.")] = 20,
+    batch: Annotated[int, typer.Option(min=1, help="Samples in a request.")] = 1,
+    keys: Annotated[
+        str, typer.Option(help="uniform, zipf:S, hot:SHARE,COVERAGE, trace:FILE.npy.")
+    ] = "zipf:1.2",
+    rows: Annotated[
+        int, typer.Option(min=1, help="Keys are from 0 to this less one, unless --repository.")
+    ] = 100_000,
+    hotness: Annotated[
+        int, typer.Option(min=1, help="Keys per sample, where the model does not say.")
+    ] = 1,
+    repository: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Ask for keys that the model has here.")
+    ] = None,
+    requests: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Send these, of hps generate requests.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed sends the same.")] = 1,
+    overrides: SetOption = None,
+    api_key: ApiKeyOption = None,
+    tls: TlsOption = None,
+    output: Output = OutputFormat.table,
+    json: JsonOption = False,
+) -> None:
+    """Show where a request's time goes: parsing, dedup, each tier, merging, pooling, network, serialising.
+
+    Requests are sent one at a time, to a server's admin address, where they are answered beside all others,
+    or to the node of a configuration, opened in this process. No other request is looked at or slowed down.
+    """
+    from hps.cli.bench.load import Recipe
+    from hps.cli.stages import account
+
+    recipe = Recipe(min(count, 256), batch, keys, rows, hotness, seed)
+    with _opened(target, overrides, api_key, tls_of(tls)) as asked:
+        name = model or _only(asked.models())
+        sent = _messages(asked, name, recipe, repository, requests)
+        told = [asked.profile(name, sent[i % len(sent)]) for i in range(warmup + count)][warmup:]
+        plain = [asked.plain(sent[i % len(sent)]) for i in range(warmup + count)][warmup:]
+    found = account(told)
+    times = sorted(seconds for seconds in plain if seconds is not None)
+    found["round_trip_p50_us"] = 1e6 * times[len(times) // 2] if times else None
+    if json or output is OutputFormat.json:
+        print_json(found)
+    else:
+        _show(found)
+
+
+def _only(names: Sequence[str]) -> str:
+    main = [name for name in names if not name.endswith(".lookup")] or list(names)
+    if len(main) != 1:
+        raise ConfigError(
+            f"name the model after the address; there are {', '.join(names) or 'none'}"
+        )
+    return main[0]
+
+
+def _messages(
+    target: Target, model: str, recipe: Recipe, repository: Path | None, file: Path | None
+) -> list[Request]:
+    from hps.cli.bench.load import from_file, from_metadata, from_repository
+    from hps.client.calls import Call
+    from hps.client.http_wire import HttpWire
+
+    made: Sequence[Tensors]
+    if repository is not None:
+        made = from_repository(repository, model, None, recipe)
+    elif file is not None:
+        made = from_file(file, target.metadata(model), recipe.batch)
+    else:
+        metadata = target.metadata(model)
+        if any(tensor["name"] == "NUMKEYS" for tensor in metadata["inputs"]):
+            metadata = target.metadata(f"{model}.lookup") | {"name": model}
+        made = from_metadata(metadata, recipe)
+    wire = HttpWire("", None)
+    return [wire.request(Call(model, dict(tensors))) for tensors in made]
+
+
+@contextmanager
+def _opened(
+    target: str, overrides: list[str] | None, api_key: str | None, tls: Tls | None
+) -> Iterator[Target]:
+    from hps.cli.profiled import Here, There
+
+    if "://" in target:
+        if overrides:
+            raise ConfigError("--set changes a configuration; give its file instead of an address")
+        with There(target, api_key, tls) as there:
+            yield there
+        return
+    from hps.cli.targets import open_here
+
+    with open_here(Path(target), overrides) as node:
+        yield Here(node)
+
+
+def _show(found: dict[str, Any]) -> None:
+    about = found["about"]
+    say(
+        f"{about['model']}, version {about['version']}, batch {about['batch']}: "
+        f"{found['requests']} requests, mean {found['mean_us']:,.0f} µs, "
+        f"p50 {found['p50_us']:,.0f}, p99 {found['p99_us']:,.0f}"
+    )
+    say()
+    print_table(
+        ("part", "mean µs", "share", "p99 µs", "requests", ""),
+        [
+            (
+                "  " * (len(part["path"]) - 1) + part["path"][-1],
+                Number(f"{part['mean_us']:,.1f}"),
+                share(part["share"], 1.0),
+                Number(f"{part['p99_us']:,.1f}"),
+                part["requests"],
+                _MEANING.get(part["path"][-1], ""),
+            )
+            for part in found["parts"]
+        ],
+    )
+    if found["round_trip_p50_us"] is not None:
+        outside = found["round_trip_p50_us"] - found["p50_us"]
+        say()
+        say(
+            f"Without a profile the same requests take {found['round_trip_p50_us']:,.0f} µs (p50) here, at "
+            f"their caller: {outside:,.0f} µs more, for HTTP, the way, and this client."
+        )

@@ -1,0 +1,93 @@
+"""Whom ``hps profile`` asks: a server's admin port, or a node in this process by what a server is made of."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from hps.client import Client
+from hps.client.address import address
+from hps.client.http_wire import Request, key_headers
+from hps.client.rest import Http
+from hps.errors import ConfigError, NotFound
+
+if TYPE_CHECKING:
+    from hps.client import Tls
+    from hps.node import Node
+
+_PATIENCE_S = 30.0
+_LENGTH = "Inference-Header-Content-Length"
+
+
+class There:
+    """A server, by its admin address."""
+
+    def __init__(self, url: str, api_key: str | None, tls: Tls | None) -> None:
+        at = address(url, tls, ("http", "https"))
+        self._url = at.base
+        self._headers = key_headers(api_key)
+        self._line = Http(at)
+        self._client = Client(url, api_key=api_key, tls=tls)
+
+    def __enter__(self) -> There:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._line.close()
+        self._client.close()
+
+    def metadata(self, model: str) -> dict[str, Any]:
+        return self._client.metadata(model)
+
+    def models(self) -> list[str]:
+        return self._client.models()
+
+    def profile(self, model: str, request: Request) -> dict[str, Any]:
+        path = f"/v1/profile/{quote(model, safe='')}"
+        reply = self._send(request._replace(path=path))
+        if reply.status == 404 and b"Not Found" in reply.body:
+            raise NotFound(
+                f"{self._url} has no {path}; is it the admin address? The server prints it when it starts, "
+                "port 8002 unless configured otherwise"
+            )
+        return dict(reply.json(self._url))
+
+    def plain(self, request: Request) -> float:
+        started = time.perf_counter()
+        self._send(request).checked(self._url)
+        return time.perf_counter() - started
+
+    def _send(self, request: Request) -> Any:
+        headers = {**request.headers, **self._headers}
+        return self._line.send(request._replace(headers=headers), time.monotonic() + _PATIENCE_S)
+
+
+class Here:
+    """A node in this process: requests are read and answers written as its server would."""
+
+    def __init__(self, node: Node) -> None:
+        from hps.config import Settings
+        from services.frontend.http.profile import Profiler
+        from services.frontend.state import State
+
+        settings = Settings()
+        self._state = State("node", settings)
+        self._state.serve(node)
+        self._profiler = Profiler(self._state, settings.server)
+
+    def metadata(self, model: str) -> dict[str, Any]:
+        return self._state.entry(model).info.metadata()
+
+    def models(self) -> list[str]:
+        return list(self._state.entries)
+
+    def profile(self, model: str, request: Request) -> dict[str, Any]:
+        body = request.body
+        if body is None:
+            raise ConfigError("a request without a body")
+        size = request.headers.get(_LENGTH)
+        return self._profiler.measure(model, body, None if size is None else int(size))
+
+    def plain(self, _request: Request) -> None:
+        return None

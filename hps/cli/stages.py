@@ -1,0 +1,63 @@
+"""Profiles of requests, put together: what part of the time went where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+REST = "rest"
+"""What of a part's time none of its own parts has."""
+Path = tuple[str, ...]
+
+
+def account(profiles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """``profiles`` as the server tells them, of one model's requests. Means add up: those of parts, with the
+    rest, to that of the whole."""
+    times: dict[Path, list[float]] = {}
+    for number, profile in enumerate(profiles):
+        for path, us in _parts(profile, ()):
+            mine = times.setdefault(path, [0.0] * len(profiles))
+            mine[number] += us
+    whole = times[()]
+    return {
+        "requests": len(profiles),
+        "mean_us": float(np.mean(whole)),
+        "p50_us": float(np.quantile(whole, 0.5)),
+        "p99_us": float(np.quantile(whole, 0.99)),
+        "about": dict(profiles[-1]["about"]),
+        "parts": [
+            {
+                "path": list(path),
+                "mean_us": float(np.mean(each)),
+                "share": float(np.sum(each) / max(np.sum(whole), 1e-9)),
+                "p99_us": float(np.quantile(each, 0.99)),
+                "requests": sum(us > 0 for us in each),
+            }
+            for path, each in _in_order(times)
+            if path
+        ],
+    }
+
+
+def _parts(told: Mapping[str, Any], path: Path) -> Iterable[tuple[Path, float]]:
+    whole = told["us"] or 0.0
+    yield path, whole
+    if not told["parts"]:
+        return
+    for part in told["parts"]:
+        yield from _parts(part, (*path, part["name"]))
+    rest = whole - sum(part["us"] or 0.0 for part in told["parts"])
+    yield (*path, REST), max(0.0, rest)
+
+
+def _in_order(times: Mapping[Path, list[float]]) -> list[tuple[Path, list[float]]]:
+    """Each part before its own parts; what there was first before what came later, the rest last."""
+    known = list(times)
+
+    def rank(path: Path) -> tuple[tuple[bool, int], ...]:
+        heads = (path[: i + 1] for i in range(len(path)))
+        return tuple((head[-1] == REST, known.index(head)) for head in heads)
+
+    return sorted(times.items(), key=lambda each: rank(each[0]))

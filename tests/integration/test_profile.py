@@ -1,0 +1,107 @@
+"""``hps profile`` against a real server, and in the process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.peers.hps_server import Hps
+from hps.cli.main import app
+from hps.client import Admin
+
+FEW = ["--count", "10", "--warmup", "2"]
+
+
+def profiled(*words: str | Path) -> Any:
+    done = CliRunner().invoke(app, ["profile", *map(str, words), *FEW, "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def paths(found: Any) -> set[tuple[str, ...]]:
+    return {tuple(part["path"]) for part in found["parts"]}
+
+
+def test_each_part_of_a_prediction_is_told(small_server: Hps) -> None:
+    url = f"http://{small_server.admin}"
+    found = profiled(url, "clicks", "--batch", 4, "--rows", 50)
+    assert paths(found) >= {
+        ("parse",),
+        ("lookup",),
+        ("lookup", "memory"),
+        ("feed",),
+        ("dense",),
+        ("serialise",),
+        ("rest",),
+    }
+    top = [part["mean_us"] for part in found["parts"] if len(part["path"]) == 1]
+    assert sum(top) == pytest.approx(found["mean_us"], rel=1e-6)
+    assert (found["about"]["model"], found["about"]["batch"], found["requests"]) == (
+        "clicks",
+        4,
+        10,
+    )
+    assert found["round_trip_p50_us"] > 0
+    shown = CliRunner().invoke(app, ["profile", url, "clicks", *FEW]).stdout
+    assert "serialise" in shown
+    assert "Without a profile" in shown
+
+
+def test_keys_that_memory_lacks_are_asked_of_the_stores(small_server: Hps) -> None:
+    """No store has them either, so they stay so."""
+    where = f"http://{small_server.admin}", "words", "--rows", 1 << 40, "--keys", "uniform"
+    found = profiled(*where)
+    assert paths(found) >= {
+        ("lookup", "dedup"),
+        ("lookup", "cpu"),
+        ("lookup", "rocksdb"),
+        ("lookup", "wait"),
+        ("lookup", "merge"),
+    }
+    assert found["about"]["defaulted"] > 0
+
+
+def test_the_node_of_a_configuration_is_profiled_in_this_process(
+    small_repository: Path, tmp_path: Path
+) -> None:
+    settings = {
+        "models": {"repository": str(small_repository)},
+        "tiers": {"rocksdb": {"path": str(tmp_path / "rocksdb")}},
+    }
+    file = tmp_path / "config.yaml"
+    file.write_text(json.dumps(settings))
+    found = profiled(file, "clicks", "--repository", small_repository)
+    assert paths(found) >= {("parse",), ("lookup", "memory"), ("dense",), ("serialise",)}
+    assert found["round_trip_p50_us"] is None
+    assert found["about"]["defaulted"] == 0
+
+
+def test_what_cannot_be_profiled_is_one_line(small_server: Hps) -> None:
+    admin = f"http://{small_server.admin}"
+    for words, code, says in (
+        ([f"http://{small_server.address}", "clicks"], 2, "is it the admin address?"),
+        ([admin, "none"], 2, "'none' is not found"),
+        ([admin], 2, "name the model"),
+        ([admin, "clicks", "--set", "a=b"], 2, "give its file"),
+        ([admin, "clicks", "--batch", "65"], 1, "65"),
+        (["none.yaml", "clicks"], 2, "none.yaml"),
+    ):
+        done = CliRunner().invoke(app, ["profile", *words])
+        assert (done.exit_code, says in done.stderr) == (code, True), (words, done.output)
+
+
+def test_other_requests_are_not_looked_at(small_server: Hps) -> None:
+    """A request that is profiled is not counted among those of clients, either."""
+
+    def answered() -> float:
+        with Admin(f"http://{small_server.admin}") as admin:
+            name = "hps_request_duration_seconds_count"
+            return sum(s.value for s in admin.metrics() if s.name == name)
+
+    before = answered()
+    profiled(f"http://{small_server.admin}", "words", "--rows", 50)
+    assert answered() - before == 12, "those without a profile, to compare with"
