@@ -106,7 +106,7 @@ def check_files(settings: Settings) -> None:
     if settings.auth.mode == "api_key" and keys is not None:
         read_secret(keys, "auth.keys_file")
         read_keys_file(keys)
-    if settings.updates.kafka is not None:
+    if settings.updates.kafka is not None and settings.server.role != "frontend":
         for name, value in settings.updates.kafka.options.items():
             if _KAFKAS_FILE.fullmatch(name) and value != "probe":
                 _check_file(Path(str(value)), f"updates.kafka.options.{name}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import socket
 import subprocess
@@ -19,8 +18,8 @@ import pytest
 from tests.support.certificates import expire, made
 from tests.support.forked_hps import Commands, Ended, commands
 
-NOBODY = 65_534
 SERVE, INGEST = ("serve",), ("ingest",)
+FRONTEND, LOOKUP = ("serve", "--role", "frontend"), ("serve", "--role", "lookup")
 KAFKA = {"brokers": "127.0.0.1:1", "shared_writer": "ingest"}
 REDIS = {"addresses": ["127.0.0.1:1"]}
 TLS = {"certificate_file": "{certificates}/one.crt", "key_file": "{certificates}/one.key"}
@@ -42,7 +41,7 @@ WRONG_TLS = {
 # What is wrong: settings laid over those that are right, and what the line says.
 Wrong = tuple[dict[str, Any], str]
 
-OF_ALL: dict[str, Wrong] = {
+OF_EVERY: dict[str, Wrong] = {
     "unknown key": (
         {"tiers": {"cpu_cach": {}}},
         "config.yaml:1: tiers.cpu_cach: unknown key; did you mean 'cpu_cache'?",
@@ -55,6 +54,20 @@ OF_ALL: dict[str, Wrong] = {
         {"auth": {"mode": "api_key", "keys_file": "{folder}/none"}},
         "auth.keys_file: {folder}/none: No such file or directory; mount the secret there",
     ),
+    "a taken port": (
+        {"server": {"admin": {"port": "{taken}"}}},
+        "server.admin: cannot listen on 127.0.0.1:{taken}: Address already in use; stop the process",
+    ),
+    "no repository": (
+        {"models": {"repository": "{folder}/none"}},
+        "model repository {folder}/none is not a folder; set models.repository",
+    ),
+    "an old certificate": (
+        {"server": {"admin": {"tls": {**TLS, **WRONG_TLS["expired"][0]}}}},
+        WRONG_TLS["expired"][1],
+    ),
+}
+OF_ROWS: dict[str, Wrong] = {
     "no secret for Redis": (
         {"tiers": {"redis": {**REDIS, "password_file": "{folder}/none"}}},
         "tiers.redis.password_file: {folder}/none: No such file or directory; mount the secret there",
@@ -78,14 +91,6 @@ OF_ALL: dict[str, Wrong] = {
         },
         "updates.kafka.options.ssl.ca.location: {folder}/none: No such file or directory; mount it",
     ),
-    "a taken port": (
-        {"server": {"admin": {"port": "{taken}"}}},
-        "server.admin: cannot listen on 127.0.0.1:{taken}: Address already in use; stop the process",
-    ),
-    "no repository": (
-        {"models": {"repository": "{folder}/none"}},
-        "model repository {folder}/none is not a folder; set models.repository",
-    ),
     "no model": ({"models": {"repository": "{empty}"}}, "no model to serve: {empty} holds none"),
     "no such version": (
         {"models": {"serve": {"words": {"version": 7}}}},
@@ -95,10 +100,6 @@ OF_ALL: dict[str, Wrong] = {
         {"models": {"repository": "{damaged}"}},
         "{damaged}/words/1/tables/words",
     ),
-    **{
-        f"TLS of the admin port: {name}": ({"server": {"admin": {"tls": {**TLS, **tls}}}}, says)
-        for name, (tls, says) in WRONG_TLS.items()
-    },
 }
 OF_SERVE: dict[str, Wrong] = {
     "a network that is none": (
@@ -123,9 +124,35 @@ OF_SERVE: dict[str, Wrong] = {
     ),
     **{
         f"TLS of {port}: {name}": ({"server": {port: {"tls": {**TLS, **tls}}}}, says)
-        for port in ("http", "grpc")
+        for port in ("http", "grpc", "admin")
         for name, (tls, says) in WRONG_TLS.items()
     },
+}
+OF_FRONTEND: dict[str, Wrong] = {
+    "no lookup node": (
+        {"lookup": {"nodes": []}},
+        "lookup.nodes: is empty, but server.role is frontend; name the gRPC ports of the lookup nodes",
+    ),
+    "workers": ({"server": {"workers": 2}}, "server.workers: is 2, but server.role is frontend"),
+    "no key for lookup nodes": (
+        {"lookup": {"api_key_file": "{folder}/none"}},
+        "lookup.api_key_file: {folder}/none: No such file or directory; mount the secret there",
+    ),
+    "no roots for lookup nodes": (
+        {"lookup": {"tls": {"ca_file": "{folder}/none"}}},
+        "lookup.tls: {folder}/none cannot be used: No such file or directory",
+    ),
+    "another's key for lookup nodes": (
+        {"lookup": {"tls": {**TLS, **WRONG_TLS["another's key"][0]}}},
+        "cannot be used: the key is not the certificate's",
+    ),
+}
+OF_LOOKUP: dict[str, Wrong] = {
+    "no gRPC": ({"server": {"grpc": None}}, "server.grpc: is null, but server.role is lookup"),
+    "an old certificate of gRPC": (
+        {"server": {"grpc": {"tls": {**TLS, **WRONG_TLS["expired"][0]}}}},
+        WRONG_TLS["expired"][1],
+    ),
 }
 OF_INGEST: dict[str, Wrong] = {
     "nothing to feed": ({"tiers": {"redis": None}}, "tiers.redis: no Redis is configured"),
@@ -137,7 +164,12 @@ OF_INGEST: dict[str, Wrong] = {
 }
 MATRIX = [
     pytest.param(command, *wrong, id=f"{' '.join(command)}: {name}")
-    for command, cases in ((SERVE, OF_ALL | OF_SERVE), (INGEST, OF_ALL | OF_INGEST))
+    for command, cases in (
+        (SERVE, OF_EVERY | OF_ROWS | OF_SERVE),
+        (FRONTEND, OF_EVERY | OF_FRONTEND),
+        (LOOKUP, OF_EVERY | OF_LOOKUP),
+        (INGEST, OF_EVERY | OF_ROWS | OF_INGEST),
+    )
     for name, wrong in cases.items()
 ]
 
@@ -185,6 +217,7 @@ def write(places: Mapping[str, Any], tmp_path: Path) -> Any:
             "models": {"repository": "{repository}"},
             "tiers": {"rocksdb": {"path": "{folder}/rocksdb"}, "redis": REDIS},
             "updates": {"kafka": KAFKA},
+            "lookup": {"nodes": ["127.0.0.1:1"]},
             "server": {"http": {"port": 0}, "grpc": {"port": 0}, "admin": {"port": 0}},
         }
         file = tmp_path / "config.yaml"
@@ -237,3 +270,22 @@ def test_it_ends_with_2_and_a_line(
 ) -> None:
     ended = run.run(*command, "--config", write(wrong))
     judge(ended, says.format_map(here(places, tmp_path)))
+
+
+def test_a_volume_that_is_mounted_for_reading(write: Any, tmp_path: Path) -> None:
+    """The whole process as it is, not a fork."""
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    config = write({"tiers": {"rocksdb": {"path": str(volume / "db")}}})
+    mount = f"mount -t tmpfs -o ro none {volume}"
+    namespace = ["unshare", "--mount", *(() if os.geteuid() == 0 else ("--map-root-user",))]
+    if subprocess.run([*namespace, "sh", "-c", mount], capture_output=True, check=False).returncode:
+        pytest.skip("this system lets nobody mount in a namespace of his own")
+    serve = f"{mount} && exec {sys.executable} -m hps.cli.main serve --config {config}"
+    done = subprocess.run(
+        [*namespace, "sh", "-c", serve], capture_output=True, text=True, timeout=120, check=False
+    )
+    judge(
+        Ended(done.returncode, done.stdout + done.stderr),
+        f"rocksdb: {volume}/db is on a read-only file system; mount it writable, or set tiers.rocksdb.path",
+    )

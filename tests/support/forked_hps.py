@@ -42,10 +42,10 @@ class Commands:
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
         self._process, self._folder = process, folder
 
-    def run(self, *words: str | Path, user: int | None = None) -> Ended:
-        """``hps WORDS``; ``user``: by that one, who is nobody to this test's files."""
+    def run(self, *words: str | Path) -> Ended:
+        """``hps WORDS``."""
         output = self._folder / "output"
-        asked = {"words": [str(word) for word in words], "output": str(output), "user": user}
+        asked = {"words": [str(word) for word in words], "output": str(output)}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(asked) + "\n")
@@ -86,10 +86,6 @@ def _run(asked: dict[str, Any]) -> int:
     output = os.open(asked["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    if asked["user"] is not None:
-        os.setgroups([])
-        os.setgid(asked["user"])
-        os.setuid(asked["user"])
     sys.argv = ["hps", *asked["words"]]
     try:
         main()
