@@ -81,8 +81,8 @@ _REQUESTS = (
         "counter",
         ("reason",),
         "Requests refused before they were looked at; of an overloaded server reason=queue_full, queue_wait "
-        "or queue_bytes, of a client that asks too much client_running or client_rate, of a caller without the "
-        "right key unauthenticated or forbidden; else too_large or unavailable.",
+        "or queue_bytes, of a client that asks too much client_running or client_rate, of a caller without "
+        "the right key unauthenticated or forbidden; else too_large or unavailable.",
     ),
     MetricSpec(
         m.RUNNING_REQUESTS,

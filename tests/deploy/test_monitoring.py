@@ -25,8 +25,8 @@ from hps.config.shape import settings_of
 from hps.metric_table import METRICS
 from hps.metric_triton import TRITON
 from hps.types import Source
-from tests.support.promql import grouped, selected
 from tests.integration.conftest import write_models
+from tests.support.promql import grouped, selected
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
