@@ -26,7 +26,7 @@ def read_secret(path: Path, setting: str) -> str:
 
 
 class Secret:
-    """A secret that is given, or stands in a file that may change while it is used. Any thread may call it."""
+    """A secret that is given, or stands in a file that may change while it is used. Any thread may ask."""
 
     def __init__(self, value: str | None, path: Path | None, setting: str) -> None:
         """``setting`` names ``path``. Raises ConfigError as `read_secret`."""

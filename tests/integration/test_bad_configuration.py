@@ -1,5 +1,5 @@
-"""Configurations that cannot be served: each command ends with exit code 2 and one line that names the cause and
-the mend, whatever is wrong and however late it shows."""
+"""Configurations that cannot be served: each command ends with exit code 2 and one line that names the cause
+and the mend, whatever is wrong and however late it shows."""
 
 from __future__ import annotations
 

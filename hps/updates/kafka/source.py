@@ -37,8 +37,8 @@ _LOOK_EVERY_S = 0.2
 
 class KafkaSource:
     """An `UpdateSource`. ``group``: who shares the partitions, and whose offsets are committed. Where
-    ``begin`` is not certain of anything, reading begins where HPS was (`KafkaSettings.hps_offsets`), else with
-    the messages of ``since_s`` (Unix seconds), or with all there are.
+    ``begin`` is not certain of anything, reading begins where HPS was (`KafkaSettings.hps_offsets`), else
+    with the messages of ``since_s`` (Unix seconds), or with all there are.
     """
 
     def __init__(

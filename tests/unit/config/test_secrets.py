@@ -46,9 +46,7 @@ def test_what_cannot_be_read_is_named(file: Path, contents: bytes | None, proble
     assert "\n" not in str(caught.value)
 
 
-def test_a_secret_is_what_its_file_holds_now(
-    file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_secret_is_what_its_file_holds_now(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "hps.config.secrets")
     secret = Secret(None, file, "a.b")
     file.write_text("another")

@@ -21,7 +21,10 @@ from tests.support.certificates import expire
         ({"key_file": "text"}, r"/server\.crt and .*/text cannot be used: not what PEM"),
         ({"key_file": "other"}, "cannot be used: the key is not the certificate's"),
         ({"key_file": "locked"}, "cannot be used: the key is encrypted"),
-        ({"certificate_file": "old"}, r"server\.x\.tls: [^ ]*/old was valid until 2020-01-01 00:00"),
+        (
+            {"certificate_file": "old"},
+            r"server\.x\.tls: [^ ]*/old was valid until 2020-01-01 00:00",
+        ),
         ({"client_ca_file": "text"}, r"server\.x\.tls: [^ ]*/text cannot be used: not what PEM"),
     ],
 )
