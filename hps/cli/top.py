@@ -135,7 +135,12 @@ def _live(watch: _Watch, interval: float) -> None:
 def _keys() -> Iterator[Any]:
     """Gives what waits so long for a key and returns it, "" when none was pressed."""
     if not sys.stdin.isatty():
-        yield lambda seconds: time.sleep(seconds) or ""
+
+        def waited(seconds: float) -> str:
+            time.sleep(seconds)
+            return ""
+
+        yield waited
         return
     import termios
     import tty

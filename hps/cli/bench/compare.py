@@ -61,13 +61,13 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Differe
     level = _LEVEL / (len(names) + throughput)
     random = np.random.default_rng(1)
     drawn = [run.drawn(random, [QUANTILES[name] for name in names]) for run in runs]
-    found = [
-        _judged(name, *(run.quantile(QUANTILES[name]) for run in runs), ratios, level, 1)
-        for name, ratios in zip(names, (drawn[1][0] / drawn[0][0]).T, strict=True)
-    ]
+    found = []
+    for name, ratios in zip(names, (drawn[1][0] / drawn[0][0]).T, strict=True):
+        was, is_now = (run.quantile(QUANTILES[name]) for run in runs)
+        found.append(_judged(name, was, is_now, ratios, level, 1))
     if throughput:
-        rates = [each["requests_per_s"] for each in (before, after)]
-        found.append(_judged("requests/s", *rates, drawn[1][1] / drawn[0][1], level, -1))
+        was, is_now = (float(each["requests_per_s"]) for each in (before, after))
+        found.append(_judged("requests/s", was, is_now, drawn[1][1] / drawn[0][1], level, -1))
     return found
 
 

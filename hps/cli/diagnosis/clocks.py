@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hps.cli.diagnosis.check import Check
+from hps.cli.diagnosis.check import Check, Verdict
 
 WARN_S, FAIL_S = 1.0, 60.0
 _MEND = "have both machines' clocks set by NTP (chronyd, systemd-timesyncd): updates' versions are times"
@@ -39,5 +39,5 @@ def clock(name: str, found: Skew) -> Check:
     if off <= WARN_S:
         return Check(name, "OK", f"the same as here, to {max(WARN_S, found.unsure_s):.0f} s")
     word = "ahead of" if found.ahead_s > 0 else "behind"
-    verdict = "WARN" if off < FAIL_S else "FAIL"
+    verdict: Verdict = "WARN" if off < FAIL_S else "FAIL"
     return Check(name, verdict, f"{abs(found.ahead_s):.1f} s {word} this machine's", _MEND)

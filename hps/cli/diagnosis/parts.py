@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hps.cli.diagnosis.check import Check, attempt, failed
+from hps.cli.diagnosis.check import Check, Verdict, attempt, failed
 from hps.cli.output import plural
 from hps.errors import HpsError, NotFound
 
@@ -88,7 +88,7 @@ def triton(settings: TritonSettings, models: Sequence[str]) -> Iterator[Check]:
         at = settings.tls
         tls = Tls(at.ca_file, at.certificate_file, at.key_file)
     scheme = settings.protocol + ("s" if tls is not None else "")
-    weight = "WARN" if settings.fallback else "FAIL"
+    weight: Verdict = "WARN" if settings.fallback else "FAIL"
     mend = f"start it, or correct dense.triton.url ({settings.url}, {settings.protocol})"
     if settings.fallback:
         mend += "; until then networks run in the server (dense.triton.fallback)"
@@ -101,7 +101,7 @@ def triton(settings: TritonSettings, models: Sequence[str]) -> Iterator[Check]:
         try:
             told = client.about()
         except HpsError as error:
-            yield Check("Triton", weight, str(error).partition("; ")[0], mend)  # type: ignore[arg-type]
+            yield Check("Triton", weight, str(error).partition("; ")[0], mend)
             return
         found = f"{told.get('name', '')} {told.get('version', '')} at {settings.url}"
         yield Check("Triton", "OK", found)

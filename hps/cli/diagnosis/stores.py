@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hps.cli.diagnosis.check import Check, attempt, failed
+from hps.cli.diagnosis.check import Check, Verdict, attempt, failed
 from hps.cli.diagnosis.clocks import clock, skew
 from hps.cli.output import plural, size
 from hps.errors import TierError, TierTimeout
@@ -43,7 +43,7 @@ def rocksdb(settings: RocksDbSettings, table_bytes: int) -> Check:
     free = shutil.disk_usage(settings.path).free
     if free < 2 * settings.min_free_bytes:
         mend = "make room: below tiers.rocksdb.min_free_bytes writes are refused"
-        verdict = "FAIL" if free < settings.min_free_bytes else "WARN"
+        verdict: Verdict = "FAIL" if free < settings.min_free_bytes else "WARN"
         return Check("database", verdict, f"{settings.path}, only {size(free)} free", mend)
     return found
 

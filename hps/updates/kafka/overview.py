@@ -82,7 +82,7 @@ class Overview:
 
     def topics(self, names: Sequence[str]) -> dict[str, TopicView | None]:
         """Each of ``names``; None for one that nobody has made, or that we may not know of."""
-        wanted = ck.TopicCollection(list(names))  # type: ignore[no-untyped-call]
+        wanted = ck.TopicCollection(list(names))
         asked = self._admin.describe_topics(
             wanted, include_authorized_operations=True, request_timeout=self._answer_s
         )
