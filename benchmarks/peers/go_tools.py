@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.peers.environments import ROOT, PeerMissing
 
 MODULES = Path(__file__).parents[2] / "tools/go"
-_BUILD_S = 1800
+_BUILD_S = 3600
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,17 @@ class GoTool:
         shutil.rmtree(self.program.parent, ignore_errors=True)
         self.program.parent.mkdir(parents=True)
         command = ["go", "build", "-mod=readonly", "-trimpath", "-ldflags", f"-s -w {self.flags}"]
-        # Without C: a compiler and headers are not needed then.
-        done = subprocess.run(
-            [*command, "-o", str(self.program), self.package],
-            cwd=self.module,
-            env={**os.environ, "CGO_ENABLED": "0"},
-            capture_output=True, text=True, timeout=_BUILD_S, check=False,
-        )  # fmt: skip
+        try:
+            # Without C: a compiler and headers are not needed then.
+            done = subprocess.run(
+                [*command, "-o", str(self.program), self.package],
+                cwd=self.module,
+                env={**os.environ, "CGO_ENABLED": "0"},
+                capture_output=True, text=True, timeout=_BUILD_S, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            mend = "try again, it goes on where it was"
+            raise PeerMissing(f"{self.name} took longer than {_BUILD_S} s; {mend}") from None
         if done.returncode:
             raise PeerMissing(f"go cannot build {self.name}: {done.stderr.strip()[-2000:]}")
         self.program.with_name(".done").write_text(self.stamp())

@@ -434,6 +434,22 @@ def test_a_configuration_of_one_s_own_takes_the_place_of_the_chart_s() -> None:
     assert sources[0]["configMap"]["name"] == "mine"
 
 
+def documented() -> list[str]:
+    """The values that docs/kubernetes.md shows."""
+    page = (ROOT / "docs/kubernetes.md").read_text()
+    blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    return [block for block in blocks if "prometheus-adapter" not in block]
+
+
+@pytest.mark.parametrize("block", documented())
+def test_values_of_the_docs_are_taken(block: str, tmp_path: Path) -> None:
+    file = tmp_path / "values.yaml"
+    file.write_text(block)
+    models = [] if yaml.safe_load(block).get("models") else ["--set", "models.demo=true"]
+    done = helm_template("--values", file, *models)
+    assert done.returncode == 0, done.stderr
+
+
 # -- wrong values ----------------------------------------------------------------------------------
 
 
