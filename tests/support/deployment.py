@@ -23,6 +23,7 @@ import tritonclient.grpc as triton
 from benchmarks.peers.process import free_ports
 from tests.support.waiting import until
 
+_PAUSE_S = 0.01
 DRAIN_DELAY_S = 1.2
 """Twice what a front end or a balancer takes to notice, and something for a busy machine."""
 
@@ -173,7 +174,7 @@ class Load:
     def _run(self, turn: int) -> None:
         protocol = ("http", "grpc")[turn % 2]
         asks: dict[str, Ask] = {}
-        while not self._ended.wait(0.004):
+        while not self._ended.wait(_PAUSE_S):
             ready = self._balancer.ready
             if not ready:
                 self.failures.append("no front end was ready")
