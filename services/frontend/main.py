@@ -9,12 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hps.build import open_node
 from hps.config import Configuration
 from hps.config.auth import load_api_keys
 from hps.config.runtime import for_workers
 from hps.config.server_settings import Listener
-from hps.connected import Connected, connect
 from hps.errors import ConfigError
 from hps.node import Node
 from hps.open_models import OpenModels
@@ -76,7 +74,7 @@ class Frontend(Process[OpenModels]):
         self,
         configuration: Configuration,
         progress: Progress | None = None,
-        open_node: OpenNode = open_node,
+        open_node: OpenNode | None = None,
     ) -> None:
         role = configuration.settings.server.role
         self.state = State("node" if role == "all" else role, configuration.settings)
@@ -87,7 +85,7 @@ class Frontend(Process[OpenModels]):
             self._own_runtime = settings.server.runtime if given is None else None
             configuration = replace(configuration, settings=settings)
         super().__init__(configuration, self.state, progress)
-        self._open_node = open_node
+        self._open_node = open_node or _open_node
         self._workers: Supervisor | None = None
         self._guard = guard(load_api_keys(configuration.settings.auth))
 
@@ -138,7 +136,7 @@ class Frontend(Process[OpenModels]):
 
     def _open(self, progress: Progress) -> OpenModels:
         if self._settings.role == "frontend":
-            return connect(self._configuration, wait_s=None, progress=progress)
+            return self._connect(progress)
         node = self._open_node(self._configuration, progress)
         if self._workers is not None and node.socket is not None:
             node.metrics.include(self._workers.metrics)
@@ -149,23 +147,29 @@ class Frontend(Process[OpenModels]):
     def _opened(self, node: OpenModels) -> None:
         super()._opened(node)
         self.state.loop = asyncio.get_running_loop()
-        if isinstance(node, Connected):
-            self.state.hindrance = lambda: node.problem
-            node.watch(self._changed)
-            node.watch_nodes(self.state.tell)
-            self._changed()
+        if self._settings.role == "frontend":
+            self._changed()  # what has come since the first look
         for entry in self.state.entries.values():
             log.info("serving %s", fields(model=entry.name, version=entry.version))
 
     def _trace(self, tracer: Tracer) -> None:
         self.state.observer = Observer(self._settings.access_log, tracer)
 
+    def _connect(self, progress: Progress) -> OpenModels:
+        from hps.connected import connect
+
+        connected = connect(self._configuration, wait_s=None, progress=progress)
+        self.state.hindrance = lambda: connected.problem
+        connected.watch(self._changed)
+        connected.watch_nodes(self.state.tell)
+        return connected
+
     def _changed(self) -> None:
         """A front end's models are others: answer for them."""
-        assert self.state.loop is not None
-        assert self.state.node is not None
-        with suppress(RuntimeError):  # the loop has ended
-            self.state.loop.call_soon_threadsafe(self.state.serve, self.state.node)
+        loop, node = self.state.loop, self.state.node
+        if loop is not None and node is not None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self.state.serve, node)
 
     async def _settle(self) -> None:
         """Until all workers answer; of a front end, until there are lookup nodes."""
@@ -187,6 +191,13 @@ class Frontend(Process[OpenModels]):
             for told in each:
                 sums.setdefault(name, Statistics()).add(told)
         return {name: total.numbers() for name, total in sums.items()}
+
+
+def _open_node(configuration: Configuration, progress: Progress) -> Node:
+    # Imported late: a front end needs none of the stores' packages.
+    from hps.build import open_node
+
+    return open_node(configuration, progress)
 
 
 def _with_urls(callback: OnAddresses | None) -> OnUrls | None:
