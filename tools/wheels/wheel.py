@@ -15,6 +15,8 @@ TOOLS = Path(__file__).resolve().parent
 def main(architecture: str, build: str, folder: str) -> None:
     define = {
         "CMAKE_CXX_COMPILER": f"{TOOLS}/zig-c++",
+        # Which nanobind takes for granted, but Python's limited API leaves out.
+        "CMAKE_CXX_FLAGS": "-include cstdio -Wno-macro-redefined",
         "CMAKE_AR": f"{TOOLS}/zig-ar",
         "CMAKE_RANLIB": f"{TOOLS}/zig-ranlib",
         "CMAKE_SYSTEM_NAME": "Linux",
