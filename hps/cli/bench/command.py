@@ -1,20 +1,19 @@
-"""``hps bench``: its options, and how its results are printed."""
+"""``hps bench``: its options."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hps.cli.output import Number, complain, count, print_table, say, share, warn
+from hps.cli.output import warn
 from hps.cli.targets import ApiKeyOption, TlsOption, tls_of
 from hps.errors import ConfigError, HpsError
 
 if TYPE_CHECKING:
-    from hps.cli.bench.compare import Difference
     from hps.cli.bench.load import Tensors
     from hps.client import Client, Tls
 
@@ -102,10 +101,12 @@ def bench(
     requests are due by the clock, and their time counts from then: how long does a user wait? Exit 1 when
     requests failed, 130 when interrupted; what was measured is printed all the same.
     """
+    from hps.cli.bench.shown import show, show_comparison
+
     if compare is not None:
         if url is not None:
             raise ConfigError("--compare reads two files; leave the address out")
-        _compare(*compare)
+        show_comparison(*compare)
         return
     if url is None:
         raise ConfigError(
@@ -225,81 +226,3 @@ def _note_defaulted(defaulted: int, tensors: Tensors) -> None:
             f"{defaulted} of the {asked} keys of the first request have no row; give --repository DIR, or "
             "--requests FILE made with hps generate requests, to ask for keys that the model has"
         )
-
-
-def show(told: Mapping[str, Any]) -> None:
-    """A result for people."""
-    from hps.cli.bench.report import BUSY, errors_of
-
-    way = f"{told['rate']:g} due per s, {told['arrivals']}" if told["rate"] else "closed loop"
-    say(
-        f"{told['model']} at {told['url']} ({told['server']}), batch {told['batch']}, keys {told['keys']}"
-    )
-    say(
-        f"{way}, concurrency {told['concurrency']}, {told['seconds']:.1f} s after "
-        f"{told['warmup_s']:g} s of warm-up"
-    )
-    say()
-    failed, done = errors_of(told), told["requests"]
-    print_table(
-        ("requests", "requests/s", "samples/s", "errors"),
-        [
-            (
-                count(done),
-                Number(f"{told['requests_per_s']:,.1f}"),
-                Number(f"{told['samples_per_s']:,.0f}"),
-                Number(f"{failed:,} ({share(failed, failed + done)})" if failed else "0"),
-            )
-        ],
-    )
-    say()
-    columns = [name for name, value in told["latency_s"].items() if value is not None]
-    rows = [("latency", *(_ms(told["latency_s"][name]) for name in columns))]
-    if told["rate"]:
-        rows.append(("sent late by", *(_ms(told["late_s"].get(name)) for name in columns)))
-    if columns:
-        print_table(("ms", *columns), rows)
-    for kind, error in sorted(told["errors"].items(), key=lambda each: -each[1]["count"]):
-        complain(f"{error['count']:,} {kind}; the first one: {error['first']}")
-    if told["interrupted"]:
-        warn("interrupted: this is what there was until then")
-    if told["own_cpu"] > BUSY:
-        warn(
-            f"this load generator used {100 * told['own_cpu']:.0f} % of a core and was the limit itself: the "
-            "server may be quicker. Larger batches, a lower --rate, or several of it beside each other help"
-        )
-
-
-def _ms(seconds: float | None) -> Number:
-    return Number("" if seconds is None else f"{1000 * seconds:.3f}")
-
-
-def _compare(before_file: Path, after_file: Path) -> None:
-    from hps.cli.bench.compare import compare, unlike
-    from hps.cli.bench.report import errors_of, load
-
-    before, after = load(before_file), load(after_file)
-    for sentence in unlike(before, after):
-        warn(f"the runs are not alike: {sentence}")
-    for file, told in ((before_file, before), (after_file, after)):
-        if failed := errors_of(told):
-            warn(f"{file}: {failed:,} requests failed, of which no time is known")
-    found = compare(before, after)
-    print_table(
-        ("", before_file.name, after_file.name, "change", "between", "verdict"),
-        [_shown(each) for each in found],
-        styles={"slower": "red", "faster": "green"},
-    )
-    say()
-    say(
-        "none: no difference can be told from these two runs. Others may differ by more than their own"
-    )
-    say("requests tell, with what else the machine does: repeat both, in turn.")
-
-
-def _shown(each: Difference) -> tuple[Any, ...]:
-    is_time = each.name.startswith("p")
-    before, after = (_ms(v) + " ms" if is_time else f"{v:,.1f}" for v in (each.before, each.after))
-    change = f"{100 * (each.after / each.before - 1):+.1f} %"
-    between = f"{100 * (each.low - 1):+.1f} … {100 * (each.high - 1):+.1f} %"
-    return each.name, Number(before), Number(after), Number(change), Number(between), each.verdict

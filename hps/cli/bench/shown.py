@@ -1,0 +1,84 @@
+"""Results of ``hps bench``, and what two of them differ in, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hps.cli.bench.compare import Difference, compare, unlike
+from hps.cli.bench.report import BUSY, errors_of, load
+from hps.cli.output import Number, complain, count, print_table, say, share, warn
+
+
+def show(told: Mapping[str, Any]) -> None:
+    """A result for people."""
+    way = f"{told['rate']:g} due per s, {told['arrivals']}" if told["rate"] else "closed loop"
+    say(
+        f"{told['model']} at {told['url']} ({told['server']}), batch {told['batch']}, keys {told['keys']}"
+    )
+    say(
+        f"{way}, concurrency {told['concurrency']}, {told['seconds']:.1f} s after "
+        f"{told['warmup_s']:g} s of warm-up"
+    )
+    say()
+    failed, done = errors_of(told), told["requests"]
+    print_table(
+        ("requests", "requests/s", "samples/s", "errors"),
+        [
+            (
+                count(done),
+                Number(f"{told['requests_per_s']:,.1f}"),
+                Number(f"{told['samples_per_s']:,.0f}"),
+                Number(f"{failed:,} ({share(failed, failed + done)})" if failed else "0"),
+            )
+        ],
+    )
+    say()
+    columns = [name for name, value in told["latency_s"].items() if value is not None]
+    rows = [("latency", *(_ms(told["latency_s"][name]) for name in columns))]
+    if told["rate"]:
+        rows.append(("sent late by", *(_ms(told["late_s"].get(name)) for name in columns)))
+    if columns:
+        print_table(("ms", *columns), rows)
+    for kind, error in sorted(told["errors"].items(), key=lambda each: -each[1]["count"]):
+        complain(f"{error['count']:,} {kind}; the first one: {error['first']}")
+    if told["interrupted"]:
+        warn("interrupted: this is what there was until then")
+    if told["own_cpu"] > BUSY:
+        warn(
+            f"this load generator used {100 * told['own_cpu']:.0f} % of a core and was the limit itself: the "
+            "server may be quicker. Larger batches, a lower --rate, or several of it beside each other help"
+        )
+
+
+def _ms(seconds: float | None) -> Number:
+    return Number("" if seconds is None else f"{1000 * seconds:.3f}")
+
+
+def show_comparison(before_file: Path, after_file: Path) -> None:
+    before, after = load(before_file), load(after_file)
+    for sentence in unlike(before, after):
+        warn(f"the runs are not alike: {sentence}")
+    for file, told in ((before_file, before), (after_file, after)):
+        if failed := errors_of(told):
+            warn(f"{file}: {failed:,} requests failed, of which no time is known")
+    found = compare(before, after)
+    print_table(
+        ("", before_file.name, after_file.name, "change", "between", "verdict"),
+        [_shown(each) for each in found],
+        styles={"slower": "red", "faster": "green"},
+    )
+    say()
+    say(
+        "none: no difference can be told from these two runs. Others may differ by more than their own"
+    )
+    say("requests tell, with what else the machine does: repeat both, in turn.")
+
+
+def _shown(each: Difference) -> tuple[Any, ...]:
+    is_time = each.name.startswith("p")
+    before, after = (_ms(v) + " ms" if is_time else f"{v:,.1f}" for v in (each.before, each.after))
+    change = f"{100 * (each.after / each.before - 1):+.1f} %"
+    between = f"{100 * (each.low - 1):+.1f} … {100 * (each.high - 1):+.1f} %"
+    return each.name, Number(before), Number(after), Number(change), Number(between), each.verdict
