@@ -23,6 +23,8 @@ from hps.dense.base import TensorInfo
 from hps.dense.triton import TritonModel
 from hps.dense.triton.grpc import GrpcTransport
 from hps.errors import ConfigError
+from hps.meters import UpdateMeter
+from hps.metrics import Metrics
 from hps.tracing import Origin, current, followed, record
 from hps.updates.ingestor import Ingestor
 from hps.updates.kafka.messages import traceparents
@@ -139,7 +141,7 @@ def test_updates_are_linked_to_the_traces_of_their_messages(spans):
         def commit(self, batch):
             pass
 
-    ingestor = Ingestor(Source(), {}, lambda topic: (), [], None, None, None)
+    ingestor = Ingestor(Source(), {}, lambda topic: (), [], None, None, UpdateMeter(Metrics()))
     record(spans.tracer)
     try:
         for _ in range(3):

@@ -55,7 +55,7 @@ def test_the_parser_sees_a_head_once_and_every_answer_is_its_own(small, http, co
         assert other.parser.fed == 0
         assert small.state.entries["words.lookup"].statistics.success_count == 4
         text = small.node.metrics.render().decode()
-        labels = 'code="200",method="infer",model="words.lookup",protocol="http"'
+        labels = 'code="200",method="infer",model="words.lookup",protocol="http",version="1"'
         assert f"{m.REQUEST_SECONDS}_count{{{labels}}} 4.0" in text
 
     http.run(scenario)
