@@ -354,3 +354,22 @@ def test_a_worker_that_cannot_be_started_ends_the_server(small_repository, tmp_p
     assert "no.key" in done.stderr
     assert "Traceback" not in done.stderr
     assert "hps.frontend stopped" in done.stderr  # in order: nothing is left in shared memory
+
+
+def test_a_lookup_node_may_have_workers(tmp_path):
+    """They answer front ends, by gRPC alone."""
+    write_models(tmp_path / "models")
+    limits = {"role": "lookup", "workers": 1}
+    with start_hps(tmp_path, limits=limits) as node:
+        (worker,) = workers(node)
+        assert worker["state"] == "ready"
+        with pytest.raises(ConnectionRefusedError), Connection(node.address) as nobody:
+            nobody.ask("GET", "/v2")
+        asked = {
+            "models": {"repository": str(tmp_path / "models")},
+            "lookup": {"nodes": [node.grpc]},
+        }
+        with hps.connect(asked) as front:
+            assert front.lookup("words", {"word": [5]}).vectors["word"][0, 0] == 5.0
+        counted_there = counted(node, "hps_request_duration_seconds_count", method="lookup")
+        assert counted_there == 1

@@ -1,6 +1,5 @@
 """The lookup nodes there are, looked after by one thread: where they are, whether they take lookups, what
-they serve. A node that is replaced, drained or hangs is noticed here, whatever the lookups on their way
-notice."""
+they serve. A node that is replaced, drained or hangs is noticed here, even while no lookup goes there."""
 
 from __future__ import annotations
 
