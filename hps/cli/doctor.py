@@ -42,7 +42,11 @@ def doctor(
     config: Annotated[
         Path | None,
         typer.Option(
-            "--config", "-c", metavar="FILE", help="Check this configuration, and all it names."
+            "--config",
+            "-c",
+            envvar="HPS_CONFIG",
+            metavar="FILE",
+            help="Check this configuration, and all it names.",
         ),
     ] = None,
     overrides: SetOption = None,

@@ -23,8 +23,8 @@ _NEAR_MISS = re.compile(r"(?i)^HPS_(models|tiers|updates|lookup|dense|server|aut
 VARIABLES = {
     "HPS_NATIVE": "`auto` uses the compiled core when it is there, `on` fails without it, `off` takes "
     "the NumPy twins.",
-    "HPS_CONFIG": "The configuration file of `hps serve`, `hps ingest` and `hps healthcheck`, where `--config` "
-    "names none.",
+    "HPS_CONFIG": "The configuration file of `hps serve`, `hps ingest`, `hps healthcheck` and `hps doctor`, "
+    "where `--config` names none.",
     "HPS_API_KEY": "The key that `hps` sends to a server that asks for one, as `--api-key`.",
     "HPS_TLS": "The certificates that `hps` uses with an `https` server, as `--tls`.",
     "OTEL_EXPORTER_OTLP_ENDPOINT": "Where spans are sent, as OpenTelemetry has it; the package needs its "
