@@ -316,11 +316,12 @@ def test_alerts_fire_when_they_should_and_not_otherwise(
     for group in silent["groups"]:
         group["rules"] = [{**rule, "expr": "vector(1) > 2"} for rule in group["rules"]]
     (tmp_path / "alerts.yaml").write_text(yaml.safe_dump(silent))
+    names = [group["name"] for group in silent["groups"]]
     for path in ALERT_TESTS:
+        assert yaml.safe_load(path.read_text())["group_eval_order"] == names
         tests = yaml.safe_load(path.read_text()) | {"rule_files": ["alerts.yaml"]}
         (tmp_path / path.name).write_text(yaml.safe_dump(tests))
-    names = [path.name for path in ALERT_TESTS]
-    said = promtool(program, "test", "rules", *names, cwd=tmp_path)
+    said = promtool(program, "test", "rules", *tmp_path.glob("*test.yaml"), cwd=tmp_path)
     assert len(re.findall(r"got: ?nil", said)) == len(ALERT_RULES), said[:2000]
 
 
