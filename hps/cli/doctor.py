@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -70,6 +71,7 @@ def doctor(
     Exit 0 when nothing fails (warnings allowed), 1 when something does, 2 when the configuration is wrong,
     so that what it names could not be looked at.
     """
+    logging.getLogger("hps").addHandler(logging.NullHandler())  # the checks tell it
     checks = list(run(config, overrides, server or [], api_key, tls_of(tls)))
     failed = [check for check in checks if check.verdict == "FAIL"]
     if json or output is OutputFormat.json:

@@ -49,9 +49,9 @@ def test_redis_is_told_with_its_version_memory_and_clock() -> None:
 
 def test_a_redis_that_is_not_there_is_one_line() -> None:
     (port,) = free_ports(1)
-    found = by_name(stores.redis(RedisSettings(addresses=[f"127.0.0.1:{port}"]), []))
-    assert verdicts(found)["Redis"] == "FAIL"
-    assert len(found) <= 2
+    (found,) = stores.redis(RedisSettings(addresses=[f"127.0.0.1:{port}"]), [table("m")])
+    assert (found.name, found.verdict) == ("Redis", "FAIL")
+    assert "tiers.redis" in found.mend
 
 
 def table(model: str) -> EmbeddingTable:
@@ -123,6 +123,16 @@ def test_each_lookup_node_is_asked(small_server: Hps) -> None:
     found = by_name(parts.lookup_nodes(LookupSettings(nodes=nodes)))
     assert verdicts(found) == {f"lookup node {nodes[0]}": "OK", f"lookup node {nodes[1]}": "FAIL"}
     assert "clicks 1" in found[f"lookup node {nodes[0]}"].found
+
+
+def test_a_name_that_stands_for_no_lookup_node_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere(host: str) -> list[str]:
+        raise OSError(-2, "Name or service not known")
+
+    monkeypatch.setattr("hps.lookup.remote.addresses.addresses_of", nowhere)
+    found = by_name(parts.lookup_nodes(LookupSettings(nodes=["dns:///nowhere:8001"])))
+    assert verdicts(found) == {"lookup nodes dns:///nowhere:8001": "FAIL"}
+    assert "Name or service" in found["lookup nodes dns:///nowhere:8001"].found
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])

@@ -24,6 +24,7 @@ def lookup_nodes(settings: LookupSettings) -> Iterator[Check]:
     from hps.config.secrets import Secret
     from hps.connected import certificates
     from hps.lookup.remote import Nodes
+    from hps.lookup.remote.addresses import Addresses
 
     try:
         key = Secret(None, settings.api_key_file, "lookup.api_key_file")
@@ -32,9 +33,12 @@ def lookup_nodes(settings: LookupSettings) -> Iterator[Check]:
         yield failed("lookup nodes", error)
         return
     try:
-        if not nodes.all:
+        addresses = Addresses(settings.nodes)
+        if not addresses.now() and not addresses.problems:
+            yield Check("lookup nodes", "FAIL", nodes.problem, "correct lookup.nodes")
+        for node, problem in addresses.problems.items():
             mend = "correct lookup.nodes, or start the nodes that the name stands for"
-            yield Check("lookup nodes", "FAIL", nodes.problem, mend)
+            yield Check(f"lookup nodes {node}", "FAIL", problem, mend)
         for target in nodes.all:
             yield _node(target)
         yield from _alike(nodes.all)

@@ -75,8 +75,12 @@ def redis(settings: RedisSettings, tables: Sequence[EmbeddingTable]) -> Iterator
         slots = client.primaries()
         for number, slot in enumerate(slots):
             name = "Redis" if len(slots) == 1 else f"Redis, server {number + 1} of {len(slots)}"
-            yield attempt(name, partial(_server, name, client, slot))
-            yield attempt(f"{name}: clock", partial(_clock, f"{name}: clock", client, slot))
+            answers = attempt(name, partial(_server, name, client, slot))
+            yield answers
+            if answers.verdict == "FAIL" and len(slots) == 1:
+                return
+            if answers.verdict != "FAIL":
+                yield attempt(f"{name}: clock", partial(_clock, f"{name}: clock", client, slot))
     except TierError as error:
         yield failed("Redis", error, _MEND)
         return
