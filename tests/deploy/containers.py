@@ -96,12 +96,11 @@ class Engine:
 
     def build(self, tag: str, context: Path, file: Path, *options: str) -> None:
         """An image on `BASE`, with what this machine needs to reach package registries lent to the build."""
-        lent = {
-            "/etc/ssl/certs": "/etc/ssl/certs",
-            "/etc/pip.conf": "/etc/pip.conf",
-            self.store / "uv.toml": "/etc/uv/uv.toml",
-            self.store / "apt.conf": "/etc/apt/apt.conf.d/99-lent",
-        }
+        lent: dict[str | Path, str] = {self.store / "apt.conf": "/etc/apt/apt.conf.d/99-lent"}
+        if file.parent == ROOT:  # Debian's Java wants to write its certificates there
+            lent["/etc/ssl/certs"] = "/etc/ssl/certs"
+            lent["/etc/pip.conf"] = "/etc/pip.conf"
+            lent[self.store / "uv.toml"] = "/etc/uv/uv.toml"
         mounts = [f"--volume={a}:{b}:ro" for a, b in lent.items() if Path(a).exists()]
         self.run(
             "buildah", "bud", "--isolation", "chroot", "--network", "host", "--format", "docker", "--layers",
@@ -166,23 +165,30 @@ class Project:
         self._file = engine.store / f"{name}.env"
         self._file.write_text("".join(f"{k}={v}\n" for k, v in settings.items()))
         self._env = {**engine.env, "DOCKER_HOST": url}
-
-    def __call__(self, *words: str, timeout: float = 600) -> str:
-        """``docker-compose WORDS``: its output; AssertionError when it fails."""
-        command = [
-            COMPOSE, "--progress", "plain", "--project-name", self.name, "--project-directory", ROOT,
-            "--env-file", self._file, *words,
-        ]  # fmt: skip
-        done = subprocess.run(
-            command, env=self._env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, timeout=timeout, check=False, stdin=subprocess.DEVNULL,
+        files = ("--file", ROOT / "docker-compose.yml", "--file", ROOT / "tests/deploy/podman.yaml")
+        self._compose = (
+            COMPOSE, "--project-name", name, "--project-directory", ROOT, "--env-file", self._file, *files
         )  # fmt: skip
+
+    def __call__(self, *words: str, timeout: float = 240) -> str:
+        """``docker-compose WORDS``: its output; AssertionError when it fails."""
+        command = [*self._compose, "--progress", "plain", *words]
+        try:
+            done = subprocess.run(
+                command, env=self._env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                text=True, timeout=timeout, check=False, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as late:
+            said = bytes(late.stdout or b"").decode()
+            raise AssertionError(
+                f"{words} takes too long:\n{said}\n{self.logs()[-8000:]}"
+            ) from None
         assert done.returncode == 0, f"{words}:\n{done.stdout[-8000:]}\n{self.logs()[-8000:]}"
         return done.stdout
 
     def logs(self) -> str:
         done = subprocess.run(
-            [COMPOSE, "-p", self.name, "--project-directory", ROOT, "--env-file", self._file, "logs"],
+            [*self._compose, "logs"],
             env=self._env, capture_output=True, text=True, check=False, timeout=60,
         )  # fmt: skip
         return done.stdout
