@@ -1,5 +1,7 @@
-"""python wheel.py ARCHITECTURE BUILD-FOLDER FOLDER: a wheel of the checkout in FOLDER, for the machine that zig
-is told. Fails where the package alone would do without its compiled core."""
+"""python wheel.py ARCHITECTURE BUILD-FOLDER FOLDER: a wheel of the checkout in FOLDER, for what zig is told.
+
+Fails where the package alone would do without its compiled core.
+"""
 
 from __future__ import annotations
 
