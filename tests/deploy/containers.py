@@ -199,6 +199,7 @@ class Project:
             "ps", "--all", "--quiet", "--no-trunc",
             "--filter", f"label=com.docker.compose.project={self.name}",
             "--filter", f"label=com.docker.compose.service={service}",
+            "--filter", "label=com.docker.compose.oneoff=False",
         ).split()  # fmt: skip
         assert len(found) == 1, f"{service}: {found}"
         return found[0]
