@@ -17,6 +17,7 @@ class Profile(Origin):
     __slots__ = ("_began", "about", "name", "ns", "parts")
 
     is_recorded = True
+    is_profiled = True
 
     def __init__(self, name: str = "request") -> None:
         super().__init__()

@@ -31,6 +31,8 @@ class Origin:
 
     is_recorded = False
     """Whether spans are kept."""
+    is_profiled = False
+    """Whether the small parts of its work are kept, too."""
 
     def __init__(self, request_id: str = "", traceparent: str = "", tracestate: str = "") -> None:
         self.request_id = request_id
@@ -90,8 +92,8 @@ class Origin:
 
 
 def timed(origin: Origin | None, name: str, call: Callable[..., T], *arguments: Any) -> T:
-    """``call(*arguments)``, as a part of ``origin``'s work where such parts are recorded."""
-    if origin is None or not origin.is_recorded:
+    """``call(*arguments)``, as a part of ``origin``'s work where it is profiled."""
+    if origin is None or not origin.is_profiled:
         return call(*arguments)
     with origin.part(name):
         return call(*arguments)
@@ -99,7 +101,7 @@ def timed(origin: Origin | None, name: str, call: Callable[..., T], *arguments: 
 
 def counted(call: Callable[..., T], name: str) -> Callable[..., T]:
     """``call``, whose time is told as ``spent`` on ``name`` by what is `current`; to be used where that is
-    recorded."""
+    profiled."""
 
     def run(*arguments: Any) -> T:
         started = perf_counter_ns()

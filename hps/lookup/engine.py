@@ -164,7 +164,7 @@ class LookupEngine:
     def _run_after_waiting(self, job: Job, waiting: list[Part], since: float) -> LookupResult:
         """Ask the caches again if it took a while to get a thread: many may wait for the same rows, and
         those before this one had them promoted."""
-        if job.request.origin is not None:
+        if job.request.origin is not None and job.request.origin.is_profiled:
             job.request.origin.stage("wait", int(since * 1e9), time.perf_counter_ns())
         if time.perf_counter() - since > _ASK_AGAIN_S:
             self._caches.fetch(waiting, job.context)

@@ -62,8 +62,8 @@ class WholeJob(Job):
 
     def answer(self) -> tuple[LookupResult, Answers]:
         request = self.request
-        recorded = request.origin is not None and request.origin.is_recorded
-        pooled_rows = counted(pool, "pooling") if recorded else pool
+        profiled = request.origin is not None and request.origin.is_profiled
+        pooled_rows = counted(pool, "pooling") if profiled else pool
         result = LookupResult({}, degraded=self.degraded)
         sources = []
         for share in self.shares:
