@@ -98,9 +98,7 @@ def ask(at: Listener, what: str, tls: str | None = None) -> tuple[int, str]:
         connection = http.client.HTTPConnection(host, at.port, timeout=PATIENCE_S)
     else:
         context = _context(at, tls)
-        connection = http.client.HTTPSConnection(
-            host, at.port, timeout=PATIENCE_S, context=context
-        )
+        connection = http.client.HTTPSConnection(host, at.port, timeout=PATIENCE_S, context=context)
     try:
         connection.connect()
         connection.sock.settimeout(max(0.01, end - time.monotonic()))
