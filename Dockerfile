@@ -54,11 +54,12 @@ RUN useradd --uid 10001 --gid 0 --no-create-home --home-dir /var/lib/hps --shell
  && mkdir -p /var/lib/hps/models /var/lib/hps/rocksdb /var/lib/hps/triton /etc/hps \
  && chown -R 10001:0 /var/lib/hps \
  && chmod -R g=u /var/lib/hps
+# HOME: where libraries may keep what they compile; the rest may be read-only.
 ENV PATH=/opt/hps/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     HPS_CONFIG=/etc/hps/config.yaml \
-    HOME=/var/lib/hps
+    HOME=/tmp
 WORKDIR /var/lib/hps
 USER 10001:0
 # HTTP, gRPC, administration with health and metrics
