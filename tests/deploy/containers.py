@@ -122,6 +122,7 @@ class Engine:
 
     def make_images(self) -> None:
         """Our image, built anew, and stand-ins for those of others that the compose file names."""
+        self.podman("image", "prune", "--force", "--filter", "until=24h")  # layers of former builds
         self.make_base()
         images = example()
         self.build(
