@@ -13,9 +13,10 @@ tell when they were sent; each of the producer's calls, one in 10 ms, sends one 
 What lookups pay: the 99th percentile of their time, from when they were due, beside that of as many lookups
 when the node's reader is paused while all others go on: in short stretches by turns, so that what else the
 machine does meets both; ratios are taken turn by turn, and their median is judged. Where the machine's host
-takes its cores away, turns are repeated, up to three times as many, and those judged of which it took least. Who spends the cores' time
-is told beside it, and how many messages the node is behind at the end. Then the same once more with the
-lookups in a process of their own that is attached to the node, as with `hps serve --workers 1`.
+takes its cores away, turns are repeated, up to three times as many, and those judged of which it took least.
+Who spends the cores' time is told beside it, and how many messages the node is behind at the end. Then the
+same once more with the lookups in a process of their own that is attached to the node, as with
+`hps serve --workers 1`.
 """
 
 from __future__ import annotations
@@ -227,12 +228,16 @@ def _stretches(
         if share >= 0.01
     ]
     report.notes.append(
-        f"Lookups in the {where}: {turns} turns of {len(tried)}; cores that the machine's host took meanwhile: "
+        f"Lookups in the {where}: {turns} turns of {len(tried)}; cores that the machine's host took then: "
         + ", ".join(f"{each[0]:.2f}" for each in calmest)
     )
     report.figures[f"behind, lookups in the {where}"] = behind
     report.notes.append(f"Most messages behind, lookups in the {where}: {behind}")
-    return [each[1] for each in calmest], [each[2] for each in calmest], [each[3] for each in calmest]
+    return (
+        [each[1] for each in calmest],
+        [each[2] for each in calmest],
+        [each[3] for each in calmest],
+    )
 
 
 def _mean(shares: list[dict[str, float]]) -> dict[str, float]:

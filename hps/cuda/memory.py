@@ -28,8 +28,7 @@ def free_bytes() -> int:
 
 
 def device_memory(device: int) -> tuple[str, int, int]:
-    """Its UUID as NVIDIA's tools show it, and of its memory the bytes that are taken, by whatever process, and
-    all."""
+    """Its UUID as NVIDIA's tools show it; bytes of its memory: taken by whatever process, and all."""
     cp = cupy()
     with cp.cuda.Device(device):
         free, total = cp.cuda.runtime.memGetInfo()
