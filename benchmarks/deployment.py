@@ -40,9 +40,9 @@ NODES = (1, 2, 4)
 ALONE = "one process"
 
 BARS = (
-    Bar("hop_ms", "predictions, one in flight: median, split - one process, ms", at_most=2.0),
-    Bar("hop_lookup_ms", "lookups of 26 keys: the same, ms", at_most=2.0),
-    Bar("cpu", f"predictions, {MANY} in flight: CPU a request, split / one process", at_most=4.0),
+    Bar("hop_ms", "predictions, one in flight: median, split - one process, ms", at_most=1.0),
+    Bar("hop_lookup_ms", "lookups of 26 keys: the same, ms", at_most=1.0),
+    Bar("cpu", f"predictions, {MANY} in flight: CPU a request, split / one process", at_most=3.0),
     Bar("two", "the front end's CPU a request, over 2 lookup nodes / over 1", at_most=1.2),
     Bar("four", "the front end's CPU a request, over 4 lookup nodes / over 1", at_most=1.2),
 )
