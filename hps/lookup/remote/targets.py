@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 import grpc
@@ -12,7 +13,7 @@ import grpc
 from hps.lookup.remote.addresses import Address
 from hps.v1 import lookup_pb2 as pb
 
-_SERVICE = "hps.v1.Lookup"
+_SERVICE, _WATCH = "hps.v1.Lookup", "/grpc.health.v1.Health/Watch"
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -93,6 +94,8 @@ class Target:
             pb.DescribeRequest.SerializeToString,
             pb.DescribeResponse.FromString,
         )
+        self._watch = self._channel.unary_stream(_WATCH)
+        self._watching: Any = None
         self._serving = self._channel.unary_unary(
             f"/{_SERVICE}/Serving",
             pb.ServingRequest.SerializeToString,
@@ -143,11 +146,19 @@ class Target:
             }
             self.standing = "ready" if told.ready else "not ready"
             self.problem = "" if told.ready else "it is starting or shutting down"
+            self._keep_thread()
         else:
             # What it served last stays known: it may be this process that is slow.
             self.standing = "unreachable"
             self.problem = f"{asked.code().name}: {details_of(asked)}"
         return before != (self.standing, self.problem, self.models)
+
+    def _keep_thread(self) -> None:
+        """Have a call under way. Where none is, gRPC begins a thread for the next that waits for nothing else,
+        which costs as much as a lookup does."""
+        if self._watching is None or self._watching.done():
+            with suppress(ValueError):  # closed
+                self._watching = self._watch(b"")
 
     def lacks(self, model: str, version: int) -> None:
         """It does not serve that any more: not to be asked for it until it says otherwise."""

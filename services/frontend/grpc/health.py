@@ -53,6 +53,11 @@ class Health:
         self._stopped = True
         self._tell()
 
+    def end(self) -> None:
+        """Who watches has been told: a server that ends would wait for them."""
+        for watcher in list(self._watchers):
+            watcher.end()
+
     def status(self, service: str) -> int:
         """At the moment."""
         if service not in self._names:
@@ -77,7 +82,7 @@ class Health:
             context.set_details(f"{WATCHERS} watch already; use Check")
             send(None)
             return
-        watcher = _Watcher(self, request.service, partial(_send, context, send))
+        watcher = _Watcher(self, request.service, partial(_send, context, send), context.cancel)
         self._watchers.add(watcher)
         if not context.add_callback(lambda: self._watchers.discard(watcher)):
             self._watchers.discard(watcher)
@@ -100,8 +105,10 @@ class _Watcher:
         health: Health,
         service: str,
         send: Callable[[HealthCheckResponse, Callable[[], None]], None],
+        end: Callable[[], None],
     ) -> None:
         self._health, self._service, self._send = health, service, send
+        self.end = end
         self._told = -1
         self._telling = False
         self._lock = threading.Lock()

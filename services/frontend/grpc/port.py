@@ -118,6 +118,7 @@ class GrpcPort:
         await self._stopping.wait()
         self._health.stop()
         await self._refuse()
+        self._health.end()
         ended = self._server.stop(self._drain_s)
         waiting = asyncio.create_task(asyncio.to_thread(ended.wait))
         at_once = asyncio.create_task(self._at_once.wait())

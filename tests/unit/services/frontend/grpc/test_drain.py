@@ -176,3 +176,15 @@ def test_our_client_asks_again_where_a_call_was_cut_off(serve):
         first.join()
     for client in clients:
         client.close()
+
+
+def test_who_watches_its_health_does_not_hold_up_the_end(serve):
+    running = serve(drain_s=3600)
+    with grpc.insecure_channel(running.server.url) as channel:
+        said = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=600)
+        assert next(said) == b"\x08\x01"
+        running.stop()
+        assert next(said) == b"\x08\x02"
+        with pytest.raises(grpc.RpcError):
+            next(said)
+        running.join()

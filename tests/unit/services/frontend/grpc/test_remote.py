@@ -492,3 +492,14 @@ def test_certificates_bear_the_name_that_was_looked_up(small, tmp_path):
             assert remote.lookup(left(1)).vectors["left"].tolist() == [row(1, 3)]
         with nodes("other.test", resolve=lambda _host: ["127.0.0.1"]) as found:
             assert "other.test" in found.problem or "UNAVAILABLE" in found.problem
+
+
+def test_lookups_that_come_alone_are_answered_on_one_thread(remote):
+    (target,) = remote._candidates.nodes.all
+    until(lambda: target._watching is not None)
+    threads, ended = set(), target._ended
+    target._ended = lambda asked: (threads.add(threading.current_thread()), ended(asked))
+    for key in range(5):
+        remote.lookup(LookupRequest({"item": JaggedKeys(np.array([key]), 1)}))
+        until(lambda: not target.in_flight)
+    assert len(threads - {threading.current_thread()}) == 1
