@@ -154,8 +154,8 @@ class Target:
         return before != (self.standing, self.problem, self.models)
 
     def _keep_thread(self) -> None:
-        """Have a call under way. Where none is, gRPC begins a thread for each that comes alone, which costs as
-        much as a lookup does."""
+        """Have a call under way: where none is, gRPC begins a thread for each that comes, which costs as much
+        as a lookup does."""
         if self._watching is None or self._watching.done():
             with suppress(ValueError):  # closed
                 self._watching = self._watch(b"")
