@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,62 +48,78 @@ class Tally:
     """The same amounts, added to many counters again and again at the price of one: how often is counted,
     and reckoned up when the numbers are asked for. Thread-safe."""
 
-    __slots__ = ("__weakref__", "_amounts", "_book", "_is_entered", "_is_used", "times")
+    __slots__ = ("_amounts", "_book", "_entry", "_is_used")
 
     def __init__(self, amounts: Amounts, book: Book) -> None:
         self._amounts = amounts
         self._book = book
-        self._is_used = self._is_entered = False
-        self.times = 0
+        self._entry: _Entry | None = None
+        self._is_used = False
 
     def add(self) -> None:
-        if not self._is_entered:
+        entry = self._entry
+        if entry is None:
             if not self._is_used:  # many are used once
                 self._is_used = True
                 add_all(self._amounts)
                 return
-            self._book.enter(self)
-            self._is_entered = True
+            entry = self._book.enter(self)
         with _counting:
-            self.times += 1
+            entry.times += 1
+
+    def __del__(self) -> None:
+        # Without a lock, which this thread may hold.
+        if self._entry is not None:
+            self._book.closed.append(self._entry)
+
+
+class _Entry:
+    """How often a tally has been told to add its amounts since they were last reckoned up."""
+
+    __slots__ = ("amounts", "times")
+
+    def __init__(self, amounts: Amounts) -> None:
+        self.amounts = amounts
+        self.times = 0
 
     def reckon(self) -> None:
         with _counting:
             times, self.times = self.times, 0
-            for counter, amount in self._amounts if times else ():
+            for counter, amount in self.amounts if times else ():
                 counter.value += amount * times
-
-    def __del__(self) -> None:
-        # Without a lock, which this thread may hold.
-        if self.times:
-            self._book.left.append((self._amounts, self.times))
 
 
 class Book:
-    """The tallies that are used, and what those counted that are gone."""
+    """The entries of tallies that are used, and of those that are gone until they are reckoned up."""
 
     def __init__(self) -> None:
-        self.left: deque[tuple[Amounts, int]] = deque()
-        self._tallies: WeakSet[Tally] = WeakSet()
+        self.closed: deque[_Entry] = deque()
+        self._entries: set[_Entry] = set()
         self._lock = threading.Lock()
 
-    def enter(self, tally: Tally) -> None:
+    def enter(self, tally: Tally) -> _Entry:
+        """The entry of ``tally``, made when it has none."""
         with self._lock:
-            self._tallies.add(tally)
-        self._take_over()
+            if tally._entry is None:
+                entry = _Entry(tally._amounts)
+                self._entries.add(entry)
+                tally._entry = entry
+            self._close()
+            return tally._entry
 
     def reckon(self) -> None:
         with self._lock:
-            tallies = list(self._tallies)
-        for tally in tallies:
-            tally.reckon()
-        self._take_over()
+            self._close()
+            entries = list(self._entries)
+        for entry in entries:
+            entry.reckon()
 
-    def _take_over(self) -> None:
+    def _close(self) -> None:
         with suppress(IndexError):
             while True:
-                amounts, times = self.left.popleft()
-                add_all([(counter, amount * times) for counter, amount in amounts])
+                entry = self.closed.popleft()
+                entry.reckon()
+                self._entries.discard(entry)
 
 
 class Histogram:
