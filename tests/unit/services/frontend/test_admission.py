@@ -278,7 +278,7 @@ def test_a_fault_in_the_line_is_its_own(made):
 
 
 def test_nothing_is_lost_under_concurrency(made):
-    works, line, shared, _ = made(running=3, queue=10_000)
+    works, line, shared, _ = made(running=3, queue=10_000, max_wait_ms=60_000)
     over = threading.Event()
 
     def finish():
