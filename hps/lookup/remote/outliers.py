@@ -82,6 +82,7 @@ class Outliers:
             if not failed:
                 return
             with self._lock:
+                self._forget()
                 record = self._records.setdefault(target, _Record())
         record.last.append(failed)
         if failed and record.last.count(True) >= self._failures:
@@ -100,9 +101,8 @@ class Outliers:
     def _eject(self, target: Target, record: _Record) -> None:
         nodes, now = self._nodes(), self._clock()
         with self._lock:
-            self._records = {t: r for t, r in self._records.items() if t in nodes}
-            out = [each for each in self._out if each in nodes]
-            if target in out or target not in nodes or 2 * (len(out) + 1) > len(nodes):
+            self._forget()
+            if target in self._out or target not in nodes or 2 * (len(self._out) + 1) > len(nodes):
                 return
             if now > record.until + self._most_s:
                 record.longer = 0  # it did well for long
@@ -111,14 +111,25 @@ class Outliers:
             record.longer += 1
             record.ejections += 1
             record.last.clear()
-            self._out = (*out, target)
+            self._out = (*self._out, target)
         log.warning("lookup node %s fails; it is left out for %.3g s", target.address, out_s)
 
     def _readmit(self) -> None:
         now = self._clock()
-        if any(self._records[each].until <= now for each in self._out):
+        if any(self._until(each) <= now for each in self._out):
             with self._lock:
-                back = [each for each in self._out if self._records[each].until <= now]
+                back = [each for each in self._out if self._until(each) <= now]
                 self._out = tuple(each for each in self._out if each not in back)
             for each in back:
                 log.info("lookup node %s is asked again", each.address)
+
+    def _until(self, target: Target) -> float:
+        """When it is asked again; at once if it is unknown by now."""
+        record = self._records.get(target)
+        return 0.0 if record is None else record.until
+
+    def _forget(self) -> None:
+        """Let go of nodes that are no more. With the lock held."""
+        nodes = self._nodes()
+        self._out = tuple(each for each in self._out if each in nodes)
+        self._records = {t: r for t, r in self._records.items() if t in nodes}

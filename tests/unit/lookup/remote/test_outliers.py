@@ -112,3 +112,17 @@ def test_nodes_that_have_gone_are_forgotten(three):
     three.tell(three.nodes[0], UNAVAILABLE, 3)
     assert len(three.picked()) == 1
     assert three.outliers.ejections(bad) == 0
+
+
+def test_nodes_that_are_gone_are_forgotten(three):
+    """Also one that was out, while no other may be left out in its place."""
+    gone, *others = three.nodes
+    three.tell(gone, UNAVAILABLE, 3)
+    three.nodes[:] = others[:1]
+    three.tell(others[0], UNAVAILABLE, 3)
+    assert three.picked() == {others[0].address}
+    three.tell(gone, UNAVAILABLE)  # the last of what was under way there
+    three.nodes[:] = [Node(f"later-{i}:8001") for i in range(2)]
+    for each in three.nodes:
+        three.tell(each, UNAVAILABLE)
+    assert three.outliers._records.keys() == set(three.nodes)
