@@ -4,8 +4,8 @@
 # BASE is any image with Python >= 3.11, its headers and apt-get; both stages use the same one.
 ARG BASE=python:3.12.12-slim-bookworm@sha256:593bd06efe90efa80dc4eee3948be7c0fde4134606dd40d8dd8dbcade98e669c
 
-# -- build: compiler and build tools, which stay here -------------------------------------------------
-FROM ${BASE} AS build
+# -- dependencies: compiler and build tools, which stay here; what hps needs, locked, with hashes -----
+FROM ${BASE} AS dependencies
 # The compiler of the base's distribution release: it leaves nothing in the image but the native core.
 # hadolint ignore=DL3008
 RUN apt-get update \
@@ -17,20 +17,15 @@ ENV PATH=/opt/tools/bin:$PATH UV_LINK_MODE=copy
 RUN python3 -m venv /opt/tools \
  && pip install --no-cache-dir --disable-pip-version-check --require-hashes -r requirements/build.txt \
  && python3 -m venv --without-pip /opt/hps
-# Locked, with hashes: the product's dependencies and the extra `otel`. Their tests and headers are left out.
+# With the extra `otel`. Tests and headers are left out, and what PyArrow has for other services than ours.
 RUN uv pip install --no-cache --python /opt/hps/bin/python --require-hashes -r requirements/otel.txt \
- && find /opt/hps/lib -type d \( -name tests -o -path '*/pyarrow/include' \) -prune -exec rm -rf {} +
-COPY pyproject.toml README.md LICENSE ./
-COPY hps hps
-COPY services services
-# HPS_NATIVE=on: without the compiled core the build fails here, not a server later.
-RUN uv build --no-cache --quiet --wheel --no-build-isolation --python /opt/tools/bin/python --out-dir /opt/wheel \
- && uv pip install --no-cache --no-deps --python /opt/hps/bin/python /opt/wheel/*.whl \
- && HPS_NATIVE=on /opt/hps/bin/python -I -c 'import hps.native' \
+ && find /opt/hps/lib -type d \( -name tests -o -path '*/pyarrow/include' \) -prune -exec rm -rf {} + \
+ && find /opt/hps/lib -path '*/pyarrow/*' \( -name '*flight*' -o -name '*s3*' \) -delete \
+ && /opt/hps/bin/python -I -c 'import pyarrow.compute, pyarrow.csv, pyarrow.parquet' \
  && /opt/hps/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/hps/lib
 
-# -- build-gpu: the same with CUDA, cuDNN, CuPy and onnxruntime-gpu -----------------------------------
-FROM build AS build-gpu
+# -- dependencies-gpu: the same with CUDA, cuDNN, CuPy and onnxruntime-gpu ----------------------------
+FROM dependencies AS dependencies-gpu
 COPY requirements/gpu.txt requirements/
 # The two onnxruntimes fill one folder: the one for GPUs comes last, and stays.
 RUN uv pip install --cache-dir /tmp/uv --python /opt/hps/bin/python --require-hashes -r requirements/gpu.txt \
@@ -38,6 +33,18 @@ RUN uv pip install --cache-dir /tmp/uv --python /opt/hps/bin/python --require-ha
       --reinstall-package onnxruntime-gpu \
  && rm -rf /tmp/uv \
  && /opt/hps/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/hps/lib
+
+# -- product: hps itself, in a folder of its own ------------------------------------------------------
+FROM dependencies AS product
+COPY pyproject.toml README.md LICENSE ./
+COPY hps hps
+COPY services services
+# HPS_NATIVE=on: without the compiled core the build fails here, not a server later.
+RUN uv build --no-cache --quiet --wheel --no-build-isolation --python /opt/tools/bin/python --out-dir /opt/wheel \
+ && uv pip install --no-cache --no-deps --python /opt/hps/bin/python --prefix /opt/product /opt/wheel/*.whl \
+ && python3 -m compileall -q -j 0 --invalidation-mode unchecked-hash -s /opt/product -p /opt/hps /opt/product/lib \
+ && cp -a /opt/product/. /opt/hps/ \
+ && HPS_NATIVE=on /opt/hps/bin/python -I -c 'import hps.native'
 
 # -- runtime: Python and a user -----------------------------------------------------------------------
 FROM ${BASE} AS runtime
@@ -69,11 +76,14 @@ HEALTHCHECK --interval=15s --timeout=5s --start-period=120s --retries=3 CMD ["hp
 ENTRYPOINT ["hps"]
 CMD ["serve"]
 
+# What hps needs comes first, in a layer of its own: another version of hps is some MB to pull.
 FROM runtime AS gpu
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
-COPY --from=build-gpu /opt/hps /opt/hps
+COPY --from=dependencies-gpu /opt/hps /opt/hps
+COPY --from=product /opt/product /opt/hps
 
 # The default target.
 FROM runtime AS cpu
-COPY --from=build /opt/hps /opt/hps
+COPY --from=dependencies /opt/hps /opt/hps
+COPY --from=product /opt/product /opt/hps

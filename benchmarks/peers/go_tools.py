@@ -1,5 +1,5 @@
 """Programs in Go that tests use, built from pinned modules into ``.peers/``: helm, kubeconform, a Kubernetes
-API server.
+API server, docker-compose.
 
 ``tools/go/<name>/go.mod`` names the version of the program and of everything it is made of, ``go.sum`` their
 checksums: what the module proxy serves is that or the build fails.
@@ -82,4 +82,5 @@ API_SERVER = GoTool(
     "k8s.io/kubernetes/cmd/kube-apiserver",
     f"-X {_VERSION}.gitVersion=v{KUBERNETES} -X {_VERSION}.gitMajor=1 -X {_VERSION}.gitMinor=34",
 )
-GO_TOOLS = {each.name: each for each in (HELM, KUBECONFORM, API_SERVER)}
+COMPOSE = GoTool("docker-compose", "github.com/docker/compose/v2/cmd")
+GO_TOOLS = {each.name: each for each in (HELM, KUBECONFORM, API_SERVER, COMPOSE)}

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
 from tests.deploy.containers import Engine, lacking
+from tests.deploy.stack import Stack, import_clicks, started
+from tests.integration.conftest import triton_ready
 from tests.support.kafka_brokers import need_kafka
+
+__all__ = ["triton_ready"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -19,9 +24,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def engine() -> Engine:
-    """With our image as the working tree has it, and the stand-ins."""
+def engine(triton_ready: None) -> Engine:
+    """With our image as the working tree has it, and stand-ins for those of others."""
     need_kafka()
     made = Engine()
     made.make_images()
     return made
+
+
+@pytest.fixture(scope="session")
+def stack(engine: Engine) -> Iterator[Stack]:
+    with started(engine) as services:
+        yield services
+
+
+@pytest.fixture(scope="session")
+def clicks(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The name of a model of the tests, which the services serve beside the demo's."""
+    import_clicks(stack, tmp_path_factory.mktemp("compose"))
+    return "clicks"

@@ -1,7 +1,7 @@
 """Images and containers without a Docker daemon: buildah, podman and docker-compose over podman's socket.
 
 Where no registry is reached, a base made by debootstrap takes the place of the official Python image, and
-stand-ins built on it bear the official names of Redis and Kafka. All of it is kept in ``build/containers``.
+stand-ins built on it bear the official names of others' images. All of it is kept in ``build/containers``.
 """
 
 from __future__ import annotations
@@ -10,21 +10,43 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.environments import TRITON
+from benchmarks.peers.go_tools import COMPOSE
 from benchmarks.peers.kafka_broker import KAFKA
 from tests.deploy.compose_file import ROOT, example
 from tests.support.waiting import until
 
 STORE = ROOT / "build/containers"
-COMPOSE = ROOT / "build/tools/docker-compose"
-STAND_INS = Path(__file__).parent / "stand_ins"
+FOLDER = Path(__file__).parent / "stand_ins"
+STAND_INS: dict[str, dict[str, Path]] = {
+    "redis": {},
+    "kafka": {"jars": KAFKA.folder},
+    "triton": {"packages": TRITON.site, "model": ROOT / "hps/triton/files"},
+    "prometheus": {},
+    "grafana": {},
+}
+"""Each with what its Dockerfile copies from elsewhere."""
 BASE = "localhost/hps-test-base:bookworm-1"
 PROGRAMS = ("buildah", "podman", "runc", "debootstrap")
+
+
+def full_name(image: str) -> str:
+    """As podman has it, which knows no short names."""
+    folders = image.split("/")[:-1]
+    if folders and "." in folders[0]:
+        return image
+    return f"docker.io/{image}" if folders else f"docker.io/library/{image}"
+
+
+IMAGES = {name: full_name(image) for name, image in example().items() if name.endswith("_IMAGE")}
+"""By the variables of ``.env.example``."""
 
 _ENGINE = """
 [containers]
@@ -47,9 +69,11 @@ runroot = "{store}/run"
 def lacking() -> str:
     """What there is not, in words; empty where all is there."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
-    missing += [] if COMPOSE.exists() else ["docker-compose"]
+    missing += [] if COMPOSE.ready() else ["docker-compose"]
     if missing:
         return f"{', '.join(missing)} missing: run `make test-compose`"
+    if sys.version_info[:2] != (3, 11):
+        return "Triton's stand-in wants the Python of its base: make test-compose PYTHON=python3.11"
     return "" if os.geteuid() == 0 else "containers are run as root here: sudo make test-compose"
 
 
@@ -124,20 +148,15 @@ class Engine:
         """Our image, built anew, and stand-ins for those of others that the compose file names."""
         self.podman("image", "prune", "--force", "--filter", "until=24h")  # layers of former builds
         self.make_base()
-        images = example()
-        self.build(
-            f"docker.io/library/{images['HPS_IMAGE']}", ROOT, ROOT / "Dockerfile", "--target=cpu"
-        )
-        redis, kafka = (
-            f"docker.io/library/{images['REDIS_IMAGE']}",
-            f"docker.io/{images['KAFKA_IMAGE']}",
-        )
-        for tag, folder, options in (
-            (redis, STAND_INS / "redis", ()),
-            (kafka, STAND_INS / "kafka", (f"--build-context=jars={KAFKA.folder}",)),
-        ):
+        self.build(IMAGES["HPS_IMAGE"], ROOT, ROOT / "Dockerfile", "--target=cpu")
+        for name, contexts in STAND_INS.items():
+            tag, folder = IMAGES[f"{name.upper()}_IMAGE"], FOLDER / name
             if not self.has(tag):
-                self.build(tag, folder, folder / "Dockerfile", *options)
+                given = (f"--build-context={key}={path}" for key, path in contexts.items())
+                self.build(tag, folder, folder / "Dockerfile", *given)
+
+    def make_gpu_image(self) -> None:
+        self.build(IMAGES["HPS_GPU_IMAGE"], ROOT, ROOT / "Dockerfile", "--target=gpu")
 
     @contextmanager
     def socket(self) -> Iterator[str]:
@@ -159,7 +178,7 @@ class Engine:
 
 
 class Project:
-    """One ``docker-compose up`` of the repository's file."""
+    """One deployment by the repository's file."""
 
     def __init__(self, engine: Engine, url: str, name: str, settings: Mapping[str, str]) -> None:
         self.engine, self.name = engine, name
@@ -168,7 +187,8 @@ class Project:
         self._env = {**engine.env, "DOCKER_HOST": url}
         files = ("--file", ROOT / "docker-compose.yml", "--file", ROOT / "tests/deploy/podman.yaml")
         self._compose = (
-            COMPOSE, "--project-name", name, "--project-directory", ROOT, "--env-file", self._file, *files
+            COMPOSE.program, "--project-name", name, "--project-directory", ROOT,
+            "--env-file", self._file, *files,
         )  # fmt: skip
 
     def __call__(self, *words: str, timeout: float = 240) -> str:
@@ -187,9 +207,15 @@ class Project:
         assert done.returncode == 0, f"{words}:\n{done.stdout[-8000:]}\n{self.logs()[-8000:]}"
         return done.stdout
 
+    def down(self) -> None:
+        """Ended, its volumes removed; what was said is in ``compose.log``."""
+        (self.engine.store / "compose.log").write_text(self.logs())
+        self("--profile", "*", "down", "--volumes", "--timeout", "10")
+        self._file.unlink()
+
     def logs(self) -> str:
         done = subprocess.run(
-            [*self._compose, "logs"],
+            [*self._compose, "--profile", "*", "logs"],
             env=self._env, capture_output=True, text=True, check=False, timeout=60,
         )  # fmt: skip
         return done.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -90,16 +89,22 @@ def test_the_configuration_is_valid_for_each_service(name: str) -> None:
     parsed = get_command(app).make_context(command, list(options))
     mounted = {m.split(":")[1]: m.split(":")[0] for m in service["volumes"]}
     path = ROOT / mounted["/etc/hps/config.yaml"]
-    role = parsed.params.get("role")
-    overrides = [] if role is None else [f"server.role={getattr(role, 'value', role)}"]
-    configuration = load_config(path, overrides, environ=service.get("environment", {}))
+    assert not parsed.params.get("role"), "in the environment, where `exec … hps doctor` sees it"
+    configuration = load_config(path, environ=service.get("environment", {}))
     assert configuration.warnings == ()
     settings = configuration.settings
     check_exposure(settings)
     kept = {str(settings.models.repository), str(settings.tiers.rocksdb.path.parent)}
     assert kept <= {"/var/lib/hps/models", "/var/lib/hps/rocksdb"}
     if "/var/lib/hps/rocksdb" not in mounted:
-        assert role == "frontend" or command == "ingest", "without a volume there are no rows"
+        assert settings.server.role == "frontend" or command == "ingest", "no volume, no rows"
+
+
+def test_each_service_has_the_role_of_its_name() -> None:
+    for name, service in serving().items():
+        role = service.get("environment", {}).get("HPS__SERVER__ROLE", "all")
+        begins = {"frontend": "frontend", "lookup": "lookup", "all": ("ingest", "node")}[role]
+        assert name.startswith(begins), name
 
 
 def test_services_ask_each_other_by_the_names_they_have() -> None:
@@ -124,9 +129,12 @@ def test_a_node_that_is_told_to_stop_has_the_time() -> None:
 
 def test_prometheus_asks_every_service_of_ours() -> None:
     text = (ROOT / "deploy/prometheus/prometheus.yml").read_text()
-    core: dict[str, Any] = {n: s for n, s in serving().items() if "profiles" not in s}
-    for name in core:
-        assert f"{name}:8002" in text
+    (job,) = [j for j in yaml.safe_load(text)["scrape_configs"] if j["job_name"] == "hps"]
+    core = {f"{name}:8002" for name, s in serving().items() if "profiles" not in s}
+    assert core == set(job["static_configs"][0]["targets"])
+    assert serving().keys() - {name.removesuffix(":8002") for name in core} == set(
+        job["dns_sd_configs"][0]["names"]
+    )
 
 
 def test_the_page_tells_of_every_service_and_variable() -> None:

@@ -39,7 +39,9 @@ def test_images_are_pinned_and_of_the_version_that_the_package_has() -> None:
     base = re.search(r"^ARG BASE=(\S+)$", text, re.MULTILINE)
     assert base is not None
     assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+@sha256:[0-9a-f]{64}", base[1])
-    assert set(re.findall(r"^FROM (\S+)", text, re.MULTILINE)) == {"${BASE}", "build", "runtime"}
+    stages = re.findall(r"^FROM (\S+) AS (\S+)$", text, re.MULTILINE)
+    assert {base for base, _ in stages} <= {"${BASE}", *(name for _, name in stages)}
+    assert [name for _, name in stages][-2:] == ["gpu", "cpu"], "the last one is the default"
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert f"ARG VERSION={version}\n" in text
     assert example()["HPS_IMAGE"] == f"hps-server:{version}"

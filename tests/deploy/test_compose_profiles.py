@@ -1,0 +1,115 @@
+"""The profiles of ``docker-compose.yml``, started beside what comes up without one: what is observed, load,
+a GPU. The profile triton is in `test_compose`."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import urllib.error
+import urllib.parse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hps.client import Client
+from hps.errors import Unauthenticated
+from tests.deploy.compose_file import ROOT, of_hps
+from tests.deploy.stack import (
+    CORE,
+    PATIENCE_S,
+    START_S,
+    UP,
+    Stack,
+    hardened,
+    logits,
+    of_profile,
+)
+from tests.deploy.test_monitoring import DASHBOARDS, panels, rules
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.containers, pytest.mark.slow, pytest.mark.timeout(3600)]
+
+
+def test_what_is_observed(stack: Stack, clicks: str) -> None:
+    """Every process of hps is asked for its metrics, the alerts are evaluated, and each panel's question is
+    one that Prometheus answers."""
+    stack.up("triton")
+    hardened(stack, stack.up("observability"))
+
+    def told(path: str, **question: str) -> Any:
+        answer = stack.get("PROMETHEUS_PORT", f"/api/v1/{path}?{urllib.parse.urlencode(question)}")
+        assert answer["status"] == "success"
+        return answer["data"]
+
+    def up() -> set[str]:
+        targets = told("targets")["activeTargets"]
+        return {each["labels"]["instance"] for each in targets if each["health"] == "up"}
+
+    of_ours = {f"{name}:8002" for name in (*CORE, "frontend-triton") if name in of_hps()}
+    until(lambda: up() >= of_ours, PATIENCE_S)
+    until(lambda: all(group["lastEvaluation"][:4] != "0001" for group in told("rules")["groups"]))
+    found = [rule for group in told("rules")["groups"] for rule in group["rules"]]
+    assert len(found) == len(rules())
+    assert {rule["health"] for rule in found} == {"ok"}
+    firing = told("query", query='ALERTS{alertname=~"HpsDown|HpsNotReady",alertstate="firing"}')
+    assert firing["result"] == []
+    ready = told("query", query="sum(hps_ready)")["result"]
+    assert float(ready[0]["value"][1]) == len(of_ours)
+
+    boards = {json.loads(path.read_text())["title"] for path in DASHBOARDS}
+    assert {board["title"] for board in stack.get("GRAFANA_PORT", "/api/search")} == boards
+    (source,) = stack.get("GRAFANA_PORT", "/api/datasources")
+    assert source["url"] == "http://prometheus:9090"
+    for path in DASHBOARDS:
+        for panel in panels(path):
+            for target in panel["targets"]:
+                told("query", query=re.sub(r"\$__rate_interval", "1m", target["expr"]))
+    for profile in ("observability", "triton"):
+        stack.project("--profile", profile, "stop", *of_profile(profile))
+
+
+def test_load_is_told_of(stack: Stack, clicks: str) -> None:
+    """It ends with 0 when no request failed."""
+    print(stack.project("--profile", "load", "run", "--rm", "--no-deps", "-T", "load"))
+
+
+def test_a_node_on_a_gpu(stack: Stack, clicks: str) -> None:
+    """As far as a machine without one goes: it starts where it need not be there, else says that it lacks."""
+    stack.engine.make_gpu_image()
+    hardened(stack, stack.up("gpu"))
+    before = logits_of(stack.url("GPU_HTTP_PORT"))
+    np.testing.assert_allclose(before, logits_of(f"http://{stack.front.http}"), rtol=0, atol=1e-5)
+    required = ("--env", "HPS__TIERS__GPU__USE=required")
+    with pytest.raises(AssertionError, match=r"tiers\.gpu\.use is required, but"):
+        stack.project("run", "--rm", "--no-deps", "-T", *required, "node-gpu")
+    stack.project("--profile", "gpu", "stop", "node-gpu")
+
+
+def logits_of(url: str) -> np.ndarray:
+    with Client(url) as client:
+        return logits(client)
+
+
+def test_with_keys_everybody_is_asked_for_one(stack: Stack, clicks: str, tmp_path: Path) -> None:
+    """``deploy/compose/keys.yaml`` over the file, on the services as they run."""
+    keys = {name: secrets.token_hex(16) for name in ("client", "frontend")}
+    entries = [{"name": name, "role": "read", "key": key} for name, key in keys.items()]
+    (tmp_path / "keys.yaml").write_text(json.dumps(entries))
+    (tmp_path / "frontend.key").write_text(keys["frontend"])
+    for file in tmp_path.iterdir():
+        file.chmod(0o640)
+    names = {"HPS_KEYS": "keys.yaml", "HPS_FRONTEND_KEY": "frontend.key"}
+    settings = tmp_path / "keys.env"
+    settings.write_text("".join(f"{k}={tmp_path / name}\n" for k, name in names.items()))
+    over = ("--file", f"{ROOT}/deploy/compose/keys.yaml", "--env-file", str(settings))
+    stack.project(*over, *UP, timeout=START_S)
+    url = f"http://{stack.front.http}"
+    with Client(url) as client, pytest.raises(Unauthenticated):
+        logits(client)
+    with Client(url, api_key=keys["client"]) as client:
+        assert len(logits(client))
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        stack.get("LOOKUP_1_ADMIN_PORT", "/v1/status")
