@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from hps import metric_names as m
@@ -63,6 +64,7 @@ class Stores:
     ) -> None:
         self._settings = settings
         self._opened = opened
+        self._changing = Lock()  # a model may leave while another comes
         self._metrics = metrics
         self._resources = resources
         self._loads = ExitStack()  # what still is to be loaded, now or for models that come later
@@ -89,8 +91,10 @@ class Stores:
     def add(self, model: OpenedTables, progress: Progress) -> None:
         """Hold another model's tables too, with their rows, while those there are asked. Raises as `open`;
         what was loaded by then stays, and is not loaded again."""
-        self._files |= {table: model.version.tables[name] for name, table in model.tables.items()}
-        self._opened = [*self._opened, model]
+        files = {table: model.version.tables[name] for name, table in model.tables.items()}
+        with self._changing:
+            self._files = self._files | files
+            self._opened = [*self._opened, model]
         try:
             if self._rocksdb is not None:
                 self._load_rocksdb(self._rocksdb, [model], progress)
@@ -104,9 +108,10 @@ class Stores:
         """Have nothing more to do with a model's tables, which nobody asks for. Their rows stay where they
         are; ``drop``: but in the node's own RocksDB. Other nodes may need those in Redis. Raises TierError
         when they cannot be dropped."""
-        self._opened = [each for each in self._opened if each is not model]
         tables = list(model.tables.values())
-        self._files = {t: files for t, files in self._files.items() if t not in tables}
+        with self._changing:
+            self._opened = [each for each in self._opened if each is not model]
+            self._files = {t: files for t, files in self._files.items() if t not in tables}
         rocksdb = self._rocksdb
         if rocksdb is None:
             return

@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,7 @@ class Segments:
         self.path = folder / f"hps.{name}"
         self._entries: dict[EmbeddingTable, Entry] = {}
         self._left: dict[str, Entry] = {}
+        self._showing = threading.Lock()  # one thread may drop a table while another makes one
         try:
             with _locked(self.path):
                 self._claim(take_over)
@@ -156,10 +158,11 @@ class Segments:
 
     def publish(self, table: EmbeddingTable) -> None:
         """Show ``table`` to those who attach, in place of one with its id."""
-        shown = _read(self.path / "tables.json")
-        replaced = shown.get(table.id)
-        shown[table.id] = self._entries[table]
-        _write(self.path / "tables.json", shown)
+        with self._showing:
+            shown = _read(self.path / "tables.json")
+            replaced = shown.get(table.id)
+            shown[table.id] = self._entries[table]
+            _write(self.path / "tables.json", shown)
         if replaced and replaced["file"] != shown[table.id]["file"]:
             (self.path / replaced["file"]).unlink(missing_ok=True)
 
@@ -169,10 +172,11 @@ class Segments:
         entry = self._entries.pop(table, None)
         if entry is None:
             return
-        shown = _read(self.path / "tables.json")
-        if shown.get(table.id) == entry:
-            del shown[table.id]
-            _write(self.path / "tables.json", shown)
+        with self._showing:
+            shown = _read(self.path / "tables.json")
+            if shown.get(table.id) == entry:
+                del shown[table.id]
+                _write(self.path / "tables.json", shown)
         (self.path / entry["file"]).unlink(missing_ok=True)
 
     def facts(self) -> dict[str, Any]:

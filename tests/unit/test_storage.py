@@ -1,7 +1,9 @@
 """The stores of a node, without any Redis: who may ask at a time, and whom a slow store holds up."""
 
+import sys
 import threading
 import time
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -10,10 +12,12 @@ import hps
 from hps.config import Settings
 from hps.config.model_schema import FeatureSpec, ModelSpec, TableSpec
 from hps.metrics import Metrics
+from hps.models.repository import Repository
 from hps.models.writer import write_version
+from hps.opening import OpenedTables
 from hps.storage import Stores
 from hps.tiers.rocksdb import RocksDbTier
-from hps.types import JaggedKeys, LookupRequest
+from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, NoProgress
 
 SPEC = ModelSpec(
     name="m",
@@ -91,3 +95,45 @@ def test_how_many_may_ask_redis_at_a_time(threads, connections, rocksdb, expecte
     stores = Stores(settings, [], Metrics(), None)
     stores._rocksdb = object() if rocksdb else None
     assert stores._redis_threads(settings.tiers.redis) == expected
+
+
+def test_models_may_leave_while_others_come(tmp_path):
+    """A version is let go of by a thread of its own, while the next one may be loaded."""
+    keys = np.arange(2)
+    rows = np.zeros((2, 2), np.float32)
+    write_version(tmp_path, SPEC, 1, {"a": (keys, rows), "b": (keys, rows)})
+    version = Repository(tmp_path).open("m", 1, None)
+    settings = Settings()
+    stores = Stores(settings, [], Metrics(), ExitStack())
+
+    def opened(number):
+        return OpenedTables(
+            version, {n: EmbeddingTable.make(n, 2, model="m", version=number) for n in ("a", "b")}
+        )
+
+    stay, failed = [], []
+
+    def come_and_go(first):
+        try:
+            for number in range(first, first + 300):
+                model = opened(number)
+                stores.add(model, NoProgress())
+                if number % 10:
+                    stores.leave(model)
+                else:
+                    stay.extend(model.tables.values())
+        except BaseException as error:
+            failed.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=come_and_go, args=[n * 1_000]) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failed
+    assert set(stores.tables) == set(stay)

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +114,33 @@ def test_tables_and_owners_come_and_go(tmp_path, monkeypatch):
     assert (held(reader, [2]), reader.capacity(TABLE)) == ([2], 50)
     cache.close()
     assert held(reader, [2]) == []
+
+
+def test_tables_may_go_while_others_come(tmp_path):
+    """A version is let go of by a thread of its own, while the next one may be loaded."""
+    cache = CpuCache({}, memory=CacheMemory(Segments("c", tmp_path)))
+    stay, failed = set(), []
+
+    def come_and_go(name):
+        try:
+            for number in range(30):
+                table = EmbeddingTable.make(f"{name}{number}", 2)
+                cache.add_table(table, 1)
+                if number % 3:
+                    cache.drop_table(table)
+                else:
+                    stay.add(table.id)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=come_and_go, args=[name]) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert cpu_segments.catalog(tmp_path / "hps.c").keys() == stay
+    cache.close()
 
 
 def test_a_table_of_another_shape_is_not_read(tmp_path, caplog):
