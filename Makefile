@@ -38,8 +38,8 @@ test: setup test-services
 GPU_PYTHON ?= $(BIN)/python
 test-gpu:
 	@$(GPU_PYTHON) -c 'from hps.cuda.loader import cupy; cupy()'
-	@$(GPU_PYTHON) -m pytest -m gpu tests/unit/tiers tests/unit/dense tests/unit/test_devices.py \
-	  tests/contract tests/model
+	@$(GPU_PYTHON) -m pytest -m gpu tests/unit/tiers tests/unit/dense tests/unit/cuda \
+	  tests/unit/test_devices.py tests/unit/test_device_feed.py tests/contract tests/model
 
 # The CPU cache's readers beside its writer, fetches in single flight's table, and messages that may be
 # anything, under sanitizers:
@@ -81,7 +81,7 @@ test-services: setup
 	@command -v promtool >/dev/null || tools/install prometheus || echo "Its tests will be skipped."
 
 # What deploys the product, as far as no server is needed: Dockerfile, compose file and chart, alerts and dashboards.
-CHART_TOOLS := kubernetes_schemas kubeconform helm
+CHART_TOOLS := kubernetes_schemas kube_crds kubeconform helm
 check-deploy: setup
 	@for part in $(CHART_TOOLS); do $(BIN)/python -m benchmarks.peers $$part || exit 1; done
 	@$(BIN)/python -m pytest tests/deploy

@@ -96,6 +96,22 @@ class KafkaBroker:
             "auto.create.topics.enable": "true",
         } | dict(options or {})  # fmt: skip
 
+    def ask_for_passwords(self) -> str:
+        """Before it is started: listen at a second port where clients are users with passwords (SCRAM), which
+        can be made at the first. The second one's address."""
+        (port,) = free_ports(1)
+        address = f"127.0.0.1:{port}"
+        for name in ("listeners", "advertised.listeners"):
+            self._properties[name] = f"{self._properties[name]},USERS://{address}"
+        protocols = "listener.security.protocol.map"
+        self._properties[protocols] = f"{self._properties[protocols]},USERS:SASL_PLAINTEXT"
+        module = "org.apache.kafka.common.security.scram.ScramLoginModule required;"
+        self._properties |= {
+            "sasl.enabled.mechanisms": "SCRAM-SHA-256",
+            "listener.name.users.scram-sha-256.sasl.jaas.config": module,
+        }
+        return address
+
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"

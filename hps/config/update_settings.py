@@ -65,7 +65,7 @@ class KafkaSettings(_SourceSettings):
     options: dict[str, str | int | float | bool] = Field({}, repr=False)
     """Settings of librdkafka, as `security.protocol`, `ssl.ca.location`; never shown, as some are secrets."""
     options_files: dict[str, Path] = {}
-    """Further such settings, as `sasl.password`, whose values stand in files; read at start."""
+    """Further such settings, as `sasl.password`, in files; user and password are read again."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -15,17 +15,17 @@ import yaml
 
 from benchmarks.peers.environments import KUBERNETES_SCHEMAS, PeerMissing
 from benchmarks.peers.go_tools import HELM, KUBECONFORM, GoTool
+from benchmarks.peers.kube_crds import KUBE_CRDS, KubeCrds
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm/hps"
-CRDS = Path(__file__).parent / "crds"
 MATRIX = ("minimal", "gpu", "ha", "external", "everything", "off")
 RELEASE, NAMESPACE = "hps", "ranking"
 
 Object = dict[str, Any]
 
 
-def need(*tools: GoTool) -> None:
+def need(*tools: GoTool | KubeCrds) -> None:
     """Skips where a tool was not built; in continuous integration that is an error."""
     missing = [tool.name for tool in tools if not tool.ready()]
     if missing:
@@ -152,6 +152,18 @@ def kubeconform(version: str, text: str, crds: Path) -> subprocess.CompletedProc
     )  # fmt: skip
 
 
+def crds() -> Iterable[Any]:
+    """The CustomResourceDefinitions of the operators that the chart has objects for."""
+    need(KUBE_CRDS)
+    for file in sorted(KUBE_CRDS.folder.glob("*.yaml")):
+        yield yaml.load(file.read_text(), yaml.CSafeLoader)
+
+
+def stored_version(crd: Any) -> Any:
+    (version,) = [each for each in crd["spec"]["versions"] if each["storage"]]
+    return version
+
+
 def strict(schema: Any) -> Any:
     """A CRD's schema as one that refuses unknown fields."""
     if isinstance(schema, list):
@@ -159,17 +171,16 @@ def strict(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     made = {key: strict(value) for key, value in schema.items()}
-    if schema.get("type") == "object" and isinstance(schema.get("properties"), dict):
+    open_ended = schema.get("x-kubernetes-preserve-unknown-fields")
+    if isinstance(schema.get("properties"), dict) and not open_ended:
         # Metadata is Kubernetes' own.
-        made["additionalProperties"] = False
+        made.setdefault("additionalProperties", False)
     return made
 
 
 def crd_schemas(folder: Path) -> Path:
     """The CRDs' schemas as kubeconform reads them."""
-    for file in CRDS.glob("*.yaml"):
-        crd = yaml.safe_load(file.read_text())
-        (version,) = crd["spec"]["versions"]
-        schema = strict(version["schema"]["openAPIV3Schema"])
+    for crd in crds():
+        schema = strict(stored_version(crd)["schema"]["openAPIV3Schema"])
         (folder / f"{crd['spec']['names']['singular']}.json").write_text(json.dumps(schema))
     return folder

@@ -12,11 +12,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from benchmarks.peers.go_tools import API_SERVER, HELM
 from benchmarks.peers.process import free_ports
-from tests.deploy.charts import CRDS, NAMESPACE, need
+from tests.deploy.charts import NAMESPACE, crds, need, stored_version
 from tests.support.waiting import until
 
 TOKEN = "of-an-administrator"
@@ -25,8 +23,8 @@ TOKEN = "of-an-administrator"
 class Cluster:
     """Its API, asked as administrator; ``kubeconfig`` is for helm."""
 
-    def __init__(self, port: int, kubeconfig: Path) -> None:
-        self.port, self.kubeconfig = port, kubeconfig
+    def __init__(self, port: int, kubeconfig: Path, certificates: Path) -> None:
+        self.port, self.kubeconfig, self.certificates = port, kubeconfig, certificates
         # Its certificate is one that it has just made for itself.
         self._tls = ssl.create_default_context()
         self._tls.check_hostname, self._tls.verify_mode = False, ssl.CERT_NONE
@@ -59,12 +57,11 @@ class Cluster:
     def prepare(self) -> None:
         """The namespace, and the kinds of the operators that the chart has objects for."""
         self.make("/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
-        for file in CRDS.glob("*.yaml"):
-            crd = yaml.safe_load(file.read_text())
+        for crd in crds():
             self.make("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd)
-            (version,) = crd["spec"]["versions"]
             group, plural = crd["spec"]["group"], crd["spec"]["names"]["plural"]
-            kinds = f"/apis/{group}/{version['name']}/namespaces/{NAMESPACE}/{plural}"
+            version = stored_version(crd)["name"]
+            kinds = f"/apis/{group}/{version}/namespaces/{NAMESPACE}/{plural}"
             until(lambda kinds=kinds: self.ask(kinds)[0] == 200, timeout_s=30)
 
 
@@ -98,7 +95,7 @@ def cluster() -> Iterator[Cluster]:
         )  # fmt: skip
         kubeconfig = folder / "kubeconfig"
         kubeconfig.write_text(json.dumps(_kubeconfig(port)))
-        found = Cluster(port, kubeconfig)
+        found = Cluster(port, kubeconfig, folder / "certificates")
         until(lambda: found.ready() or server.poll() is not None, timeout_s=120)
         assert server.poll() is None, (folder / "server.log").read_text()[-3000:]
         found.prepare()

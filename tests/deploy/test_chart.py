@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from tests.deploy.charts import (
     CHART,
     MATRIX,
     NAMESPACE,
+    RELEASE,
     ROOT,
     Rendered,
     crd_schemas,
@@ -30,7 +31,10 @@ from tests.deploy.charts import (
     rendered_text,
     values_file,
 )
+from tests.deploy.network import Network, Peer, peers
 
+# A Secret with keys is another each time.
+NO_KEYS = ("--set", "auth.existingSecret=keys")
 HEALTHY = {
     "startupProbe": "/v2/health/live",
     "livenessProbe": "/v2/health/live",
@@ -125,6 +129,30 @@ def held(asked: Any, there: Any) -> Any:
     if not isinstance(asked, dict):
         return there
     return {key: held(value, there[key]) for key, value in asked.items()}
+
+
+def test_releases_that_share_a_kafka_share_no_group(tmp_path: Path) -> None:
+    """Readers of one group have a part of the partitions each."""
+
+    def groups(*words: str) -> set[str]:
+        done = helm_template("--values", values_file("ha"), *words)
+        found = {(e["kind"], e["metadata"]["name"]): e for e in objects(done.stdout)}
+        file = tmp_path / "config.yaml"
+        file.write_text(found["ConfigMap", "hps"]["data"]["config.yaml"])
+        container = main_container(found["StatefulSet", "hps-lookup"])
+        given = {e["name"]: e["value"].replace("$(POD_NAME)", "hps-lookup-0")
+                 for e in container["env"] if "value" in e}  # fmt: skip
+        kafka = load_config(file, environ=given).settings.updates.kafka
+        assert kafka is not None
+        assert kafka.group is not None
+        return {kafka.group, kafka.shared_group}
+
+    assert not groups("--namespace", "production") & groups("--namespace", "staging")
+    chosen = "config.updates.kafka.group=mine,config.updates.kafka.shared_group=ours"
+    assert groups("--set", chosen) == {"mine", "ours"}
+    for role, workload in Rendered("ha").servers().items():
+        names = [each["name"] for each in main_container(workload).get("env", [])]
+        assert ("HPS__UPDATES__KAFKA__GROUP" in names) == (role == "lookup")
 
 
 def test_whatever_the_configuration_names_is_mounted(rendered: Rendered) -> None:
@@ -234,6 +262,35 @@ def test_a_changed_configuration_replaces_the_pods() -> None:
     assert before != checksum("--set", "config.server.log_level=debug")
 
 
+def test_another_version_of_the_chart_alone_replaces_no_pod(tmp_path: Path) -> None:
+    shutil.copytree(CHART, tmp_path / "hps")
+    file = tmp_path / "hps/Chart.yaml"
+    file.write_text(re.sub(r"(?m)^version: .*", "version: 9.0.0", file.read_text()))
+
+    def templates(chart: Path) -> list[Any]:
+        done = helm("template", RELEASE, chart, "--values", values_file("minimal"), *NO_KEYS)
+        workloads = [each for each in objects(done.stdout) if "template" in each.get("spec", {})]
+        assert len(workloads) == 2, done.stderr
+        return [each["spec"]["template"] for each in workloads]
+
+    assert templates(tmp_path / "hps") == templates(CHART)
+
+
+def test_pods_are_where_they_may_be() -> None:
+    rendered = Rendered("everything")
+    for name, spec in pods(rendered):
+        assert spec["nodeSelector"]["kubernetes.io/arch"] == "amd64", name
+        assert spec["tolerations"][0]["key"] == "dedicated", name
+    frontend = pod(rendered.servers()["frontend"])
+    assert frontend["nodeSelector"]["disk"] == "nvme"
+    assert [each["key"] for each in frontend["tolerations"]] == ["dedicated", "spot"]
+    for workload in rendered.servers().values():
+        zones, hosts = pod(workload)["topologySpreadConstraints"]
+        own = workload["spec"]["selector"]["matchLabels"]
+        assert zones["labelSelector"]["matchLabels"] == own
+        assert hosts["labelSelector"]["matchLabels"] == {"app.kubernetes.io/name": "hps"}
+
+
 def test_selectors_find_the_pods_of_their_role_alone(rendered: Rendered) -> None:
     labels = {
         role: workload["spec"]["template"]["metadata"]["labels"]
@@ -290,6 +347,21 @@ def test_gpus_go_to_nodes_that_have_them() -> None:
     }
     assert rendered.config()["tiers"]["gpu"]["capacity_bytes"] == 17179869184
     assert "e+" not in rendered["ConfigMap", "hps"]["data"]["config.yaml"]
+
+
+def test_images_by_digest_are_one_for_each_kind() -> None:
+    digests = [f"sha256:{letter * 64}" for letter in "ab"]
+    done = helm_template(
+        "--values", values_file("minimal"), "--set", f"image.digest={digests[0]}",
+        "--set", f"image.gpuDigest={digests[1]},lookup.gpu.count=1",
+    )  # fmt: skip
+    images = {
+        each["metadata"]["name"]: main_container(each)["image"]
+        for each in objects(done.stdout)
+        if each["kind"] in ("StatefulSet", "Deployment")
+    }
+    assert images["hps-frontend"].endswith(digests[0])
+    assert images["hps-lookup"].endswith(digests[1])
 
 
 def test_replicas_are_the_scaler_s_where_there_is_one() -> None:
@@ -351,10 +423,26 @@ def test_alerts_and_dashboards_are_the_files() -> None:
     assert shown == files
     (more,) = Rendered("everything").of("PrometheusRule")
     assert more["spec"]["groups"][:-1] == yaml.safe_load(text)["groups"]
+
+
+@pytest.mark.parametrize("name", ["ha", "everything"])
+def test_scrapers_find_all_servers_as_a_job_that_alerts_know(name: str) -> None:
+    rendered = Rendered(name)
     (monitor,) = rendered.of("ServiceMonitor")
     selector = monitor["spec"]["selector"]["matchLabels"].items()
-    services = [each["metadata"] for each in rendered.of("Service")]
-    assert [s["name"] for s in services if selector <= s["labels"].items()] == ["hps-metrics"]
+    (service,) = [s for s in rendered.of("Service") if selector <= s["metadata"]["labels"].items()]
+    assert service["metadata"]["name"] == f"{rendered.prefix}-metrics"
+    (rule,) = rendered.of("PrometheusRule")
+    (down,) = [
+        each["expr"]
+        for group in rule["spec"]["groups"]
+        for each in group["rules"]
+        if each.get("alert") == "HpsDown"
+    ]
+    pattern = re.search('job=~"([^"]+)"', down)
+    assert pattern is not None
+    job = service["metadata"]["labels"][monitor["spec"]["jobLabel"]]
+    assert re.fullmatch(pattern[1], job), f"HpsDown never fires for job {job}"
 
 
 def test_a_triton_beside_the_server_outlives_it() -> None:
@@ -364,6 +452,9 @@ def test_a_triton_beside_the_server_outlives_it() -> None:
     assert "--allow-client-shm=true" in triton["args"]
     assert rendered.config()["dense"]["triton"]["url"] == "localhost:9001"
     assert "triton" not in [c["name"] for c in pod(rendered.servers()["lookup"])["initContainers"]]
+    # It asks nobody for a key, so nobody else may reach it.
+    assert {"--http-address=127.0.0.1", "--grpc-address=127.0.0.1"} <= set(triton["args"])
+    assert [port["name"] for port in triton["ports"]] == ["triton-metrics"]
     assert Rendered("external").config()["dense"]["triton"]["url"] == "triton.example.com:8001"
 
 
@@ -371,10 +462,13 @@ def test_secrets_are_files_and_never_in_the_configuration() -> None:
     rendered = Rendered("external")
     config = rendered.config()
     assert config["tiers"]["redis"]["password_file"] == "/etc/hps/redis/password"
-    assert config["updates"]["kafka"]["options_files"]["sasl.password"] == "/etc/hps/kafka/password"
+    kafka = config["updates"]["kafka"]
+    assert kafka["options_files"] == {"sasl.password": "/etc/hps/kafka/password"}
+    assert kafka["options"]["sasl.username"] == "hps"
+    assert kafka["options"]["ssl.key.location"] == "/etc/hps/kafka/tls.key"
     assert config["auth"] == {"mode": "api_key", "keys_file": "/etc/hps/auth/keys.yaml"}
     assert config["lookup"]["api_key_file"] == "/etc/hps/auth/read-key"
-    assert config["updates"]["kafka"]["shared_writer"] == "ingest"
+    assert kafka["shared_writer"] == "ingest"
     assert rendered.of("Secret") == []
     for name in MATRIX:
         for _, spec in pods(Rendered(name)):
@@ -398,23 +492,92 @@ def test_keys_are_made_where_none_are_given() -> None:
 
 
 def test_only_who_has_to_comes_in() -> None:
-    (policy,) = Rendered("external").of("NetworkPolicy")
-    release, clients, admin = policy["spec"]["ingress"]
-    assert release["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "hps"
-    assert [port["port"] for port in clients["ports"]] == ["http", "grpc"]
-    assert "ranking" in json.dumps(clients["from"])
-    assert "monitoring" in json.dumps(admin["from"])
-    assert {"to": [{"ipBlock": {"cidr": "192.0.2.0/24"}}]} in policy["spec"]["egress"]
-    (policy,) = Rendered("ha").of("NetworkPolicy")
-    ports = [port["port"] for rule in policy["spec"]["egress"] for port in rule.get("ports", [])]
-    assert ports == [53, 53, 6379, 9092]
+    rendered = Rendered("external")
+    network, pods = Network(rendered), peers(rendered)
+    client, stranger = Peer(), Peer(namespace="elsewhere")
+    prometheus = Peer(namespace="monitoring")
+    lookup, frontend, ingest = (pods[role] for role in ("lookup", "frontend", "ingest"))
+    store, foreign = Peer(address="192.0.2.7"), Peer(address="203.0.113.7")
+    assert network.lets(client, frontend, 8000)
+    assert network.lets(client, frontend, 8001)
+    assert network.lets(frontend, lookup, 8001)
+    assert network.lets(pods["test"], frontend, 8000)
+    assert network.lets(pods["test"], lookup, 8002)
+    assert not network.lets(client, lookup, 8001)
+    assert not network.lets(client, frontend, 8002)
+    assert not network.lets(stranger, frontend, 8000)
+    for server in (lookup, frontend, ingest):
+        assert network.lets(prometheus, server, 8002)
+        assert not network.lets(prometheus, server, 8001)
+        assert not network.lets(stranger, server, 8002)
+        assert network.lets(server, store, 6380)
+        assert not network.lets(server, foreign, 6380)
+        assert network.lets(server, Peer(namespace="kube-system"), 53, "UDP")
+    assert not network.lets(pods["test"], store, 6380)
+
+
+def test_pods_come_out_to_what_their_role_asks() -> None:
+    rendered = Rendered("ha")
+    network, pods = Network(rendered), peers(rendered)
+    outside = Peer(address="203.0.113.7")
+    for role, ports in {"lookup": {6379, 9092}, "ingest": {6379, 9092}, "frontend": set()}.items():
+        asked = {
+            port for port in (22, 443, 6379, 8001, 9092) if network.lets(pods[role], outside, port)
+        }
+        assert asked == ports, role
+    assert network.lets(pods["checkpoints"], pods["lookup"], 8002)
+    assert not network.lets(pods["checkpoints"], outside, 443)
+    # A Triton beside a front end is asked by that alone; it tells Prometheus its metrics if asked to.
+    beside = Rendered("everything")
+    network, pods = Network(beside), peers(beside)
+    assert not network.lets(pods["lookup"], pods["frontend"], 9000)
+    assert network.lets(pods["lookup"], pods["redis"], 6379)
+    assert network.lets(pods["ingest"], pods["kafka"], 9092)
+    assert network.lets(pods["frontend"], Peer(namespace="openshift-dns"), 5353, "UDP")
+
+
+def test_ports_of_stores_in_the_configuration_are_open() -> None:
+    done = helm_template(
+        "--values", values_file("minimal"), "--set", "networkPolicy.enabled=true",
+        "--set", "config.tiers.redis.addresses={redis:7000},config.updates.kafka.brokers=kafka:7001",
+        "--set", "config.dense.triton.url=triton:7002",
+    )  # fmt: skip
+    policies = {
+        each["metadata"]["name"]: each["spec"]
+        for each in objects(done.stdout)
+        if each["kind"] == "NetworkPolicy"
+    }
+    assert {"ports": [{"port": 7000}, {"port": 7001}]} in policies["hps-lookup"]["egress"]
+    assert {"ports": [{"port": 7002}]} in policies["hps-frontend"]["egress"]
+
+
+def test_ways_in_through_a_gateway() -> None:
+    rendered = Rendered("everything")
+    routes = {kind: rendered[kind, "ranking"]["spec"] for kind in ("HTTPRoute", "GRPCRoute")}
+    service = rendered["Service", "ranking"]["spec"]
+    ports = {port["name"]: port["port"] for port in service["ports"]}
+    for kind, port in {"HTTPRoute": "http", "GRPCRoute": "grpc"}.items():
+        ((backend,),) = [rule["backendRefs"] for rule in routes[kind]["rules"]]
+        assert backend == {"name": "ranking", "port": ports[port]}
+    # A Gateway takes one kind of route for a name.
+    assert not set(routes["HTTPRoute"]["hostnames"]) & set(routes["GRPCRoute"]["hostnames"])
+
+
+def test_the_test_s_pod_is_there_when_its_logs_are_asked_for(rendered: Rendered) -> None:
+    """Helm reads them when all is done, of every object of the test by its name."""
+    hooks = [each for each in rendered.all.values() if "helm.sh/hook" in str(each["metadata"])]
+    assert [each["kind"] for each in hooks] == (["Pod"] if rendered.name != "off" else [])
+    for each in hooks:
+        policy = each["metadata"]["annotations"]["helm.sh/hook-delete-policy"]
+        assert policy == "before-hook-creation"
 
 
 def test_everything_off_is_one_server_and_its_services() -> None:
     rendered = Rendered("off")
     assert {kind for kind, _ in rendered.all} == {"ConfigMap", "Service", "StatefulSet"}
     (container,) = pod(rendered.servers()["lookup"])["containers"]
-    assert container["args"][:3] == ["serve", "--role", "all"]
+    assert container["args"][0] == "serve"
+    assert container["env"] == [{"name": "HPS__SERVER__ROLE", "value": "all"}]
     assert "runAsUser" not in pod(rendered.servers()["lookup"])["securityContext"]
     assert rendered["Service", "hps"]["spec"]["clusterIP"] == "None"
     assert rendered.config()["auth"] == {"mode": "off"}
@@ -491,6 +654,31 @@ def refused(*words: str) -> str:
         ("frontend.autoscaling.maxReplicas=1", ["frontend.autoscaling.maxReplicas"]),
         ("config.server.workers=2", ["config.server.workers", "lookup.extraArgs"]),
         ("dev.redis.enabled=true,redis.addresses={r:1}", ["redis.addresses", "dev.redis.enabled"]),
+        ("frontend.keda.enabled=true,frontend.keda.minReplicas=0", ["frontend.keda.minReplicas"]),
+        (
+            "frontend.keda.enabled=true,frontend.keda.threshold=0,frontend.keda.targetCPU=null",
+            ["frontend.keda", "triggers"],
+        ),
+        (
+            "lookup.autoscaling.enabled=true,lookup.autoscaling.targetCPU=null",
+            ["lookup.autoscaling", "podMetrics"],
+        ),
+        ("service.headless=true,service.type=LoadBalancer", ["service.headless", "ClusterIP"]),
+        ("gateway.enabled=true", ["gateway.parentRefs"]),
+        ("gateway.enabled=true,gateway.parentRefs[0].name=g", ["gateway.hosts"]),
+        (
+            "gateway.enabled=true,gateway.parentRefs[0].name=g,gateway.hosts={a},gateway.grpcHosts={a}",
+            ["gateway.grpcHosts"],
+        ),
+        ("kafka.security.caKey=ca.crt", ["kafka.security.caKey", "caSecret"]),
+        (
+            "kafka.security.protocol=SSL,kafka.security.certificateKey=user.crt",
+            ["kafka.security.certificateKey", "keyKey"],
+        ),
+        (
+            "kafka.security.existingSecret=k,kafka.security.caKey=ca.crt",
+            ["kafka.security.protocol", "PLAINTEXT"],
+        ),
     ],
 )  # fmt: skip
 def test_wrong_values_are_refused_by_name(given: str, named: list[str]) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.peers.process import free_ports, serving
 from hps.client import Admin
-from tests.deploy.charts import CHART, helm_template, main_container, objects, pod, values_file
+from tests.deploy.charts import helm_template, main_container, objects, pod, values_file
 
 CHECKPOINTS = (
     "lookup.checkpoints.enabled=true,lookup.checkpoints.volume.persistentVolumeClaim.claimName=c"
@@ -37,7 +37,9 @@ class Pods:
         self.test = found["Pod", "hps-test"]
         self.keys: dict[str, str] = found["Secret", "hps-keys"]["stringData"]
         self.folder = folder
-        self.grpc, self.admin, self.http, self.frontend_admin, self.new = free_ports(5)
+        self.grpc, self.admin, self.http, self.frontend_admin = free_ports(4)
+        self.lookup_ports = ports(grpc=self.grpc, admin=self.admin, http=0)
+        self.frontend_ports = ports(http=self.http, admin=self.frontend_admin, grpc=0)
         shutil.copytree(Path(_demo()), folder / "var/models")
         (folder / "etc/auth").mkdir(parents=True)
         for name, text in self.keys.items():
@@ -84,15 +86,13 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pods]:
     pods = Pods(tmp_path_factory.mktemp("pods"))
     ready = "/v2/health/ready"
     with ExitStack() as stack:
-        lookup = pods.command(
-            main_container(pods.lookup), *ports(grpc=pods.grpc, admin=pods.admin, http=0)
-        )
-        stack.enter_context(serving(lookup, pods.admin, ready_path=ready))
-        frontend = pods.command(
-            main_container(pods.frontend),
-            *ports(http=pods.http, admin=pods.frontend_admin, grpc=0),
-        )
-        stack.enter_context(serving(frontend, pods.frontend_admin, ready_path=ready))
+        for workload, admin, given in (
+            (pods.lookup, pods.admin, pods.lookup_ports),
+            (pods.frontend, pods.frontend_admin, pods.frontend_ports),
+        ):
+            container = main_container(workload)
+            command, env = pods.command(container, *given), pods.environment(container)
+            stack.enter_context(serving(command, admin, ready_path=ready, env=env))
         yield pods
 
 
@@ -104,10 +104,16 @@ def run(command: Sequence[str], env: dict[str, str]) -> str:
     return done.stdout
 
 
+def verify(container: Any) -> list[str]:
+    """The test's command, by this Python."""
+    python, *rest = container["command"]
+    assert python == "python3"
+    return [sys.executable, *rest]
+
+
 def test_helm_test_finds_it_well(running: Pods) -> None:
     (container,) = running.test["spec"]["containers"]
-    arguments = [running.here(word) for word in container["args"]]
-    command = [sys.executable, str(CHART / "scripts/verify.py"), *arguments]
+    command = [*verify(container), *map(running.here, container["args"])]
     printed = run(command, running.environment(container))
     lines = printed.splitlines()
     assert lines[0].startswith("health: ready")
@@ -119,12 +125,23 @@ def test_helm_test_finds_it_well(running: Pods) -> None:
 
 def test_helm_test_finds_what_is_not(running: Pods) -> None:
     (container,) = running.test["spec"]["containers"]
-    command = [sys.executable, str(CHART / "scripts/verify.py"), running.here(container["args"][0])]
+    command = [*verify(container), running.here(container["args"][0])]
     env = running.environment(container) | {"HPS_API_KEY": "a-key-that-nobody-knows"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("role", ["lookup", "frontend"])
+def test_the_doctor_knows_in_a_pod_what_it_is_there(running: Pods, role: str) -> None:
+    workload: Any = getattr(running, role)
+    given: list[str] = getattr(running, f"{role}_ports")
+    config = ["--config", str(running.folder / "etc/config.yaml")]
+    command = [sys.executable, "-m", "hps.cli.main", "doctor", *config, *given]
+    printed = run(command, running.environment(main_container(workload)))
+    assert ("database" in printed) == (role == "lookup")
+    assert ("lookup nodes" in printed) == (role == "frontend")
 
 
 def test_a_new_node_begins_with_a_checkpoint_of_another(running: Pods, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.deploy.charts import CHART, MATRIX, NAMESPACE, RELEASE, Rendered, helm, values_file
 from tests.deploy.kube import Cluster, cluster
+from tests.deploy.kubelet import PODS, kubelet
 
 pytestmark = pytest.mark.kube
 
@@ -20,6 +22,7 @@ PATHS = {
     "/apis/autoscaling/v2": ("HorizontalPodAutoscaler",),
     "/apis/batch/v1": ("CronJob",),
     "/apis/keda.sh/v1alpha1": ("ScaledObject",),
+    "/apis/gateway.networking.k8s.io/v1": ("HTTPRoute", "GRPCRoute"),
     "/apis/monitoring.coreos.com/v1": ("ServiceMonitor", "PrometheusRule"),
     "/apis/networking.k8s.io/v1": ("NetworkPolicy", "Ingress"),
     "/apis/policy/v1": ("PodDisruptionBudget",),
@@ -89,8 +92,50 @@ def test_install_upgrade_rollback_uninstall(kube: Cluster, name: str) -> None:
     done(kube, "uninstall", RELEASE)
     left = everything(kube)
     assert left == {("Secret", name) for name in keys}
+    if keys:
+        # Installed again, it takes up the keys that callers have.
+        done(kube, "install", RELEASE, str(CHART), *values)
+        found = {n: s["data"] for n, s in objects_of(kube, "Secret").items() if n.endswith("-keys")}
+        assert found == keys
+        done(kube, "uninstall", RELEASE)
     for secret in keys:
         remove(kube, f"/api/v1/namespaces/{NAMESPACE}/secrets/{secret}")
+
+
+def test_helm_test_shows_what_the_test_found(kube: Cluster) -> None:
+    done(kube, "install", RELEASE, str(CHART), "--values", str(values_file("minimal")))
+    with kubelet(kube, kube.certificates, "hps is well\n") as machine:
+        ending = threading.Thread(target=machine.end_well, args=("hps-test",))
+        ending.start()
+        printed = done(kube, "test", RELEASE, "--logs", "--timeout", "100s")
+        ending.join()
+    assert printed.count("hps is well") == 1
+    assert "Phase:          Succeeded" in printed
+    done(kube, "uninstall", RELEASE)
+    remove(kube, f"/api/v1/namespaces/{NAMESPACE}/secrets/hps-keys")
+    remove(kube, f"{PODS}/hps-test")
+
+
+def test_a_scaler_s_release_begins_with_one_pod(kube: Cluster) -> None:
+    """As docs/kubernetes.md says of switching one on."""
+    values = ("--values", str(values_file("minimal")), "--set", "auth.existingSecret=keys")
+    scaled = ("--set", "lookup.autoscaling.enabled=true")
+    done(kube, "install", RELEASE, str(CHART), *values)
+    assert replicas(kube) == 2
+    done(kube, "upgrade", RELEASE, str(CHART), *values, *scaled)
+    assert replicas(kube) == 1
+    path = f"/apis/apps/v1/namespaces/{NAMESPACE}/statefulsets/hps-lookup/scale"
+    _, scale = kube.ask(path)
+    scale["spec"]["replicas"] = 5
+    assert kube.ask(path, scale, verb="PUT")[0] == 200
+    done(kube, "upgrade", RELEASE, str(CHART), *values, *scaled, "--set", "drain.seconds=5")
+    assert replicas(kube) == 5, "what the scaler chose stays"
+    done(kube, "uninstall", RELEASE)
+
+
+def replicas(kube: Cluster) -> int:
+    (nodes,) = objects_of(kube, "StatefulSet").values()
+    return int(nodes["spec"]["replicas"])
 
 
 def template(workload: Any) -> Any:

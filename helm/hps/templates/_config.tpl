@@ -43,10 +43,19 @@ refused, since one of the two would silently not act.
 {{- if ne $security.protocol "PLAINTEXT" -}}{{- $_ := set $options "security.protocol" $security.protocol -}}{{- end -}}
 {{- with $security.mechanism -}}{{- $_ := set $options "sasl.mechanism" . -}}{{- end -}}
 {{- if $security.caKey -}}{{- $_ := set $options "ssl.ca.location" "/etc/hps/kafka/ca.crt" -}}{{- end -}}
-{{- if $options -}}{{- $_ := set $kafka "options" $options -}}{{- end -}}
-{{- if hasPrefix "SASL_" $security.protocol -}}
-{{- $_ := set $kafka "options_files" (dict "sasl.username" "/etc/hps/kafka/username" "sasl.password" "/etc/hps/kafka/password") -}}
+{{- if $security.certificateKey -}}
+{{- $_ := merge $options (dict "ssl.certificate.location" "/etc/hps/kafka/tls.crt" "ssl.key.location" "/etc/hps/kafka/tls.key") -}}
 {{- end -}}
+{{- if hasPrefix "SASL_" $security.protocol -}}
+{{- $files := dict "sasl.password" "/etc/hps/kafka/password" -}}
+{{- if $security.username -}}
+{{- $_ := set $options "sasl.username" $security.username -}}
+{{- else -}}
+{{- $_ := set $files "sasl.username" "/etc/hps/kafka/username" -}}
+{{- end -}}
+{{- $_ := set $kafka "options_files" $files -}}
+{{- end -}}
+{{- if $options -}}{{- $_ := set $kafka "options" $options -}}{{- end -}}
 {{- if $values.ingest.enabled -}}{{- $_ := set $kafka "shared_writer" "ingest" -}}{{- end -}}
 {{- $set := dict "models" (dict "repository" "/var/lib/hps/models") "server" $server "auth" $auth "tiers" $tiers -}}
 {{- if $kafka -}}{{- $_ := set $set "updates" (dict "kafka" $kafka) -}}{{- end -}}
@@ -71,6 +80,11 @@ refused, since one of the two would silently not act.
 {{- $set | toJson -}}
 {{- end -}}
 
+{{/* Whether rows come by Kafka, so far as the values know. */}}
+{{- define "hps.streams" -}}
+{{- if or (include "hps.kafka" .) (dig "updates" "kafka" dict .Values.config) -}}yes{{- end -}}
+{{- end -}}
+
 {{/* Lays `over` over `base`, in place. With `path` a setting that is in both is refused. */}}
 {{- define "hps.overlay" -}}
 {{- range $key, $value := .over -}}
@@ -89,6 +103,11 @@ refused, since one of the two would silently not act.
 
 {{- define "hps.config" -}}
 {{- $config := dict "server" (dict "log_format" "json") "tiers" (dict "cpu_cache" (dict "snapshot" (dict "path" "/var/lib/hps/data/hot-keys"))) -}}
+{{- if include "hps.streams" . -}}
+{{- /* Releases that share a Kafka would share its partitions, too, if their groups had one name. */ -}}
+{{- $group := printf "hps.%s.%s" .Release.Namespace (include "hps.fullname" .) -}}
+{{- $_ := set $config "updates" (dict "kafka" (dict "shared_group" $group)) -}}
+{{- end -}}
 {{- include "hps.overlay" (dict "base" $config "over" (deepCopy .Values.config) "path" "") -}}
 {{- include "hps.overlay" (dict "base" $config "over" (include "hps.config.chart" . | fromJson) "path" "config") -}}
 {{- $config | toYaml -}}
@@ -135,8 +154,22 @@ refused, since one of the two would silently not act.
 {{- if and $values.kafka.security.mechanism (not (hasPrefix "SASL_" $values.kafka.security.protocol)) -}}
 {{- fail "kafka.security.mechanism: is SASL's; set kafka.security.protocol to SASL_SSL or SASL_PLAINTEXT" -}}
 {{- end -}}
-{{- if and $values.kafka.security.caKey (not $values.kafka.security.existingSecret) -}}
-{{- fail "kafka.security.caKey: is a key of kafka.security.existingSecret; set that" -}}
+{{- with $values.kafka.security -}}
+{{- if and .caKey (not (or .caSecret .existingSecret)) -}}
+{{- fail "kafka.security.caKey: is a key of kafka.security.caSecret or existingSecret; set one of them" -}}
+{{- end -}}
+{{- if and .caSecret (not .caKey) -}}
+{{- fail "kafka.security.caSecret: say by kafka.security.caKey which of its keys are the roots" -}}
+{{- end -}}
+{{- if ne (empty .certificateKey) (empty .keyKey) -}}
+{{- fail "kafka.security.certificateKey: goes with kafka.security.keyKey; set both or neither" -}}
+{{- end -}}
+{{- if and .certificateKey (not .existingSecret) -}}
+{{- fail "kafka.security.certificateKey: is a key of kafka.security.existingSecret; set that" -}}
+{{- end -}}
+{{- if and (or .caKey .certificateKey) (not (has .protocol (list "SSL" "SASL_SSL"))) -}}
+{{- fail (printf "kafka.security.protocol: %s has no certificates; set SSL or SASL_SSL, or leave out caKey and certificateKey" .protocol) -}}
+{{- end -}}
 {{- end -}}
 {{- if and (ne $values.kafka.security.protocol "PLAINTEXT") (not $kafka) -}}
 {{- fail "kafka.security: there is no Kafka; set kafka.bootstrapServers" -}}
@@ -156,6 +189,20 @@ refused, since one of the two would silently not act.
 {{- if and $values.lookup.checkpoints.enabled (not $values.lookup.checkpoints.volume) -}}
 {{- fail "lookup.checkpoints.volume: say where checkpoints are kept, a claim with ReadWriteMany" -}}
 {{- end -}}
+{{- if and $values.service.headless (ne $values.service.type "ClusterIP") -}}
+{{- fail (printf "service.headless: a %s has an address; set service.type=ClusterIP" $values.service.type) -}}
+{{- end -}}
+{{- if and $values.gateway.enabled (not $values.gateway.parentRefs) -}}
+{{- fail "gateway.parentRefs: name the Gateway, as [{name: public, namespace: gateways}]" -}}
+{{- end -}}
+{{- if and $values.gateway.enabled (not (or $values.gateway.hosts $values.gateway.grpcHosts)) -}}
+{{- fail "gateway.hosts: name the hosts for HTTP, or gateway.grpcHosts those for gRPC" -}}
+{{- end -}}
+{{- range $host := $values.gateway.hosts -}}
+{{- if has $host $values.gateway.grpcHosts -}}
+{{- fail (printf "gateway.grpcHosts: %s is in gateway.hosts too, and a Gateway takes one kind of route for a name; give gRPC a name of its own" $host) -}}
+{{- end -}}
+{{- end -}}
 {{- if and $values.existingConfigMap $values.config -}}
 {{- fail "config: existingConfigMap takes its place; use one of the two" -}}
 {{- end -}}
@@ -166,6 +213,19 @@ refused, since one of the two would silently not act.
 {{- $own := index $values $role -}}
 {{- if and $own.autoscaling.enabled $own.keda.enabled -}}
 {{- fail (printf "%s.keda.enabled: KEDA makes an autoscaler of its own; set %s.autoscaling.enabled=false" $role $role) -}}
+{{- end -}}
+{{- with $own.autoscaling -}}
+{{- if and .enabled (not (or .targetCPU .targetMemory .podMetrics)) -}}
+{{- fail (printf "%s.autoscaling: nothing is looked at; set targetCPU, targetMemory or podMetrics" $role) -}}
+{{- end -}}
+{{- end -}}
+{{- with $own.keda -}}
+{{- if and .enabled (not (or .threshold .targetCPU .triggers)) -}}
+{{- fail (printf "%s.keda: there is no trigger; set threshold, targetCPU or triggers" $role) -}}
+{{- end -}}
+{{- if and .enabled (eq (int .minReplicas) 0) (not .triggers) -}}
+{{- fail (printf "%s.keda.minReplicas: with 0 nothing would ever start again, since pods tell their load themselves; set 1, or triggers of yours that ask others" $role) -}}
+{{- end -}}
 {{- end -}}
 {{- if lt (int $own.keda.maxReplicas) (int $own.keda.minReplicas) -}}
 {{- fail (printf "%s.keda.maxReplicas: is %d, below minReplicas %d" $role (int $own.keda.maxReplicas) (int $own.keda.minReplicas)) -}}

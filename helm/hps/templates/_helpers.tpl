@@ -23,14 +23,19 @@ app.kubernetes.io/component: {{ . }}
 {{- end }}
 {{- end -}}
 
-{{- define "hps.labels" -}}
+{{/* Of pods: nothing that another version of the chart alone would change, since that replaces them. */}}
+{{- define "hps.podLabels" -}}
 {{ include "hps.selector" . }}
-app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
 {{- with .root.Values.commonLabels }}
 {{ toYaml . }}
 {{- end }}
+{{- end -}}
+
+{{- define "hps.labels" -}}
+{{ include "hps.podLabels" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
 {{- end -}}
 
 {{/* An object's metadata: root, role, suffix of its name, more labels, more annotations. */}}
@@ -52,11 +57,24 @@ annotations:
 {{- $image := .root.Values.image -}}
 {{- $name := $image.repository -}}
 {{- if $image.registry }}{{ $name = printf "%s/%s" $image.registry $name }}{{ end -}}
-{{- if $image.digest -}}
-{{- printf "%s@%s" $name $image.digest -}}
+{{- $digest := $image.digest -}}
+{{- if gt (int .gpus) 0 }}{{ $digest = default $digest $image.gpuDigest }}{{ end -}}
+{{- if $digest -}}
+{{- printf "%s@%s" $name $digest -}}
 {{- else -}}
 {{- printf "%s:%s%s" $name (default .root.Chart.AppVersion $image.tag) (ternary $image.gpuSuffix "" (gt (int .gpus) 0)) -}}
 {{- end -}}
+{{- end -}}
+
+{{/* Where pods may be: root, and a role's own values if it has any. */}}
+{{- define "hps.placement" -}}
+{{- $own := default (dict) .own -}}
+{{- with merge (dict) (default (dict) $own.nodeSelector) .root.Values.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with concat .root.Values.tolerations (default (list) $own.tolerations) }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}
 
 {{- define "hps.serviceAccount" -}}
@@ -78,6 +96,12 @@ annotations:
 {{/* The role that clients ask, and that has the networks. */}}
 {{- define "hps.way-in" -}}
 {{- ternary "frontend" "lookup" .Values.frontend.enabled -}}
+{{- end -}}
+
+{{/* Prometheus' job of the release: alerts know jobs of ours by `hps` in their names. */}}
+{{- define "hps.job-name" -}}
+{{- $name := include "hps.fullname" . -}}
+{{- contains "hps" $name | ternary $name (printf "hps-%s" $name) -}}
 {{- end -}}
 
 {{/* Name of a service within the cluster. */}}

@@ -9,6 +9,9 @@ enableServiceLinks: false
 imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
 securityContext: {{- toYaml .Values.podSecurityContext | nindent 2 }}
+{{- with include "hps.placement" (dict "root" .) | trim }}
+{{ . }}
+{{- end }}
 volumes:
   - {name: tmp, emptyDir: {}}
   {{- if .Values.tls.enabled }}

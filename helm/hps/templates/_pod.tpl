@@ -36,17 +36,30 @@ projected:
         items: [{key: {{ $values.redis.tls.caKey }}, path: redis/ca.crt}]
     {{- end }}
     {{- with $values.kafka.security }}
-    {{- if and .existingSecret (ne .protocol "PLAINTEXT") }}
+    {{- $items := list }}
+    {{- if hasPrefix "SASL_" .protocol }}
+    {{- if not .username }}
+    {{- $items = append $items (dict "key" .usernameKey "path" "kafka/username") }}
+    {{- end }}
+    {{- $items = append $items (dict "key" .passwordKey "path" "kafka/password") }}
+    {{- end }}
+    {{- if .certificateKey }}
+    {{- $items = append $items (dict "key" .certificateKey "path" "kafka/tls.crt") }}
+    {{- $items = append $items (dict "key" .keyKey "path" "kafka/tls.key") }}
+    {{- end }}
+    {{- $ca := dict "key" .caKey "path" "kafka/ca.crt" }}
+    {{- if and .caKey (not .caSecret) }}
+    {{- $items = append $items $ca }}
+    {{- end }}
+    {{- with $items }}
     - secret:
-        name: {{ .existingSecret }}
-        items:
-          {{- if hasPrefix "SASL_" .protocol }}
-          - {key: {{ .usernameKey }}, path: kafka/username}
-          - {key: {{ .passwordKey }}, path: kafka/password}
-          {{- end }}
-          {{- if .caKey }}
-          - {key: {{ .caKey }}, path: kafka/ca.crt}
-          {{- end }}
+        name: {{ $values.kafka.security.existingSecret }}
+        items: {{- toYaml . | nindent 10 }}
+    {{- end }}
+    {{- if and .caKey .caSecret }}
+    - secret:
+        name: {{ .caSecret }}
+        items: {{- toYaml (list $ca) | nindent 10 }}
     {{- end }}
     {{- end }}
 {{- end -}}
@@ -163,8 +176,12 @@ lacks it. */}}
   command: [tritonserver]
   args:
     - --model-repository=/models
+    # For the server beside it alone: Triton asks nobody for a key.
+    - --http-address=127.0.0.1
     - --http-port=9000
+    - --grpc-address=127.0.0.1
     - --grpc-port=9001
+    - --metrics-address=0.0.0.0
     - --metrics-port=9002
     - --disable-auto-complete-config
     {{- if eq (dig "dense" "triton" "shared_memory" "none" .Values.config) "system" }}
@@ -174,15 +191,15 @@ lacks it. */}}
     {{- toYaml . | nindent 4 }}
     {{- end }}
   ports:
-    - {name: triton-http, containerPort: 9000}
-    - {name: triton-grpc, containerPort: 9001}
     - {name: triton-metrics, containerPort: 9002}
   startupProbe:
-    httpGet: {path: /v2/health/live, port: triton-http}
+    exec: {command: [curl, --fail, --silent, --output, /dev/null, "http://127.0.0.1:9000/v2/health/live"]}
+    timeoutSeconds: 5
     periodSeconds: 5
     failureThreshold: 120
   livenessProbe:
-    httpGet: {path: /v2/health/live, port: triton-http}
+    exec: {command: [curl, --fail, --silent, --output, /dev/null, "http://127.0.0.1:9000/v2/health/live"]}
+    timeoutSeconds: 5
     periodSeconds: 10
     failureThreshold: 6
   securityContext: {{- toYaml .Values.securityContext | nindent 4 }}
@@ -206,19 +223,25 @@ lacks it. */}}
   image: {{ .image }}
   imagePullPolicy: {{ $values.image.pullPolicy }}
   args:
-    {{- if eq .role "ingest" }}
-    - ingest
-    {{- else }}
-    - serve
-    - --role
-    - {{ ternary "all" .role $whole }}
-    {{- end }}
+    - {{ ternary "ingest" "serve" (eq .role "ingest") }}
     - --config
     - /etc/hps/config.yaml
     {{- with $own.extraArgs }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
-  {{- with concat $values.extraEnv $own.extraEnv }}
+  {{- $env := concat $values.extraEnv $own.extraEnv }}
+  {{- if ne .role "ingest" }}
+  {{- /* Not an argument: for whatever is run beside the server, as `kubectl exec … hps doctor`, too. */}}
+  {{- $env = prepend $env (dict "name" "HPS__SERVER__ROLE" "value" (ternary "all" .role $whole)) }}
+  {{- end }}
+  {{- $grouped := hasKey (dig "updates" "kafka" dict $values.config) "group" }}
+  {{- if and (eq .role "lookup") (include "hps.streams" .root) (not (or $grouped $values.existingConfigMap)) }}
+  {{- /* A node's name among the readers of Kafka, whatever the releases are that share one. */}}
+  {{- $pod := dict "name" "POD_NAME" "valueFrom" (dict "fieldRef" (dict "fieldPath" "metadata.name")) }}
+  {{- $group := dict "name" "HPS__UPDATES__KAFKA__GROUP" "value" (printf "%s.$(POD_NAME)" .root.Release.Namespace) }}
+  {{- $env = concat (list $pod $group) $env }}
+  {{- end }}
+  {{- with $env }}
   env: {{- toYaml . | nindent 4 }}
   {{- end }}
   {{- with $values.extraEnvFrom }}
@@ -272,7 +295,7 @@ lacks it. */}}
 {{- $pod := dict "root" .root "role" .role "image" $image "gpu" $gpu -}}
 metadata:
   labels:
-    {{- include "hps.labels" . | nindent 4 }}
+    {{- include "hps.podLabels" . | nindent 4 }}
     # Of servers, in contrast to the release's jobs.
     hps.metrics: "true"
     {{- with $own.podLabels }}
@@ -334,26 +357,20 @@ spec:
     {{- with $values.extraVolumes }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
-  {{- with $own.nodeSelector }}
-  nodeSelector: {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- with $own.tolerations }}
-  tolerations: {{- toYaml . | nindent 4 }}
+  {{- with include "hps.placement" (dict "root" .root "own" $own) | trim }}
+  {{- . | nindent 2 }}
   {{- end }}
   {{- with $own.affinity }}
   affinity: {{- toYaml . | nindent 4 }}
   {{- end }}
   topologySpreadConstraints:
-    {{- if $values.topologySpreadConstraints }}
-    {{- toYaml $values.topologySpreadConstraints | nindent 4 }}
-    {{- else }}
+    {{- $spread := $values.topologySpreadConstraints }}
+    {{- if not $spread }}
     {{- range list "kubernetes.io/hostname" "topology.kubernetes.io/zone" }}
-    - maxSkew: 1
-      topologyKey: {{ . }}
-      whenUnsatisfiable: ScheduleAnyway
-      labelSelector:
-        matchLabels:
-          {{- $selector | nindent 10 }}
+    {{- $spread = append $spread (dict "maxSkew" 1 "topologyKey" . "whenUnsatisfiable" "ScheduleAnyway") }}
     {{- end }}
+    {{- end }}
+    {{- range $spread }}
+    - {{- toYaml (hasKey . "labelSelector" | ternary . (set (deepCopy .) "labelSelector" (dict "matchLabels" ($selector | fromYaml)))) | nindent 6 }}
     {{- end }}
 {{- end -}}

@@ -13,6 +13,7 @@ import confluent_kafka as ck
 
 from hps.config.update_settings import KafkaSettings
 from hps.errors import Unavailable
+from hps.updates.kafka.credentials import Credentials
 from hps.updates.source import DeadLetter
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class DeadLetterTopic:
 
     def __init__(self, settings: KafkaSettings) -> None:
         self._topic = settings.dead_letters
+        self._credentials = Credentials(settings)
         self._producer = ck.Producer(
             {
                 **client_options(settings.brokers),
@@ -78,6 +80,7 @@ class DeadLetterTopic:
 
     def keep(self, letters: Sequence[DeadLetter]) -> None:
         """Raises Unavailable when Kafka does not acknowledge all of them in time."""
+        self._credentials.renew(self._producer)
         for letter in self._send(letters):
             # Kafka refuses a whole batch of messages for its size.
             for large in self._send([letter]):

@@ -13,6 +13,7 @@ from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-d
 from hps.config.update_settings import KafkaSettings
 from hps.updates.arrivals import Arrivals
 from hps.updates.kafka.client import client_log, client_options
+from hps.updates.kafka.credentials import Credentials
 from hps.updates.stream_places import Place
 
 log = logging.getLogger(__name__)
@@ -41,11 +42,13 @@ class WaitingMessages:
         # Of a reader that does not know yet what there is: of topics that are not there, it has everything.
         self._places: Mapping[Place, int] = {(topic, 0): 0 for topic in topics}
         self._known = False
+        self._credentials = Credentials(settings)
         self._admin = AdminClient(
             {**client_options(settings.brokers), **settings.client_options()}, logger=client_log
         )
 
     def look(self) -> None:
+        self._credentials.renew(self._admin)
         places, at_s = self._applied(), time.monotonic()
         ends: dict[Place, int] = {}
         try:

@@ -19,6 +19,7 @@ from hps.errors import BadRequest, ConfigError, Unavailable
 from hps.tiers.positions import StreamPosition
 from hps.tracing import recorder
 from hps.updates.kafka.client import ANSWER_S, client_log, reader_options
+from hps.updates.kafka.credentials import Credentials
 from hps.updates.kafka.hps_group import committed, hps_group
 from hps.updates.kafka.messages import Messages, traceparents
 from hps.updates.source import UpdateBatch
@@ -28,6 +29,9 @@ log = logging.getLogger(__name__)
 
 Begin = Callable[[str, int], int | None]
 """``begin(topic, partition)``: the first offset that may not be applied yet; None: of none is it certain."""
+
+Lost = Callable[[str, int], None]
+"""``lost(topic, messages)``."""
 
 _MOST_MESSAGES = 256
 # A broker's answers bring several partitions one after the other; a batch costs more than a wait.
@@ -48,7 +52,9 @@ class KafkaSource:
         topics: Topics,
         begin: Begin,
         since_s: float | None = None,
+        lost: Lost = lambda _topic, _messages: None,
     ) -> None:
+        """``lost`` is told of messages that Kafka has dropped before they were applied."""
         self._settings = settings
         self._hps_group = hps_group(group) if settings.hps_offsets else None
         self._hps_offsets: Mapping[tuple[str, int], int] | None = None
@@ -56,6 +62,7 @@ class KafkaSource:
         """What Kafka said last, until messages come again."""
         self._begin = begin
         self._since_s = since_s
+        self._lost = lost
         self._next: dict[tuple[str, int], int] = {}  # what is polled next
         self._jumped: set[tuple[str, int]] = set()  # by an operator's seek, until committed
         self._committed: dict[tuple[str, int], int] = {}
@@ -69,6 +76,7 @@ class KafkaSource:
         self._looked_at = 0.0
         self._unplaced: list[ck.TopicPartition] = []
         self._messages = Messages(topics, settings.max_message_bytes, settings.max_ahead_s)
+        self._credentials = Credentials(settings)
         try:
             self._consumer = ck.Consumer(
                 {
@@ -91,6 +99,7 @@ class KafkaSource:
 
     def poll(self, timeout_s: float) -> UpdateBatch | None:
         """See `UpdateSource`. Raises Unavailable while it cannot be told where to begin."""
+        self._credentials.renew(self._consumer)
         self._place()
         self._rise()
         self._look()
@@ -237,8 +246,9 @@ class KafkaSource:
             each = self._unplaced[-1]
             offset = self._begin(each.topic, each.partition)
             low = self._watermarks(each)[0]
-            if offset is not None:
-                _warn_of_gap(each, offset, low)
+            gap = 0 if offset is None else max(0, low - offset)
+            if gap:
+                _warn_of_gap(each, low - gap, low)
             place = each.topic, each.partition
             self._jumped.discard(place)
             self._seek(*place, self._first(each) if offset is None else offset)
@@ -248,6 +258,8 @@ class KafkaSource:
             self._committed[place] = self._next[place]
             self._consumer.resume([each])
             self._unplaced.pop()
+            if gap:
+                self._lost(each.topic, gap)
 
     def _first(self, partition: ck.TopicPartition) -> int:
         """Where to begin when nobody knows."""
@@ -320,12 +332,11 @@ class KafkaSource:
 
 
 def _warn_of_gap(partition: ck.TopicPartition, offset: int, low: int) -> None:
-    if low > offset:
-        log.error(
-            "%s/%d: Kafka keeps messages from %d on, but %d to %d were not applied yet and are gone; "
-            "load the model's files again, or raise the topic's retention",
-            partition.topic, partition.partition, low, offset, low - 1,
-        )  # fmt: skip
+    log.error(
+        "%s/%d: Kafka keeps messages from %d on, but %d to %d were not applied yet and are gone; "
+        "load the model's files again, or raise the topic's retention",
+        partition.topic, partition.partition, low, offset, low - 1,
+    )  # fmt: skip
 
 
 def _text(error: Exception) -> str:

@@ -1,0 +1,50 @@
+"""SASL's user and password of clients that live long: read again from their files, so that they may change
+without a restart."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from hps.config.secrets import Secret
+from hps.config.update_settings import KafkaSettings
+
+log = logging.getLogger(__name__)
+
+# Kubernetes brings a changed secret within a minute or two.
+_LOOK_EVERY_S = 2.0
+_NAMES = "sasl.username", "sasl.password"
+
+
+class Credentials:
+    """Those of one client, which one thread at a time may renew."""
+
+    def __init__(self, settings: KafkaSettings) -> None:
+        """Raises ConfigError when a file cannot be read."""
+        given, files = settings.options, settings.options_files
+        self._secrets = [
+            Secret(
+                str(given[name]) if name in given else None,
+                files.get(name),
+                f"updates.kafka.options_files.{name}",
+            )
+            for name in _NAMES
+        ]
+        self._may_change = any(name in files for name in _NAMES)
+        self._used = self._now()
+        self._looked_at = time.monotonic()
+
+    def renew(self, client: Any) -> None:
+        """Have ``client`` (of confluent-kafka) say at its next connection what the files say now."""
+        if not self._may_change or time.monotonic() - self._looked_at < _LOOK_EVERY_S:
+            return
+        self._looked_at = time.monotonic()
+        now = self._now()
+        if now != self._used and None not in now:
+            client.set_sasl_credentials(*now)
+            self._used = now
+            log.info("Kafka's user and password were read again: their files have changed")
+
+    def _now(self) -> list[str | None]:
+        return [secret.now() for secret in self._secrets]
