@@ -16,7 +16,7 @@ from typing import Any
 
 from hps import metric_names as m
 from hps.config import Configuration, Settings, as_configuration
-from hps.config.certificates import client_context
+from hps.config.certificates import ClientCertificates
 from hps.config.lookup_settings import LookupSettings
 from hps.config.secrets import Secret
 from hps.dense.fallback import Fallback
@@ -206,7 +206,7 @@ class _Connecting:
             in_flight=settings.in_flight,
             retries=settings.retries,
             timeout_s=settings.timeout_ms / 1e3,
-            attempt_s=None if settings.attempt_ms is None else settings.attempt_ms / 1e3,
+            attempt_s=settings.attempt_ms / 1e3,
             budget=self._budget,
             meter=LookupMeter(self._metrics, *of),
         )
@@ -253,12 +253,15 @@ class _Connecting:
         return [((each.address,), float(read(each))) for each in self._nodes.all]
 
 
-def certificates(lookup: LookupSettings) -> Certificates | None:
+def certificates(lookup: LookupSettings) -> Callable[[], Certificates] | None:
+    """Those of the settings, whenever they are asked for; None: plain text."""
     tls = lookup.tls
     if tls is None:
         return None
-    files = tls.ca_file, tls.key_file, tls.certificate_file
-    client_context(
-        "lookup.tls", tls.ca_file, tls.certificate_file, tls.key_file
-    )  # says what is wrong
-    return Certificates(*[None if path is None else path.read_bytes() for path in files])
+    files = ClientCertificates("lookup.tls", tls.ca_file, tls.certificate_file, tls.key_file)
+
+    def now() -> Certificates:
+        roots, chain, key = files.now()
+        return Certificates(roots, key, chain)
+
+    return now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import ssl
 from base64 import b64decode
@@ -9,6 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from hps.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 _PEM = re.compile(rb"-----BEGIN CERTIFICATE-----(.+?)-----END CERTIFICATE-----", re.S)
 _VERSION, _UTC_TIME = 0xA0, 0x17
@@ -37,6 +40,42 @@ def client_context(
     return context
 
 
+class ClientCertificates:
+    """What `client_context` takes, as PEM, from files that may be renewed while it is used. One thread at a
+    time."""
+
+    def __init__(
+        self, setting: str, ca: Path | None, certificate: Path | None, key: Path | None
+    ) -> None:
+        """Raises ConfigError as `client_context`, and for a folder."""
+        self._setting, self._files = setting, (ca, certificate, key)
+        self._problem = ""
+        self._contents = self._read()
+        client_context(setting, *self._files)
+
+    def now(self) -> tuple[bytes | None, bytes | None, bytes | None]:
+        """Roots, certificate and key at the moment, None where there is no file; what they were, as long as
+        the files cannot be used, which is logged once."""
+        try:
+            contents = self._read()
+            if contents != self._contents:
+                client_context(self._setting, *self._files)
+                log.info("%s: certificates read again", self._setting)
+            self._contents, self._problem = contents, ""
+        except ConfigError as error:
+            if str(error) != self._problem:
+                self._problem = str(error)
+                log.error("the former certificates stay in use: %s", error)
+        return self._contents
+
+    def _read(self) -> tuple[bytes | None, bytes | None, bytes | None]:
+        try:
+            ca, certificate, key = [path and path.read_bytes() for path in self._files]
+        except OSError as error:
+            raise unusable(self._setting, str(error.filename), error) from None
+        return ca, certificate, key
+
+
 def check_current(setting: str, certificate: Path) -> None:
     """ConfigError when the first certificate of the file is valid no more."""
     found = _PEM.search(certificate.read_bytes())
@@ -47,6 +86,17 @@ def check_current(setting: str, certificate: Path) -> None:
         raise ConfigError(
             f"{setting}: {certificate} was valid until {end:%Y-%m-%d %H:%M} UTC; renew the certificate"
         )
+
+
+def expiry(certificates: Path, *, roots: bool = False) -> float | None:
+    """Until when the certificates of a file are valid, Unix seconds: the first that ends, or of ``roots``,
+    where the next ones stand beside those of today, the last. None when none can be read."""
+    try:
+        found = _PEM.findall(certificates.read_bytes())
+        ends = [valid_until(b64decode(each)).timestamp() for each in found]
+    except (OSError, ValueError, IndexError):
+        return None
+    return (max if roots else min)(ends, default=None)
 
 
 def unusable(setting: str, used: str, error: Exception) -> ConfigError:

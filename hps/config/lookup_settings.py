@@ -55,8 +55,8 @@ class LookupSettings(Strict):
     """How many other nodes a lookup is sent to when one fails."""
     timeout_ms: float = Field(1_000.0, gt=0)
     """Longest wait for a lookup without a deadline of its own."""
-    attempt_ms: float | None = Field(None, gt=0)
-    """Longest wait for one node before another one is asked; null: half of the time there is left."""
+    attempt_ms: float = Field(1_000.0, gt=0)
+    """Longest wait for one node before another one is asked; never more than half of the time there is left."""
     ejection: EjectionSettings = EjectionSettings()
     """When a node that fails is left out, and for how long."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
+from hps.tracing import Origin
 from hps.types import EmbeddingTable, KeyArray, LookupRequest, LookupResult, Pooling
 
 
@@ -51,8 +52,13 @@ class LookupModel:
     max_table_keys: Mapping[str, int] = field(default_factory=dict)
 
 
-# A prepared lookup: the keys of each feature, ``(n,) int64`` in the request's order, and the deadline.
-Submit = Callable[[Sequence[KeyArray], float | None], "Future[LookupResult]"]
+class Submit(Protocol):
+    """A prepared lookup, begun with the keys of each feature, ``(n,) int64`` in the request's order, the
+    deadline, and on whose behalf. What is recorded of that (`Origin.is_recorded`) is not prepared."""
+
+    def __call__(
+        self, keys: Sequence[KeyArray], deadline: float | None, origin: Origin | None = None, /
+    ) -> Future[LookupResult]: ...
 
 
 class Lookup(Protocol):

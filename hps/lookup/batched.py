@@ -53,14 +53,17 @@ class BatchedLookup:
         batches = [(name, keys.batch) for name, keys in request.features.items()]
         bare = replace(request, features={})
 
-        def submit(keys: Sequence[KeyArray], deadline: float | None) -> Future[LookupResult]:
+        def submit(
+            keys: Sequence[KeyArray], deadline: float | None, origin: Origin | None = None, /
+        ) -> Future[LookupResult]:
             if batcher.is_idle:
-                return batcher.began(alone(keys, deadline))
+                return batcher.began(alone(keys, deadline, origin))
             features = {
                 name: JaggedKeys(mine, batch)
                 for (name, batch), mine in zip(batches, keys, strict=True)
             }
-            return batcher.submit(replace(bare, features=features, deadline=deadline))
+            asked = replace(bare, features=features, deadline=deadline, origin=origin)
+            return batcher.submit(asked)
 
         return submit
 

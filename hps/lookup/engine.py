@@ -26,7 +26,7 @@ from hps.meters import LookupMeter
 from hps.metrics import Metrics
 from hps.tiers.base import Part, Tier
 from hps.tiers.fused import fused
-from hps.tracing import timed
+from hps.tracing import Origin, timed
 from hps.types import (
     EmbeddingTable,
     IndexArray,
@@ -116,7 +116,9 @@ class LookupEngine:
         bare = replace(request, features={})
         from_memory = form if form is not None and form.inline else None
 
-        def submit(keys: Sequence[KeyArray], deadline: float | None) -> Future[LookupResult]:
+        def submit(
+            keys: Sequence[KeyArray], deadline: float | None, origin: Origin | None = None, /
+        ) -> Future[LookupResult]:
             found = None
             if from_memory is not None and not _is_past(deadline):
                 found = from_memory(keys)
@@ -126,7 +128,8 @@ class LookupEngine:
                 name: JaggedKeys(mine, batch)
                 for (name, batch), mine in zip(batches, keys, strict=True)
             }
-            return self._rest(replace(bare, features=features, deadline=deadline), found)
+            asked = replace(bare, features=features, deadline=deadline, origin=origin)
+            return self._rest(asked, found)
 
         return submit
 

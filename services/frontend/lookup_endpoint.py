@@ -55,7 +55,7 @@ class LookupEndpoint:
             self._freshness.require()
         if form.prepared is not None and (call.origin is None or not call.origin.is_recorded):
             submit, call.batch = form.prepared
-            return submit([*call.inputs.values()], deadline)
+            return submit([*call.inputs.values()], deadline, call.origin)
         request = self.request(call, deadline)
         if not request.features:
             return Done(LookupResult({}))

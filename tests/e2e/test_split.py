@@ -18,6 +18,7 @@ from hps.updates.topics import native_topic
 from tests.integration.conftest import RANKING, network
 from tests.support.deployment import Deployment, Load, Part, by_grpc, by_http
 from tests.support.kafka_brokers import SEES_NEW_TOPICS_SOON, make_topic, shared_broker, unique
+from tests.support.prometheus import alerts, filled, looking_at, queries
 from tests.support.redis_servers import need
 from tests.support.waiting import until
 
@@ -208,6 +209,47 @@ def test_scores_follow_updates_and_are_the_same_by_all_ways(deployment, model):
     assert ingest.counted("hps_update_rows_total") >= len(ITEMS)
 
 
+# What dashboards show of other deployments: of failures, GPUs, workers, batches, refusals, certificates, and of
+# a model that was served a day ago or has been loaded again.
+ELSEWHERE = {"freshness: none"}
+# Alerts that a slow or crowded machine may be right to raise.
+OF_THE_MACHINE = {
+    "HpsLatencyHigh",
+    "HpsQueueLong",
+    "HpsStoreSlow",
+    "HpsMemoryNearLimit",
+    "HpsDiskFull",
+}
+
+
+def test_dashboards_find_what_they_show_and_no_alert_is_raised(
+    deployment, model, program, tmp_path
+):
+    """By a real Prometheus that looks at every role."""
+    unknown = [
+        {**each, "data": [9999, 3, 3]} if each["name"] == "user" else each for each in inputs_of()
+    ]
+    targets = [part.admin for part in deployment.parts]
+    with looking_at(program("prometheus"), tmp_path, targets) as prometheus:
+        with load(deployment, model) as running, ExitStack() as stack:
+            ask = by_http(model.name, unknown, stack)(deployment.frontends[0].http)
+            ask()
+            until(lambda: len(prometheus.ask("hps_lookup_keys_total")) > 0)
+            ask()
+            until(
+                lambda: prometheus.ask(
+                    filled('rate(hps_feature_keys_total{result="defaulted"}[1m])')
+                )
+            )
+            running.more()
+        asked = list(queries())
+        empty = {title for title, query in asked if not prometheus.ask(query)}
+        assert len(asked) > 80
+        assert empty == ELSEWHERE
+        raised = {name for name, query in alerts().items() if prometheus.ask(query)}
+        assert raised <= OF_THE_MACHINE
+
+
 def test_every_replica_is_replaced_while_requests_come(deployment, model):
     with load(deployment, model) as running:
         for part in (*deployment.lookups, *deployment.frontends):
@@ -222,13 +264,34 @@ def test_a_lookup_node_is_killed_while_requests_come(deployment, model):
         gone.kill()
         running.more(200)
         for part in deployment.frontends:
-            states = {node["address"]: node["state"] for node in part.status()["lookup_nodes"]}
-            assert states[gone.grpc] in ("unreachable", "ejected")
+            assert states(part)[gone.grpc] in ("unreachable", "ejected")
             assert part.ready
         gone.start()  # as whoever looks after processes does; nobody else does anything
         gone.wait()
         until(deployment.all_asked)
     assert len(running.answers) == 1
+
+
+def test_a_lookup_node_hangs_while_requests_come(deployment, model):
+    """As one does whose machine is lost: connections stay, nothing comes by them."""
+    hangs = deployment.lookups[1]
+    with load(deployment, model) as running:
+        hangs.pause()
+        try:
+            for part in deployment.frontends:
+                until(lambda part=part: states(part)[hangs.grpc] in ("unreachable", "ejected"))
+                assert part.ready
+            running.more(200)
+        finally:
+            hangs.go_on()
+        until(deployment.all_asked)
+        running.more()
+    assert len(running.answers) == 1
+
+
+def states(part):
+    """Of its lookup nodes, by their address."""
+    return {node["address"]: node["state"] for node in part.status()["lookup_nodes"]}
 
 
 def test_another_version_comes_while_requests_come(deployment, model, settings, tmp_path):

@@ -157,16 +157,16 @@ def by_lookup(channel):
         lookup_pb2.LookupRequest.SerializeToString,
         lookup_pb2.LookupResponse.FromString,
     )
-    keys = [
-        lookup_pb2.Keys(name=name, keys=np.array(values).tobytes())
-        for name, values in (("user", USERS), ("item", ITEMS))
-    ]
-    request = lookup_pb2.LookupRequest(model="clicks", keys=keys)
+    given = {"user": USERS, "item": ITEMS}
+    names = [lookup_pb2.Keys(name=name, count=len(keys)) for name, keys in given.items()]
+    asked = lookup_pb2.Asked(model="clicks", names=names).SerializeToString()
+    keys = np.concatenate([*given.values()]).tobytes()
+    request = lookup_pb2.LookupRequest(asked=asked, keys=keys)
 
     def ask():
         answer = call(request, timeout=60)
         assert not answer.defaulted
-        return str(answer.version), tuple(each.vectors for each in answer.vectors)
+        return str(answer.version), answer.vectors
 
     return ask
 

@@ -15,11 +15,18 @@ import hps
 from benchmarks.peers.process import free_ports
 from benchmarks.peers.triton import start_triton
 from hps.config import configuration_from
+from hps.config.server_settings import GrpcSettings, ServerSettings
 from hps.errors import DeadlineExceeded, ModelError, Unavailable
 from hps.models.repository import Repository
 from hps.triton.export import MODEL_FILES, export_dense
+from services.frontend.auth import OpenGuard
+from services.frontend.grpc.server import GrpcServer
+from services.frontend.state import State
 from tests.integration.conftest import network
+from tests.support.certificates import made
+from tests.support.tls_relay import tls_relay
 from tests.support.waiting import until
+from tests.unit.services.frontend.grpc.conftest import Running
 
 MODEL, TWO = "clicks", "two"
 RNG = np.random.default_rng(3)
@@ -119,6 +126,30 @@ def test_many_threads(opened, triton, way):
 
 
 @pytest.mark.parametrize("way", ["gRPC", "HTTP"])
+def test_behind_a_front_end(opened, triton, small_repository, way):
+    """Rows are a lookup node's, networks run in Triton: what connects to both has neither."""
+    here, state = opened(), State()
+    state.serve(here)
+    node = Running(GrpcServer(GrpcSettings(port=0), state, ServerSettings(), OpenGuard()))
+    settings = {
+        "models": {"repository": str(small_repository)},
+        "lookup": {"nodes": [node.server.url], "timeout_ms": 60_000},
+        "dense": {"triton": {**WAYS[way](triton), "timeout_ms": 60_000}},
+    }
+    try:
+        with hps.connect(settings, wait_s=60) as front:
+            for batch in (0, 1, 5, 64):
+                asked = request(batch)
+                ours, theirs = scores(here, asked), scores(front, asked)
+                assert ours.keys() == theirs.keys()
+                for name, values in ours.items():
+                    np.testing.assert_allclose(theirs[name], values, atol=1e-6)
+    finally:
+        node.stop(at_once=True)
+        node.join()
+
+
+@pytest.mark.parametrize("way", ["gRPC", "HTTP"])
 def test_the_version_that_is_named_answers(opened, triton, way):
     def answer(**target):
         node = opened(**WAYS[way](triton), models={MODEL: {"name": TWO, **target}})
@@ -129,6 +160,42 @@ def test_the_version_that_is_named_answers(opened, triton, way):
     np.testing.assert_allclose(answer(version="1"), ours, atol=1e-4)
     np.testing.assert_allclose(answer(version="2"), -2 * ours, atol=1e-4)
     np.testing.assert_allclose(answer(), -2 * ours, atol=1e-4)  # Triton's choice is the latest
+
+
+@pytest.fixture(scope="module")
+def secured(triton, tmp_path_factory):
+    """By protocol, where that Triton is spoken to over TLS; and the files of who may."""
+    folder = tmp_path_factory.mktemp("certificates")
+    ca, other = made(folder, "ca"), made(folder, "other")
+    server = made(folder, "server", ["IP:127.0.0.1"], ca)
+    key, certificate = made(folder, "client", (), ca)
+    files = {"ca_file": ca[1], "certificate_file": certificate, "key_file": key}
+    with (
+        tls_relay(triton.address, server, ca) as http,
+        tls_relay(triton.grpc, server, ca, "h2") as grpc,
+    ):
+        yield {"http": http, "grpc": grpc}, files, {"ca_file": other[1]}
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_over_tls(opened, secured, protocol):
+    addresses, files, _ = secured
+    asked = request(5)
+    there = opened(url=addresses[protocol], protocol=protocol, tls=files)
+    np.testing.assert_allclose(
+        scores(there, asked)["score"], scores(opened(), asked)["score"], atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+@pytest.mark.parametrize("lacks", ["trust", "certificate", "TLS"])
+def test_tls_that_is_not_agreed_on(opened, secured, protocol, lacks, caplog):
+    addresses, files, stranger = secured
+    tls = {"trust": files | stranger, "certificate": {"ca_file": files["ca_file"]}, "TLS": None}
+    node = opened(url=addresses[protocol], protocol=protocol, tls=tls[lacks], retries=0)
+    assert f"Triton at {addresses[protocol]} cannot be reached yet" in caplog.text
+    with pytest.raises(Unavailable, match="certificate verify" if lacks == "trust" else ""):
+        scores(node, request(1))
 
 
 def test_requests_take_turns_over_the_channels(opened, triton):

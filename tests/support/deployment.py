@@ -95,6 +95,16 @@ class Part:
             self._process.wait()
             self._process = None
 
+    def pause(self) -> None:
+        """Nothing is done any more, and nobody told."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """After `pause`."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
     def terminate(self) -> int:
         """SIGTERM; the exit code."""
         assert self._process is not None

@@ -15,6 +15,11 @@ class RetryBudget:
         self._most = self._left = float(reserve)
         self._lock = threading.Lock()
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether none may be sent again at the moment."""
+        return self._left < 1.0
+
     def earn(self) -> None:
         """A lookup came."""
         if self._left < self._most:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+from hps.lookup.remote.asked import Asked
 from hps.lookup.remote.targets import Target
-from hps.types import JaggedKeys, LookupRequest, LookupResult
+from hps.types import LookupResult, VectorArray
 
 
 class Attempt(NamedTuple):
@@ -21,35 +21,39 @@ class Attempt(NamedTuple):
 
 
 class Call:
-    """A lookup on its way; ``tried`` are the nodes it was sent to."""
+    """A lookup on its way; ``tried`` are the nodes it was sent to. ``headers`` tell of its trace."""
 
     __slots__ = (
         "answer",
-        "asked",
         "deadline",
         "failure",
-        "features",
+        "headers",
         "message",
-        "request",
+        "of",
+        "out",
+        "sent",
         "started",
         "tried",
     )
 
     def __init__(
         self,
-        request: LookupRequest,
-        features: Mapping[str, JaggedKeys],
+        of: Asked,
         message: bytes,
+        started: float,
         deadline: float,
+        out: Mapping[str, VectorArray] | None,
+        headers: Mapping[str, str] | None,
     ) -> None:
-        self.request = request
-        self.features = features
+        self.of = of
         self.message = message
         self.deadline = deadline
-        self.started = time.monotonic()
+        self.started = started
+        self.out = out
+        self.headers = headers
         self.tried: list[Target] = []
         self.failure = ""
-        self.asked: Any = None
+        self.sent: Any = None
         self.answer: Future[LookupResult] = Future()
 
     def fail(self, error: BaseException) -> None:

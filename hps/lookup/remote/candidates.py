@@ -40,6 +40,7 @@ class Candidates:
         if self._different and not self._same:
             raise ModelError(next(iter(self._different.values())))
         nodes.watch(self.compare)
+        nodes.look(tell=True)  # what has changed in between
 
     def close(self) -> None:
         """Follow the nodes no more."""

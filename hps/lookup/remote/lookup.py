@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,17 +18,18 @@ import grpc
 
 from hps.errors import BadRequest, DeadlineExceeded, HpsError, Unavailable
 from hps.lookup.base import Feature, Submit
-from hps.lookup.checks import check_keys, check_out_names, check_sizes, check_targets, unknown
+from hps.lookup.remote.asked import Asked, offsets_and_weights
 from hps.lookup.remote.budget import RetryBudget
 from hps.lookup.remote.call import Attempt, Call
 from hps.lookup.remote.candidates import Candidates
-from hps.lookup.remote.messages import decoded, encoded
 from hps.lookup.remote.picking import LeastBusy, Picker
+from hps.lookup.remote.questions import Questions
 from hps.lookup.remote.targets import details_of
 from hps.lookup.traced import traced
 from hps.meters import LookupMeter
 from hps.metrics import Metrics
-from hps.types import EmbeddingTable, JaggedKeys, KeyArray, LookupRequest, LookupResult, Source
+from hps.tracing import Origin
+from hps.types import EmbeddingTable, KeyArray, LookupRequest, LookupResult, VectorArray
 
 _Code = grpc.StatusCode
 # Another node may answer.
@@ -69,14 +69,14 @@ class RemoteLookup:
         in_flight: int = 1024,
         retries: int = 2,
         timeout_s: float = 1.0,
-        attempt_s: float | None = None,
+        attempt_s: float = 1.0,
         budget: RetryBudget | None = None,
         meter: LookupMeter | None = None,
     ) -> None:
         """``in_flight``: lookups under way, beyond which they are refused. ``retries``: how many other nodes
         may be asked, as long as the ``budget`` lasts. ``timeout_s``: of a request without a deadline.
-        ``attempt_s``: how long one node is waited for while there is another one; half of the time left if
-        None.
+        ``attempt_s``: how long one node is waited for while another one may be asked; never more than half of
+        the time that is left.
         """
         self.model = model = candidates.model
         self._candidates = candidates
@@ -84,10 +84,9 @@ class RemoteLookup:
         self._most, self._under_way = in_flight, 0
         self._retries, self._timeout_s, self._attempt_s = retries, timeout_s, attempt_s
         self._budget = budget or RetryBudget(in_flight)
-        self._meter = meter or LookupMeter(Metrics(), model.name, model.version)
-        self._by_table = {
-            name: Feature(name, table, pooling="none") for name, table in model.tables.items()
-        }
+        self._questions = Questions(
+            model, meter or LookupMeter(Metrics(), model.name, model.version)
+        )
         self._lock = threading.Lock()
 
     @property
@@ -104,15 +103,12 @@ class RemoteLookup:
 
     def prepare(self, request: LookupRequest) -> Submit:
         """See ``Lookup.prepare``."""
-        batches = [(name, keys.batch) for name, keys in request.features.items()]
-        self._checked(request)
+        asked, _ = self._questions.asked(request)
 
-        def submit(keys: Sequence[KeyArray], deadline: float | None) -> Future[LookupResult]:
-            features = {
-                name: JaggedKeys(mine, batch)
-                for (name, batch), mine in zip(batches, keys, strict=True)
-            }
-            return self.submit(replace(request, features=features, deadline=deadline))
+        def submit(
+            keys: Sequence[KeyArray], deadline: float | None, origin: Origin | None = None, /
+        ) -> Future[LookupResult]:
+            return self._begin(asked, asked.message(keys), deadline, None, origin)
 
         return submit
 
@@ -121,13 +117,27 @@ class RemoteLookup:
         return traced(self.model.name, request, self._submit)
 
     def _submit(self, request: LookupRequest) -> Future[LookupResult]:
-        features = self._checked(request)
+        asked, features = self._questions.asked(request)
+        keys = [each.keys for each in features.values()]
+        more = b"" if asked.are_keys_all else offsets_and_weights(features)
+        message = asked.message(keys, more)
+        return self._begin(asked, message, request.deadline, request.out, request.origin)
+
+    def _begin(
+        self,
+        asked: Asked,
+        message: bytes,
+        deadline: float | None,
+        out: Mapping[str, VectorArray] | None,
+        origin: Origin | None,
+    ) -> Future[LookupResult]:
         now = time.monotonic()
-        deadline = now + self._timeout_s if request.deadline is None else request.deadline
+        if deadline is None:
+            deadline = now + self._timeout_s
         if deadline <= now:
             raise DeadlineExceeded("the request's deadline had passed when it came")
-        message = encoded(self.model.name, self.model.version, request, features)
-        call = Call(request, features, message, deadline)
+        headers = None if origin is None else origin.headers()
+        call = Call(asked, message, now, deadline, out, headers)
         with self._lock:
             if self._under_way >= self._most:
                 raise Unavailable(
@@ -139,23 +149,6 @@ class RemoteLookup:
         call.answer.add_done_callback(partial(self._ended, call))
         self._ask(call)
         return call.answer
-
-    def _checked(self, request: LookupRequest) -> dict[str, JaggedKeys]:
-        """The request's keys, well formed. Raises BadRequest."""
-        known = self._by_table if request.by_table else self.model.features
-        if not request.features:
-            raise BadRequest(f"the request names no feature of model {self.model.name!r}")
-        for name in request.features:
-            if name not in known:
-                kind = "table" if request.by_table else "feature"
-                raise unknown(kind, name, known, self.model.name)
-        check_sizes(self.model, request)
-        found = {name: check_keys(known[name], keys) for name, keys in request.features.items()}
-        if out := request.out:
-            check_out_names(out, request, self.model.name)
-            for name, keys in found.items():
-                check_targets(known[name].table, [known[name]], [keys], out)
-        return found
 
     # -- asking ------------------------------------------------------------------------------------
 
@@ -177,19 +170,19 @@ class RemoteLookup:
         target = self._picker.pick(ready) if ready else others[0]
         now = time.monotonic()
         left_s = max(0.0, call.deadline - now)
-        is_last = len(ready) + len(others) == 1 or len(call.tried) >= self._retries
+        alone = len(ready) + len(others) == 1
+        is_last = alone or len(call.tried) >= self._retries or self._budget.is_spent
         if not is_last:
-            left_s = left_s / 2 if self._attempt_s is None else min(left_s, self._attempt_s)
+            left_s = min(left_s / 2, self._attempt_s)
         call.tried.append(target)
-        origin = call.request.origin
         try:
-            asked = target.start(call.message, left_s, {} if origin is None else origin.headers())
+            sent = target.start(call.message, left_s, call.headers)
         except ValueError:  # the node has left, or the process is ending
             call.failure = f"{target.address}: its connection has been closed"
             self._ask(call)
             return
-        call.asked = asked
-        asked.add_done_callback(partial(self._told, call, Attempt(target, now, is_last)))
+        call.sent = sent
+        sent.add_done_callback(partial(self._told, call, Attempt(target, now, is_last)))
 
     def _told(self, call: Call, attempt: Attempt, asked: Any) -> None:
         """A node answered."""
@@ -238,23 +231,19 @@ class RemoteLookup:
             call.fail(Unavailable(self._nobody(call)))
 
     def _finish(self, call: Call, response: Any) -> None:
-        known = self._by_table if call.request.by_table else self.model.features
-        result = decoded(response, known, call.features)
-        for name, into in (call.request.out or {}).items():
+        result = call.of.result(response)
+        for name, into in (call.out or {}).items():
             into[...] = result.vectors[name]
             result.vectors[name] = into
-        counted = [
-            (known[n].table, int(Source.REMOTE), len(k.keys)) for n, k in call.features.items()
-        ]
-        self._meter.counted(counted, time.monotonic() - call.started)
+        call.of.finished(time.monotonic() - call.started)
         if call.answer.set_running_or_notify_cancel():
             call.answer.set_result(result)
 
     def _ended(self, call: Call, answer: Future[LookupResult]) -> None:
         with self._lock:
             self._under_way -= 1
-        if answer.cancelled() and call.asked is not None:
-            call.asked.cancel()
+        if answer.cancelled() and call.sent is not None:
+            call.sent.cancel()
 
     def _nobody(self, call: Call) -> str:
         if call.failure:

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.5
 """How often each node is asked what it serves."""
 _ANSWER_S = 1.0
+# How long lookups may still come by a connection that has been replaced.
+_FAREWELL_S = 60.0
 # Not more often, however many lookups fail.
 _SOONEST_S = 0.02
 
@@ -33,17 +35,18 @@ class Nodes:
     def __init__(
         self,
         nodes: Sequence[str],
-        certificates: Certificates | None = None,
+        certificates: Callable[[], Certificates] | None = None,
         api_key: Secret | str | None = None,
         *,
         resolve_s: float = 5.0,
         resolve: Resolve | None = None,
     ) -> None:
-        """``nodes`` as in `lookup.nodes`. Without ``certificates`` plain text is spoken. ``api_key`` goes
-        with every call. Waits until each has answered once, or a second."""
-        self._credentials = None
-        if certificates is not None:
-            self._credentials = grpc.ssl_channel_credentials(*certificates)
+        """``nodes`` as in `lookup.nodes`. Without ``certificates`` plain text is spoken; those that are told
+        are used from then on. ``api_key`` goes with every call. Waits until each has answered once, or a
+        second."""
+        self._certificates = certificates
+        self._shown = None if certificates is None else certificates()
+        self._credentials = _credentials(self._shown)
         self._key = api_key if isinstance(api_key, Secret) else Secret(api_key, None, "")
         self._metadata: tuple[tuple[str, str], ...] = ()
         self._addresses = Addresses(nodes, resolve)
@@ -164,12 +167,24 @@ class Nodes:
 
     def _begin(self) -> None:
         """Ask each that has answered the question before."""
+        self._renew()
         key = self._key.now()
         self._metadata = () if key is None else (("x-api-key", key),)
         for target in self.all:
             if target not in self._looks:
                 self._looks[target] = asked = target.look(_ANSWER_S)
                 asked.add_done_callback(lambda done, target=target: self._told(target, done))
+
+    def _renew(self) -> None:
+        """Connect anew where certificates have been renewed; what is under way ends as it began."""
+        if self._certificates is None or (certificates := self._certificates()) == self._shown:
+            return
+        with self._lock:
+            self._shown, self._credentials = certificates, _credentials(certificates)
+            former = [target.connect(self._credentials) for target in self.all]
+        for connection in former:
+            if not self.later(_FAREWELL_S, connection.close):
+                connection.close()
 
     def _told(self, target: Target, asked: Any) -> None:
         """On a thread of gRPC's."""
@@ -206,3 +221,7 @@ class Nodes:
             if self._unknown.get(name) != problem:
                 log.warning("lookup nodes %s: %s; trying again", name, problem)
         self._unknown = dict(self._addresses.problems)
+
+
+def _credentials(certificates: Certificates | None) -> grpc.ChannelCredentials | None:
+    return None if certificates is None else grpc.ssl_channel_credentials(*certificates)

@@ -1,30 +1,17 @@
-"""A lookup node: a channel to it, kept open, and what is known of it."""
+"""A lookup node: the connection to it, and what is known of it."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 import grpc
 
 from hps.lookup.remote.addresses import Address
+from hps.lookup.remote.connection import Connection
 from hps.v1 import lookup_pb2 as pb
-
-_SERVICE, _WATCH = "hps.v1.Lookup", "/grpc.health.v1.Health/Watch"
-_OPTIONS: list[tuple[str, Any]] = [
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-    # A node that is back is to be asked again within a second.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    # How long an attempt to connect may take, in spite of its name.
-    ("grpc.min_reconnect_backoff_ms", 5000),
-    # One connection each, even where several are of one address.
-    ("grpc.use_local_subchannel_pool", 1),
-]
 
 Standing = Literal["ready", "not ready", "unreachable"]
 
@@ -76,39 +63,24 @@ class Target:
         self.retries = 0
         """Lookups that were sent to another node because this one failed."""
         self._lock = threading.Lock()
-        self._metadata = metadata
-        options = list(_OPTIONS)
-        if self.name is not None:
-            options.append(("grpc.default_authority", self.name))
-        if credentials is None:
-            self._channel = grpc.insecure_channel(self.address, options)
-        else:
-            if self.name is not None:
-                options.append(("grpc.ssl_target_name_override", self.name))
-            self._channel = grpc.secure_channel(self.address, credentials, options)
-        self._lookup = self._channel.unary_unary(
-            f"/{_SERVICE}/Lookup", response_deserializer=pb.LookupResponse.FromString
-        )
-        self._describe = self._channel.unary_unary(
-            f"/{_SERVICE}/Describe",
-            pb.DescribeRequest.SerializeToString,
-            pb.DescribeResponse.FromString,
-        )
-        self._watch = self._channel.unary_stream(_WATCH)
-        self._watching: Any = None
-        self._serving = self._channel.unary_unary(
-            f"/{_SERVICE}/Serving",
-            pb.ServingRequest.SerializeToString,
-            pb.ServingResponse.FromString,
-        )
+        self._at, self._metadata = at, metadata
+        self._connection = Connection(at, credentials)
+
+    def connect(self, credentials: grpc.ChannelCredentials | None) -> Connection:
+        """Have a new connection, with other ``credentials``; the former one, which is to be closed when its
+        calls have ended."""
+        former, self._connection = self._connection, Connection(self._at, credentials)
+        return former
 
     def start(
         self, message: bytes, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> Any:
         """A lookup begun, told of its trace by ``headers``; gRPC's future of a ``LookupResponse``. ValueError
         after ``close``."""
-        metadata = (*self._metadata(), *(headers or {}).items())
-        asked = self._lookup.future(message, timeout=timeout_s, metadata=metadata)
+        metadata = self._metadata()
+        if headers:
+            metadata = (*metadata, *headers.items())
+        asked = self._connection.lookup.future(message, timeout=timeout_s, metadata=metadata)
         with self._lock:
             self.in_flight += 1
         asked.add_done_callback(self._ended)
@@ -128,13 +100,14 @@ class Target:
     def describe(self, model: str, version: int, timeout_s: float) -> Any:
         """The node's ``DescribeResponse``; raises ``grpc.RpcError``."""
         request = pb.DescribeRequest(model=model, version=version)
-        return self._describe(request, timeout=timeout_s, metadata=tuple(self._metadata()))
+        return self._connection.describe(request, timeout=timeout_s, metadata=tuple(self._metadata()))
 
     def look(self, timeout_s: float) -> Any:
         """Begin to ask what it serves; gRPC's future, to be given to `looked` when it is done. ValueError
         after ``close``."""
         metadata = tuple(self._metadata())
-        return self._serving.future(pb.ServingRequest(), timeout=timeout_s, metadata=metadata)
+        serving = self._connection.serving
+        return serving.future(pb.ServingRequest(), timeout=timeout_s, metadata=metadata)
 
     def looked(self, asked: Any) -> bool:
         """Note what `look` found; whether anything has changed."""
@@ -146,23 +119,16 @@ class Target:
             }
             self.standing = "ready" if told.ready else "not ready"
             self.problem = "" if told.ready else "it is starting or shutting down"
-            self._keep_thread()
+            self._connection.keep_thread()
         else:
             # What it served last stays known: it may be this process that is slow.
             self.standing = "unreachable"
             self.problem = f"{asked.code().name}: {details_of(asked)}"
         return before != (self.standing, self.problem, self.models)
 
-    def _keep_thread(self) -> None:
-        """Have a call under way: where none is, gRPC begins a thread for each that comes, which costs as much
-        as a lookup does."""
-        if self._watching is None or self._watching.done():
-            with suppress(ValueError):  # closed
-                self._watching = self._watch(b"")
-
     def lacks(self, model: str, version: int) -> None:
         """It does not serve that any more: not to be asked for it until it says otherwise."""
         self.models = {of: each for of, each in self.models.items() if of != (model, version)}
 
     def close(self) -> None:
-        self._channel.close()
+        self._connection.close()

@@ -1,8 +1,4 @@
-"""``hps.v1.Lookup``: lookups for other machines, with a report of where each row came from.
-
-What comes is read by protobuf; keys are taken as they lie. Vectors are written behind a head each, and joined
-once: protobuf would copy them twice more.
-"""
+"""``hps.v1.Lookup``: lookups for other machines, with a report of where each row came from."""
 
 from __future__ import annotations
 
@@ -13,30 +9,24 @@ from time import perf_counter_ns
 from typing import Any
 
 import grpc
-import numpy as np
 
-from hps import metric_names as m
 from hps.config.auth import Role
 from hps.config.server_settings import ServerSettings
 from hps.errors import BadRequest
 from hps.lookup.base import LookupModel
 from hps.lookup.remote.messages import described
 from hps.tracing import Origin
-from hps.types import JaggedKeys, LookupRequest, LookupResult
+from hps.types import LookupRequest, LookupResult
 from hps.v1 import lookup_pb2 as pb
-from services.frontend import faults
 from services.frontend.auth import Guard
 from services.frontend.call import Call, Form
-from services.frontend.datatypes import DATATYPE_OF
-from services.frontend.errors import shown
 from services.frontend.grpc.arrivals import Arrivals, Direct, Reply
 from services.frontend.grpc.callers import Counted, check
 from services.frontend.grpc.failures import fail
 from services.frontend.grpc.methods import handlers_of
 from services.frontend.grpc.named import begun, named
-from services.frontend.grpc.packed import FLOAT32, INT64, numbers
 from services.frontend.grpc.pending import Pending, deadline_of
-from services.frontend.grpc.wire import field, varint
+from services.frontend.grpc.question import Question
 from services.frontend.state import Entry, State
 from services.frontend.statistics import queued_ns
 
@@ -46,9 +36,8 @@ _LOOKUP = ".lookup"
 Version = tuple[str, str]
 """A model and one of its versions."""
 
-# Fields of LookupResponse and Vectors by their tags.
-_VECTORS = 0x32
-_SOURCES, _VERSIONS, _VALUES = 0x22, 0x2A, 0x32
+# What was asked is kept, so much of it; longer ones are not worth their memory.
+_KEPT, _KEPT_BYTES = 256, 16_384
 
 
 class LookupService:
@@ -69,6 +58,8 @@ class LookupService:
         self._current: dict[Version, Entry] = {}
         self._former: dict[Version, Entry] = {}
         self._asked_by_version: set[Entry] = set()
+        # What was asked, by its bytes. It holds on to entries.
+        self._kept: dict[bytes, Question] = {}
         state.watch(self._describe_all)
 
     def _describe_all(self) -> None:
@@ -89,6 +80,7 @@ class LookupService:
         self._former = former
         entries = {*self._current.values(), *former.values()}
         self._asked_by_version &= entries
+        self._kept = {}
         self._digests = {entry: self._described(entry).digest for entry in entries}
 
     def _let_go(self, replaced: dict[Version, Entry]) -> None:
@@ -130,68 +122,77 @@ class LookupService:
             caller = check(self._guard, reply.context, "read")
             if (clients := self._state.admission.clients) is not None:
                 reply = Counted(reply, clients, caller)
-            request = _parsed(message)
-            entry = self._entry(request)
+            request = _parsed(pb.LookupRequest, message)
+            kept = self._kept  # another when other models are served
+            question = kept.get(request.asked)
+            if question is None:
+                asks = _parsed(pb.Asked, request.asked)
+                entry = self._entry(asks)
+                question = self._question(asks, entry)
+                _keep_in_mind(kept, request.asked, question)
+            entry = question.entry
             entry.freshness.require()
-            features = _features(request, self._max_keys)
+            keys = question.keys(request)
             parsed = perf_counter_ns()
             found = named("", reply.context)
             origin = begun(found, entry.name, started, self._state.observer)
             deadline = deadline_of(reply.context, self._timeout_s)
-            asked = LookupRequest(
-                features, deadline, request.report, by_table=request.by_table, origin=origin
-            )
-            start = partial(entry.served.engine.submit, asked)
+            asked: LookupRequest | None = None
+            if origin is None and question.prepared is not None:
+                start = partial(question.prepared, keys, deadline)
+            else:
+                features = question.features(request, keys)
+                asked = LookupRequest(
+                    features, deadline, question.report, None, question.by_table, origin
+                )
+                start = partial(entry.served.engine.submit, asked)
             future = entry.endpoint.admit(start, len(message), deadline)
         except Exception as error:
             fail(error, reply, self._state, "lookup", entry, started, origin=origin)
             return
-        end = partial(self._end, reply, entry, asked, started, parsed)
+        end = partial(self._end, reply, question, asked, started, parsed)
         self._pending.add(future, deadline, reply, end)
 
     def _end(
         self,
         reply: Reply,
-        entry: Entry,
-        asked: LookupRequest,
+        question: Question,
+        asked: LookupRequest | None,
         started: int,
         parsed: int,
         future: Future[LookupResult],
     ) -> None:
-        """Answer with what ``future`` has."""
+        """Answer with what ``future`` has. ``asked``: where it is to be told of."""
+        entry = question.entry
+        origin = None if asked is None else asked.origin
         try:
             result = future.result()
             inferred = perf_counter_ns()
-            served, freshness = entry.served, entry.freshness
+            freshness = entry.freshness
             stale_s = freshness.flag() if freshness.stale_s else result.stale_s
-            answer = encode(served.name, served.version, self._digest(entry), result, stale_s)
+            answer = question.answer(result, stale_s)
             done = perf_counter_ns()
-            batch = _batch(asked)
-            queued = queued_ns(future)
+            batch, queued = question.batch, queued_ns(future)
             entry.statistics.succeeded(batch, started, parsed, inferred, done, queued)
-            seconds = self._state.metrics.histogram(
-                m.REQUEST_SECONDS, "grpc", "lookup", entry.name, entry.version, "OK"
-            )
-            seconds.observe((done - started) * 1e-9)
-            if asked.origin is not None:
-                self._tell(entry, asked, batch, result, started, parsed, inferred, done)
+            question.observe((done - started) * 1e-9)
+            if asked is not None and origin is not None:
+                call = Call(Form(), {name: keys.keys for name, keys in asked.features.items()})
+                call.batch = batch
+                self._state.observer.answered(
+                    "grpc", origin, entry.endpoint, call, result, started, parsed, inferred, done
+                )
         except Exception as error:
-            fail(error, reply, self._state, "lookup", entry, started, origin=asked.origin)
+            fail(error, reply, self._state, "lookup", entry, started, origin=origin)
         else:
             reply.answer(answer)
+
+    def _question(self, asks: Any, entry: Entry) -> Question:
+        digest, metrics = self._digest(entry), self._state.metrics
+        return Question(asks, entry, digest, self._max_keys, metrics)
 
     def _digest(self, entry: Entry) -> int:
         """Of what is told of it; it may have been taken out of service by now."""
         return self._digests.get(entry) or int(self._described(entry).digest)
-
-    def _tell(
-        self, entry: Entry, asked: LookupRequest, batch: int, result: LookupResult, *instants: int
-    ) -> None:
-        """Have it in the log and in its trace."""
-        assert asked.origin is not None
-        call = Call(Form(), {name: given.keys for name, given in asked.features.items()})
-        call.batch = batch
-        self._state.observer.answered("grpc", asked.origin, entry.endpoint, call, result, *instants)
 
     def _entry(self, request: Any) -> Entry:
         version = str(request.version or "") or None
@@ -217,67 +218,17 @@ def _of(entry: Entry) -> Version:
     return entry.served.name, entry.version
 
 
-def _parsed(message: bytes) -> Any:
+def _keep_in_mind(kept: dict[bytes, Question], asked: bytes, question: Question) -> None:
+    if len(asked) <= _KEPT_BYTES:
+        question.prepare()
+        if len(kept) >= _KEPT:
+            kept.clear()
+        kept[asked] = question
+
+
+def _parsed(kind: Any, message: bytes) -> Any:
     try:
-        return pb.LookupRequest.FromString(message)
+        return kind.FromString(message)
     except Exception as error:  # the class of protobuf's depends on how protobuf was built
-        raise BadRequest(f"the message is no hps.v1.LookupRequest: {error}") from None
-
-
-def _batch(asked: LookupRequest) -> int:
-    """Samples, for statistics; every key of a table is one."""
-    if asked.by_table:
-        return max((len(keys.keys) for keys in asked.features.values()), default=0)
-    return max((keys.batch for keys in asked.features.values()), default=0)
-
-
-def _features(request: Any, max_keys: int) -> dict[str, JaggedKeys]:
-    """The keys of a request, by name. Raises ``BadRequest`` or ``TooLarge``."""
-    found: dict[str, JaggedKeys] = {}
-    total = 0
-    for each in request.keys:
-        name = each.name
-        if name in found:
-            raise BadRequest(f"{shown(name)} stands twice in the request")
-        keys = numbers(name, "keys", each.keys, INT64)
-        total += len(keys)
-        offsets = weights = None
-        batch = each.batch or len(keys)
-        if request.by_table and batch > len(keys):
-            raise BadRequest(
-                f"{shown(name)} is a table: {len(keys)} keys are no batch of {batch}; leave the batch out"
-            )
-        if packed := each.offsets:
-            offsets = numbers(name, "offsets", packed, INT64)
-            batch = len(offsets) - 1
-        if packed := each.weights:
-            weights = numbers(name, "weights", packed, FLOAT32)
-        found[name] = JaggedKeys(keys, batch, offsets, weights)
-    if total > max_keys:
-        raise faults.too_many_keys(total, max_keys)
-    return found
-
-
-def encode(model: str, version: int, digest: int, result: LookupResult, stale_s: int) -> bytes:
-    """The bytes of the ``LookupResponse`` that carries ``result``."""
-    head = pb.LookupResponse(
-        model=model,
-        version=version,
-        defaulted=result.defaulted,
-        degraded=result.degraded,
-        stale_s=stale_s,
-        digest=digest,
-    )
-    pieces: list[Any] = [head.SerializeToString()]
-    for name, vectors in result.vectors.items():
-        about = pb.Vectors(
-            name=name, datatype=DATATYPE_OF[vectors.dtype.num], dim=vectors.shape[1]
-        ).SerializeToString()
-        if (sources := result.sources.get(name)) is not None:
-            about += field(_SOURCES, sources.tobytes())
-            about += field(_VERSIONS, result.versions[name].tobytes())
-        about += b"%c%b" % (_VALUES, varint(vectors.nbytes))
-        pieces.append(b"%c%b%b" % (_VECTORS, varint(len(about) + vectors.nbytes), about))
-        if vectors.size:
-            pieces.append(np.ascontiguousarray(vectors))
-    return b"".join(pieces)
+        name = kind.DESCRIPTOR.full_name
+        raise BadRequest(f"the message is no {name}: {error}") from None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hps.config.certificates import client_context, valid_until
+from hps.config.certificates import ClientCertificates, client_context, valid_until
 from hps.errors import ConfigError
 from tests.support.certificates import expire, made
 
@@ -72,3 +72,35 @@ def test_an_end_beyond_2049(tmp_path: Path) -> None:
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     left = valid_until(ssl.PEM_cert_to_DER_cert(done.stdout)) - datetime.now(UTC)
     assert timedelta(days=19_999) < left < timedelta(days=20_001)
+
+
+def test_files_that_are_renewed(
+    pairs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While what they hold can't be used, what was before is."""
+    ca, certificate, key = (tmp_path / name for name in ("ca", "certificate", "key"))
+
+    def give(name: str) -> tuple[bytes, bytes, bytes]:
+        contents = [(pairs / f"{name}.{kind}").read_bytes() for kind in ("crt", "crt", "key")]
+        for path, content in zip((ca, certificate, key), contents, strict=True):
+            path.write_bytes(content)
+        return contents[0], contents[1], contents[2]
+
+    one = give("one")
+    files = ClientCertificates("x.tls", ca, certificate, key)
+    assert files.now() == one
+    key.write_bytes((pairs / "two.key").read_bytes())  # its certificate is not there yet
+    for _ in range(2):
+        assert files.now() == one
+    (record,) = caplog.records
+    assert "the former certificates stay in use: x.tls: " in record.getMessage()
+    assert files.now() == one
+    assert give("two") == files.now() != one
+    key.unlink()
+    assert files.now()[2] == (pairs / "two.key").read_bytes()
+    assert ClientCertificates("x.tls", None, None, None).now() == (None, None, None)
+
+
+def test_a_folder_is_no_file_of_roots(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"x\.tls: .* cannot be used: Is a directory"):
+        ClientCertificates("x.tls", tmp_path, None, None)

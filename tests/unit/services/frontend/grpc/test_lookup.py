@@ -47,13 +47,32 @@ def client(channel):
 
 
 def keys(name, *values, batch=0, **more):
-    packed = {key: value.tobytes() for key, value in more.items()}
-    return pb.Keys(name=name, keys=np.array(values, np.int64).tobytes(), batch=batch, **packed)
+    """One name's share of a request: what is said of it, and its numbers."""
+    if "offsets" in more:
+        batch = len(more["offsets"]) - 1
+    told = {f"has_{what}": True for what in more}
+    return pb.Keys(name=name, count=len(values), batch=batch, **told), {"keys": values, **more}
 
 
-def vectors(given):
-    dtype = {"FP32": np.float32, "FP16": np.float16}[given.datatype]
-    return np.frombuffer(given.vectors, dtype).reshape(-1, given.dim).tolist()
+def question(model, *given, **more):
+    """The request of these keys."""
+    dtypes = {"keys": np.int64, "offsets": np.int64, "weights": np.float32}
+    numbers = {
+        what: b"".join(np.array(n.get(what, ()), dtype).tobytes() for _, n in given)
+        for what, dtype in dtypes.items()
+    }
+    asked = pb.Asked(model=model, names=[name for name, _ in given], **more)
+    return pb.LookupRequest(asked=asked.SerializeToString(), **numbers)
+
+
+def vectors(answer, *dims, dtype=np.float32, rows=2):
+    """Of each name, which have so many rows."""
+    flat, found, at = np.frombuffer(answer.vectors, dtype), [], 0
+    for dim in dims:
+        found.append(flat[at : at + rows * dim].reshape(rows, dim).tolist())
+        at += rows * dim
+    assert at == len(flat)
+    return found
 
 
 def refused(call, *args, **kwargs):
@@ -63,42 +82,55 @@ def refused(call, *args, **kwargs):
 
 
 def test_features_in_the_request_order(client):
-    request = pb.LookupRequest(model="words", keys=[keys("right", 3, 4), keys("left", 1, 2)])
-    answer = client.lookup(request)
-    assert (answer.model, answer.version, answer.defaulted) == ("words", 1, 0)
-    assert [given.name for given in answer.vectors] == ["right", "left"]
-    assert vectors(answer.vectors[0]) == [row(3, 2), row(4, 2)]
-    assert vectors(answer.vectors[1]) == [row(1, 3), row(2, 3)]
-    assert not answer.vectors[0].sources
+    answer = client.lookup(question("words", keys("right", 3, 4), keys("left", 1, 2)))
+    assert (answer.version, answer.defaulted) == (1, 0)
+    assert vectors(answer, 2, 3) == [[row(3, 2), row(4, 2)], [row(1, 3), row(2, 3)]]
+    assert not answer.sources
+
+
+def test_requests_that_differ_in_their_numbers_alone(client, small):
+    """What they ask is read once, until other models are served."""
+    for key in (1, 2, 3):
+        answer = client.lookup(question("words", keys("right", key, 4), keys("left", 5, key)))
+        assert vectors(answer, 2, 3) == [[row(key, 2), row(4, 2)], [row(5, 3), row(key, 3)]]
+        defaulted = client.lookup(question("words", keys("left", key, 99)))
+        assert (defaulted.version, defaulted.defaulted) == (1, 1)
+    other_version(small, 2)
+    assert client.lookup(question("words", keys("left", 1, 99))).version == 2
 
 
 def test_the_report_has_sources_and_versions_of_every_key(client):
-    request = pb.LookupRequest(model="words", report=True, keys=[keys("left", 1, 15, 99)])
-    answer = client.lookup(request)
-    given = answer.vectors[0]
-    assert list(given.sources) == [Source.CPU, Source.ROCKSDB, Source.DEFAULT]
-    assert np.frombuffer(given.versions, np.uint64).tolist() == [ROW_VERSION, ROW_VERSION, 0]
-    assert answer.defaulted == 1
+    answer = client.lookup(
+        question("words", keys("left", 1, 15, 99), keys("right", 99, 2, 3), report=True)
+    )
+    sources = [Source.CPU, Source.ROCKSDB, Source.DEFAULT] + [Source.DEFAULT, Source.CPU, Source.CPU]
+    assert list(answer.sources) == sources
+    versions = [ROW_VERSION, ROW_VERSION, 0, 0, ROW_VERSION, ROW_VERSION]
+    assert np.frombuffer(answer.versions, np.uint64).tolist() == versions
+    assert answer.defaulted == 2
 
 
 def test_jagged_and_weighted_keys(client):
     offsets, weights = np.array([0, 2, 2, 3]), np.array([2, 4, 6], np.float32)
     given = keys("left", 1, 2, 3, offsets=offsets, weights=weights)
-    answer = client.lookup(pb.LookupRequest(model="words", keys=[given]))
+    even = keys("right", 4, 5, 6)
+    bags = keys("left", 1, 2, 3, offsets=np.array([0, 1, 3, 3]))
     a, b, c = (np.array(row(key, 3)) for key in (1, 2, 3))
-    assert vectors(answer.vectors[0]) == [(2 * a + 4 * b).tolist(), [0.0] * 3, (6 * c).tolist()]
+    weighted = [(2 * a + 4 * b).tolist(), [0.0] * 3, (6 * c).tolist()]
+    rights = [row(key, 2) for key in (4, 5, 6)]
+    answer = client.lookup(question("words", given, even))
+    assert vectors(answer, 3, 2, rows=3) == [weighted, rights]
+    answer = client.lookup(question("words", even, bags))
+    assert vectors(answer, 2, 3, rows=3) == [rights, [a.tolist(), (b + c).tolist(), [0.0] * 3]]
 
 
 def test_tables_of_half_precision(client):
-    request = pb.LookupRequest(model="halves", by_table=True, keys=[keys("half", 1, 2)])
-    given = client.lookup(request).vectors[0]
-    assert (given.name, given.datatype, given.dim) == ("half", "FP16", 4)
-    assert vectors(given) == [row(1, 4), row(2, 4)]
+    answer = client.lookup(question("halves", keys("half", 1, 2), by_table=True))
+    assert vectors(answer, 4, dtype=np.float16) == [[row(1, 4), row(2, 4)]]
 
 
 def test_no_keys_are_no_vectors(client):
-    answer = client.lookup(pb.LookupRequest(model="words", keys=[keys("left")]))
-    assert vectors(answer.vectors[0]) == []
+    assert client.lookup(question("words", keys("left"))).vectors == b""
 
 
 def test_what_can_be_looked_up(client):
@@ -116,29 +148,55 @@ def test_what_can_be_looked_up(client):
 @pytest.mark.parametrize(
     ("request_", "code", "text"),
     [
-        (pb.LookupRequest(model="none"), "NOT_FOUND", "unknown model: 'none.lookup'"),
-        (pb.LookupRequest(model="words", version=9), "NOT_FOUND", "version 9 is not found"),
-        (pb.LookupRequest(model="words"), "INVALID_ARGUMENT", "names no feature"),
+        (question("none"), "NOT_FOUND", "unknown model: 'none.lookup'"),
+        (question("words", version=9), "NOT_FOUND", "version 9 is not found"),
+        (question("words"), "INVALID_ARGUMENT", "names no feature"),
         (
-            pb.LookupRequest(model="words", keys=[keys("lift", 1)]),
+            question("words", keys("lift", 1)),
             "INVALID_ARGUMENT",
             "has no feature 'lift'; did you mean 'left'",
         ),
         (
-            pb.LookupRequest(model="words", keys=[keys("left", 1), keys("left", 2)]),
+            question("words", keys("left", 1), keys("left", 2)),
             "INVALID_ARGUMENT",
             '"left" stands twice',
         ),
         (
-            pb.LookupRequest(model="words", keys=[pb.Keys(name="left", keys=b"\0" * 9)]),
+            question("words", (pb.Keys(name="left", count=2), {"keys": [1]})),
             "INVALID_ARGUMENT",
-            'keys of "left": 9 bytes are no int64 numbers, which take 8 each',
+            "keys: 8 bytes are not the 2 int64 numbers that 'asked' tells of",
         ),
         (
-            pb.LookupRequest(model="words", keys=[keys("left", 1, offsets=np.array([0, 5]))]),
+            question("words", (pb.Keys(name="left", count=-1), {})),
+            "INVALID_ARGUMENT",
+            '"left": count -1 and batch 0 must not be negative',
+        ),
+        (
+            question("words", (pb.Keys(name="left", batch=-1), {})),
+            "INVALID_ARGUMENT",
+            "must not be negative",
+        ),
+        (
+            question("words", (pb.Keys(name="left", batch=2**63 - 1, has_offsets=True), {})),
+            "INVALID_ARGUMENT",
+            "offsets: 0 bytes are not the",
+        ),
+        (
+            question("words", (pb.Keys(name="left", has_weights=True, count=1), {"keys": [1]})),
+            "INVALID_ARGUMENT",
+            "weights: 0 bytes are not the 1 float32 numbers",
+        ),
+        (
+            question("words", (pb.Keys(name="left", count=2**62), {})),
+            "INVALID_ARGUMENT",
+            "keys",
+        ),
+        (
+            question("words", keys("left", 1, offsets=np.array([0, 5]))),
             "INVALID_ARGUMENT",
             "offsets run from 0 to 5",
         ),
+        (pb.LookupRequest(asked=b"\xff"), "INVALID_ARGUMENT", "the message is no hps.v1.Asked"),
     ],
 )
 def test_requests_at_fault(client, request_, code, text):
@@ -149,14 +207,14 @@ def test_requests_at_fault(client, request_, code, text):
 
 def test_too_many_keys(serve):
     with grpc.insecure_channel(serve(max_keys=3).server.url) as channel:
-        request = pb.LookupRequest(model="words", keys=[keys("left", 1, 2, 3, 4)])
+        request = question("words", keys("left", 1, 2, 3, 4))
         code, text = refused(Client(channel).lookup, request)
     assert code == "INVALID_ARGUMENT"
     assert "carries 4 keys" in text
 
 
 def test_keys_of_callers_are_asked_for(serve, key_guard):
-    request = pb.LookupRequest(model="words", keys=[keys("left", 1)])
+    request = question("words", keys("left", 1))
     with grpc.insecure_channel(serve(key_guard).server.url) as channel:
         client = Client(channel)
         assert refused(client.lookup, request)[0] == "UNAUTHENTICATED"
@@ -166,16 +224,16 @@ def test_keys_of_callers_are_asked_for(serve, key_guard):
 
 def test_a_lookup_ends_at_its_deadline(client, small):
     small.store.gate.clear()
-    request = pb.LookupRequest(model="words", keys=[keys("left", 15)])
+    request = question("words", keys("left", 15))
     assert refused(client.lookup, request, timeout=0.05)[0] == "DEADLINE_EXCEEDED"
     small.store.gate.set()
     assert client.lookup(request).vectors
 
 
 def test_keys_of_tables_count_each(client, small):
-    client.lookup(pb.LookupRequest(model="words", by_table=True, keys=[keys("left", 1, 2, 3)]))
+    client.lookup(question("words", keys("left", 1, 2, 3), by_table=True))
     for given in (keys("left", batch=2**63 - 1), keys("left", 1, batch=2)):
-        request = pb.LookupRequest(model="words", by_table=True, keys=[given])
+        request = question("words", given, by_table=True)
         code, text = refused(client.lookup, request)
         assert (code, "leave the batch out" in text) == ("INVALID_ARGUMENT", True)
     counted = small.state.entries["words.lookup"].statistics
@@ -188,9 +246,9 @@ def test_lookups_are_told_of_in_the_log(client, small, caplog):
     caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     given = [("x-request-id", "r-1"), ("traceparent", caller)]
     for by_table in (False, True):
-        request = pb.LookupRequest(model="words", by_table=by_table, keys=[keys("left", 1, 99)])
+        request = question("words", keys("left", 1, 99), by_table=by_table)
         client.lookup(request, metadata=given)
-    refused(client.lookup, pb.LookupRequest(model="words", keys=[keys("lift", 1)]))
+    refused(client.lookup, question("words", keys("lift", 1)))
     until(lambda: len(caplog.records) == 3)
     first, second, third = (record.args for record in caplog.records)
     for each in (first, second):
@@ -201,8 +259,8 @@ def test_lookups_are_told_of_in_the_log(client, small, caplog):
 
 
 def test_lookups_count_as_requests(client, small):
-    client.lookup(pb.LookupRequest(model="words", keys=[keys("left", 1, 2)]))
-    refused(client.lookup, pb.LookupRequest(model="words", keys=[keys("lift", 1)]))
+    client.lookup(question("words", keys("left", 1, 2)))
+    refused(client.lookup, question("words", keys("lift", 1)))
     counted = small.state.entries["words.lookup"].statistics
     until(lambda: counted.fail_count)
     assert (counted.success_count, counted.inferences) == (1, 2)
@@ -242,14 +300,14 @@ def test_a_version_that_was_replaced_is_answered_for_on(client, small):
     """Where somebody asks for it by its number."""
     later = []
     small.state.later = lambda seconds, work: later.append((seconds, work))
-    first = pb.LookupRequest(model="words", version=1, keys=[keys("left", 1)])
+    first = question("words", keys("left", 1), version=1)
     other_version(small, 2)
     assert refused(client.lookup, first)[0] == "NOT_FOUND"  # nobody did
     other_version(small, 1)
     assert client.lookup(first).version == 1
     other_version(small, 2)
     assert client.lookup(first).version == 1
-    assert client.lookup(pb.LookupRequest(model="words", keys=[keys("left", 1)])).version == 2
+    assert client.lookup(question("words", keys("left", 1))).version == 2
     assert served_by(client)[1] == {("words", 2, False), ("words", 1, True)}
     seconds, let_go = later[-1]
     assert seconds == ModelsSettings().linger_s
@@ -260,7 +318,7 @@ def test_a_version_that_was_replaced_is_answered_for_on(client, small):
 
 def test_a_model_that_was_unloaded_is_not_answered_for(client, small):
     small.state.later = lambda _seconds, _work: None
-    first = pb.LookupRequest(model="words", version=1, keys=[keys("left", 1)])
+    first = question("words", keys("left", 1), version=1)
     client.lookup(first)
     small.node.models = {n: m for n, m in small.node.models.items() if n != "words"}
     small.state.serve(small.node)

@@ -82,8 +82,9 @@ def test_lookups_for_other_nodes_wait_in_the_same_line(small, stub):
     url = stub(running=1).url
     entry = small.state.entries["words.lookup"]
     small.store.gate.clear()
-    given = lookup_pb2.Keys(name="left", keys=np.array([12]).tobytes())
-    asked = lookup_pb2.LookupRequest(model="words", keys=[given])
+    names = [lookup_pb2.Keys(name="left", count=1)]
+    said = lookup_pb2.Asked(model="words", names=names).SerializeToString()
+    asked = lookup_pb2.LookupRequest(asked=said, keys=np.array([12]).tobytes())
     with grpc.insecure_channel(url) as channel:
         lookup = channel.unary_unary(
             "/hps.v1.Lookup/Lookup",
@@ -94,7 +95,7 @@ def test_lookups_for_other_nodes_wait_in_the_same_line(small, stub):
         until(lambda: (entry.endpoint.running, entry.endpoint.waiting) == (1, 1))
         small.store.gate.set()
         for call in calls:
-            assert len(call.result().vectors) == 1
+            assert len(call.result().vectors) == 3 * 4
     until(lambda: entry.statistics.success_count == 2)
     assert entry.statistics.queue_ns > 0  # and not the network's
 

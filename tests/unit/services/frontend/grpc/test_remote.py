@@ -130,8 +130,11 @@ def test_vectors_go_where_the_caller_says(remote):
 
 def test_a_prepared_lookup(remote):
     submit = remote.prepare(LookupRequest({"item": JaggedKeys(np.array([1, 2]), 2)}))
-    found = submit([np.array([3, 4])], None).result()
-    assert found.vectors["item"].tolist() == [row(3, 2), row(4, 2)]
+    for keys in ([3, 4], [5, -1], [4, 3]):
+        found = submit([np.array(keys)], None).result()
+        wanted = [row(key, 2) if key > 0 else [0.5, 0.5] for key in keys]
+        assert found.vectors["item"].tolist() == wanted
+        assert found.defaulted == keys.count(-1)
 
 
 @pytest.mark.parametrize(
@@ -350,14 +353,14 @@ class Impostor(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(lambda _request, _context: told)
 
 
-@pytest.mark.parametrize("given", [{"dim": 7}, {"name": "other"}, {"datatype": "FP16"}, None])
+@pytest.mark.parametrize(
+    "given", [{"vectors": bytes(13)}, {"sources": b"xx"}, {"versions": bytes(9)}, {"sources": b""}]
+)
 def test_an_answer_that_does_not_fit_is_an_error(connect, small, given):
     model = model_of(small.node.models["words"])
     told = described(model)
-    answer = pb.LookupResponse(digest=told.digest)
-    if given is not None:
-        right = {"name": "left", "datatype": "FP32", "dim": 3, "vectors": bytes(12)}
-        answer.vectors.add(**{**right, **given})
+    right = {"vectors": bytes(12), "sources": b"x", "versions": bytes(8)}
+    answer = pb.LookupResponse(digest=told.digest, **{**right, **given})
     server = grpc.server(ThreadPoolExecutor(2))
     handler = Impostor(told, answer)
     server.add_generic_rpc_handlers((handler,))
@@ -366,7 +369,7 @@ def test_an_answer_that_does_not_fit_is_an_error(connect, small, given):
     try:
         remote = connect(f"127.0.0.1:{port}", described=model)
         with pytest.raises(HpsError, match="a lookup node answered"):
-            remote.lookup(left(1))
+            remote.lookup(replace(left(1), want_source=True))
     finally:
         server.stop(None).wait()
 
@@ -414,6 +417,25 @@ def test_a_node_that_hangs_is_passed_over(two, connect):
             assert remote.lookup(request).vectors["item"].tolist() == [row(15, 2)]
         hangs.store.gate.set()
     assert sum(node.retries for node in nodes_of(remote)) >= 1
+
+
+def test_without_retries_a_node_has_all_of_the_time(two, connect):
+    (first, _), (second, _) = two
+    for small in (first, second):
+        small.memory.insert = lambda *_args: None
+        small.store.gate.clear()
+    spent = connect(*[url for _, url in two], attempt_s=0.05, budget=RetryBudget(0))
+    request = LookupRequest({"item": JaggedKeys(np.array([15]), 1)}, time.monotonic() + 60)
+    asked = spent.submit(request)
+    refused = connect(*[url for _, url in two], attempt_s=0.05, retries=0).submit(request)
+    with pytest.raises(DeadlineExceeded):  # two are asked, neither answers in their time
+        connect(*[url for _, url in two], attempt_s=0.05, retries=1).lookup(
+            replace(request, deadline=time.monotonic() + 0.5)
+        )
+    for small in (first, second):
+        small.store.gate.set()
+    for each in (asked, refused):
+        assert each.result(60).vectors["item"].tolist() == [row(15, 2)]
 
 
 def test_a_node_that_is_about_to_end_is_asked_when_there_is_no_other(two, connect):
@@ -488,7 +510,7 @@ def test_certificates_bear_the_name_that_was_looked_up(small, tmp_path):
 
         def nodes(host, **given):
             roots = Certificates(authority.ca.read_bytes())
-            return contextlib.closing(Nodes([f"dns:///{host}:{port}"], roots, **given))
+            return contextlib.closing(Nodes([f"dns:///{host}:{port}"], lambda: roots, **given))
 
         with nodes("lookup.test", resolve=lambda _host: ["127.0.0.1"]) as found:
             remote = RemoteLookup(Candidates(model, found))
@@ -499,7 +521,7 @@ def test_certificates_bear_the_name_that_was_looked_up(small, tmp_path):
 
 def test_lookups_that_come_alone_are_answered_on_one_thread(remote):
     (target,) = remote._candidates.nodes.all
-    until(lambda: target._watching is not None)
+    until(lambda: target._connection.keeps_thread)
     threads, ended = set(), target._ended
     target._ended = lambda asked: (threads.add(threading.current_thread()), ended(asked))
     for key in range(5):

@@ -1,0 +1,78 @@
+"""A gRPC connection to a lookup node, kept open."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import grpc
+
+from hps.lookup.remote.addresses import Address
+from hps.v1 import lookup_pb2 as pb
+
+_SERVICE, _WATCH = "hps.v1.Lookup", "/grpc.health.v1.Health/Watch"
+OPTIONS: dict[str, int] = {
+    "grpc.max_receive_message_length": -1,
+    "grpc.max_send_message_length": -1,
+    # A node that is back is to be asked again within a second, at another address, too.
+    "grpc.initial_reconnect_backoff_ms": 100,
+    "grpc.max_reconnect_backoff_ms": 1000,
+    "grpc.dns_min_time_between_resolutions_ms": 1000,
+    # How long an attempt to connect may take, in spite of its name.
+    "grpc.min_reconnect_backoff_ms": 5000,
+    # A connection on which nothing comes any more, as after a partition, is given up: the kernel would hold on
+    # to it for a quarter of an hour. Nodes allow for it (`services.frontend.grpc.port`).
+    "grpc.keepalive_time_ms": 10_000,
+    "grpc.keepalive_timeout_ms": 5000,
+    "grpc.http2.max_pings_without_data": 0,
+    # One connection each, even where several are of one address.
+    "grpc.use_local_subchannel_pool": 1,
+    # Replicas are near; a proxy that the environment names is for what is far.
+    "grpc.enable_http_proxy": 0,
+}
+
+
+class Connection:
+    """Any thread may use it, until ``close``; then ValueError is raised. ``lookup``, ``describe`` and
+    ``serving`` are gRPC's callables."""
+
+    def __init__(self, at: Address, credentials: grpc.ChannelCredentials | None) -> None:
+        """``credentials`` None: plain text."""
+        options: list[tuple[str, Any]] = [*OPTIONS.items()]
+        if at.name is not None:
+            options.append(("grpc.default_authority", at.name))
+        if credentials is None:
+            self._channel = grpc.insecure_channel(at.address, options)
+        else:
+            if at.name is not None:
+                options.append(("grpc.ssl_target_name_override", at.name))
+            self._channel = grpc.secure_channel(at.address, credentials, options)
+        self.lookup = self._channel.unary_unary(
+            f"/{_SERVICE}/Lookup", response_deserializer=pb.LookupResponse.FromString
+        )
+        self.describe = self._channel.unary_unary(
+            f"/{_SERVICE}/Describe",
+            pb.DescribeRequest.SerializeToString,
+            pb.DescribeResponse.FromString,
+        )
+        self.serving = self._channel.unary_unary(
+            f"/{_SERVICE}/Serving",
+            pb.ServingRequest.SerializeToString,
+            pb.ServingResponse.FromString,
+        )
+        self._watch = self._channel.unary_stream(_WATCH)
+        self._watching: Any = None
+
+    def keep_thread(self) -> None:
+        """Have a call under way: where none is, gRPC begins a thread for each that comes, which costs as much
+        as a lookup does."""
+        if self._watching is None or self._watching.done():
+            with suppress(ValueError):  # closed
+                self._watching = self._watch(b"")
+
+    @property
+    def keeps_thread(self) -> bool:
+        return self._watching is not None
+
+    def close(self) -> None:
+        self._channel.close()

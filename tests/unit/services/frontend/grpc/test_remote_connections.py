@@ -1,0 +1,148 @@
+"""Connections to lookup nodes: lost without notice, renewed with their certificates and keys."""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from hps.config.server_settings import TlsSettings
+from hps.config.secrets import Secret
+from hps.lookup.base import LookupModel
+from hps.lookup.remote import Candidates, Certificates, Nodes, RemoteLookup, connection
+from hps.tracing import Origin
+from hps.types import JaggedKeys, LookupRequest
+from services.frontend.observer import Observer
+from tests.support import redis_servers
+from tests.support.waiting import until
+from tests.unit.services.conftest import row
+from tests.unit.services.frontend.grpc.conftest import running
+
+CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def left(*keys, **more):
+    return LookupRequest({"left": JaggedKeys(np.array(keys, np.int64), len(keys))}, **more)
+
+
+@contextlib.contextmanager
+def asking(small, nodes):
+    served = small.node.models["words"]
+    model = LookupModel(served.name, served.version, served.tables, served.engine.features)
+    with contextlib.closing(nodes), contextlib.closing(Candidates(model, nodes)) as candidates:
+        yield RemoteLookup(candidates)
+
+
+class Network:
+    """A port behind which is another. ``lose``: nothing comes through any more by the connections there are,
+    and neither side is told."""
+
+    def __init__(self, port):
+        self._to = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._open = []
+        self._lost = set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def lose(self):
+        self._lost |= set(self._open)
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._to))
+                self._open += [client, server]
+                for one, other in ((client, server), (server, client)):
+                    threading.Thread(target=self._pass_on, args=(one, other), daemon=True).start()
+
+    def _pass_on(self, one, other):
+        with contextlib.suppress(OSError):
+            while data := one.recv(65536):
+                if one not in self._lost:
+                    other.sendall(data)
+            if one not in self._lost:
+                other.shutdown(socket.SHUT_RDWR)
+
+    def close(self):
+        self._listener.close()
+        for each in self._open:
+            each.close()
+
+
+def test_a_connection_that_was_lost_is_given_up(small, monkeypatch):
+    soon = {"grpc.keepalive_time_ms": 300, "grpc.keepalive_timeout_ms": 1000}
+    monkeypatch.setattr(connection, "OPTIONS", connection.OPTIONS | soon)
+    with (
+        running(small) as node,
+        contextlib.closing(Network(int(node.server.url.rpartition(":")[2]))) as network,
+        asking(small, Nodes([network.address])) as remote,
+    ):
+        (target,) = remote._candidates.nodes.all
+        assert remote.lookup(left(1)).vectors["left"].tolist() == [row(1, 3)]
+        network.lose()
+        until(lambda: target.standing == "unreachable")
+        until(lambda: target.standing == "ready")
+        deadline = time.monotonic() + 60
+        assert remote.lookup(left(1, deadline=deadline)).vectors["left"].tolist() == [row(1, 3)]
+
+
+def test_a_proxy_of_the_environment_is_not_asked(small, monkeypatch):
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    with running(small) as node, asking(small, Nodes([node.server.url])) as remote:
+        assert remote.lookup(left(1)).vectors["left"].tolist() == [row(1, 3)]
+
+
+def test_certificates_that_are_renewed(small, tmp_path):
+    authority = redis_servers.Certificates(tmp_path / "ca")
+    stranger = redis_servers.Certificates(tmp_path / "stranger")
+    certificate, key = authority.make("node", host="lookup.test")
+    tls = TlsSettings(certificate_file=certificate, key_file=key)
+    roots = [authority.ca.read_bytes()]
+    with running(small, grpc={"tls": tls}) as node:
+        at = f"dns:///lookup.test:{node.server.url.rpartition(':')[2]}"
+        nodes = Nodes([at], lambda: Certificates(roots[0]), resolve=lambda _host: ["127.0.0.1"])
+        with asking(small, nodes) as remote:
+            (target,) = nodes.all
+            small.store.gate.clear()
+            under_way = remote.submit(left(15, deadline=time.monotonic() + 60))
+            until(lambda: target.in_flight)
+            roots[0] = stranger.ca.read_bytes()
+            until(lambda: "UNAVAILABLE" in target.problem)
+            small.store.gate.set()
+            assert under_way.result(60).vectors["left"].tolist() == [row(15, 3)]
+            roots[0] = authority.ca.read_bytes()
+            until(lambda: target.standing == "ready")
+            assert remote.lookup(left(1)).vectors["left"].tolist() == [row(1, 3)]
+
+
+def test_a_key_that_is_renewed(small, tmp_path, key_guard):
+    path = tmp_path / "key"
+    path.write_text("x" * 16)
+    with running(small, key_guard) as node:
+        nodes = Nodes([node.server.url], None, Secret(None, path, "lookup.api_key_file"))
+        with asking(small, nodes) as remote:
+            assert "UNAUTHENTICATED" in nodes.problem
+            path.write_text("r" * 16)
+            until(lambda: remote._candidates.ready)
+            assert remote.lookup(left(1)).vectors["left"].tolist() == [row(1, 3)]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_trace_goes_along(small, caplog, kept):
+    small.state.observer = Observer(1.0)
+    caplog.set_level(logging.INFO, "hps.access")
+    origin = Origin("", CALLER, "")
+    with running(small) as node, asking(small, Nodes([node.server.url])) as remote:
+        if kept:
+            submit = remote.prepare(left(1))
+            submit([np.array([2])], None, origin).result(60)
+        else:
+            remote.lookup(left(2, origin=origin))
+        until(lambda: caplog.records)
+    assert caplog.records[0].args["trace_id"] == CALLER[3:35]
