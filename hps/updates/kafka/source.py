@@ -62,7 +62,7 @@ class KafkaSource:
         """What Kafka said last, until messages come again."""
         self._begin = begin
         self._since_s = since_s
-        self._lost = lost
+        self._tell_lost = lost
         self._next: dict[tuple[str, int], int] = {}  # what is polled next
         self._jumped: set[tuple[str, int]] = set()  # by an operator's seek, until committed
         self._committed: dict[tuple[str, int], int] = {}
@@ -259,7 +259,7 @@ class KafkaSource:
             self._consumer.resume([each])
             self._unplaced.pop()
             if gap:
-                self._lost(each.topic, gap)
+                self._tell_lost(each.topic, gap)
 
     def _first(self, partition: ck.TopicPartition) -> int:
         """Where to begin when nobody knows."""
