@@ -201,10 +201,8 @@ class Project:
             )  # fmt: skip
         except subprocess.TimeoutExpired as late:
             said = bytes(late.stdout or b"").decode()
-            raise AssertionError(
-                f"{words} takes too long:\n{said}\n{self.logs()[-8000:]}"
-            ) from None
-        assert done.returncode == 0, f"{words}:\n{done.stdout[-8000:]}\n{self.logs()[-8000:]}"
+            raise AssertionError(f"{words} takes too long:\n{said}\n{self.logs(20)}") from None
+        assert done.returncode == 0, f"{words}:\n{done.stdout[-8000:]}\n{self.logs(20)}"
         return done.stdout
 
     def down(self) -> None:
@@ -213,9 +211,11 @@ class Project:
         self("--profile", "*", "down", "--volumes", "--timeout", "10")
         self._file.unlink()
 
-    def logs(self) -> str:
+    def logs(self, lines: int | None = None) -> str:
+        """What each service has said, the last ``lines`` of it."""
+        tail = () if lines is None else ("--tail", str(lines))
         done = subprocess.run(
-            [*self._compose, "--profile", "*", "logs"],
+            [*self._compose, "--profile", "*", "logs", *tail],
             env=self._env, capture_output=True, text=True, check=False, timeout=60,
         )  # fmt: skip
         return done.stdout

@@ -127,6 +127,7 @@ def started(engine: Engine) -> Iterator[Stack]:
     ports = dict(zip(names, free_ports(len(names)), strict=True))
     settings = {name: str(port) for name, port in ports.items()}
     settings |= {"HPS_MODEL": "clicks", "LOAD_SECONDS": "5"}
+    settings["HPS_START_PERIOD"] = f"{START_S:.0f}s"
     with engine.socket() as url:
         project = Project(engine, url, f"hps-test-{ports['HPS_HTTP_PORT']}", settings)
         try:
