@@ -18,6 +18,7 @@ from hps.lookup.completed import Bags, Below, CompletedFetch, prepared_pooling
 from hps.lookup.on_device import DeviceLookup, DeviceResult
 from hps.lookup.patience import Patience
 from hps.meters import LookupMeter, TierMeter
+from hps.tracing import current, timed
 from hps.types import JaggedKeys, LookupRequest, LookupResult, PredictRequest, Source
 
 _KEPT = 32
@@ -116,12 +117,10 @@ class DevicePath:
         pooled = alike.pooled
         if pooled is None:
             pooled = alike.pooled = prepared_pooling(self._cache, alike.bags)
-        _fill(alike.bags, features, pooled.keys)
-        pooled.launch(lane.stream)
-        self._assign(lane, alike.assigned)
+        part = current()
+        timed(part, "rows", self._begin, lane, alike, features, pooled)
         # Whether a row was missing is known only later. Until then the network is under way.
-        alike.form.start(inputs)
-        outputs = alike.form.finish()
+        outputs = timed(part, "network", _run, alike.form, inputs)
         missing = pooled.missing()
         self._patience.tell(worked=not missing)
         if missing:
@@ -139,13 +138,21 @@ class DevicePath:
         if fetched is None:
             given = self._cache, self._below, alike.bags, self._observe, self._meter
             fetched = alike.fetched = CompletedFetch(*given)
+        part = current()
         _fill(alike.bags, request.features, fetched.keys)
-        if not fetched.run(lane.stream, request.deadline):
+        if not timed(part, "rows", fetched.run, lane.stream, request.deadline):
             return None
         self._assign(lane, alike.assigned)
-        alike.form.start(inputs)
-        outputs = alike.form.finish()
+        outputs = timed(part, "network", _run, alike.form, inputs)
         return outputs, LookupResult({}, defaulted=fetched.finish())
+
+    def _begin(
+        self, lane: Lane, alike: _Alike, features: Mapping[str, JaggedKeys], pooled: Any
+    ) -> None:
+        """Have the vectors made."""
+        _fill(alike.bags, features, pooled.keys)
+        pooled.launch(lane.stream)
+        self._assign(lane, alike.assigned)
 
     def _assign(self, lane: Lane, assigned: Sequence[tuple[Any, Any]]) -> None:
         for to, source in assigned:
@@ -206,6 +213,11 @@ class DevicePath:
             own = outs[feature.name] = self._space.empty(shape, dtype, lane.stream)
             assigned.append((feed, own.reshape(-1, *feed.shape[1:])))
         return outs, assigned
+
+
+def _run(form: Form, inputs: Arrays) -> Arrays:
+    form.start(inputs)
+    return form.finish()
 
 
 def _fill(

@@ -94,7 +94,7 @@ def open_model(version: ModelVersion, settings: Settings, resources: ExitStack) 
         version.name,
         version.version,
         tables,
-        _features(spec, tables),
+        features_of(spec, tables),
         spec.max_batch_size,
         settings.server.max_keys,
         _table_bounds(spec),
@@ -114,7 +114,7 @@ def open_model(version: ModelVersion, settings: Settings, resources: ExitStack) 
     return OpenedModel(version, tables, lookup, dense)
 
 
-def _features(spec: ModelSpec, tables: Mapping[str, EmbeddingTable]) -> dict[str, Feature]:
+def features_of(spec: ModelSpec, tables: Mapping[str, EmbeddingTable]) -> dict[str, Feature]:
     """The features of ``model.yaml``; without any, one per table with the table's name."""
     specs = spec.features or [FeatureSpec(name=t.name, table=t.name) for t in spec.tables]
     return {

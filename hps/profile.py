@@ -1,14 +1,20 @@
 """Where one request's time goes: the parts of its work, timed as they are told of (`hps.tracing`).
 
-A request that is profiled is recorded, like one of OpenTelemetry; all others are not, and pay nothing.
+A request that is profiled is recorded, like one of OpenTelemetry; all others are not, and pay nothing. Who is
+asked on its behalf is told so by a header, and may answer with a profile of its own.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from time import perf_counter_ns
 from typing import Any
 
 from hps.tracing import Origin
+
+ASKS, TOLD = "hps-profile", "hps-profile-bin"
+"""Metadata of a gRPC call: a profile is asked for; the profile, in the answer's trailing metadata."""
 
 
 class Profile(Origin):
@@ -19,14 +25,18 @@ class Profile(Origin):
     is_recorded = True
     is_profiled = True
 
-    def __init__(self, name: str = "request") -> None:
+    def __init__(self, name: str = "request", began: int | None = None) -> None:
+        """``began``: an instant of ``time.perf_counter_ns``, now if None."""
         super().__init__()
         self.name = name
         self.ns: int | None = None
         """How long it took; None while it has not ended."""
         self.parts: list[Profile] = []
         self.about: dict[str, Any] = {}
-        self._began = perf_counter_ns()
+        self._began = perf_counter_ns() if began is None else began
+
+    def headers(self) -> dict[str, str]:
+        return {ASKS: "1"}
 
     def begin(self, name: str) -> Profile:
         part = Profile(name)
@@ -51,6 +61,19 @@ class Profile(Origin):
                 return
         self.begin(name).ns = ns
 
+    def reported(self, name: str, started: int, ended: int, told: bytes) -> None:
+        part = self.begin(name)
+        part.ns = ended - started
+        if not told:
+            return
+        found = json.loads(told)
+        part.about = dict(found["about"])
+        part.parts = [_of(each) for each in found["parts"]]
+
+    def packed(self) -> bytes:
+        """`told` as bytes, for ``reported``."""
+        return json.dumps(self.told(), default=str).encode()
+
     def told(self) -> dict[str, Any]:
         """As JSON has it: ``name``, ``us`` (null: it has not ended), ``about``, ``parts``."""
         return {
@@ -59,3 +82,12 @@ class Profile(Origin):
             "about": self.about,
             "parts": [part.told() for part in list(self.parts)],
         }
+
+
+def _of(told: Mapping[str, Any]) -> Profile:
+    """What was told of a part."""
+    part = Profile(told["name"])
+    part.ns = None if told["us"] is None else round(told["us"] * 1e3)
+    part.about = dict(told["about"])
+    part.parts = [_of(each) for each in told["parts"]]
+    return part

@@ -72,6 +72,10 @@ class Origin:
     def spent(self, name: str, ns: int) -> None:
         """``ns`` more of its time went into ``name``, which is done a little at a time."""
 
+    def reported(self, name: str, started: int, ended: int, told: bytes) -> None:
+        """A part that another process has done, between two instants; ``told``: what it says of it, as
+        `hps.profile` has it, or nothing."""
+
     def part(self, name: str) -> AbstractContextManager[Origin]:
         """A part of the work, done by this thread: `current` meanwhile."""
         return self.begin(name).whole()

@@ -2,40 +2,185 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from http.client import HTTPException
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hps.cli.output import Output, OutputFormat, complain, print_json, print_table, warn
+from hps.cli.output import (
+    JsonOption,
+    Output,
+    OutputFormat,
+    complain,
+    plural,
+    print_json,
+    print_table,
+    say,
+    warn,
+)
 from hps.cli.targets import ApiKeyOption, TlsOption, tls_of
 from hps.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
     from hps.client import Tls
+    from hps.conformance import Target
 
 _SCHEMES = ("", "http", "https", "grpc", "grpcs")
+GOOD, DIFFERS, KNOWN, LACKS = "as it should", "differs", "known", "not offered"
+_STYLES = {GOOD: "green", DIFFERS: "red", KNOWN: "yellow"}
 
 app = typer.Typer(add_completion=False)
 
 EXAMPLES = """\b
 Examples:
+  hps conformance http://localhost:8000
   hps conformance localhost:8000 localhost:8001
-  hps conformance triton:8000 triton:8001 --model resnet --output json
+  hps conformance triton:8000 triton:8001 --model resnet --json
   hps conformance https://a:8000 grpcs://a:8001 --tls ca=ca.crt --api-key KEY
 """
 
 
-def _address(value: str) -> str:
-    scheme, _, at = value.rpartition("://")
-    host, _, port = at.rpartition(":")
-    number = int(port) if port.isascii() and port.isdigit() else 0
-    if scheme not in _SCHEMES or not host or "/" in host or not 0 < number < 1 << 16:
-        raise typer.BadParameter(
-            f"{value!r} is not host:port; localhost:8000 would be, https://… and grpcs://… where there are "
-            "certificates"
+def _checked(values: list[str]) -> list[str]:
+    for value in values:
+        scheme, _, at = value.rstrip("/").rpartition("://")
+        host, _, port = at.rpartition(":")
+        number = int(port) if port.isascii() and port.isdigit() else 0
+        if scheme not in _SCHEMES or not host or "/" in host or not 0 < number < 1 << 16:
+            raise typer.BadParameter(
+                f"{value!r} is not host:port; localhost:8000 would be, https://… and grpcs://… where there "
+                "are certificates"
+            )
+    return values
+
+
+@app.command(epilog=EXAMPLES)
+def conformance(
+    addresses: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="URL [URL]",
+            help="Of its HTTP and of its gRPC, or of one of them; without a scheme the first is HTTP.",
+            callback=_checked,
+        ),
+    ],
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="Ask this model only, by default all that are ready; repeatable."
+        ),
+    ] = None,
+    changing: Annotated[
+        bool, typer.Option("--changing", help="Also unload a model and load it again.")
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail by what is known of the server, too.")
+    ] = False,
+    api_key: ApiKeyOption = None,
+    tls: TlsOption = None,
+    output: Output = OutputFormat.table,
+    json: JsonOption = False,
+) -> None:
+    """Check that a server, ours or any other, speaks the Open Inference Protocol with Triton's extensions.
+
+    Requests are made up from its models' metadata. What a server is known to do otherwise, as Triton does, is
+    told with the reason and does not fail. Exit 0: it speaks it; 1: it does something else, or cannot be
+    asked. A request that hangs is given up after 30 s.
+    """
+    from hps.conformance.checks import CHECKS
+    from hps.conformance.known import known_of
+
+    headers = {"x-api-key": api_key} if api_key else {}
+    target, name = _target(addresses, model or (), headers, tls_of(tls))
+    known = known_of(name)
+    asked = {"http": target.http, "grpc": target.grpc}
+    checks = [c for c in CHECKS if asked[c.protocol] and (changing or not c.changes)]
+    rows = [_judged(check.name, *check.verdict(target), known) for check in checks]
+    if json or output is OutputFormat.json:
+        print_json(rows)
+    else:
+        at = ", ".join(address for address in asked.values() if address)
+        models = ", ".join(sample.model for sample in target.samples)
+        print_table(
+            ("check", "verdict", "found"),
+            [(row["check"], row["verdict"], _told(row, name)) for row in rows],
+            title=f"{at}{f' ({name})' if name else ''}: {models}",
+            styles=_STYLES,
         )
-    return value
+        say()
+        counts = {v: sum(row["verdict"] == v for row in rows) for v in (GOOD, KNOWN, LACKS)}
+        say(", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n) + ".")
+    failing = {DIFFERS, KNOWN} if strict else {DIFFERS}
+    if differs := sum(row["verdict"] in failing for row in rows):
+        complain(
+            f"{differs} of {plural(len(rows), 'check')} find something else than the protocol says"
+        )
+        raise typer.Exit(1)
+
+
+def _judged(check: str, verdict: str, found: Sequence[str], known: Any) -> dict[str, Any]:
+    """A row. ``why``: for each text that was found, why it is known of this server, or ""."""
+    from hps.conformance.known import reasons
+
+    why = reasons(known, check, found) if verdict == DIFFERS else []
+    if why and all(why):
+        verdict = KNOWN
+    return {"check": check, "verdict": verdict, "found": [*found], "why": why}
+
+
+def _told(row: dict[str, Any], server: str) -> str:
+    why = row["why"] or [""] * len(row["found"])
+    return "\n".join(
+        f"{text}  [{server}: {reason}]" if reason else text
+        for text, reason in zip(row["found"], why, strict=True)
+    )
+
+
+def _target(
+    addresses: Sequence[str], models: Sequence[str], headers: dict[str, str], tls: Tls | None
+) -> tuple[Target, str]:
+    """The server with requests that it answers, and how it calls itself. Raises ConfigError, Unavailable."""
+    import grpc
+
+    from hps.conformance import Deviation, Target
+    from hps.conformance.sampling import named, samples_of
+
+    by = _by_protocol(addresses)
+    (http, http_tls), (rpc, rpc_tls) = (
+        _secured(by[protocol], tls) if protocol in by else ("", None)
+        for protocol in ("http", "grpc")
+    )
+    bare = Target(http, rpc, (), headers, http_tls, rpc_tls)
+    try:
+        samples, left_out = samples_of(bare, models)
+        name = named(bare)
+    except (OSError, HTTPException, Deviation, grpc.RpcError) as error:
+        why = error.details() if isinstance(error, grpc.RpcError) else error
+        raise Unavailable(
+            f"{http or rpc} cannot be asked what it serves: {why}; name models with --model where it has no "
+            "index"
+        ) from None
+    for model, why in left_out.items():
+        warn(f"{model} is left out, it does not answer a request made from its metadata: {why}")
+    if not samples:
+        raise Unavailable(
+            f"{http or rpc} has no model that answers a request made from its metadata; name others with "
+            "--model"
+        )
+    return Target(http, rpc, samples, headers, http_tls, rpc_tls), name
+
+
+def _by_protocol(addresses: Sequence[str]) -> dict[str, str]:
+    if len(addresses) > 2:
+        raise ConfigError("give the address of its HTTP and that of its gRPC, of one server")
+    found: dict[str, str] = {}
+    for address in addresses:
+        scheme = address.rpartition("://")[0]
+        protocol = scheme.removesuffix("s") or ("grpc" if "http" in found else "http")
+        if protocol in found:
+            raise ConfigError(f"both addresses are of {protocol}; give one of each protocol")
+        found[protocol] = address.rstrip("/")
+    return found
 
 
 def _secured(value: str, tls: Tls | None) -> tuple[str, Tls | None]:
@@ -48,61 +193,3 @@ def _secured(value: str, tls: Tls | None) -> tuple[str, Tls | None]:
     if tls is not None and scheme in ("http", "grpc"):
         raise ConfigError(f"{value} is not secured; write {scheme}s://{at}, or leave --tls out")
     return at, tls
-
-
-HttpArgument = Annotated[
-    str, typer.Argument(metavar="HTTP", help="host:port of its HTTP.", callback=_address)
-]
-GrpcArgument = Annotated[
-    str, typer.Argument(metavar="GRPC", help="host:port of its gRPC.", callback=_address)
-]
-
-
-@app.command(epilog=EXAMPLES)
-def conformance(
-    http: HttpArgument,
-    grpc: GrpcArgument,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Ask this model only; may be repeated."),
-    ] = None,
-    changing: Annotated[
-        bool, typer.Option("--changing", help="Also unload a model and load it again.")
-    ] = False,
-    api_key: ApiKeyOption = None,
-    tls: TlsOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
-    """Check that a server speaks the Open Inference Protocol; exit 1 where it does not."""
-    from hps.conformance import Deviation, Target
-    from hps.conformance.checks import CHECKS
-    from hps.conformance.sampling import samples_of
-
-    headers = {"x-api-key": api_key} if api_key else {}
-    (http, http_tls), (grpc, grpc_tls) = (_secured(at, tls_of(tls)) for at in (http, grpc))
-    try:
-        samples, left_out = samples_of(http, headers, model or (), tls=http_tls)
-    except (OSError, HTTPException, Deviation) as error:
-        raise Unavailable(
-            f"{http} cannot be asked what it serves: {error}; name models with --model where it has no index"
-        ) from None
-    for name, why in left_out.items():
-        warn(f"{name} is left out, it does not answer a request made from its metadata: {why}")
-    if not samples:
-        raise Unavailable(f"{http} has no model that answers a request made from its metadata")
-    target = Target(http, grpc, samples, headers, http_tls, grpc_tls)
-    checks = [check for check in CHECKS if changing or not check.changes]
-    rows = [(check.name, *check.verdict(target)) for check in checks]
-    if output is OutputFormat.json:
-        columns = ("check", "verdict", "found")
-        print_json([dict(zip(columns, row, strict=True)) for row in rows])
-    else:
-        print_table(
-            ("check", "verdict", "found"),
-            [(name, verdict, "\n".join(found)) for name, verdict, found in rows],
-            title=f"{http}, {grpc}: {', '.join(sample.model for sample in samples)}",
-            styles={"as it should": "green", "differs": "red"},
-        )
-    if differs := sum(verdict == "differs" for _, verdict, _ in rows):
-        complain(f"{differs} of {len(rows)} checks find something else than the protocol says")
-        raise typer.Exit(1)

@@ -89,15 +89,16 @@ def run(
     api_key: str | None,
     tls: Tls | None = None,
 ) -> Iterator[Check]:
-    from hps.cli.diagnosis.check import Check
+    from hps.cli.diagnosis.check import Check, guarded
     from hps.cli.diagnosis.configured import configured
     from hps.cli.diagnosis.machine import machine
-    from hps.cli.diagnosis.servers import server
+    from hps.cli.diagnosis.servers import servers as each_of
     from hps.config import load_config
     from hps.errors import HpsError
 
-    yield from machine()
-    if config is not None or overrides:
+    is_configured = config is not None or bool(overrides)
+    yield from guarded("machine", machine(alone=not is_configured))
+    if is_configured:
         try:
             loaded = load_config(config, overrides or ())
         except HpsError as error:
@@ -108,9 +109,9 @@ def run(
             for warning in loaded.warnings:
                 yield Check(CONFIGURATION, "WARN", warning, "see docs/ps-json.md")
             yield Check(CONFIGURATION, "OK", str(config or "defaults"))
-            yield from configured(loaded, api_key, tls)
-    for url in servers:
-        yield from server(url, api_key, tls, "server" if len(servers) == 1 else f"server {url}")
+            yield from guarded("deployment", configured(loaded, api_key, tls))
+    if servers:
+        yield from each_of(servers, api_key, tls)
 
 
 def show(checks: list[Check], failed: int) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import typer
@@ -83,15 +85,45 @@ class LazyCommands(TyperGroup):
             with formatter.section(panel):
                 formatter.write_dl([(n, e.help) for n, e in COMMANDS.items() if e.panel == panel])
 
+    def make_context(self, *given: Any, **more: Any) -> Any:
+        with _usage_in_one_line():
+            return super().make_context(*given, **more)
+
     def invoke(self, ctx: Any) -> Any:
         """Every error that hps raises on purpose becomes lines on stderr and an exit code."""
         try:
-            return super().invoke(ctx)
+            with _usage_in_one_line():
+                return super().invoke(ctx)
         except HpsError as error:
             if ctx.params.get("debug"):
                 raise
             tell(error)
             raise typer.Exit(exit_code(error)) from None
+
+
+# What all errors of a command line are; typer has a name for this one alone.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+@contextmanager
+def _usage_in_one_line() -> Iterator[None]:
+    """A wrong command line is told as any error is, and not beside a page of usage."""
+    try:
+        yield
+    except _UsageError as error:
+        context: Any = getattr(error, "ctx", None)
+        message = getattr(error, "format_message", error.__str__)()
+        if message.startswith("Usage:"):  # the help of a command that lacks a sub-command
+            raise
+        from hps.cli.output import complain
+
+        words: list[str] = []
+        while context is not None and context.parent is not None:
+            words.insert(0, context.info_name)
+            context = context.parent
+        command = " ".join(["hps", *words])
+        complain(f"{command}: {message.rstrip('.')}; {command} --help explains it")
+        raise typer.Exit(USAGE) from None
 
 
 def tell(error: HpsError) -> None:

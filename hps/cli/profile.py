@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -14,6 +15,7 @@ from hps.cli.output import (
     Number,
     Output,
     OutputFormat,
+    plural,
     print_json,
     print_table,
     say,
@@ -32,19 +34,31 @@ app = typer.Typer(add_completion=False)
 EXAMPLES = """\b
 Examples:
   hps profile http://127.0.0.1:8002 ctr --batch 64
+  hps profile http://127.0.0.1:8002 ctr --batch 64 --protocol grpc
   hps profile http://127.0.0.1:8002 ctr --requests requests.npz --json
   hps profile config.yaml ctr
 """
 _MEANING = {
     "parse": "bytes to arrays",
+    "encode": "the lookup for a lookup node",
+    "node": "the way to a lookup node and back, and its work",
+    "decode": "its answer to arrays",
     "memory": "the cache in one pass: no dedup, bags pooled as rows are read",
     "dedup": "keys by table, or those that memory lacked, each once",
     "wait": "for a thread that asks stores",
     "merge": "rows of all tiers, defaults, every key's row",
     "feed": "vectors as the network takes them",
+    "triton_infer": "the call to Triton, the way there and back with it",
     "device": "rows and network on the GPU, in one go",
+    "rows": "rows asked for there; the GPU may not have them yet",
+    "network": "the network there, and what of the rows was not done",
     "serialise": "arrays to bytes",
 }
+
+
+class WireProtocol(StrEnum):
+    http = "http"
+    grpc = "grpc"
 
 
 class Target(Protocol):
@@ -86,6 +100,12 @@ def profile(
     requests: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Send these, of hps generate requests.")
     ] = None,
+    protocol: Annotated[
+        WireProtocol,
+        typer.Option(
+            help="How requests are written: HTTP with binary tensors, or gRPC's messages."
+        ),
+    ] = WireProtocol.http,
     seed: Annotated[int, typer.Option(min=0, help="The same seed sends the same.")] = 1,
     overrides: SetOption = None,
     api_key: ApiKeyOption = None,
@@ -104,7 +124,7 @@ def profile(
     recipe = Recipe(min(count, 256), batch, keys, rows, hotness, seed)
     with _opened(target, overrides, api_key, tls_of(tls)) as asked:
         name = model or _only(asked.models())
-        sent = _messages(asked, name, recipe, repository, requests)
+        sent = _messages(asked, name, recipe, repository, requests, protocol)
         told = [asked.profile(name, sent[i % len(sent)]) for i in range(warmup + count)][warmup:]
         plain = [asked.plain(sent[i % len(sent)]) for i in range(warmup + count)][warmup:]
     found = account(told)
@@ -126,7 +146,12 @@ def _only(names: Sequence[str]) -> str:
 
 
 def _messages(
-    target: Target, model: str, recipe: Recipe, repository: Path | None, file: Path | None
+    target: Target,
+    model: str,
+    recipe: Recipe,
+    repository: Path | None,
+    file: Path | None,
+    protocol: WireProtocol,
 ) -> list[Request]:
     from hps.cli.bench.load import from_file, from_metadata, from_repository
     from hps.client.calls import Call
@@ -142,8 +167,15 @@ def _messages(
         if any(tensor["name"] == "NUMKEYS" for tensor in metadata["inputs"]):
             metadata = target.metadata(f"{model}.lookup") | {"name": model}
         made = from_metadata(metadata, recipe)
-    wire = HttpWire("", None)
-    return [wire.request(Call(model, dict(tensors))) for tensors in made]
+    calls = [Call(model, dict(tensors)) for tensors in made]
+    if protocol is WireProtocol.http:
+        wire = HttpWire("", None)
+        return [wire.request(call) for call in calls]
+    from hps.cli.profiled import of_grpc
+    from hps.client.grpc import GrpcWire
+
+    grpc = GrpcWire(None)
+    return [of_grpc(grpc.request(call).content.SerializeToString()) for call in calls]
 
 
 @contextmanager
@@ -167,7 +199,7 @@ def _opened(
 def _show(found: dict[str, Any]) -> None:
     about = found["about"]
     say(
-        f"{about['model']}, version {about['version']}, batch {about['batch']}: "
+        f"{about['model']}, version {about['version']}, batch {about['batch']}, {about['protocol']}: "
         f"{found['requests']} requests, mean {found['mean_us']:,.0f} µs, "
         f"p50 {found['p50_us']:,.0f}, p99 {found['p99_us']:,.0f}"
     )
@@ -181,7 +213,7 @@ def _show(found: dict[str, Any]) -> None:
                 share(part["share"], 1.0),
                 Number(f"{part['p99_us']:,.1f}"),
                 part["requests"],
-                _MEANING.get(part["path"][-1], ""),
+                _meaning(part["path"]),
             )
             for part in found["parts"]
         ],
@@ -193,3 +225,15 @@ def _show(found: dict[str, Any]) -> None:
             f"Without a profile the same requests take {found['round_trip_p50_us']:,.0f} µs (p50) here, at "
             f"their caller: {outside:,.0f} µs more, for HTTP, the way, and this client."
         )
+    if about["workers"]:
+        say()
+        say(
+            "This is the node, whose caches are its own. Its clients are answered by "
+            f"{plural(about['workers'], 'worker')}, which ask it for what the shared cache lacks."
+        )
+
+
+def _meaning(path: Sequence[str]) -> str:
+    if tuple(path[-2:]) == ("node", "rest"):
+        return "the way there and back, and what gRPC does at both ends"
+    return _MEANING.get(path[-1], "")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _PATIENCE_S = 30.0
 _LENGTH = "Inference-Header-Content-Length"
+_GRPC = "application/grpc"
 
 
 class There:
@@ -53,7 +54,10 @@ class There:
             )
         return dict(reply.json(self._url))
 
-    def plain(self, request: Request) -> float:
+    def plain(self, request: Request) -> float | None:
+        """The admin address takes none of gRPC."""
+        if is_grpc(request):
+            return None
         started = time.perf_counter()
         self._send(request).checked(self._url)
         return time.perf_counter() - started
@@ -68,13 +72,16 @@ class Here:
 
     def __init__(self, node: Node) -> None:
         from hps.config import Settings
-        from services.frontend.http.profile import Profiler
+        from services.frontend.grpc.profile import grpc_wire
+        from services.frontend.http.profile import http_wire
+        from services.frontend.profiling import Profiler
         from services.frontend.state import State
 
         settings = Settings()
-        self._state = State("node", settings)
-        self._state.serve(node)
-        self._profiler = Profiler(self._state, settings.server)
+        self._state = state = State("node", settings)
+        state.serve(node)
+        wires = {"http": http_wire(settings.server), "grpc": grpc_wire(state, settings.server)}
+        self._profiler = Profiler(state, settings.server, wires)
 
     def metadata(self, model: str) -> dict[str, Any]:
         return self._state.entry(model).info.metadata()
@@ -87,7 +94,17 @@ class Here:
         if body is None:
             raise ConfigError("a request without a body")
         size = request.headers.get(_LENGTH)
-        return self._profiler.measure(model, body, None if size is None else int(size))
+        protocol = "grpc" if is_grpc(request) else "http"
+        return self._profiler.measure(model, body, None if size is None else int(size), protocol)
 
     def plain(self, _request: Request) -> None:
         return None
+
+
+def of_grpc(message: bytes) -> Request:
+    """A ``ModelInferRequest``, to be profiled."""
+    return Request("POST", "", {"Content-Type": _GRPC}, message)
+
+
+def is_grpc(request: Request) -> bool:
+    return request.headers.get("Content-Type") == _GRPC

@@ -114,6 +114,7 @@ def account(before: Reading, after: Reading) -> dict[str, Any]:
             if model
         ],
         "tiers": [_tier(it, tier) for tier in tiers],
+        "lookup_nodes": [_node(it, at) for at in it.labels(m.LOOKUP_NODE_UP, "address")],
     }
 
 
@@ -124,6 +125,19 @@ def _requests(it: Between, **labels: str) -> dict[str, Any]:
         "errors_per_s": it.rate(f"{name}_count", code=lambda c: c not in _SUCCESS, **labels),
         "p50_s": it.quantile(name, 0.5, **labels),
         "p99_s": it.quantile(name, 0.99, **labels),
+    }
+
+
+def _node(it: Between, address: str) -> dict[str, Any]:
+    """One that a front end asks."""
+    requests = m.LOOKUP_NODE_REQUESTS
+    return {
+        "address": address,
+        "up": bool(max(it.now(m.LOOKUP_NODE_UP, address=address), default=0.0)),
+        "requests_per_s": it.rate(requests, address=address),
+        "errors_per_s": it.rate(requests, address=address, code=lambda code: code != "OK"),
+        "running": sum(it.now(m.LOOKUP_NODE_RUNNING, address=address)),
+        "retries_per_s": it.rate(m.LOOKUP_NODE_RETRIES, address=address),
     }
 
 

@@ -8,8 +8,8 @@ import select
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -43,6 +43,7 @@ Examples:
 """
 _STYLES = {"ready": "green", "not ready": "yellow", "away": "bold red"}
 _LONGEST_WAIT_S = 5.0
+_OURS = "hps_"
 
 
 @app.command(epilog=EXAMPLES)
@@ -51,7 +52,9 @@ def top(
         list[str] | None,
         typer.Argument(metavar="[URL]...", help="Admin addresses.", show_default=ADMIN),
     ] = None,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
+    interval: Annotated[
+        float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")
+    ] = 2.0,
     once: Annotated[
         bool, typer.Option("--once", help="Look for one interval, print, leave; as in a pipe.")
     ] = False,
@@ -63,8 +66,8 @@ def top(
 ) -> None:
     """Watch servers: requests, latency, queues, tiers, freshness; q leaves.
 
-    All numbers are of the last interval, quantiles are interpolated in the buckets of the server's metrics.
-    With --once, exit 1 when a server does not answer.
+    All numbers are of the last interval, quantiles are interpolated in the buckets of the server's metrics. A
+    narrow terminal shows fewer columns. With --once, exit 1 when a server does not answer.
     """
     with ExitStack() as resources:
         watch = _Watch(servers or [ADMIN], interval, api_key, tls, resources)
@@ -77,6 +80,8 @@ def top(
             else:
                 console().print(_screen(told))
             raise typer.Exit(1 if any(each["state"] == "away" for each in told) else 0)
+        if console().is_dumb_terminal:
+            _rolling(watch, interval)
         _live(watch, interval)
 
 
@@ -112,10 +117,23 @@ class _Watch:
         except HpsError as error:
             self._last.pop(admin, None)
             return {"server": admin.url, "state": "away", "problem": str(error)}
+        if not any(name.startswith(_OURS) for name, _ in reading.values):
+            problem = (
+                f"{admin.url} has metrics, but none of hps; is it a server's admin address? It prints it "
+                "when it starts, port 8002 unless configured otherwise"
+            )
+            return {"server": admin.url, "state": "away", "problem": problem}
         before, self._last[admin] = self._last.get(admin), reading
         told = account(before or reading, reading)
         state = "ready" if told.pop("ready") else "not ready"
         return {"server": admin.url, "state": state, "problem": "", **told}
+
+
+def _rolling(watch: _Watch, interval: float) -> NoReturn:
+    """For a terminal that cannot be drawn over: a look below the other, until Ctrl-C."""
+    while True:
+        time.sleep(interval)
+        console().print(_screen(watch.look()))
 
 
 def _live(watch: _Watch, interval: float) -> None:
@@ -147,7 +165,11 @@ def _keys() -> Iterator[Any]:
 
     def pressed(seconds: float) -> str:
         readable, _, _ = select.select([sys.stdin], [], [], seconds)
-        return os.read(sys.stdin.fileno(), 1).decode("ascii", "replace") if readable else ""
+        if not readable:
+            return ""
+        with suppress(OSError):
+            return os.read(sys.stdin.fileno(), 1).decode("ascii", "replace") or "q"
+        return "q"  # the terminal is gone
 
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
@@ -159,22 +181,37 @@ def _keys() -> Iterator[Any]:
 
 # -- what is shown ---------------------------------------------------------------------------------
 
+_SERVER = (
+    *("server", "state", "up for", "req/s", "err/s", "refused/s", "p50 ms", "p99 ms", "running", "queued"),
+    *("keys/s", "default", "degraded/s", "update age", "lag"),
+)  # fmt: skip
+# What a narrow terminal does without, the first one first.
+_LEFT_OUT = (
+    *("degraded/s", "keys/s", "up for", "running", "lag", "skipped/s", "retries/s", "default"),
+    *("refused/s", "p50 ms", "update age", "queued"),
+)
+
 
 def _screen(told: Sequence[Mapping[str, Any]]) -> Any:
     from rich.console import Group
     from rich.text import Text
 
     there = [each for each in told if each["state"] != "away"]
+    width = console().width
+    several = len(told) > 1
+
+    def part(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
+        """Of one server among several, which the last column names."""
+        if not several:
+            columns, rows = columns[:-1], [row[:-1] for row in rows]
+        return table_of(*_fitting(columns, rows, width))
+
+    nodes = [(*_node_row(row), each["server"]) for each in there for row in each["lookup_nodes"]]
     parts: list[Any] = [
-        table_of(
-            ("server", "state", "up for", "req/s", "err/s", "refused/s", "p50 ms", "p99 ms",
-             "running", "queued", "keys/s", "default", "degraded/s", "update age", "lag"),
-            [_server_row(each) for each in told],
-            styles=_STYLES,
-        ),
+        table_of(*_fitting(_SERVER, [_server_row(each) for each in told], width), styles=_STYLES),
         *(Text(f"{each['server']}: {each['problem']}", "red") for each in told if each["problem"]),
         Text(),
-        table_of(
+        part(
             ("model", "req/s", "err/s", "p50 ms", "p99 ms", "server"),
             [
                 (row["model"], *_requests(row), each["server"])
@@ -184,12 +221,31 @@ def _screen(told: Sequence[Mapping[str, Any]]) -> Any:
             ],
         ),
         Text(),
-        table_of(
+        part(
             ("tier", "keys/s", "hit rate", "p50 ms", "p99 ms", "skipped/s", "server"),
             [(*_tier_row(row), each["server"]) for each in there for row in each["tiers"]],
         ),
-    ]  # fmt: skip
+    ]
+    if nodes:
+        columns = ("lookup node", "state", "req/s", "err/s", "running", "retries/s", "server")
+        parts += [Text(), part(columns, nodes)]
     return Group(*parts)
+
+
+def _fitting(
+    columns: Sequence[str], rows: Sequence[Sequence[Any]], width: int
+) -> tuple[list[str], list[list[Any]]]:
+    """What fits into ``width``, as far as it can be done without."""
+    kept = list(range(len(columns)))
+
+    def needed() -> int:
+        return sum(max(len(str(row[i])) for row in (columns, *rows)) + 2 for i in kept) - 2
+
+    for name in _LEFT_OUT:
+        if needed() <= width:
+            break
+        kept = [i for i in kept if columns[i] != name]
+    return [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
 def _server_row(told: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -231,6 +287,17 @@ def _tier_row(tier: Mapping[str, Any]) -> tuple[Any, ...]:
         _ms(tier["p50_s"]),
         _ms(tier["p99_s"]),
         _number(tier["skipped_per_s"]),
+    )
+
+
+def _node_row(node: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (
+        node["address"],
+        "asked" if node["up"] else "not asked",
+        _number(node["requests_per_s"]),
+        _number(node["errors_per_s"]),
+        count(int(node["running"])),
+        _number(node["retries_per_s"]),
     )
 
 

@@ -12,6 +12,7 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 from hps.client.address import Address
 from hps.client.calls import Call, left_s
 from hps.client.errors import ended
+from hps.client.http_wire import checked_key
 from hps.client.trace import trace_headers
 from hps.client.wire import Answer, decoded, encoded
 from hps.errors import HpsError
@@ -43,8 +44,10 @@ class Message(NamedTuple):
 
 
 class _Channel:
-    def __init__(self, at: Address) -> None:
+    def __init__(self, at: Address, *, is_shared: bool = True) -> None:
+        """``is_shared``: its connection may be that of others in this process to the same server."""
         self._at = at
+        self._options = [*_OPTIONS, ("grpc.use_local_subchannel_pool", int(not is_shared))]
         self._credentials = None
         if at.tls is not None:
             self._credentials = grpc.ssl_channel_credentials(*at.tls.contents())
@@ -53,9 +56,9 @@ class _Channel:
     def _open(self, kind: Any) -> None:
         """By ``grpc`` or by ``grpc.aio``."""
         if self._credentials is None:
-            self._channel = kind.insecure_channel(self._at.target, _OPTIONS)
+            self._channel = kind.insecure_channel(self._at.target, self._options)
         else:
-            self._channel = kind.secure_channel(self._at.target, self._credentials, _OPTIONS)
+            self._channel = kind.secure_channel(self._at.target, self._credentials, self._options)
         self._stub = GRPCInferenceServiceStub(self._channel)
 
     def _call(self, message: Message, until: float) -> Any:
@@ -109,7 +112,7 @@ class GrpcWire:
     """Calls and questions of one client as messages, and what is answered."""
 
     def __init__(self, api_key: str | None) -> None:
-        self._metadata = (("x-api-key", api_key),) if api_key else ()
+        self._metadata = (("x-api-key", checked_key(api_key)),) if api_key else ()
 
     def question(self, what: str, model: str) -> Message:
         method, request = _QUESTIONS[what]

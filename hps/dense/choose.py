@@ -17,6 +17,7 @@ from hps.errors import ConfigError, ModelError, Unavailable
 
 if TYPE_CHECKING:
     from hps.dense.triton.memory import Regions
+    from hps.dense.triton.transport import Transport
 
 
 def open_network(
@@ -31,7 +32,7 @@ def open_network(
     """The network of model ``name``. ``fed`` and ``served``: what ``model.yaml`` says of its inputs and
     outputs. ``check`` raises ModelError for a network that is another. Raises ModelError."""
     triton = settings.triton
-    target = _target(name, triton)
+    target = None if triton is None else target_of(name, triton)
     if triton is None or target is None:
         return _here(name, path, fed, settings, device, check)
     there = _there(target, triton, (tuple(fed.values()), served), device, check)
@@ -40,10 +41,28 @@ def open_network(
     return Fallback(name, there, _here(name, path, fed, settings, device, check))
 
 
-def _target(name: str, triton: TritonSettings | None) -> TritonTarget | None:
-    if triton is None:
-        return None
+def target_of(name: str, triton: TritonSettings) -> TritonTarget | None:
+    """The model in Triton that runs the network of model ``name``; None: it runs in this process."""
     return triton.models.get(name) if triton.models else TritonTarget(name=f"{name}.dense")
+
+
+def transport_to(target: TritonTarget, triton: TritonSettings) -> Transport:
+    """How that is asked. Raises ConfigError for certificates that cannot be used."""
+    # Imported when it is needed: Triton's clients take a tenth of a second.
+    from hps.client.address import Tls
+    from hps.dense.triton.grpc import GrpcTransport
+    from hps.dense.triton.http import HttpTransport
+
+    tls = None
+    if triton.tls is not None:
+        files = triton.tls.ca_file, triton.tls.certificate_file, triton.tls.key_file
+        client_context("dense.triton.tls", *files)  # gRPC says nothing of files it can't use
+        tls = Tls(*files)
+    if triton.protocol == "grpc":
+        return GrpcTransport(
+            triton.url, target.name, target.version, channels=triton.channels, tls=tls
+        )
+    return HttpTransport(triton.url, target.name, target.version, tls)
 
 
 def _here(
@@ -73,26 +92,10 @@ def _there(
     device: int,
     check: Callable[[DenseModel], object],
 ) -> DenseModel:
-    # Imported when it is needed: Triton's clients take a tenth of a second.
-    from hps.client.address import Tls
     from hps.dense.triton import TritonModel
-    from hps.dense.triton.grpc import GrpcTransport
-    from hps.dense.triton.http import HttpTransport
-    from hps.dense.triton.transport import Transport
 
+    transport = transport_to(target, triton)
     timeout_s = triton.timeout_ms / 1e3
-    tls = None
-    if triton.tls is not None:
-        files = triton.tls.ca_file, triton.tls.certificate_file, triton.tls.key_file
-        client_context("dense.triton.tls", *files)  # gRPC says nothing of files it can't use
-        tls = Tls(*files)
-    transport: Transport
-    if triton.protocol == "grpc":
-        transport = GrpcTransport(
-            triton.url, target.name, target.version, channels=triton.channels, tls=tls
-        )
-    else:
-        transport = HttpTransport(triton.url, target.name, target.version, tls)
     return TritonModel(
         target.name,
         triton.url,

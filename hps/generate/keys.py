@@ -39,19 +39,21 @@ def distribution(text: str, rows: int) -> Draw:
             return _hot(text, _number(text, share), _number(text, coverage), rows)
     if name == "trace" and argument:
         return _trace(Path(argument), rows)
-    raise ConfigError(f"--distribution {text}: expected {FORMS}")
+    raise ConfigError(f"distribution of keys {text}: expected {FORMS}")
 
 
 def _number(text: str, value: str) -> float:
     try:
         return float(value)
     except ValueError:
-        raise ConfigError(f"--distribution {text}: {value!r} is no number") from None
+        raise ConfigError(f"distribution of keys {text}: {value!r} is no number") from None
 
 
 def _zipf(s: float, rows: int) -> Draw:
     if not 0 < s < 10:
-        raise ConfigError(f"--distribution zipf:{s:g}: the exponent must lie between 0 and 10")
+        raise ConfigError(
+            f"distribution of keys zipf:{s:g}: the exponent must lie between 0 and 10"
+        )
     exponent = 1 - s
 
     def draw(random: np.random.Generator, n: int) -> IndexArray:
@@ -67,7 +69,7 @@ def _zipf(s: float, rows: int) -> Draw:
 
 def _hot(text: str, share: float, coverage: float, rows: int) -> Draw:
     if not (0 < share <= 1 and 0 <= coverage <= 1):
-        raise ConfigError(f"--distribution {text}: both shares must lie between 0 and 1")
+        raise ConfigError(f"distribution of keys {text}: both shares must lie between 0 and 1")
     hot = max(1, round(share * rows))
 
     def draw(random: np.random.Generator, n: int) -> IndexArray:
@@ -85,10 +87,11 @@ def _trace(path: Path, rows: int) -> Draw:
     try:
         numbers = np.load(path, mmap_mode="r")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--distribution trace:{path}: {error}") from None
+        raise ConfigError(f"distribution of keys trace:{path}: {error}") from None
     if numbers.dtype.kind not in "iu" or numbers.ndim != 1 or not len(numbers):
         raise ConfigError(
-            f"--distribution trace:{path}: expected integers (n,), found {numbers.dtype} {numbers.shape}"
+            f"distribution of keys trace:{path}: expected integers (n,), found {numbers.dtype} "
+            f"{numbers.shape}"
         )
     at = 0
 
@@ -98,7 +101,7 @@ def _trace(path: Path, rows: int) -> Draw:
         at = (at + n) % len(numbers)
         if n and (taken.min() < 0 or taken.max() >= rows):
             raise ConfigError(
-                f"--distribution trace:{path}: row numbers from {taken.min()} to {taken.max()}, the "
+                f"distribution of keys trace:{path}: row numbers from {taken.min()} to {taken.max()}, the "
                 f"table has {rows} rows"
             )
         return taken

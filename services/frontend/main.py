@@ -21,6 +21,7 @@ from hps.types import Progress
 from services.frontend import logs
 from services.frontend.auth import guard
 from services.frontend.grpc.admin_port import AdminPort
+from services.frontend.grpc.profile import grpc_wire
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.http.app import admin_app, data_app
 from services.frontend.http.asgi import Application
@@ -131,8 +132,10 @@ class Frontend(Process[OpenModels]):
         return {"grpc_admin": AdminPort(at.admin, self.state, self._settings, self._guard)}
 
     def _app(self, port: str) -> Application:
-        make = data_app if port == "http" else admin_app
-        return make(self.state, self._settings, self._guard)
+        given = self.state, self._settings, self._guard
+        if port == "http":
+            return data_app(*given)
+        return admin_app(*given, {"grpc": grpc_wire(self.state, self._settings)})
 
     def _open(self, progress: Progress) -> OpenModels:
         if self._settings.role == "frontend":

@@ -3,29 +3,51 @@
 from __future__ import annotations
 
 import json
+import shutil
+import socket
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import confluent_kafka as ck
 import numpy as np
 import pytest
+from confluent_kafka.admin import (
+    AclBinding,
+    AclOperation,
+    AclPermissionType,
+    AdminClient,
+    ResourcePatternType,
+    ResourceType,
+    ScramCredentialInfo,
+    ScramMechanism,
+    UserScramCredentialUpsertion,
+)
 from typer.testing import CliRunner
 
 from benchmarks.peers.hps_server import Hps
 from benchmarks.peers.process import free_ports
-from hps.cli.diagnosis import parts, servers, stores, streams
+from hps.cli.diagnosis import lookups, ports, servers, states, stores, streams
+from hps.cli.diagnosis import triton as triton_checks
 from hps.cli.diagnosis.check import Check
+from hps.cli.diagnosis.models import models
 from hps.cli.main import app
 from hps.client import Client
+from hps.config import Configuration, configuration_from
 from hps.config.dense_settings import TritonSettings
-from hps.config.lookup_settings import LookupSettings
+from hps.config.schema import Settings
+from hps.config.server_settings import HttpSettings
 from hps.config.store_settings import RedisSettings
 from hps.config.update_settings import KafkaSettings
+from hps.models.repository import Repository
 from hps.types import EmbeddingTable
 from hps.updates.kafka.overview import TopicView
-from tests.support.kafka_brokers import make_topic, shared_broker, unique
+from tests.support.kafka_brokers import fresh_broker, make_topic, shared_broker, unique
 from tests.support.redis_servers import shared_server
+from tests.support.waiting import until
 
 
 def by_name(checks: Iterable[Check]) -> dict[str, Check]:
@@ -99,15 +121,84 @@ def test_kafka_with_its_topics_and_how_far_groups_are() -> None:
     assert (lag.verdict, lag.found) == ("WARN", "nobody reads; 0 members, 2 messages behind")
 
 
-def test_rights_that_are_missing_are_named() -> None:
-    """A broker that refuses some needs users; what it would say is made up here."""
-    lacking = {"a": TopicView(1, rights=frozenset({"DESCRIBE"})), "b": TopicView(problem="denied")}
+class Guarded:
+    """A broker that lets its user do what an ACL allows, and nothing else."""
+
+    def __init__(self, folder: Path) -> None:
+        rules = {
+            "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+            "super.users": "User:ANONYMOUS",  # who comes by the first port: the broker itself, and we
+        }
+        self.broker = fresh_broker(folder / "kafka", rules)
+        self.address = self.broker.ask_for_passwords()
+        self.broker.start()
+        self._admin = AdminClient({"bootstrap.servers": self.broker.address})
+        info = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_256, 4096)
+        user = UserScramCredentialUpsertion("hps", info, b"a secret")
+        (done,) = self._admin.alter_user_scram_credentials([user]).values()
+        done.result(60)
+
+    def allow(self, kind: ResourceType, name: str, operation: AclOperation) -> None:
+        pattern, allow = ResourcePatternType.LITERAL, AclPermissionType.ALLOW
+        rule = AclBinding(kind, name, pattern, "User:hps", "*", operation, allow)
+        (done,) = self._admin.create_acls([rule]).values()
+        done.result(60)
+
+    def settings(self, dead: str) -> KafkaSettings:
+        options = {
+            "security.protocol": "SASL_PLAINTEXT",
+            "sasl.mechanism": "SCRAM-SHA-256",
+            "sasl.username": "hps",
+            "sasl.password": "a secret",
+        }
+        return KafkaSettings(brokers=self.address, dead_letters=dead, options=options)
+
+
+def test_rights_that_are_missing_are_named_one_after_the_other(tmp_path: Path) -> None:
+    kafka = Guarded(tmp_path)
+    try:
+        model, group, dead = unique("m"), unique("g"), unique("dead")
+        topic = f"hps_updates.{model}"
+        for name in (topic, dead):
+            make_topic(kafka.broker, name)
+        settings = kafka.settings(dead)
+
+        def look() -> dict[str, str]:
+            return verdicts(by_name(streams.kafka(settings, [group], [table(model)])))
+
+        def allowed(kind: ResourceType, name: str, operation: AclOperation, makes: str) -> None:
+            """Rights are spread to the broker after they are made."""
+            before = look()
+            assert before[makes] == "FAIL", before
+            kafka.allow(kind, name, operation)
+            until(lambda: look() != before)
+
+        names = [f"topic {topic}", f"topic {dead}", f"group {group}"]
+        # Nothing is known of the model's topics, so each that may be there is named.
+        unseen = {f"topic hps_et.{model}.t": "FAIL"}
+        assert look() == {"Kafka": "OK", **dict.fromkeys(names, "FAIL"), **unseen}
+        of_topic, do = ResourceType.TOPIC, AclOperation
+        kafka.allow(of_topic, topic, do.DESCRIBE)  # it may be seen, not read
+        until(lambda: look() == {"Kafka": "OK", **dict.fromkeys(names, "FAIL")})
+        allowed(of_topic, topic, do.READ, f"topic {topic}")
+        allowed(of_topic, dead, do.WRITE, f"topic {dead}")
+        allowed(ResourceType.GROUP, group, do.READ, f"group {group}")
+        assert look() == {"Kafka": "OK", **dict.fromkeys(names, "OK")}
+        wrong = settings.model_copy(
+            update={"options": {**settings.options, "sasl.password": "another"}}
+        )
+        (found,) = streams.kafka(wrong, [group], [table(model)])
+        assert (found.name, found.verdict) == ("Kafka", "FAIL")
+        assert "uthentication" in found.found
+    finally:
+        kafka.broker.kill()
+
+
+def test_brokers_that_do_not_tell_rights_are_taken_at_their_word() -> None:
+    lacking = {"a": TopicView(1), "b": TopicView(1, leaderless=1)}
     found = by_name(streams._topics(dict(lacking)))
-    assert verdicts(found) == {"topic a": "FAIL", "topic b": "FAIL"}
-    assert "READ" in found["topic a"].mend
-    dead = streams._dead_letters("d", TopicView(1, rights=frozenset({"READ"})))
-    assert (dead.verdict, "WRITE" in dead.mend) == ("FAIL", True)
-    assert streams._dead_letters("d", TopicView(1)).verdict == "OK", "brokers need not tell"
+    assert verdicts(found) == {"topic a": "OK", "topic b": "FAIL"}
+    assert streams._dead_letters("d", TopicView(1)).verdict == "OK"
 
 
 def test_a_kafka_that_is_not_there_is_one_line() -> None:
@@ -117,40 +208,81 @@ def test_a_kafka_that_is_not_there_is_one_line() -> None:
     assert "updates.kafka.brokers" in found.mend
 
 
-def test_each_lookup_node_is_asked(small_server: Hps) -> None:
+def front_end(nodes: list[str], repository: Path) -> Settings:
+    given = {
+        "server": {"role": "frontend"},
+        "lookup": {"nodes": nodes},
+        "models": {"repository": str(repository)},
+    }
+    return configuration_from(given, environ={}).settings
+
+
+def test_each_lookup_node_is_asked(
+    small_server: Hps, small_repository: Path, tmp_path: Path
+) -> None:
     (port,) = free_ports(1)
     nodes = [small_server.grpc, f"127.0.0.1:{port}"]
-    found = by_name(parts.lookup_nodes(LookupSettings(nodes=nodes)))
+    found = by_name(lookups.lookup_nodes(front_end(nodes, small_repository)))
     assert verdicts(found) == {f"lookup node {nodes[0]}": "OK", f"lookup node {nodes[1]}": "FAIL"}
     assert "clicks 1" in found[f"lookup node {nodes[0]}"].found
+    # A front end that was not given what the nodes have.
+    here = tmp_path / "models"
+    shutil.copytree(small_repository / "clicks", here / "clicks")
+    (here / "clicks/1/dense.onnx").unlink()
+    found = by_name(lookups.lookup_nodes(front_end(nodes[:1], here)))
+    assert verdicts(found) == {
+        f"lookup node {nodes[0]}": "OK",
+        "version 1 of clicks": "FAIL",
+        "version 1 of words": "WARN",
+    }
 
 
-def test_a_name_that_stands_for_no_lookup_node_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_stands_for_no_lookup_node_is_told(
+    small_repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def nowhere(host: str) -> list[str]:
         raise OSError(-2, "Name or service not known")
 
     monkeypatch.setattr("hps.lookup.remote.addresses.addresses_of", nowhere)
-    found = by_name(parts.lookup_nodes(LookupSettings(nodes=["dns:///nowhere:8001"])))
+    found = by_name(lookups.lookup_nodes(front_end(["dns:///nowhere:8001"], small_repository)))
     assert verdicts(found) == {"lookup nodes dns:///nowhere:8001": "FAIL"}
     assert "Name or service" in found["lookup nodes dns:///nowhere:8001"].found
 
 
+def test_a_front_end_needs_no_rows(small_repository: Path, tmp_path: Path) -> None:
+    shutil.copytree(small_repository, tmp_path / "models")
+    for tables in (tmp_path / "models").glob("*/1/tables"):
+        shutil.rmtree(tables)
+    settings = front_end([f"127.0.0.1:{free_ports(1)[0]}"], tmp_path / "models")
+    configuration = Configuration(settings)
+    found = {check.name: check for check, _ in models(configuration)}
+    assert verdicts(found) == {"model clicks": "OK", "model words": "OK"}
+
+
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_triton_is_told_with_its_version_and_networks(small_server: Hps, protocol: str) -> None:
+def test_triton_is_told_with_its_version_and_networks(
+    small_server: Hps, small_repository: Path, protocol: str
+) -> None:
+    """With a server of ours in its place, which has no network alone; a real one:
+    `conformance/test_tools.py`."""
     url = small_server.grpc if protocol == "grpc" else small_server.address
-    found = by_name(parts.triton(TritonSettings(url=url, protocol=protocol), ["clicks"]))  # type: ignore[arg-type]
+    clicks = Repository(small_repository).open("clicks")
+    given = {"url": url, "protocol": protocol}
+    found = by_name(triton_checks.triton(TritonSettings.model_validate(given), [clicks]))
     assert verdicts(found) == {"Triton": "OK", "Triton: clicks": "FAIL"}
     assert "clicks.dense" in found["Triton: clicks"].found
-    given = {"url": url, "protocol": protocol, "models": {"clicks": {"name": "clicks.lookup"}}}
-    found = by_name(parts.triton(TritonSettings.model_validate(given), ["clicks", "other"]))
-    assert set(verdicts(found).values()) == {"OK"}
+    models = {"clicks": {"name": "clicks.lookup"}}
+    settings = TritonSettings.model_validate({**given, "models": models})
+    found = by_name(triton_checks.triton(settings, [clicks, replace(clicks, name="other")]))
+    assert verdicts(found) == {"Triton": "OK", "Triton: clicks": "FAIL", "Triton: other": "OK"}
+    assert "input 'dense'" in found["Triton: clicks"].found
 
 
 def test_a_triton_that_is_away_fails_unless_networks_run_here_meanwhile() -> None:
     (port,) = free_ports(1)
     for fallback, verdict in ((False, "FAIL"), (True, "WARN")):
         settings = TritonSettings(url=f"127.0.0.1:{port}", protocol="http", fallback=fallback)
-        (found,) = parts.triton(settings, ["m"])
+        (found,) = triton_checks.triton(settings, [])
         assert (found.name, found.verdict) == ("Triton", verdict)
         assert "dense.triton.url" in found.mend
 
@@ -158,8 +290,10 @@ def test_a_triton_that_is_away_fails_unless_networks_run_here_meanwhile() -> Non
 def test_a_server_is_told_by_its_admin_address(small_server: Hps, tmp_path: Path) -> None:
     with Client(f"http://{small_server.address}") as client:
         client.lookup("words", {"word": [1]})
-    found = by_name(servers.server(f"http://{small_server.admin}", None, None))
-    assert verdicts(found) == {"server": "OK", "server: clock": "OK", "server: freshness": "OK"}
+    found = by_name(servers.server(f"http://{small_server.admin}", None, None).checks)
+    assert verdicts(found) == dict.fromkeys(
+        ["server", "server: clock", "server: rocksdb: disk", "server: freshness"], "OK"
+    )
     urls = [f"--server=http://{at}" for at in (small_server.address, small_server.admin)]
     done = CliRunner().invoke(
         app, ["doctor", *urls, f"--server=grpc://{small_server.grpc}", "--json"]
@@ -185,8 +319,105 @@ def test_what_a_server_says_of_its_parts_is_passed_on() -> None:
         def metrics(self) -> list[object]:
             return []
 
-    found = list(servers._state("server", status, Told()))  # type: ignore[arg-type]
+    found = list(states.state("server", status, Told()))  # type: ignore[arg-type]
     assert [check.verdict for check in found] == [
         *["WARN", "WARN", "WARN", "WARN", "FAIL", "WARN", "FAIL", "WARN", "OK"]
     ]
     assert all(check.mend for check in found[:-1])
+
+
+@contextmanager
+def answering(text: bytes) -> Iterator[str]:
+    """A server that says ``text`` to whatever comes, and nothing more; b"": that hangs."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(0.1)
+        ended = threading.Event()
+
+        def run() -> None:
+            kept = []
+            while not ended.is_set():
+                try:
+                    connection, _ = listening.accept()
+                except TimeoutError:
+                    continue
+                kept.append(connection)
+                if text:
+                    connection.recv(65536)
+                    connection.sendall(text)
+                    connection.close()
+            for connection in kept:
+                connection.close()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            ended.set()
+            thread.join()
+
+
+def http(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"-ERR unknown command\r\n",
+        b"\x00\x01\x02",
+        http(b"<html>a proxy's page</html>"),
+        http(b"[1, 2]"),
+        http(b'{"name": 7}'),
+    ],
+    ids=["redis", "bytes", "page", "list", "number"],
+)
+def test_what_is_no_server_of_ours_is_a_line_and_no_traceback(text: bytes) -> None:
+    with answering(text) as address:
+        done = CliRunner().invoke(app, ["doctor", "--server", f"http://{address}", "--json"])
+    assert done.exit_code == 1, done.output
+    told = [check for check in json.loads(done.stdout) if check["name"].startswith("server")]
+    assert any(check["verdict"] == "FAIL" and check["mend"] for check in told), told
+
+
+def test_servers_that_hang_are_waited_for_beside_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Were they asked one after the other, the first would be given up before the second is asked."""
+    monkeypatch.setattr(servers, "_PATIENCE_S", 1.0)
+    together = threading.Barrier(3)
+    answers = servers._answers
+
+    def meeting(*given: object) -> Check:
+        together.wait(60)
+        return answers(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(servers, "_answers", meeting)
+    with answering(b"") as address:
+        found = list(servers.servers([f"http://{address}"] * 3, None, None))
+    assert [check.verdict for check in found] == ["FAIL"] * 3
+
+
+def test_a_port_that_cannot_be_had_is_told_with_what_to_do() -> None:
+    (port,) = free_ports(1)
+    elsewhere = ports.port("http port", HttpSettings(host="203.0.113.7", port=port))
+    assert (elsewhere.verdict, "server.http.host" in elsewhere.mend) == ("FAIL", True)
+    with answering(b"\x00") as address:
+        taken = HttpSettings(host="127.0.0.1", port=int(address.rpartition(":")[2]))
+        found = ports.port("http port", taken)
+    assert (found.verdict, "stop what listens there" in found.mend) == ("FAIL", True)
+
+
+def test_a_redis_that_is_a_replica_or_cannot_save_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    redis = shared_server()
+    told = stores._facts
+
+    def found(**facts: str) -> Check:
+        monkeypatch.setattr(stores, "_facts", lambda info: {**told(info), **facts})
+        return next(stores.redis(RedisSettings(addresses=[redis.address]), []))
+
+    assert found().verdict == "OK"
+    assert (found(role="slave").verdict, "primary" in found(role="slave").mend) == ("FAIL", True)
+    assert found(rdb_last_bgsave_status="err").verdict == "WARN"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,25 @@ def test_each_part_of_a_prediction_is_told(small_server: Hps) -> None:
     assert "Without a profile" in shown
 
 
+def test_a_request_over_grpc_is_read_and_written_as_such(small_server: Hps) -> None:
+    url = f"http://{small_server.admin}"
+    found = profiled(url, "clicks", "--batch", 4, "--rows", 50, "--protocol", "grpc")
+    assert paths(found) >= {("parse",), ("lookup",), ("dense",), ("serialise",)}
+    top = [part["mean_us"] for part in found["parts"] if len(part["path"]) == 1]
+    assert sum(top) == pytest.approx(found["mean_us"], rel=1e-6)
+    about = found["about"]
+    assert (about["protocol"], about["batch"], about["process"]) == ("grpc", 4, "node")
+    assert found["round_trip_p50_us"] is None, "the admin address takes none of gRPC"
+    # What is no ModelInferRequest, and one of another model.
+    for body in (b"{}", b"\x0a\x04none"):
+        head = {"Content-Type": "application/grpc"}
+        sent = urllib.request.Request(f"{url}/v1/profile/clicks", body, head)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(sent, timeout=60)
+        with refused.value:
+            assert refused.value.code == 400
+
+
 def test_keys_that_memory_lacks_are_asked_of_the_stores(small_server: Hps) -> None:
     """No store has them either, so they stay so."""
     where = f"http://{small_server.admin}", "words", "--rows", 1 << 40, "--keys", "uniform"
@@ -74,6 +95,7 @@ def test_the_node_of_a_configuration_is_profiled_in_this_process(
     }
     file = tmp_path / "config.yaml"
     file.write_text(json.dumps(settings))
+    profiled(file, "clicks", "--protocol", "grpc")
     found = profiled(file, "clicks", "--repository", small_repository)
     assert paths(found) >= {("parse",), ("lookup", "memory"), ("dense",), ("serialise",)}
     assert found["round_trip_p50_us"] is None

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import uuid
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -28,8 +29,9 @@ def need_kafka() -> None:
         pytest.skip(message)
 
 
-def fresh_broker(folder: Path) -> KafkaBroker:
-    """A broker of the test's own, not started. Killed, it comes back sooner than one of its kind does."""
+def fresh_broker(folder: Path, options: Mapping[str, str] | None = None) -> KafkaBroker:
+    """A broker of the test's own, not started, with further server properties. Killed, it comes back sooner
+    than one of its kind does."""
     need_kafka()
     quick = {
         "broker.session.timeout.ms": 2000,  # until then the controller takes the dead one for alive
@@ -37,7 +39,7 @@ def fresh_broker(folder: Path) -> KafkaBroker:
         "offsets.topic.num.partitions": 4,
         "transaction.state.log.num.partitions": 4,
     }
-    return KafkaBroker(folder, quick)
+    return KafkaBroker(folder, {**quick, **(options or {})})
 
 
 @cache

@@ -60,3 +60,20 @@ def test_a_request_that_is_looked_at_is_timed() -> None:
     profile = Profile()
     part = timed(profile, "x", lambda: current())
     assert profile.parts == [part]
+
+
+def test_what_another_process_has_done_is_a_part_with_its_own_parts() -> None:
+    node = Profile(began=1_000)
+    with node.part("lookup") as lookup:
+        lookup.note(keys=2)
+    node.end()
+    asker = Profile()
+    assert asker.headers() == {"hps-profile": "1"}
+    asker.reported("node", 1_000, 9_000, node.packed())
+    asker.reported("node", 0, 1_000, b"")
+    first, second = asker.told()["parts"]
+    assert (first["name"], first["us"], second["us"], second["parts"]) == ("node", 8.0, 1.0, [])
+    (there,) = first["parts"]
+    assert (there["name"], there["about"]) == ("lookup", {"keys": 2})
+    assert there["us"] == pytest.approx(node.told()["parts"][0]["us"], abs=1e-3)
+    Origin("r-1").reported("node", 0, 1, b"")

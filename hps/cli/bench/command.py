@@ -27,6 +27,8 @@ Examples:
   hps bench --compare before.json after.json
 """
 CALLERS, MOST_DUE = 8, 256
+CONNECTIONS = 4
+_DAY = 86_400
 # From here on a run says more of unknown keys than of the model's rows.
 _MANY_DEFAULTED = 0.1
 INTERRUPTED = 130
@@ -45,8 +47,10 @@ def bench(
     model: Annotated[
         str | None, typer.Argument(help="The model to ask; needed where there are several.")
     ] = None,
-    duration: Annotated[float, typer.Option(min=0.01, help="Seconds that are measured.")] = 10.0,
-    warmup: Annotated[float, typer.Option(min=0.0, help="Seconds before that.")] = 2.0,
+    duration: Annotated[
+        float, typer.Option(min=0.01, max=_DAY, help="Seconds that are measured.")
+    ] = 10.0,
+    warmup: Annotated[float, typer.Option(min=0.0, max=_DAY, help="Seconds before that.")] = 2.0,
     count: Annotated[
         int | None, typer.Option(min=1, help="End after so many requests.", show_default=False)
     ] = None,
@@ -60,9 +64,20 @@ def bench(
             show_default=f"{CALLERS}, with --rate {MOST_DUE}",
         ),
     ] = None,
+    connections: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1024,
+            help="Of gRPC, used in turn; HTTP has one for each request under way.",
+            show_default=f"{CONNECTIONS}, or --concurrency if less",
+        ),
+    ] = None,
     rate: Annotated[
         float | None,
-        typer.Option(min=0.01, help="Requests due per second, however quick the server is."),
+        typer.Option(
+            min=0.01, max=1e6, help="Requests due per second, however quick the server is."
+        ),
     ] = None,
     arrivals: Annotated[Arrivals, typer.Option(help="With --rate: when.")] = Arrivals.poisson,
     batch: Annotated[int, typer.Option(min=1, help="Samples in a request.")] = 1,
@@ -75,7 +90,7 @@ def bench(
     hotness: Annotated[
         int, typer.Option(min=1, help="Keys per sample, where the model does not say.")
     ] = 1,
-    distinct: Annotated[int, typer.Option(min=1, help="Different requests, sent in turn.")] = 256,
+    distinct: Annotated[int, typer.Option(min=1, help="Different requests, sent in turn.")] = 1024,
     repository: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Ask for keys that the model has here.")
     ] = None,
@@ -83,7 +98,9 @@ def bench(
     requests: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Send these, of hps generate requests.")
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for one request.")] = 10.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, max=3600, help="Seconds for one request.")
+    ] = 10.0,
     seed: Annotated[int, typer.Option(min=0, help="The same seed sends the same.")] = 1,
     json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Keep the result here too.")
@@ -129,7 +146,9 @@ def bench(
         seed,
     )
     recipe = Recipe(distinct, batch, keys, rows, hotness, seed)
-    told = _run(url, model, plan, recipe, (requests, repository, version), api_key, tls_of(tls))
+    lines = connections or min(CONNECTIONS, plan.concurrency)
+    source = requests, repository, version
+    told = _run(url, model, plan, recipe, source, lines, api_key, tls_of(tls))
     if json is not None:
         save(json, told)
     show(told)
@@ -144,10 +163,11 @@ def _run(
     plan: Any,
     recipe: Any,
     source: tuple[Path | None, Path | None, int | None],
+    connections: int,
     api_key: str | None,
     tls: Tls | None,
 ) -> dict[str, Any]:
-    from hps.cli.bench.load import samples
+    from hps.cli.bench.load import different_keys, samples
     from hps.cli.bench.report import report
     from hps.cli.bench.run import run
     from hps.cli.bench.senders import Sender, open_sender
@@ -167,19 +187,23 @@ def _run(
     def prepare(sender: Sender) -> Sequence[Any]:
         return [sender.message(Call(name, dict(each))) for each in tensors]
 
+    grpc = url.startswith("grpc")
     asked = {
         "url": url,
-        "protocol": "grpc" if url.startswith("grpc") else "http",
+        "protocol": "grpc" if grpc else "http",
         "server": f"{server.get('name', '')} {server.get('version', '')}".strip(),
         "model": name,
         "batch": samples(tensors[0]),
         "keys": keys,
+        "different_requests": len(tensors),
+        "different_keys": different_keys(tensors),
+        "connections": connections if grpc else None,
         "concurrency": plan.concurrency,
         "rate": plan.rate,
         "arrivals": plan.arrivals if plan.rate else None,
         "warmup_s": plan.warmup_s,
     }
-    return report(run(lambda: open_sender(url, api_key, tls), prepare, plan), asked)
+    return report(run(lambda: open_sender(url, api_key, tls, connections), prepare, plan), asked)
 
 
 def _only(client: Client) -> str:

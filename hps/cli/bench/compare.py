@@ -20,13 +20,18 @@ from hps.cli.bench.histogram import Histogram, highest
 from hps.cli.bench.report import QUANTILES, slices_of
 from hps.errors import ConfigError
 
-_DRAWS = 1000
-_LEVEL = 0.05
+_DRAWS = 4000
+LEVEL = 0.05
+# Fewer slices with answers do not tell how much slices differ.
+_FEWEST = 10
 # Two buckets' worth.
 _HIDDEN = 0.002
 # Fewer durations beyond a quantile do not tell where it is.
 _BEYOND = 10
-_SAME = ("model", "protocol", "batch", "keys", "concurrency", "rate", "arrivals")
+_SAME = (
+    *("model", "protocol", "batch", "keys", "different_requests", "concurrency", "connections"),
+    *("rate", "arrivals"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +58,12 @@ def unlike(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Difference]:
     """The quantiles of both, and how many requests a second a closed loop got through. Raises ConfigError for
-    runs without answers."""
+    runs without answers, or with too few to tell."""
     runs = [_Slices(before), _Slices(after)]
     told = min(run.total for run in runs)
     names = [n for n, share in QUANTILES.items() if n == "p50" or told * (1 - share) >= _BEYOND]
     throughput = before.get("rate") is None and after.get("rate") is None
-    level = _LEVEL / (len(names) + throughput)
+    level = LEVEL / (len(names) + throughput)
     random = np.random.default_rng(1)
     drawn = [run.drawn(random, [QUANTILES[name] for name in names]) for run in runs]
     found = []
@@ -86,13 +91,23 @@ class _Slices:
     """A run's histograms as a table: slices down, durations across."""
 
     def __init__(self, told: Mapping[str, Any]) -> None:
-        slices: Sequence[Histogram] = [each for each in slices_of(told) if each.counts]
-        if not slices:
+        """Those in which nothing was answered count, too."""
+        slices = slices_of(told)
+        filled = sum(1 for _, each in slices if each.counts)
+        if not filled:
             raise ConfigError("a run without an answer cannot be compared; see its errors")
-        numbers = sorted(Histogram.summed(slices).counts)
+        if filled < _FEWEST:
+            raise ConfigError(
+                f"a run cannot be compared that has answers in {filled} of its {len(slices)} parts, since "
+                "how much parts differ tells what a difference is worth; have it send for longer"
+            )
+        numbers = sorted(Histogram.summed(each for _, each in slices).counts)
         self._seconds = np.array([highest(number) * 1e-9 for number in numbers])
         # float64, exact for counts, is what matrix products are quick in.
-        self._counts = np.array([[s.counts.get(n, 0) for n in numbers] for s in slices], np.float64)
+        self._counts = np.array(
+            [[each.counts.get(n, 0) for n in numbers] for _, each in slices], np.float64
+        )
+        self._spans = np.array([seconds for seconds, _ in slices])
         self.total = int(self._counts.sum())
 
     def quantile(self, share: float) -> float:
@@ -101,11 +116,12 @@ class _Slices:
     def drawn(
         self, random: np.random.Generator, shares: Sequence[float]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Of slices drawn with replacement: quantiles ``(draws, shares)``, requests a slice ``(draws,)``."""
+        """Of slices drawn with replacement: quantiles ``(draws, shares)``, requests a second ``(draws,)``."""
         n = len(self._counts)
         times = random.multinomial(n, np.full(n, 1 / n), _DRAWS)
         ranks = (times @ self._counts).cumsum(axis=1)
-        return np.stack([self._at(ranks, share) for share in shares], axis=1), ranks[:, -1] / n
+        quantiles = np.stack([self._at(ranks, share) for share in shares], axis=1)
+        return quantiles, ranks[:, -1] / (times @ self._spans)
 
     def _at(self, ranks: NDArray[np.float64], share: float) -> NDArray[np.float64]:
         """The quantile of each row of ``ranks (rows, durations)``: how many took no longer."""

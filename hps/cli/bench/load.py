@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -119,3 +119,15 @@ def samples(tensors: Tensors) -> int:
     """The batch of a request: what offsets say, or the most that a tensor has."""
     ends = [len(array) - 1 for name, array in tensors.items() if name.endswith(".offsets")]
     return ends[0] if ends else max((len(array) for array in tensors.values()), default=0)
+
+
+def different_keys(requests: Sequence[Tensors]) -> int:
+    """How many different keys all ``requests`` ask for, counted for each of their tensors."""
+    names = [name for name, array in requests[0].items() if array.dtype.kind in "iu"]
+    wanted = [name for name in names if not name.endswith(".offsets") and name != "NUMKEYS"]
+    return sum(
+        len(
+            np.unique(np.concatenate([each[name].reshape(-1) for each in requests if name in each]))
+        )
+        for name in wanted
+    )

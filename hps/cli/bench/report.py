@@ -13,7 +13,7 @@ from hps.cli.bench.histogram import Histogram
 from hps.cli.bench.run import Outcome
 from hps.errors import ConfigError
 
-FORMAT = "hps-bench-1"
+FORMAT = "hps-bench-2"
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
 _LAYOUT = "hdr-1024-ns"
 # A process in Python that is busier than this is late with what it measures.
@@ -24,7 +24,7 @@ def report(outcome: Outcome, asked: Mapping[str, Any]) -> dict[str, Any]:
     """``asked``: what was sent to whom, and how."""
     whole = Histogram.summed(outcome.slices)
     seconds = outcome.seconds
-    per_s = whole.total / seconds if seconds else 0.0
+    per_s = outcome.answered / seconds if seconds else 0.0
     return {
         "format": FORMAT,
         "hps": __version__,
@@ -37,10 +37,12 @@ def report(outcome: Outcome, asked: Mapping[str, Any]) -> dict[str, Any]:
         "samples_per_s": per_s * asked["batch"],
         "latency_s": quantiles(whole) | {"mean": whole.mean, "max": whole.quantile(1.0)},
         "late_s": quantiles(outcome.late) | {"max": outcome.late.quantile(1.0)},
+        "found_no_place": outcome.full,
         "own_cpu": outcome.own_cpu,
         "interrupted": outcome.interrupted,
         "histograms": {
             "layout": _LAYOUT,
+            "seconds": outcome.spans,
             "slices": [sorted(each.counts.items()) for each in outcome.slices],
         },
     }
@@ -82,5 +84,11 @@ def load(path: Path) -> dict[str, Any]:
     return dict(told)
 
 
-def slices_of(told: Mapping[str, Any]) -> list[Histogram]:
-    return [Histogram({int(n): int(c) for n, c in each}) for each in told["histograms"]["slices"]]
+def slices_of(told: Mapping[str, Any]) -> list[tuple[float, Histogram]]:
+    """The slices that the run reached: how long each lasted, seconds, and its latencies."""
+    found = told["histograms"]
+    return [
+        (float(seconds), Histogram({int(n): int(c) for n, c in each}))
+        for seconds, each in zip(found["seconds"], found["slices"], strict=True)
+        if seconds
+    ]

@@ -26,8 +26,9 @@ from hps.client.errors import Later
 from hps.errors import HpsError
 
 SLICES = 20
-"""Parts of the time that is measured, each with a histogram: how much these differ tells what a difference
-between two runs is worth."""
+"""Parts of what is measured, of the same time or, where so many requests were asked for, of the same number,
+each with a histogram: how much these differ tells what a difference between two runs is worth."""
+_WARMING_UP = -1
 _KINDS_KEPT = 50
 
 
@@ -48,13 +49,19 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """``seconds``: how long was measured. ``slices``: latencies of what succeeded. ``late``: how long after
-    it was due each request was sent. ``errors``: how many of each kind, and the first one's words.
-    ``own_cpu``: the share of a core that this process used."""
+    """``seconds``: how long was measured. ``slices``: latencies of what succeeded, by when it was due;
+    ``spans``: how long each of them lasted, 0 for one that was not reached. ``answered``: answers that came
+    while it was measured, whenever they were asked for. ``late``: how long after it was due each request was
+    sent; ``full``: requests that had to wait because as many as may be were under way. ``errors``:
+    how many of each kind, and the first one's words. ``own_cpu``: the share of a core that this process
+    used."""
 
     seconds: float = 0.0
     slices: list[Histogram] = field(default_factory=lambda: [Histogram() for _ in range(SLICES)])
+    spans: list[float] = field(default_factory=lambda: [0.0] * SLICES)
+    answered: int = 0
     late: Histogram = field(default_factory=Histogram)
+    full: int = 0
     errors: dict[str, tuple[int, str]] = field(default_factory=dict)
     warmed_up: int = 0
     own_cpu: float = 0.0
@@ -100,6 +107,7 @@ class _Run:
         self._numbers: Iterator[int] = count()
         self._begin = self._from = self._to = 0  # of all, of what is measured; ns
         self._slice_ns = 1
+        self._begun: dict[int, int] = {}  # when the first request of each slice was due
         self._last = self._taken = 0
 
     async def go(self) -> Outcome:
@@ -123,7 +131,20 @@ class _Run:
                 loop.remove_signal_handler(signal.SIGINT)
         ended = self._last if outcome.interrupted or plan.requests else self._to
         outcome.seconds = max(0, ended - self._from) * 1e-9
+        outcome.spans = self._spans(ended)
         return outcome
+
+    def _spans(self, ended: int) -> list[float]:
+        """How long each slice lasted, seconds."""
+        if self._plan.requests is None:
+            marks = [self._from + number * self._slice_ns for number in range(SLICES)]
+        else:  # one that nothing belongs to ends where it begins
+            begun, marks = ended, []
+            for number in reversed(range(SLICES)):
+                begun = self._begun.get(number, begun)
+                marks.insert(0, begun)
+        ends = [min(mark, ended) for mark in (*marks[1:], ended)]
+        return [max(0, end - mark) * 1e-9 for mark, end in zip(marks, ends, strict=True)]
 
     async def _own_cpu(self) -> None:
         """Looked at again and again: the run may end at any time."""
@@ -139,30 +160,36 @@ class _Run:
                 group.create_task(self._caller())
 
     async def _caller(self) -> None:
-        while (now := time.perf_counter_ns()) < self._to and self._more(now):
-            await self._one(now)
+        while (now := time.perf_counter_ns()) < self._to:
+            if (place := self._slice(now)) is None:
+                return
+            await self._one(now, place)
 
     async def _open(self, rate: float) -> None:
-        free = asyncio.Semaphore(self._plan.concurrency)
+        free, held_until = asyncio.Semaphore(self._plan.concurrency), 0
         give_up = self._to + round(self._plan.timeout_s * 1e9)
 
-        async def one(due: int) -> None:
+        async def one(due: int, place: int) -> None:
             try:
-                await self._one(due)
+                await self._one(due, place)
             finally:
                 free.release()
 
         async with asyncio.TaskGroup() as group:
             for due in self._due(rate):
-                if not self._more(due):
+                if (place := self._slice(due)) is None:
                     break
                 if (ahead := due - time.perf_counter_ns()) > 0:
                     await asyncio.sleep(ahead * 1e-9)
+                waits = free.locked()
                 await free.acquire()
+                if waits:
+                    held_until = time.perf_counter_ns()
+                self._outcome.full += place != _WARMING_UP and due < held_until
                 if time.perf_counter_ns() > give_up:
                     self._never_sent(due, rate)
                     break
-                group.create_task(one(due))
+                group.create_task(one(due, place))
 
     def _due(self, rate: float) -> Iterator[int]:
         """When requests are due, ns."""
@@ -184,14 +211,20 @@ class _Run:
         words = "the server was so far behind that they were given up; ask for a lower --rate"
         self._outcome.errors["NotSent"] = left, words
 
-    def _more(self, due: int) -> bool:
-        """Whether another one may be sent, which is counted then."""
-        if self._plan.requests is None or due < self._from:
-            return True
+    def _slice(self, due: int) -> int | None:
+        """The slice of a request that is due then; None when no more are to be sent."""
+        if due < self._from:
+            return _WARMING_UP
+        if self._plan.requests is None:
+            return min((due - self._from) // self._slice_ns, SLICES - 1)
+        if self._taken == self._plan.requests:
+            return None
+        place = self._taken * SLICES // self._plan.requests
         self._taken += 1
-        return self._taken <= self._plan.requests
+        self._begun.setdefault(place, due)
+        return place
 
-    async def _one(self, due: int) -> None:
+    async def _one(self, due: int, place: int) -> None:
         """A request that is, or was, due by now."""
         message = self._messages[next(self._numbers) % len(self._messages)]
         sent, error = time.perf_counter_ns(), None
@@ -201,7 +234,9 @@ class _Run:
             error = raised
         done = time.perf_counter_ns()
         outcome = self._outcome
-        if due < self._from:
+        counts = self._plan.requests is None and self._from <= done < self._to
+        outcome.answered += error is None and counts
+        if place == _WARMING_UP:
             outcome.warmed_up += 1
             return
         self._last = max(self._last, done)
@@ -210,6 +245,6 @@ class _Run:
             if self._plan.rate is None:
                 await asyncio.sleep(0.001)  # a server that refuses at once is not hammered
             return
-        place = min((due - self._from) // self._slice_ns, SLICES - 1)
+        outcome.answered += self._plan.requests is not None
         outcome.slices[place].record(done - due)
         outcome.late.record(sent - due)

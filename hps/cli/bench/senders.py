@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from itertools import cycle
 from typing import Any, Protocol
 
 from hps.client import Tls
@@ -16,6 +17,7 @@ from hps.errors import DeadlineExceeded
 
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _CLOSES = re.compile(rb"\r\nconnection: *close", re.IGNORECASE)
+_CHUNKED = re.compile(rb"\r\ntransfer-encoding: *chunked", re.IGNORECASE)
 
 
 class Sender(Protocol):
@@ -31,28 +33,31 @@ class Sender(Protocol):
     async def close(self) -> None: ...
 
 
-def open_sender(url: str, api_key: str | None, tls: Tls | None) -> Sender:
-    """Raises ConfigError."""
+def open_sender(url: str, api_key: str | None, tls: Tls | None, connections: int = 1) -> Sender:
+    """``connections``: of gRPC. Raises ConfigError."""
     at = address(url, tls)
-    return GrpcSender(at, api_key) if at.is_grpc else HttpSender(at, api_key)
+    return GrpcSender(at, api_key, connections) if at.is_grpc else HttpSender(at, api_key)
 
 
 class GrpcSender:
-    """All requests on one channel."""
+    """Requests take turns on so many connections: one alone reaches one of a server's processes."""
 
-    def __init__(self, at: Address, api_key: str | None) -> None:
+    def __init__(self, at: Address, api_key: str | None, connections: int = 1) -> None:
         from hps.client.grpc import AsyncGrpcChannel, GrpcWire
 
-        self._wire, self._channel = GrpcWire(api_key), AsyncGrpcChannel(at)
+        self._wire = GrpcWire(api_key)
+        self._channels = [AsyncGrpcChannel(at, is_shared=False) for _ in range(connections)]
+        self._turn = cycle(self._channels)
 
     def message(self, call: Call) -> Any:
         return self._wire.request(call)
 
     async def send(self, message: Any, until: float) -> None:
-        await self._channel.send(message, until)
+        await next(self._turn).send(message, until)
 
     async def close(self) -> None:
-        await self._channel.close()
+        for channel in self._channels:
+            await channel.close()
 
 
 class HttpSender:
@@ -113,12 +118,14 @@ class _Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self.closes = False
         self._transport: Any = None
-        self._coming = b""
+        self._coming = bytearray()
+        self._head: tuple[bytes, int, int | None] | None = None
         self._reply: asyncio.Future[Reply] | None = None
 
     async def exchange(self, message: bytes) -> Reply:
         """Raises OSError. Given up half-way, the connection is closed."""
-        self._coming = b""
+        self._coming.clear()
+        self._head = None
         self._reply = asyncio.get_running_loop().create_future()
         self._transport.write(message)
         try:
@@ -140,16 +147,55 @@ class _Connection(asyncio.Protocol):
             self._reply.set_exception(exc or ConnectionResetError("the server hung up"))
 
     def data_received(self, data: bytes) -> None:
-        self._coming = coming = self._coming + data if self._coming else data
-        end = coming.find(b"\r\n\r\n")
-        if end < 0 or self._reply is None or self._reply.done():
+        seen = len(self._coming)
+        self._coming += data
+        if self._reply is None or self._reply.done():
             return
-        head = coming[: end + 2]
+        try:
+            if self._head is None:
+                self._head = self._found_head(max(0, seen - 3))
+            if self._head is not None and (body := self._body(*self._head)) is not None:
+                self._reply.set_result(Reply(_status(self._head[0]), {}, body))
+        except OSError as error:
+            self._reply.set_exception(error)
+
+    def _found_head(self, at: int) -> tuple[bytes, int, int | None] | None:
+        """Once it is there: the head, where the body begins, and how long it is, None where it comes in
+        chunks."""
+        end = self._coming.find(b"\r\n\r\n", at)
+        if end < 0:
+            return None
+        head = bytes(self._coming[: end + 2])
+        self.closes = self.closes or _CLOSES.search(head) is not None
         length = _LENGTH.search(head)
+        if length is None and _CHUNKED.search(head) is None:
+            raise OSError("the answer does not say how long it is")
+        return head, end + 4, None if length is None else int(length[1])
+
+    def _body(self, _head: bytes, start: int, length: int | None) -> bytes | None:
+        """Once it is there."""
         if length is None:
-            self._reply.set_exception(OSError("the answer does not say how long it is"))
-        elif len(coming) >= end + 4 + int(length[1]):
-            self.closes = self.closes or _CLOSES.search(head) is not None
-            status = head[9:12]
-            known = int(status) if status.isdigit() else 0
-            self._reply.set_result(Reply(known, {}, coming[end + 4 :]))
+            ends = self._coming.endswith(b"\r\n\r\n")
+            return _unchunked(self._coming, start) if ends else None
+        end = start + length
+        return bytes(self._coming[start:end]) if len(self._coming) >= end else None
+
+
+def _status(head: bytes) -> int:
+    status = head[9:12]
+    return int(status) if status.isdigit() else 0
+
+
+def _unchunked(coming: bytearray, at: int) -> bytes | None:
+    """A body in chunks (RFC 9112, 7.1); None while there is more to come. Raises OSError."""
+    pieces: list[bytes] = []
+    while (end := coming.find(b"\r\n", at)) >= 0:
+        try:
+            size = int(coming[at:end].partition(b";")[0], 16)
+        except ValueError:
+            raise OSError("the answer has a chunk of no known size") from None
+        if not size:
+            return b"".join(pieces)
+        at = end + 2 + size + 2
+        pieces.append(bytes(coming[end + 2 : at - 2]))
+    return None

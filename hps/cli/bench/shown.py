@@ -6,19 +6,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hps.cli.bench.compare import Difference, compare, unlike
-from hps.cli.bench.report import BUSY, errors_of, load
-from hps.cli.output import Number, complain, count, print_table, say, share, warn
+from hps.cli.bench.compare import LEVEL, Difference, compare, unlike
+from hps.cli.bench.report import BUSY, errors_of, load, slices_of
+from hps.cli.output import Number, complain, count, plural, print_table, say, share, warn
+
+# From here on, of the time at the 99th percentile, requests that are sent late count.
+_LATE, _LATE_S = 0.1, 1e-3
 
 
 def show(told: Mapping[str, Any]) -> None:
     """A result for people."""
     way = f"{told['rate']:g} due per s, {told['arrivals']}" if told["rate"] else "closed loop"
     say(
-        f"{told['model']} at {told['url']} ({told['server']}), batch {told['batch']}, keys {told['keys']}"
+        f"{told['model']} at {told['url']} ({told['server']}), batch {told['batch']}, keys {told['keys']}: "
+        f"{plural(told['different_requests'], 'request')} in turn, "
+        f"{plural(told['different_keys'], 'different key')}"
     )
+    lines = f", {plural(told['connections'], 'connection')}" if told["connections"] else ""
     say(
-        f"{way}, concurrency {told['concurrency']}, {told['seconds']:.1f} s after "
+        f"{way}, concurrency {told['concurrency']}{lines}, {told['seconds']:.1f} s after "
         f"{told['warmup_s']:g} s of warm-up"
     )
     say()
@@ -45,10 +51,28 @@ def show(told: Mapping[str, Any]) -> None:
         complain(f"{error['count']:,} {kind}; the first one: {error['first']}")
     if told["interrupted"]:
         warn("interrupted: this is what there was until then")
+    _show_limits(told)
+
+
+def _show_limits(told: Mapping[str, Any]) -> None:
+    """What the load generator itself, and not the server, may have been slow at."""
     if told["own_cpu"] > BUSY:
         warn(
             f"this load generator used {100 * told['own_cpu']:.0f} % of a core and was the limit itself: the "
             "server may be quicker. Larger batches, a lower --rate, or several of it beside each other help"
+        )
+    if told["found_no_place"]:
+        warn(
+            f"{plural(told['found_no_place'], 'request')} had to wait until fewer than "
+            f"{told['concurrency']} others were under way (--concurrency), which counts as their latency: "
+            "the server is slower than --rate"
+        )
+        return
+    late, took = told["late_s"].get("p99"), told["latency_s"].get("p99")
+    if told["rate"] and late and late > max(_LATE_S, _LATE * took):
+        warn(
+            f"this load generator sent a request in a hundred {_ms(late)} ms late or later, for want of a "
+            "core, which counts as latency: leave it one, or lower --rate"
         )
 
 
@@ -70,10 +94,12 @@ def show_comparison(before_file: Path, after_file: Path) -> None:
         styles={"slower": "red", "faster": "green"},
     )
     say()
+    parts = " and ".join(str(len(slices_of(told))) for told in (before, after))
     say(
-        "none: no difference can be told from these two runs. Others may differ by more than their own"
+        f"between: {100 * (1 - LEVEL):.0f} % for all lines together (Bonferroni), by a block bootstrap of "
+        f"{parts} slices. none: they tell no difference."
     )
-    say("requests tell, with what else the machine does: repeat both, in turn.")
+    say("What else a machine does may differ by more from run to run: repeat both, in turn.")
 
 
 def _shown(each: Difference) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,3 +33,15 @@ def failed(name: str, error: HpsError, mend: str = "see the message") -> Check:
     """Our errors read "cause; mend"."""
     found, _, told = str(error).partition("; ")
     return Check(name, "FAIL", found, told or mend)
+
+
+def guarded(name: str, checks: Iterable[Check]) -> Iterator[Check]:
+    """``checks``, and one more that fails where they end in an error: what one part does must not keep the
+    others from being looked at."""
+    try:
+        yield from checks
+    except HpsError as error:
+        yield failed(name, error)
+    except Exception as error:  # of another product, it may say anything
+        found = f"cannot be looked at: {type(error).__name__}: {error}"
+        yield Check(name, "FAIL", found, "see whether it is what the configuration takes it for")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from hps.cli.diagnosis.check import Check
+from hps.cli.diagnosis.check import Check, guarded
+from hps.cli.diagnosis.lookups import lookup_nodes
 from hps.cli.diagnosis.memory import memory
 from hps.cli.diagnosis.models import models
-from hps.cli.diagnosis.parts import lookup_nodes, triton
 from hps.cli.diagnosis.ports import ports, url_of
 from hps.cli.diagnosis.servers import server
 from hps.cli.diagnosis.stores import redis, rocksdb
 from hps.cli.diagnosis.streams import directory, kafka
+from hps.cli.diagnosis.triton import triton
 
 if TYPE_CHECKING:
     from hps.client import Tls
@@ -26,36 +27,54 @@ def configured(
 ) -> Iterator[Check]:
     """Ports, models, memory, stores, streams, networks; the server itself if it runs on this machine."""
     settings = configuration.settings
-    here = []
-    for check in ports(settings, api_key, tls):
+    served = None
+    for check in guarded("ports", ports(settings, api_key, tls)):
         yield check
-        here += [check] if check.name == "admin port" and "served by hps" in check.found else []
-    if here:
-        yield from server(url_of(settings.server.admin), api_key, tls, "this server")
+        if check.name == "admin port" and "served by hps" in check.found:
+            served = server(url_of(settings.server.admin), api_key, tls, "this server")
+    if served is not None:
+        yield from served.checks
     versions = []
     for check, version in models(configuration):
         versions += [version] if version else []
         yield check
+    if served is not None and served.models is not None:
+        yield from _as_configured(versions, served.models)
     if settings.server.role == "frontend":
-        yield from lookup_nodes(settings.lookup)
+        yield from guarded("lookup nodes", lookup_nodes(settings))
     else:
         yield from _rows(settings, versions)
     if settings.dense.triton is not None and settings.server.role != "lookup":
-        names = [version.spec.name for version in versions if version.spec.dense is not None]
-        yield from triton(settings.dense.triton, names)
+        networks = [version for version in versions if version.spec.dense is not None]
+        yield from guarded("Triton", triton(settings.dense.triton, networks))
+
+
+def _as_configured(versions: Sequence[ModelVersion], served: Mapping[str, int]) -> Iterator[Check]:
+    """Whether the server here serves what it would after a start."""
+    for version in versions:
+        now = served.get(version.name)
+        if now != version.version:
+            found = (
+                f"it serves {'none' if now is None else now}, the repository has {version.version}"
+            )
+            mend = (
+                f"POST /v2/repository/models/{version.name}/load on its admin port, or restart it"
+            )
+            yield Check(f"this server: {version.name}", "WARN", found, mend)
 
 
 def _rows(settings: Settings, versions: Sequence[ModelVersion]) -> Iterator[Check]:
     """Of a process that has tiers: memory, stores, and what feeds them."""
     total = sum(files.bytes for version in versions for files in version.tables.values())
     tables = [table for version in versions for table in version.embedding_tables().values()]
-    yield from memory(settings, total)
+    yield from guarded("memory", memory(settings, total))
     if settings.tiers.rocksdb.enabled:
         yield rocksdb(settings.tiers.rocksdb, total)
     if settings.tiers.redis is not None:
-        yield from redis(settings.tiers.redis, tables)
+        yield from guarded("Redis", redis(settings.tiers.redis, tables))
     if settings.updates.kafka is not None:
-        yield from kafka(settings.updates.kafka, groups(settings), tables)
+        found = kafka(settings.updates.kafka, groups(settings), tables)
+        yield from guarded("Kafka", found)
     if settings.updates.directory is not None:
         yield directory(settings.updates.directory)
 

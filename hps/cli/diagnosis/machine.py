@@ -13,25 +13,34 @@ from hps.cli.diagnosis.check import Check
 from hps.cli.output import size
 from hps.errors import HpsError
 
-GPU = Path("/dev/nvidia0")
+DEVICES = Path("/dev")
 NETWORK = Path(__file__).parents[1] / "demo_model/ctr/1/dense.onnx"
 OPEN_FILES = 4096
 SHM_BYTES = 256 << 20
 
 
-def machine() -> Iterator[Check]:
+def machine(*, alone: bool = True) -> Iterator[Check]:
+    """``alone``: without a configuration, which would tell whether memory is shared."""
     yield python()
+    yield version()
     yield packages()
     yield native_core()
     yield gpu()
-    if GPU.exists():
+    if has_gpu():
         yield networks()
     yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    yield shared_memory(Path("/dev/shm"))
+    if alone:
+        yield shared_memory(Path("/dev/shm"))
 
 
 def python() -> Check:
     return Check("Python", "OK", ".".join(map(str, sys.version_info[:3])))
+
+
+def version() -> Check:
+    from hps import __version__
+
+    return Check("hps", "OK", __version__)
 
 
 def packages() -> Check:
@@ -73,9 +82,14 @@ def native_core() -> Check:
     return Check("native core", "WARN", "slower NumPy twins are in use", mend)
 
 
+def has_gpu() -> bool:
+    """A container may be given any of a machine's, which keep their numbers."""
+    return any(DEVICES.glob("nvidia[0-9]*"))
+
+
 def gpu() -> Check:
     """Whether there is a GPU, and whether its packages work."""
-    if not GPU.exists():
+    if not has_gpu():
         return Check("GPU", "OK", "none; hps serves from the CPU")
     from hps.cuda.loader import lacking
 

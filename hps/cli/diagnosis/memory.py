@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,10 +29,41 @@ def memory(settings: Settings, table_bytes: int) -> Iterator[Check]:
     """``table_bytes``: of all rows that are served."""
     yield processes(settings, table_bytes)
     wanted = cache_bytes(settings, table_bytes) + settings.tiers.rocksdb.block_cache_bytes
-    pinned = pinned_bytes(settings) if machine.GPU.exists() else 0
+    pinned = pinned_bytes(settings) if machine.has_gpu() else 0
     yield enough(wanted + pinned, limit())
+    yield from gpus(settings)
+    triton = settings.dense.triton
+    if settings.server.shared_memory or (triton is not None and triton.shared_memory == "system"):
+        yield machine.shared_memory(Path("/dev/shm"))
     if pinned:
         yield locked(pinned, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
+
+
+def gpus(settings: Settings) -> Iterator[Check]:
+    """Whether the GPUs that are configured are there, and have room for the rows."""
+    from hps.cuda.loader import cupy, lacking
+
+    wanted, name = settings.tiers.gpu, "tiers.gpu"
+    if wanted.use == "off":
+        return
+    if why := lacking():
+        if wanted.use == "required":
+            mend = "give this machine or container its GPUs, or set tiers.gpu.use to auto"
+            yield Check(name, "FAIL", f"use is required, but {why}", mend)
+        return
+    cuda = cupy().cuda
+    there = cuda.runtime.getDeviceCount()
+    for number in wanted.devices:
+        if number >= there:
+            mend = "correct tiers.gpu.devices, or give the container more of them"
+            yield Check(name, "FAIL", f"device {number} of {there} (from 0 on)", mend)
+            continue
+        free, total = cuda.Device(number).mem_info
+        found = f"device {number}: {size(free)} of {size(total)} free, {size(wanted.capacity_bytes)} wanted"
+        if wanted.capacity_bytes <= total:
+            yield Check(name, "OK", found)
+        else:
+            yield Check(name, "FAIL", found, "lower tiers.gpu.capacity_bytes")
 
 
 def cache_bytes(settings: Settings, table_bytes: int) -> int:
@@ -111,7 +143,7 @@ def processes(settings: Settings, table_bytes: int = 0) -> Check:
         )
     folder, wanted = cache.shared.folder, cache_bytes(settings, table_bytes)
     free = shutil.disk_usage(folder).free if folder.is_dir() else 0
-    if free < wanted:
+    if free + _taken(folder, cache.shared.name) < wanted:
         found += f"; the cache may take {size(wanted)}, {folder} has {size(free)} free"
         mend = (
             "enlarge it (docker run --shm-size, shm_size of compose, an emptyDir of medium Memory), or lower "
@@ -119,3 +151,12 @@ def processes(settings: Settings, table_bytes: int = 0) -> Check:
         )
         return Check("processes", "WARN", found, mend)
     return Check("processes", "OK", f"{found}, {folder} has {size(free)} free")
+
+
+def _taken(folder: Path, name: str | None) -> int:
+    """What a node that runs already has taken for its cache; one without a name gives it one of its own."""
+    sizes = []
+    for table in folder.glob(f"hps.{name or '*'}/*.table"):
+        with suppress(OSError):  # it has gone meanwhile
+            sizes.append(table.stat().st_size)
+    return sum(sizes)

@@ -13,7 +13,8 @@ from hps.errors import HpsError
 
 if TYPE_CHECKING:
     from hps.config import Configuration
-    from hps.models.repository import ModelVersion
+    from hps.config.schema import ModelOverride
+    from hps.models.repository import ModelVersion, Repository
 
 
 def models(configuration: Configuration) -> Iterator[tuple[Check, ModelVersion | None]]:
@@ -33,13 +34,25 @@ def models(configuration: Configuration) -> Iterator[tuple[Check, ModelVersion |
         except HpsError as error:
             yield failed("models", error, "set models.repository"), None
             return
+    open_it = _described if configuration.settings.server.role == "frontend" else _whole
     for name in names:
-        opened.setdefault(name, partial(repository.open, name, override=overrides.get(name)))
+        opened.setdefault(name, partial(open_it, repository, name, overrides.get(name)))
     if not opened:
         found = f"no model in {settings.repository}"
         yield Check("models", "FAIL", found, "import one: hps model import --help"), None
-    for name, open_it in opened.items():
-        yield _model(name, open_it, settings.repository)
+    for name, opens in opened.items():
+        yield _model(name, opens, settings.repository)
+
+
+def _whole(repository: Repository, name: str, override: ModelOverride | None) -> ModelVersion:
+    return repository.open(name, override=override)
+
+
+def _described(repository: Repository, name: str, override: ModelOverride | None) -> ModelVersion:
+    """As a front end has it: which version is served the lookup nodes say, and rows are theirs."""
+    chosen = None if override is None else override.version
+    there = repository.versions(name)
+    return repository.without_rows(name, chosen or (there[-1] if there else 1), override)
 
 
 def _model(
@@ -50,6 +63,8 @@ def _model(
     except HpsError as error:
         mend = f"hps model verify {name} --repository {repository}"
         return failed(f"model {name}", error, mend), None
+    if not version.tables and version.spec.tables:
+        return Check(f"model {name}", "OK", "described here, its rows are at lookup nodes"), version
     rows = sum(files.rows for files in version.tables.values())
     tables = plural(len(version.tables), "table")
     found = f"version {version.version}, {tables}, {plural(rows, 'row')}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
 from hps.cli.diagnosis.check import Check, attempt
+from hps.cli.diagnosis.validity import file
 from hps.errors import HpsError, Unauthenticated, Unsupported
 
 if TYPE_CHECKING:
@@ -49,7 +51,14 @@ def port(name: str, at: Listener, api_key: str | None = None, tls: Tls | None = 
             probe.bind((host, number))
             return Check(name, "OK", f"{host}:{number} is free")
         except OSError as error:
-            reason = error.strerror or str(error)
+            reason, number_of = error.strerror or str(error), error.errno
+    setting = f"server.{name.split()[0]}"
+    if number_of == errno.EACCES:
+        mend = f"set {setting}.port to one from 1024 on, or let this user have it"
+        return Check(name, "FAIL", f"{host}:{number} cannot be had: {reason}", mend)
+    if number_of == errno.EADDRNOTAVAIL:
+        mend = f"set {setting}.host to an address of this machine, or to 0.0.0.0"
+        return Check(name, "FAIL", f"{host} is no address of this machine", mend)
     try:
         if is_ours(at, api_key, tls):
             return Check(name, "OK", f"{host}:{number} is served by hps")
@@ -64,18 +73,17 @@ def port(name: str, at: Listener, api_key: str | None = None, tls: Tls | None = 
         if at.tls is not None:
             mend = "give --tls, to see whether it is hps"
             return Check(name, "WARN", f"{host}:{number} is taken: {error}", mend)
-    setting = f"server.{name.split()[0]}.port"
-    mend = f"stop what listens there, or set {setting}"
+    mend = f"stop what listens there, or set {setting}.port"
     return Check(name, "FAIL", f"{host}:{number} cannot be had: {reason}", mend)
 
 
 def certificates(name: str, at: Listener) -> Check:
-    """Whether the files of the port's certificates can be used. Raises ConfigError."""
+    """Whether the files of the port's certificates can be used, and until when. Raises ConfigError."""
     from services.frontend.certificates import server_context
 
     server_context(at, f"server.{name}")
     assert at.tls is not None
-    return Check(f"{name} certificates", "OK", str(at.tls.certificate_file))
+    return file(f"{name} certificates", at.tls.certificate_file)
 
 
 def is_ours(at: Listener, api_key: str | None, tls: Tls | None) -> bool:

@@ -1,34 +1,94 @@
-"""Servers that run: whether they are ready, of which version, and what they say of themselves."""
+"""Servers that run: whether they are ready, of which version, what they say of themselves, and whether
+several are alike."""
 
 from __future__ import annotations
 
 import email.utils
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hps import __version__
-from hps.cli.diagnosis.check import Check, attempt
+from hps.cli.diagnosis.check import Check, attempt, guarded
 from hps.cli.diagnosis.clocks import clock, skew
-from hps.cli.output import age, count
+from hps.cli.diagnosis.states import state
+from hps.cli.diagnosis.validity import shown
 from hps.errors import Forbidden, HpsError, NotFound, Unauthenticated
 
 if TYPE_CHECKING:
-    from hps.client import Admin, Tls
+    from hps.client import Tls
 
 _PATIENCE_S = 5.0
-_LATE_S = 60.0
+_AT_ONCE = 32
 
 
-def server(url: str, api_key: str | None, tls: Tls | None, name: str = "server") -> Iterator[Check]:
+@dataclass(slots=True)
+class Found:
+    """One server: what was checked, and the versions of hps and of the models it serves, where it told."""
+
+    url: str
+    checks: list[Check] = field(default_factory=list)
+    version: str = ""
+    models: Mapping[str, int] | None = None
+
+
+def servers(urls: Sequence[str], api_key: str | None, tls: Tls | None) -> Iterator[Check]:
+    """Each of them, beside one another, since one that hangs takes its time; then whether all are alike."""
+    names = ["server" if len(urls) == 1 else f"server {url}" for url in urls]
+    with ThreadPoolExecutor(max(1, min(_AT_ONCE, len(urls)))) as threads:
+        found = list(threads.map(lambda url, name: server(url, api_key, tls, name), urls, names))
+    for each in found:
+        yield from each.checks
+    yield from alike(found)
+
+
+def server(url: str, api_key: str | None, tls: Tls | None, name: str = "server") -> Found:
     """One by its address, for requests or for administration, over HTTP or gRPC. ``tls`` is not used where
     the address is not secured."""
+    found = Found(url)
     secured = url.startswith(("https:", "grpcs:"))
-    tls = tls if secured else None
-    found = attempt(name, partial(_answers, name, url, api_key, tls))
-    yield found
-    if found.verdict == "FAIL" or url.startswith("grpc"):
+    checks = _checks(name, url, api_key, tls if secured else None, found)
+    found.checks = list(guarded(name, checks))
+    return found
+
+
+def alike(found: Sequence[Found]) -> Iterator[Check]:
+    """Whether those that told it are of one version of hps, and serve the same versions of the models that
+    several of them serve."""
+    versions = {each.version for each in found if each.version}
+    if len(versions) > 1:
+        told = ", ".join(f"{each.url} {each.version}" for each in found if each.version)
+        yield Check("servers", "WARN", f"of several versions: {told}", "have all of one version")
+    serving = [each for each in found if each.models is not None]
+    if len(serving) < 2:
+        return
+    differing = []
+    for model in sorted({name for each in serving for name in each.models or ()}):
+        at = {each.url: (each.models or {}).get(model) for each in serving}
+        if len(set(at.values())) > 1:
+            said = ", ".join(f"{url} {'not' if n is None else n}" for url, n in at.items())
+            differing.append(f"{model}: {said}")
+    if differing:
+        mend = "load the version at the others: POST /v2/repository/models/NAME/load on their admin ports"
+        yield Check("servers", "WARN", f"do not serve the same: {'; '.join(differing)}", mend)
+    elif len(versions) == 1:
+        yield Check("servers", "OK", f"{len(serving)} serve the same versions of the same models")
+
+
+def _checks(
+    name: str, url: str, api_key: str | None, tls: Tls | None, found: Found
+) -> Iterator[Check]:
+    answers = attempt(name, partial(_answers, name, url, api_key, tls, found))
+    yield answers
+    if answers.verdict == "FAIL" and not found.version:
+        return
+    if url.startswith(("https:", "grpcs:")):
+        yield _certificate(f"{name}: certificate", url, tls)
+    if url.startswith("grpc"):
         return
     yield attempt(f"{name}: clock", partial(_clock, f"{name}: clock", url, tls))
     from hps.client import Admin
@@ -45,24 +105,35 @@ def server(url: str, api_key: str | None, tls: Tls | None, name: str = "server")
         except HpsError as error:
             yield Check(f"{name}: state", "FAIL", str(error), "see its log")
             return
-        yield from _state(name, status, admin)
+        if "models" in status:
+            found.models = {model["name"]: int(model["version"]) for model in status["models"]}
+        yield from state(name, status, admin)
 
 
-def _answers(name: str, url: str, api_key: str | None, tls: Tls | None) -> Check:
+def _answers(name: str, url: str, api_key: str | None, tls: Tls | None, found: Found) -> Check:
     from hps.client import Client
 
     with Client(url, api_key=api_key, timeout_s=_PATIENCE_S, retries=0, tls=tls) as client:
         told = client.about()
-        if not str(told.get("name", "")).startswith("hps"):
-            return Check(name, "FAIL", f"{url} is not an hps server", "check the address")
+        known_as = str(told.get("name", ""))
+        if not known_as.startswith("hps"):
+            what = f" but {known_as}" if known_as else ""
+            return Check(name, "FAIL", f"{url} is not an hps server{what}", "check the address")
+        found.version = str(told.get("version", ""))
         if not client.ready():
             mend = "wait while it loads, then see hps status"
             return Check(name, "FAIL", f"{url} answers but is not ready", mend)
-    version = told.get("version", "")
-    if version != __version__:
-        found = f"{url} is ready; it is hps {version}, this is {__version__}"
-        return Check(name, "WARN", found, "have all parts of one version")
-    return Check(name, "OK", f"{url} is ready, hps {version}")
+    if found.version != __version__:
+        text = f"{url} is ready; it is hps {found.version}, this is {__version__}"
+        return Check(name, "WARN", text, "have all parts of one version")
+    return Check(name, "OK", f"{url} is ready, hps {found.version}")
+
+
+def _certificate(name: str, url: str, tls: Tls | None) -> Check:
+    try:
+        return shown(name, url, tls, _PATIENCE_S)
+    except OSError as error:
+        return Check(name, "WARN", f"cannot be looked at: {error}", "check --tls")
 
 
 def _clock(name: str, url: str, tls: Tls | None) -> Check:
@@ -77,72 +148,12 @@ def _clock(name: str, url: str, tls: Tls | None) -> Check:
         try:
             return email.utils.parsedate_to_datetime(reply.headers["date"]).timestamp()
         except (KeyError, ValueError):
-            raise NotFound("it does not tell its time") from None
+            return math.nan
 
     try:
+        line_is_open = now()  # the way there is short then
+        if math.isnan(line_is_open):
+            return Check(name, "OK", "it does not tell its time")
         return clock(name, skew(now, resolution_s=1.0))
-    except NotFound as error:
-        return Check(name, "OK", str(error))
     finally:
         line.close()
-
-
-def _state(name: str, status: Mapping[str, Any], admin: Admin) -> Iterator[Check]:
-    """What ``/v1/status`` and the metrics say."""
-    for warning in status.get("warnings", ()):
-        yield Check(f"{name}: warning", "WARN", str(warning), "see the text")
-    for tier in status.get("tiers", ()):
-        yield from _tier(name, tier)
-    for node in status.get("lookup_nodes", ()):
-        if node.get("state", "ready") != "ready":
-            found = f"{node['address']} is {node['state']}: {node.get('problem', '')}"
-            yield Check(f"{name}: lookup node", "WARN", found, "see that node's log")
-    for stream in status.get("updates", ()):
-        yield _stream(name, stream)
-    yield _lag(name, admin)
-
-
-def _tier(name: str, tier: Mapping[str, Any]) -> Iterator[Check]:
-    label = f"{name}: {tier['name']}"
-    if tier.get("problem"):
-        yield Check(
-            label, "WARN", f"does not answer: {tier['problem']}", f"look after {tier['name']}"
-        )
-    elif tier.get("circuit", "closed") != "closed":
-        found = f"is passed over (circuit {tier['circuit']})"
-        yield Check(
-            label, "WARN", found, f"look after {tier['name']}; hps top shows when it is back"
-        )
-    if tier.get("writes_stopped"):
-        mend = "writes wait for compactions: more tiers.rocksdb.threads, or a faster disk"
-        yield Check(label, "WARN", "writes are stopped", mend)
-    if tier.get("background_errors"):
-        yield Check(label, "FAIL", f"{tier['background_errors']} background errors", "see its log")
-
-
-def _stream(name: str, stream: Mapping[str, Any]) -> Check:
-    label = f"{name}: updates of {stream.get('group', '')}"
-    if stream.get("problem"):
-        return Check(label, "FAIL", str(stream["problem"]), "see hps updates status")
-    if stream.get("state") == "paused":
-        return Check(label, "WARN", "paused", "hps updates resume")
-    return Check(label, "OK", "are read")
-
-
-def _lag(name: str, admin: Admin) -> Check:
-    from hps import metric_names as m
-
-    samples = admin.metrics()
-    late = max((s.value for s in samples if s.name == m.UPDATE_AGE), default=0.0)
-    lag = sum(s.value for s in samples if s.name == m.UPDATE_LAG)
-    dead = sum(s.value for s in samples if s.name == m.UPDATE_DEAD)
-    label = f"{name}: freshness"
-    found = f"updates wait for {age(late)}, {count(int(lag))} messages"
-    if dead:
-        mend = "hps updates dlq list shows them and why"
-        return Check(label, "WARN", f"{found}; {count(int(dead))} could not be taken", mend)
-    if late > _LATE_S:
-        return Check(
-            label, "WARN", found, "hps updates status tells which stream, and what it waits for"
-        )
-    return Check(label, "OK", found)

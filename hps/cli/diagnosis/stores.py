@@ -26,6 +26,7 @@ _PATIENCE_MS = 2000.0
 _MEND = "start it, or correct tiers.redis"
 # From here on evictions, or refused writes, are near.
 _FULL = 0.9
+_SAVING = {"rdb_last_bgsave_status": "its last snapshot", "aof_last_write_status": "its last write"}
 
 
 def rocksdb(settings: RocksDbSettings, table_bytes: int) -> Check:
@@ -123,6 +124,13 @@ def _server(name: str, client: RedisClient, slot: int) -> Check:
         return Check(name, "WARN", f"{found}, policy {policy}", mend)
     if told.get("loading") == "1":
         return Check(name, "WARN", f"{found}; it loads its data", "wait until it has")
+    if told.get("role") == "slave":
+        mend = "name its primary in tiers.redis.addresses, or its sentinels"
+        return Check(name, "FAIL", f"{found}; it is a replica, which takes no writes", mend)
+    for fact, what in _SAVING.items():
+        if told.get(fact, "ok") != "ok":
+            mend = "see its log; make room on its disk: meanwhile it may refuse writes (MISCONF)"
+            return Check(name, "WARN", f"{found}; {what} failed", mend)
     return Check(name, "OK", found)
 
 

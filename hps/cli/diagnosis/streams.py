@@ -16,7 +16,8 @@ from hps.errors import HpsError
 if TYPE_CHECKING:
     from hps.config.update_settings import DirectorySettings, KafkaSettings
     from hps.types import EmbeddingTable
-    from hps.updates.kafka.overview import GroupView, Overview, TopicView
+    from hps.updates.kafka.overview import GroupView, Overview, Place, TopicView
+    from hps.updates.topics import Topics
 
 # A fleet that keeps up is behind by less; more is worth a look.
 LAG_WARN = 100_000
@@ -35,15 +36,35 @@ def kafka(
         yield Check(
             "Kafka", "OK", f"{plural(len(brokers), 'broker')}: {', '.join(sorted(brokers))}"
         )
-        topics = Topics(tables, settings.takes).names
-        found = view.topics([*topics, settings.dead_letters])
+        topics = Topics(tables, settings.takes)
+        found = view.topics([*topics.names, settings.dead_letters])
         dead = found.pop(settings.dead_letters)
+        found = _wanted(found, topics)
         yield from _topics(found)
         yield _dead_letters(settings.dead_letters, dead)
         there = {name: topic for name, topic in found.items() if topic and not topic.problem}
         yield from _groups(view, groups, there)
     except HpsError as error:
         yield failed("Kafka", error, "see updates.kafka")
+
+
+def _wanted(found: dict[str, TopicView | None], topics: Topics) -> dict[str, TopicView | None]:
+    """Without topics that this user may not know of and that need not be there: those of our format where
+    HPS's are seen, and the other way round."""
+    from hps.updates.topics import native_topic
+
+    def kind(name: str) -> tuple[str, bool]:
+        model = topics.readers(name)[0].model
+        return model, name == native_topic(model)
+
+    seen = {kind(name) for name, topic in found.items() if topic and not topic.problem}
+    models = {model for model, _ in seen}
+
+    def is_wanted(name: str, topic: TopicView | None) -> bool:
+        denied = topic is not None and bool(topic.problem)
+        return not denied or kind(name) in seen or kind(name)[0] not in models
+
+    return {name: topic for name, topic in found.items() if is_wanted(name, topic)}
 
 
 def _topics(found: dict[str, TopicView | None]) -> Iterator[Check]:
@@ -81,27 +102,34 @@ def _dead_letters(name: str, topic: TopicView | None) -> Check:
 
 def _groups(view: Overview, groups: Sequence[str], topics: dict[str, TopicView]) -> Iterator[Check]:
     places = [(name, at) for name, topic in topics.items() for at in range(topic.partitions)]
-    ends = view.ends(places)
+    begins, ends = view.begins(places), view.ends(places)
     for group in groups:
-        yield _lag(group, view.group(group), ends)
+        yield _lag(group, view.group(group), begins, ends)
     newest = view.newest(places)
     if newest is not None and newest > time.time():  # one that is older says nothing of a clock
         yield clock("clock of Kafka's messages", Skew(newest - time.time(), 0.0))
 
 
-def _lag(group: str, found: GroupView, ends: dict[tuple[str, int], int]) -> Check:
+def _lag(group: str, found: GroupView, begins: dict[Place, int], ends: dict[Place, int]) -> Check:
+    """``begins`` and ``ends``: of what is kept of each partition."""
     name = f"group {group}"
     if found.problem:
         mend = f"give the user the rights DESCRIBE and READ on the group {group}"
         return Check(name, "FAIL", found.problem, mend)
     if not found.committed:
         mend = "nothing, if no server of this group was started yet; else see hps updates status"
-        waits = sum(ends.values())
+        waits = sum(end - begins[place] for place, end in ends.items())
         return Check(
             name, "WARN" if waits else "OK", "has not read anything yet", mend if waits else ""
         )
-    lag = sum(max(0, end - found.committed.get(place, 0)) for place, end in ends.items())
+    at = {place: found.committed.get(place, begin) for place, begin in begins.items()}
+    lag = sum(max(0, end - max(at[place], begins[place])) for place, end in ends.items())
     reads = f"{plural(found.members, 'member')}, {count(lag)} messages behind"
+    lost = sum(max(0, begin - at[place]) for place, begin in begins.items())
+    if lost:
+        mend = "load the models' files again (hps store load), and keep messages for longer: retention.ms"
+        gone = f"{count(lost)} messages were deleted before they were read; {reads}"
+        return Check(name, "FAIL", gone, mend)
     if not found.members and lag:
         return Check(name, "WARN", f"nobody reads; {reads}", "start the servers of this group")
     if lag > LAG_WARN:

@@ -111,6 +111,10 @@ class Overview:
         """The offset behind the last message of each partition."""
         return {at: found.offset for at, found in self._offsets(places, "latest").items()}
 
+    def begins(self, places: Iterable[Place]) -> dict[Place, int]:
+        """The offset of the first message of each partition that is kept yet."""
+        return {at: found.offset for at, found in self._offsets(places, "earliest").items()}
+
     def newest(self, places: Iterable[Place]) -> float | None:
         """When the message with the latest time was made, Unix seconds; None without messages."""
         found = self._offsets(places, "max_timestamp").values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -24,6 +25,7 @@ from services.frontend.http.protocol import health_routes, model_routes, reposit
 from services.frontend.http.rows import row_writes, rows_routes
 from services.frontend.http.shared_memory import shared_memory_routes
 from services.frontend.http.updates import updates_routes
+from services.frontend.profiling import MakeWire
 from services.frontend.state import State
 
 _ABOUT = "Embedding lookup and ranking by the Open Inference Protocol."
@@ -36,13 +38,19 @@ def data_app(state: State, settings: ServerSettings, guard: Guard) -> InferApp:
     return InferApp(state, settings, guard, Contained(api))
 
 
-def admin_app(state: State, settings: ServerSettings, guard: Guard) -> InferApp:
-    """All of the data port's answers, metrics, and ``/v1``; a front end has no rows or streams to tell of."""
+def admin_app(
+    state: State,
+    settings: ServerSettings,
+    guard: Guard,
+    profiled: Mapping[str, MakeWire] | None = None,
+) -> InferApp:
+    """All of the data port's answers, metrics, and ``/v1``; a front end has no rows or streams to tell of.
+    ``profiled``: further protocols whose requests may be profiled."""
     api = _api("hps admin", state, settings, guard, control=True)
     api.include_router(metrics_route(state))
     api.include_router(status_routes(state, guard))
     api.include_router(rows_routes(state, guard, settings.request_timeout_ms / 1e3))
-    api.include_router(profile_route(state, settings, guard))
+    api.include_router(profile_route(state, settings, guard, profiled or {}))
     if settings.role != "frontend":
         api.include_router(hot_keys_route(state, guard))
         api.include_router(row_writes(state, guard))

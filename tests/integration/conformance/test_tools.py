@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,10 @@ from benchmarks.peers.environments import ENVIRONMENTS
 from benchmarks.peers.hps_server import start_hps
 from benchmarks.peers.perf_analyzer import perf_analyzer
 from hps.cli.conformance import app
+from hps.cli.diagnosis.triton import triton as checks
+from hps.config.dense_settings import TritonSettings, TritonTarget
 from hps.conformance.http_wire import LENGTH, Http, request, tensors_of
+from hps.models.repository import Repository
 from tests.integration.conftest import write_models
 from tests.support.certificates import made
 
@@ -108,16 +112,38 @@ def test_perf_analyzer(target_of, perf_analyzer_ready, server, protocol):
     assert row["Inferences/Second"] > 10
 
 
-@pytest.mark.parametrize(("server", "code"), [("ours", 0), ("triton", 1)])
-def test_hps_conformance(target_of, server, code):
-    """By requests that it makes up itself."""
+@pytest.mark.parametrize("server", SERVERS)
+def test_hps_conformance(target_of, server):
+    """By requests that it makes up itself. What Triton does otherwise is known, and told with why."""
     target = target_of(server)
-    done = CliRunner().invoke(app, [target.http, target.grpc, "--output", "json"])
+    done = CliRunner().invoke(app, [target.http, target.grpc, "--json"])
     found = {row["check"]: row for row in json.loads(done.stdout)}
     differs = [row for row in found.values() if row["verdict"] == "differs"]
-    assert done.exit_code == code, differs
+    assert done.exit_code == 0, differs
     assert found["http: forms agree"]["verdict"] == "as it should"
     assert "http: load and unload" not in found
+    reflection = found["grpc: reflection"]
+    if server == "ours":
+        assert not any(row["verdict"] == "known" for row in found.values())
+    else:
+        assert (reflection["verdict"], reflection["why"]) == (
+            "known",
+            ["it has none; grpcurl needs it"],
+        )
+        assert CliRunner().invoke(app, [f"grpc://{target.grpc}", "--strict"]).exit_code == 1
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_hps_conformance_of_grpc_alone(target_of, server):
+    """Its models are asked for by gRPC then."""
+    address = f"grpc://{target_of(server).grpc}"
+    done = CliRunner().invoke(app, [address, "--model", "clicks", "--json"])
+    rows = json.loads(done.stdout)
+    assert done.exit_code == 0, rows
+    assert {row["check"].partition(":")[0] for row in rows} == {"grpc"}
+    everything = CliRunner().invoke(app, [address])
+    assert everything.exit_code == 0, everything.output
+    assert "types.lookup" in everything.stdout
 
 
 def test_hps_conformance_with_a_key_and_certificates(tmp_path):
@@ -144,3 +170,34 @@ def test_addresses_say_whether_they_are_secured():
     done = CliRunner().invoke(app, [*plain, "--tls", "ca=none.crt"])
     assert "write https://x:1" in str(done.exception)
     assert CliRunner().invoke(app, ["ftp://x:1", secured[1]]).exit_code == 2
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_hps_doctor_compares_triton_with_model_yaml(triton, home, protocol):
+    url = triton.grpc if protocol == "grpc" else triton.address
+    settings = TritonSettings.model_validate({"url": url, "protocol": protocol})
+    clicks, types = (Repository(home / "models").open(name) for name in ("clicks", "types"))
+    found = {check.name: check for check in checks(settings, [clicks, types])}
+    assert {name: check.verdict for name, check in found.items()} == dict.fromkeys(
+        ["Triton", "Triton: clicks", "Triton: types"], "OK"
+    ), found
+    assert found["Triton"].found.startswith("triton 2.")
+    assert "is what model.yaml describes" in found["Triton: clicks"].found
+
+    def told(**dense):
+        spec = clicks.spec.model_copy(update={"dense": clicks.spec.dense.model_copy(update=dense)})
+        _, check = checks(settings, [replace(clicks, spec=spec)])
+        return check
+
+    score = clicks.spec.dense.outputs[0]
+    wide = told(outputs=[score.model_copy(update={"shape": (-1, 2)})])
+    assert wide.verdict == "FAIL"
+    assert "'score' has shape [-1, 2] in model.yaml, [-1, 1] in Triton's model" in wide.found
+    renamed = told(outputs=[score.model_copy(update={"name": "ctr"})])
+    assert "output 'ctr'" in renamed.found
+    assert "triton export" in renamed.mend
+    pinned = settings.model_copy(
+        update={"models": {"clicks": TritonTarget(name="clicks.dense", version="7")}}
+    )
+    _, other = checks(pinned, [clicks])
+    assert (other.verdict, "clicks.dense version 7" in other.found) == ("FAIL", True)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import resource
+import shutil
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from hps import native
-from hps.cli.diagnosis import clocks, machine, memory, stores, streams
-from hps.cli.diagnosis.check import Check, failed
+from hps.cli.diagnosis import clocks, machine, memory, servers, states, stores, streams, validity
+from hps.cli.diagnosis.check import Check, failed, guarded
 from hps.config import configuration_from
 from hps.errors import ConfigError
+from hps.updates.kafka.overview import GroupView
 
 
 def test_every_check_of_this_machine_has_a_mend_unless_it_is_well() -> None:
@@ -71,12 +75,13 @@ def test_a_gpu_that_cannot_be_used_is_warned_of(
     lacks: str | None, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hps.cuda.loader.lacking", lambda: lacks)
-    monkeypatch.setattr(machine, "GPU", tmp_path)
+    (tmp_path / "nvidia3").touch()  # what a container has that is given one of four
+    monkeypatch.setattr(machine, "DEVICES", tmp_path)
     check = machine.gpu()
     assert check.verdict == verdict
     assert (lacks or "CuPy can use it") in check.found
     assert any(each.name == "networks" for each in machine.machine())
-    monkeypatch.setattr(machine, "GPU", tmp_path / "none")
+    monkeypatch.setattr(machine, "DEVICES", tmp_path / "none")
     assert "serves from the CPU" in machine.gpu().found
     assert not any(each.name == "networks" for each in machine.machine())
 
@@ -113,6 +118,14 @@ def test_the_processes_are_told_and_what_workers_lack(
     assert "the node and 2 workers" in found(2, **shared, capacity_bytes=1).found
     small = found(2, **shared, capacity_bytes=1 << 50)
     assert (small.verdict, "--shm-size" in small.mend) == ("WARN", True)
+    wanted = shutil.disk_usage(tmp_path).free + (1 << 32)
+    assert found(2, **shared, capacity_bytes=wanted).verdict == "WARN"
+    held = tmp_path / "hps.node-7" / "a.table"
+    held.parent.mkdir()
+    with held.open("wb") as file:
+        file.truncate(1 << 33)  # what the node that runs has taken is no lack
+    assert found(2, **shared, capacity_bytes=wanted).verdict == "OK"
+    held.unlink()
     assert found(1, enabled=False).verdict == "WARN"
     monkeypatch.setattr("hps.native.COMPILED", False)
     assert found(1).verdict == "FAIL"
@@ -193,3 +206,97 @@ def test_a_folder_of_updates_must_be_there_and_writable(tmp_path: Path) -> None:
     assert streams.folder("updates", tmp_path, "updates.directory.path").verdict == "OK"
     lacks = streams.folder("updates", tmp_path / "none", "updates.directory.path")
     assert (lacks.verdict, "updates.directory.path" in lacks.mend) == ("FAIL", True)
+
+
+def test_one_part_that_says_nonsense_does_not_hide_the_others() -> None:
+    def odd() -> Iterator[Check]:
+        yield Check("a", "OK", "fine")
+        raise KeyError("version")
+
+    first, second = guarded("part", odd())
+    assert (first.name, second.name, second.verdict) == ("a", "part", "FAIL")
+    assert "KeyError: 'version'" in second.found
+    assert second.mend
+
+
+def test_a_certificate_that_ends_soon_is_warned_of() -> None:
+    now = datetime.now(UTC)
+    assert validity.validity("x", now + timedelta(days=20), "x.crt").verdict == "OK"
+    soon = validity.validity("x", now + timedelta(days=3, hours=1), "x.crt")
+    assert (soon.verdict, soon.found.rpartition(": ")[2]) == ("WARN", "3 days")
+    assert "renew" in soon.mend
+
+
+def test_servers_of_several_versions_are_told() -> None:
+    def found(url: str, version: str, models: dict[str, int] | None) -> servers.Found:
+        return servers.Found(url, version=version, models=models)
+
+    same = [found("a", "1", {"m": 1}), found("b", "1", {"m": 1}), found("c", "1", None)]
+    (good,) = servers.alike(same)
+    assert (good.verdict, good.found.startswith("2 serve the same")) == ("OK", True)
+    assert list(servers.alike(same[:1])) == []
+    versions, models = servers.alike([found("a", "1", {"m": 1}), found("b", "2", {"m": 2, "n": 1})])
+    assert (versions.verdict, versions.found) == ("WARN", "of several versions: a 1, b 2")
+    assert models.found == "do not serve the same: m: a 1, b 2; n: a not, b 1"
+
+
+def test_a_disk_that_is_nearly_full_is_told_of_a_server_that_is_far_away() -> None:
+    def told(free: int, taken: int) -> str:
+        tier = {"name": "rocksdb", "free_bytes": free, "table_bytes": taken}
+        (check,) = states._tier("server", tier)
+        assert (check.verdict == "OK") == (not check.mend)
+        return check.verdict
+
+    assert told(1 << 30, 1 << 30) == "OK"
+    assert told(1 << 30, 1 << 33) == "WARN"
+    assert told(1 << 20, 0) == "WARN"
+
+
+def test_lookup_nodes_of_a_front_end_that_serve_different_versions() -> None:
+    nodes = [
+        {"address": "a:1", "state": "ready", "models": {"m": 1}},
+        {"address": "b:1", "state": "ready", "models": {"m": 2}},
+    ]
+    (check,) = states._nodes("server", nodes)
+    assert (check.verdict, "a:1: m 1; b:1: m 2" in check.found) == ("WARN", True)
+    nodes[1]["models"] = {"m": 1}
+    (check,) = states._nodes("server", nodes)
+    assert (check.verdict, check.found) == ("OK", "2 nodes ready")
+
+
+def test_lag_counts_what_is_kept_and_what_was_lost_is_told() -> None:
+    place = ("t", 0)
+
+    def lag(committed: dict[tuple[str, int], int], begin: int) -> Check:
+        return streams._lag("g", GroupView(1, "", committed), {place: begin}, {place: 100})
+
+    assert lag({place: 95}, 0).found == "1 member, 5 messages behind"
+    lost = lag({place: 10}, 60)
+    assert (lost.verdict, "50 messages were deleted before they were read" in lost.found) == (
+        "FAIL",
+        True,
+    )
+    assert "40 messages behind" in lost.found
+    never = streams._lag("g", GroupView(0, "", {}), {place: 100}, {place: 100})
+    assert never.verdict == "OK", "what is gone does not wait"
+
+
+def test_gpus_that_are_required_and_not_there_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def verdicts(use: str, lacks: str | None, devices: list[int]) -> list[tuple[str, str]]:
+        device = SimpleNamespace(mem_info=(10, 1000))
+        count = SimpleNamespace(getDeviceCount=lambda: 1)
+        cuda = SimpleNamespace(Device=lambda _n: device, runtime=count)
+        monkeypatch.setattr("hps.cuda.loader.lacking", lambda: lacks)
+        monkeypatch.setattr("hps.cuda.loader.cupy", lambda: SimpleNamespace(cuda=cuda))
+        gpu = {"use": use, "devices": devices, "capacity_bytes": 1000}
+        settings = configuration_from({"tiers": {"gpu": gpu}}, environ={}).settings
+        return [(check.verdict, check.found) for check in memory.gpus(settings)]
+
+    assert verdicts("required", "there is no CuPy", [0]) == [
+        ("FAIL", "use is required, but there is no CuPy")
+    ]
+    assert verdicts("auto", "there is no CuPy", [0]) == []
+    assert verdicts("off", None, [0]) == []
+    found = verdicts("auto", None, [0, 1])
+    assert [verdict for verdict, _ in found] == ["OK", "FAIL"]
+    assert found[1][1] == "device 1 of 1 (from 0 on)"

@@ -92,6 +92,25 @@ def test_an_error_is_one_line_on_stderr() -> None:
         run(app, ["--debug", "predict", "m"], catch_exceptions=False)
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["bench", "--rate", "many"], "hps bench: Invalid value for '--rate'"),
+        (["bench", "--duration", "inf"], "hps bench: Invalid value for '--duration'"),
+        (["top", "--interval", "nan"], "hps top: Invalid value for '--interval'"),
+        (["conformance"], "hps conformance: Missing argument"),
+        (["model", "impotr"], "hps model: No such command 'impotr'"),
+        (["--nothing"], "hps: No such option: --nothing; hps --help"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(words: list[str], says: str) -> None:
+    result = run(app, words)
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert "--help explains it" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 def test_every_mistake_of_a_configuration_has_its_line(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("sever: {}\nserver:\n  drain_s: 1\n  drain_s: 2\n")

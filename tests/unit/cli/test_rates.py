@@ -85,3 +85,32 @@ def test_tiers_freshness_and_lag() -> None:
         None,
         [],
     )
+
+
+def test_the_lookup_nodes_of_a_front_end_have_a_row_each() -> None:
+    def told(
+        asked: float, failed: float, retries: float
+    ) -> list[tuple[str, dict[str, str], float]]:
+        requests = "hps_lookup_node_requests_total"
+        at = {"address": "a:1"}
+        return [
+            ("hps_lookup_node_up", at, 1.0),
+            ("hps_lookup_node_up", {"address": "b:1"}, 0.0),
+            ("hps_lookup_node_running", at, 3.0),
+            (requests, at | {"code": "OK"}, asked),
+            (requests, at | {"code": "UNAVAILABLE"}, failed),
+            ("hps_lookup_node_retries_total", at, retries),
+        ]
+
+    found = account(reading(0.0, *told(0, 0, 0)), reading(2.0, *told(20, 4, 2)))["lookup_nodes"]
+    assert found == [
+        {
+            "address": "a:1",
+            "up": True,
+            "requests_per_s": 12.0,
+            "errors_per_s": 2.0,
+            "running": 3.0,
+            "retries_per_s": 1.0,
+        },
+        {**found[1], "address": "b:1", "up": False, "requests_per_s": 0},
+    ]

@@ -10,12 +10,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from typer.testing import CliRunner
 
-from hps.cli.conformance import app
+from hps.cli.conformance import _judged, app
 from hps.conformance import Deviation, Target
+from hps.conformance.checks import CHECKS
 from hps.conformance.http_checks import SUITE
+from hps.conformance.known import known_of, reasons
 from hps.conformance.sampling import samples_of
 from hps.conformance.target import unknown_version
-from hps.errors import Unavailable
+from hps.errors import ConfigError, Unavailable
 
 TENSOR = {"name": "x", "datatype": "FP32", "shape": [-1, 2]}
 MODEL = {"inputs": [TENSOR], "outputs": [{**TENSOR, "name": "y"}]}
@@ -64,16 +66,17 @@ def odd() -> Iterator[str]:
 
 
 def test_models_that_are_named_need_no_index(odd):
+    server = Target(odd, "", ())
     with pytest.raises(Deviation, match="404"):
-        samples_of(odd, {})
-    samples, left_out = samples_of(odd, {}, ["good", "bad", "none", "bare"])
+        samples_of(server)
+    samples, left_out = samples_of(server, ["good", "bad", "none", "bare"])
     assert [sample.model for sample in samples] == ["good", "bare"]
     assert left_out.keys() == {"bad", "none"}
     assert all("404" in why for why in left_out.values())
 
 
 def test_versions_are_several_named_or_not_told(odd):
-    samples, _ = samples_of(odd, {}, ["good", "bare"])
+    samples, _ = samples_of(Target(odd, "", ()), ["good", "bare"])
     for sample in samples:
         HEALTH.run(Target(odd, "", (sample,)))
     assert unknown_version(["77", "latest", "78"]) == "79"
@@ -95,3 +98,31 @@ def test_an_address_without_host_or_port(address):
         done = CliRunner().invoke(app, given)
         assert done.exit_code == 2
         assert "is not host:port" in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_one_of_each_protocol() -> None:
+    for words in (["h:1", "h:2", "h:3"], ["http://h:1", "https://h:2"]):
+        done = CliRunner().invoke(app, words)
+        assert isinstance(done.exception, ConfigError), words
+
+
+def test_http_alone_is_checked_alone(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = [check for check in CHECKS if "tritonclient" not in check.name]
+    monkeypatch.setattr("hps.conformance.checks.CHECKS", ours)
+    done = CliRunner().invoke(app, [f"http://{odd}", "--model", "good", "--json"])
+    assert done.exit_code == 1
+    rows = json.loads(done.stdout)
+    assert {row["check"].partition(":")[0] for row in rows} == {"http"}
+    assert {"as it should", "differs"} <= {row["verdict"] for row in rows}
+
+
+def test_what_is_known_of_a_server_is_told_with_its_reason() -> None:
+    known = known_of("triton")
+    known_one, other = "500 instead of 400: b'failed to parse x'", "200 instead of 400: b''"
+    assert reasons(known, "http: no json", [known_one, other])[1] == ""
+    assert "at fault" in reasons(known, "http: no json", [known_one])[0]
+    assert _judged("http: no json", "differs", (known_one,), known)["verdict"] == "known"
+    assert _judged("http: no json", "differs", (known_one, other), known)["verdict"] == "differs"
+    assert (
+        _judged("http: no json", "differs", (known_one,), known_of("hps"))["verdict"] == "differs"
+    )

@@ -63,7 +63,7 @@ def test_a_trace_is_followed_and_begins_again(tmp_path):
     ["", "normal", "zipf:x", "zipf:0", "hot:0.2", "hot:2,1", "trace:", "trace:/none", "uniform:1"],
 )
 def test_wrong_ones(text):
-    with pytest.raises(ConfigError, match="--distribution"):
+    with pytest.raises(ConfigError, match="distribution of keys"):
         distribution(text, 10)
 
 

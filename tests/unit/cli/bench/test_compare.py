@@ -25,15 +25,25 @@ ASKED = {
     "keys": "zipf",
     "concurrency": 8,
 }
-ASKED |= {"rate": None, "arrivals": None, "warmup_s": 0}
+ASKED |= {"rate": None, "arrivals": None, "warmup_s": 0, "connections": None}
+ASKED |= {"different_requests": 256, "different_keys": 1000}
 
 
-def a_run(seed: int, scale: float = 1.0, tail: float = 1.0, pause: int = -1, **asked: Any) -> Any:
+def a_run(
+    seed: int,
+    scale: float = 1.0,
+    tail: float = 1.0,
+    pause: int = -1,
+    seconds: float = 10.0,
+    reached: int = SLICES,
+    **asked: Any,
+) -> Any:
     """A thousand requests in each slice; ``tail``: how much longer the slowest of them are; ``pause``: a
-    slice in which every tenth took ten times as long."""
+    slice in which every tenth took ten times as long; ``reached``: slices that there were."""
     random = np.random.default_rng(seed)
-    outcome = Outcome(seconds=10.0)
-    for number in range(SLICES):
+    spans = [seconds / SLICES] * reached + [0.0] * (SLICES - reached)
+    outcome = Outcome(seconds=sum(spans), spans=spans, answered=1000 * reached)
+    for number in range(reached):
         values = random.lognormal(13, 0.3, 1000) * scale
         values[values > np.quantile(values, 0.98)] *= tail
         if number == pause:
@@ -78,6 +88,33 @@ def test_more_requests_a_second_is_faster_and_a_rate_that_was_given_says_nothing
     assert "requests/s" not in verdicts(a_run(1, rate=100.0), a_run(2, rate=100.0))
 
 
+def test_a_longer_run_is_not_a_faster_one() -> None:
+    """Twice as many requests in twice the time."""
+    before, after = a_run(1), a_run(2, seconds=20.0)
+    for each in after["histograms"]["slices"]:
+        each[:] = [(number, 2 * count) for number, count in each]
+    after["requests_per_s"] = before["requests_per_s"]
+    assert verdicts(before, after)["requests/s"] == "none"
+
+
+def test_a_server_that_stood_still_was_slower() -> None:
+    """Half of the slices have no answer at all."""
+    before, after = a_run(1), a_run(2)
+    for number in range(0, SLICES, 2):
+        after["histograms"]["slices"][number] = []
+    after["requests_per_s"] /= 2
+    assert verdicts(before, after)["requests/s"] == "slower"
+
+
+def test_a_run_that_was_too_short_is_refused() -> None:
+    with pytest.raises(ConfigError, match="answers in 3 of its 3 parts"):
+        compare(a_run(1), a_run(2, reached=3))
+
+
+def test_a_run_that_was_interrupted_late_is_compared() -> None:
+    assert set(verdicts(a_run(1), a_run(2, reached=15)).values()) == {"none"}
+
+
 def test_what_was_asked_otherwise_is_told() -> None:
     assert unlike(a_run(1), a_run(2, batch=64)) == ["batch was 1, is 64"]
 
@@ -101,6 +138,9 @@ def test_the_command_prints_a_line_for_each_quantile(saved: Callable[[str, Any],
     files = saved("a.json", a_run(1)), saved("b.json", a_run(2, 1.1, batch=2))
     result = CliRunner().invoke(app, ["bench", "--compare", *files])
     assert result.exit_code == 0, result.stderr
+    assert "95 % for all lines together (Bonferroni), by a block bootstrap of 20 and 20 slices" in (
+        result.stdout
+    )
     (p99,) = [line for line in result.stdout.splitlines() if line.startswith("p99 ")]
     assert p99.split()[-1] == "slower"
     assert "not alike: batch was 1, is 2" in result.stderr

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hps.cli.bench.load import Recipe, from_file, from_metadata, samples
+from hps.cli.bench.load import Recipe, different_keys, from_file, from_metadata, samples
 from hps.errors import ConfigError
 
 METADATA: dict[str, Any] = {
@@ -92,3 +92,10 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, name: str, content: str,
     with pytest.raises(ConfigError, match=r"--requests .*") as raised:
         from_file(tmp_path / name, METADATA, 2)
     assert says in str(raised.value)
+
+
+def test_different_keys_are_counted_for_each_tensor() -> None:
+    made = from_metadata(METADATA, Recipe(count=50, batch=8, rows=10))
+    assert different_keys(made) == 20, (
+        "ten each of a and b, none of the offsets and the dense input"
+    )

@@ -147,3 +147,50 @@ def test_quantiles_that_so_few_do_not_tell_are_none() -> None:
     few = Histogram({5: 150})
     assert quantiles(few)["p99"] is not None
     assert quantiles(few)["p99.9"] is None
+
+
+def test_what_comes_late_is_no_throughput() -> None:
+    """Ten answers at a time, each after 0.4 s: of those sent at 0.4 s, none has come by 0.5 s."""
+
+    class Slow(Served):
+        async def send(self, message: Any, until: float) -> None:
+            self.sent.append(message)
+            await asyncio.sleep(0.4)
+
+    outcome = outcome_of(Slow(), Plan(0.5, 0.0, 10))
+    assert measured(outcome).total >= 10
+    assert outcome.answered <= 10
+    assert outcome.seconds == pytest.approx(0.5)
+
+
+def test_so_many_requests_are_cut_into_slices_by_their_number() -> None:
+    outcome = outcome_of(Served(), Plan(60.0, 0.0, 2, requests=200))
+    assert [each.total for each in outcome.slices] == [10] * SLICES
+    assert all(span > 0 for span in outcome.spans)
+    assert sum(outcome.spans) == pytest.approx(outcome.seconds, abs=1e-3)
+    assert outcome.answered == 200
+    few = outcome_of(Served(), Plan(60.0, 0.0, 2, requests=3))
+    assert sum(each.total for each in few.slices) == 3
+    assert sum(span > 0 for span in few.spans) <= 3
+
+
+def test_slices_that_an_interrupted_run_did_not_reach_have_lasted_no_time() -> None:
+    served = Served()
+
+    def interrupt() -> None:
+        while len(served.sent) < 5:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    outcome = outcome_of(served, Plan(600.0, 0.0, 2))
+    thread.join()
+    assert sum(outcome.spans) == pytest.approx(outcome.seconds, abs=1e-3)
+    assert outcome.spans[-1] == 0
+
+
+def test_requests_that_find_no_place_are_counted() -> None:
+    plan = Plan(0.5, 0.0, 4, rate=400.0, arrivals="constant")
+    assert outcome_of(Served(stalls_at=10, stall_s=0.25), plan).full >= 60
+    assert outcome_of(Served(), Plan(0.1, 0.0, 1000, rate=100.0)).full == 0

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hps.cli.bench.senders import HttpSender, open_sender
+from hps.cli.bench.senders import HttpSender, _Connection, open_sender
 from hps.client.calls import Call
+from hps.client.errors import Unreachable
 from hps.errors import BadRequest, ConfigError, DeadlineExceeded, Unavailable
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
@@ -119,3 +120,30 @@ def test_nobody_there_is_told() -> None:
 def test_an_address_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError):
         open_sender("ftp://x", None, None)
+
+
+def test_answers_may_come_in_chunks() -> None:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    body = b"5;x=y\r\n{\r\n\r\n\r\n1\r\n}\r\n0\r\n\r\n"
+    found, connections, _ = sent([head + body] * 3, 3, pause_s=0.001)
+    assert (kinds(found), connections) == ([None] * 3, 1)
+
+
+def test_chunks_of_no_size_are_no_answer() -> None:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    found, _, _ = sent([head + b"zz\r\n{}\r\n\r\n"], 1)
+    assert kinds(found) == [Unreachable]
+
+
+@pytest.mark.parametrize("piece", [1, 7])
+def test_an_answer_may_come_byte_by_byte(piece: int) -> None:
+    connection = _Connection()
+
+    async def fed() -> bytes:
+        connection._reply = asyncio.get_running_loop().create_future()
+        for at in range(0, len(OK), piece):
+            connection.data_received(OK[at : at + piece])
+        reply = await connection._reply
+        return reply.body
+
+    assert asyncio.run(fed()) == b"{}"

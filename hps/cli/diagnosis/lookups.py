@@ -1,26 +1,23 @@
-"""The parts that answer for a server: lookup nodes and Triton."""
+"""The lookup nodes that answer for a front end."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
-from hps.cli.diagnosis.check import Check, Verdict, attempt, failed
+from hps.cli.diagnosis.check import Check, failed
 from hps.cli.output import plural
-from hps.errors import HpsError, NotFound
+from hps.errors import HpsError
 
 if TYPE_CHECKING:
-    from hps.client import Client
-    from hps.config.dense_settings import TritonSettings
-    from hps.config.lookup_settings import LookupSettings
+    from hps.config.schema import Settings
     from hps.lookup.remote import Target
 
-_PATIENCE_S = 2.0
 
-
-def lookup_nodes(settings: LookupSettings) -> Iterator[Check]:
-    """Whether each of a front end's nodes takes lookups, and whether all serve the same."""
+def lookup_nodes(configured: Settings) -> Iterator[Check]:
+    """Whether each of a front end's nodes takes lookups, whether all serve the same, and whether the front
+    end has what belongs to that."""
+    settings = configured.lookup
     from hps.config.secrets import Secret
     from hps.connected import certificates
     from hps.lookup.remote import Nodes
@@ -42,6 +39,7 @@ def lookup_nodes(settings: LookupSettings) -> Iterator[Check]:
         for target in nodes.all:
             yield _node(target)
         yield from _alike(nodes.all)
+        yield from _described(nodes.all, configured)
     finally:
         nodes.close()
 
@@ -83,46 +81,23 @@ def _alike(targets: Sequence[Target]) -> Iterator[Check]:
         yield Check("lookup nodes", "OK", f"{plural(len(ready), 'node')} serve the same")
 
 
-def triton(settings: TritonSettings, models: Sequence[str]) -> Iterator[Check]:
-    """Whether Triton is there, which version it is, and whether it has the networks of ``models``."""
-    from hps.client import Client, Tls
+def _described(targets: Sequence[Target], settings: Settings) -> Iterator[Check]:
+    """Whether the repository here has the networks of the versions that nodes serve."""
+    from hps.models.repository import Repository
 
-    tls = None
-    if settings.tls is not None:
-        at = settings.tls
-        tls = Tls(at.ca_file, at.certificate_file, at.key_file)
-    scheme = settings.protocol + ("s" if tls is not None else "")
-    weight: Verdict = "WARN" if settings.fallback else "FAIL"
-    mend = f"start it, or correct dense.triton.url ({settings.url}, {settings.protocol})"
-    if settings.fallback:
-        mend += "; until then networks run in the server (dense.triton.fallback)"
-    try:
-        client = Client(f"{scheme}://{settings.url}", timeout_s=_PATIENCE_S, retries=0, tls=tls)
-    except HpsError as error:
-        yield failed("Triton", error)
-        return
-    with client:
+    repository = Repository(settings.models.repository)
+    serve = settings.models.serve
+    served = {of for each in targets for of, at in each.models.items() if not at.former}
+    for model, version in sorted(served):
+        if serve is not None and model not in serve:
+            continue
+        name = f"version {version} of {model}"
+        mend = f"put its model.yaml and {version}/dense.onnx into {repository.root}"
         try:
-            told = client.about()
+            found = repository.without_rows(model, version, (serve or {}).get(model))
         except HpsError as error:
-            yield Check("Triton", weight, str(error).partition("; ")[0], mend)
-            return
-        found = f"{told.get('name', '')} {told.get('version', '')} at {settings.url}"
-        yield Check("Triton", "OK", found)
-        for model in models:
-            yield attempt(f"Triton: {model}", partial(_network, client, settings, model))
-
-
-def _network(client: Client, settings: TritonSettings, model: str) -> Check:
-    name = f"Triton: {model}"
-    target = settings.models.get(model)
-    if settings.models and target is None:
-        return Check(name, "OK", "runs in the server itself")
-    known_as = f"{model}.dense" if target is None else target.name
-    try:
-        told = client.metadata(known_as)
-    except NotFound:
-        mend = f"write it with hps triton export {model}, have Triton load it, or set dense.triton.models"
-        return Check(name, "WARN" if settings.fallback else "FAIL", f"it has no {known_as!r}", mend)
-    versions = ", ".join(told.get("versions", ())) or "no versions told"
-    return Check(name, "OK", f"{known_as}, version {versions}")
+            yield Check(name, "WARN", f"is served by nodes, not here: {error}", mend)
+            continue
+        if found.spec.dense is not None and found.dense is None and settings.dense.triton is None:
+            text = f"is served by nodes, but its network is not in {repository.root}"
+            yield Check(name, "FAIL", text, mend)

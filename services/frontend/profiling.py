@@ -1,0 +1,104 @@
+"""Where an inference request's time goes: read, answered and written by what does so with others', and timed.
+
+It takes the ordinary way: the shorter one of requests that look alike tells no parts. Only its connection is
+not looked at, and it is not counted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter_ns
+from typing import Any, Protocol
+
+from hps.config.server_settings import ServerSettings
+from hps.errors import BadRequest
+from hps.profile import Profile
+from services.frontend.call import Call
+from services.frontend.endpoints import Output
+from services.frontend.state import Entry, State
+
+
+class Wire(Protocol):
+    """How a protocol's requests to one name are read, and their answers written."""
+
+    def read(self, body: bytes, size: int | None) -> Call:
+        """``size``: of the JSON that ``body`` begins with, of HTTP; None: all of it. Raises BadRequest."""
+        ...
+
+    def write(self, call: Call, result: Any, outputs: Sequence[Output]) -> object:
+        """The answer's bytes, in whatever pieces."""
+        ...
+
+
+MakeWire = Callable[[Entry], Wire]
+
+
+class Profiler:
+    """One request at a time. Any thread may call it."""
+
+    def __init__(
+        self, state: State, settings: ServerSettings, wires: Mapping[str, MakeWire]
+    ) -> None:
+        """``wires``: by protocol."""
+        self._state = state
+        self._workers = settings.workers
+        self._timeout_s = settings.request_timeout_ms / 1e3
+        self._wires = wires
+        self._lock = threading.Lock()
+        # They know requests that look alike, as those of a port do.
+        self._known: dict[tuple[str, Entry], Wire] = {}
+
+    def measure(
+        self, name: str, body: bytes, size: int | None, protocol: str = "http"
+    ) -> dict[str, Any]:
+        """The parts of the request ``body``; see `Profile.told`. Raises what is wrong with it."""
+        entry = self._state.entry(name)
+        with self._lock:
+            profile = self._measure(entry, self._of(protocol, entry), body, size)
+        profile.note(
+            protocol=protocol,
+            process=self._state.role,
+            workers=self._workers,
+        )
+        return profile.told()
+
+    def _measure(self, entry: Entry, wire: Wire, body: bytes, size: int | None) -> Profile:
+        profile = Profile()
+        started = perf_counter_ns()
+        call = wire.read(body, size)
+        if call.form.elsewhere is not None:
+            raise BadRequest(
+                "a profile is of tensors that are sent, not of shared memory; send them"
+            )
+        profile.stage("parse", started, perf_counter_ns())
+        call.origin = profile
+        deadline = time.monotonic() + (call.form.timeout_us * 1e-6 or self._timeout_s)
+        result: Any = entry.endpoint.submit(call, deadline).result(self._timeout_s)
+        inferred = perf_counter_ns()
+        wire.write(call, result, entry.endpoint.outputs(call, result))
+        profile.stage("serialise", inferred, perf_counter_ns())
+        profile.ns = perf_counter_ns() - started
+        profile.note(
+            model=entry.name,
+            version=entry.version,
+            batch=call.batch,
+            defaulted=result.defaulted,
+            degraded=list(result.degraded),
+        )
+        return profile
+
+    def _of(self, protocol: str, entry: Entry) -> Wire:
+        found = self._known.get((protocol, entry))
+        if found is None:
+            make = self._wires.get(protocol)
+            if make is None:
+                known = ", ".join(self._wires)
+                raise BadRequest(
+                    f"requests of {protocol} are not profiled here, those of {known} are"
+                )
+            served = self._state.entries.values()
+            self._known = {of: value for of, value in self._known.items() if of[1] in served}
+            found = self._known[protocol, entry] = make(entry)
+        return found
