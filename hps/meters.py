@@ -20,12 +20,14 @@ from hps.metric_names import (
     LOOKUP_KEYS,
     LOOKUP_SECONDS,
     SCORES,
+    SCORES_ABSOLUTE,
     SCORES_NOT_FINITE,
     TIER_KEYS,
     TIER_SECONDS,
     TIER_SKIPPED,
     UPDATE_BATCH,
     UPDATE_DEAD,
+    UPDATE_LOST,
     UPDATE_ROWS,
     UPDATE_VISIBLE,
 )
@@ -136,6 +138,11 @@ class DenseMeter:
         scores = self._scores.get(output)
         if scores is None:
             scores = self._metrics.histogram(SCORES, *self._labels, output)
+            absolute = SCORES_ABSOLUTE, *self._labels, output
+            scores.signed = (
+                self._metrics.counter(*absolute, "positive"),
+                self._metrics.counter(*absolute, "negative"),
+            )
             self._metrics.counter(SCORES_NOT_FINITE, *self._labels, output)
             self._scores[output] = scores
         scores.observe_array(values)
@@ -152,6 +159,7 @@ class TierMeter:
         self._tier = tier
         self._seconds = metrics.histogram(TIER_SECONDS, tier)
         self._keys: dict[EmbeddingTable, tuple[Counter, Counter, Counter]] = {}
+        metrics.when_let_go(self._forget)
 
     def __call__(
         self,
@@ -182,6 +190,12 @@ class TierMeter:
         """A fetch skipped the tier (the ``skipped`` of ``Guarded``)."""
         self._metrics.counter(TIER_SKIPPED, self._tier, reason).add()
 
+    def _forget(self, model: str, version: int) -> None:
+        """A version's tables, which would be kept as long as the tier."""
+        for table in list(self._keys):
+            if (table.model, table.version) == (model, version):
+                del self._keys[table]
+
     def _counters(self, table: EmbeddingTable) -> tuple[Counter, Counter, Counter]:
         labels = (self._tier, table.model, str(table.version), table.name)
         self._keys[table] = counters = (
@@ -198,14 +212,12 @@ class UpdateMeter:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._batches = metrics.histogram(UPDATE_BATCH)
-        self._tables: set[EmbeddingTable] = set()
 
     def applied(self, table: EmbeddingTable, result: str, rows: int) -> None:
         """``rows`` of ``table`` were upserted, deleted, expired or not_finite."""
         labels = UPDATE_ROWS, table.model, table.name
-        if table not in self._tables:
-            self._tables.add(table)  # an alert sees the first one only if there were none before
-            self._metrics.counter(*labels, "not_finite")
+        # An alert sees the first one only if there were none before.
+        self._metrics.counter(*labels, "not_finite")
         if rows:
             self._metrics.counter(*labels, result).add(rows)
 
@@ -219,6 +231,10 @@ class UpdateMeter:
     def took(self, seconds: float) -> None:
         """A batch was in all stores and caches after ``seconds``."""
         self._batches.observe(seconds)
+
+    def lost(self, group: str, topic: str, messages: int) -> None:
+        """A stream dropped messages before ``group`` had applied them."""
+        self._metrics.counter(UPDATE_LOST, group, topic).add(messages)
 
     def dead(self, reason: str) -> None:
         self._metrics.counter(UPDATE_DEAD, reason).add()

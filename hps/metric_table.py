@@ -43,7 +43,8 @@ _PROCESSES = (
         m.READY,
         "gauge",
         ("role",),
-        "Whether this process takes requests, or feeds stores: 1 when /v2/health/ready says so.",
+        "Whether this process takes requests, or feeds stores: 1 when /v2/health/ready says so; role=node, "
+        "frontend, lookup or ingest; role=worker: how many workers do.",
     ),
     MetricSpec(m.UPTIME, "gauge", (), "Seconds since the node was opened."),
     MetricSpec(
@@ -58,6 +59,26 @@ _PROCESSES = (
         ("process", "kind"),
         "Memory that is resident; kind=anonymous (a process's own), file, or shared, which counts for each "
         "process that has touched it.",
+    ),
+    MetricSpec(
+        m.MEMORY_USED,
+        "gauge",
+        (),
+        "Memory that is taken in the container, by all of its processes, and that cannot be had back: caches of "
+        "files are left out. Without a container's limit, of the machine.",
+    ),
+    MetricSpec(
+        m.MEMORY_LIMIT,
+        "gauge",
+        (),
+        "How much may be taken before a process is killed: the container's limit, else the machine's memory.",
+    ),
+    MetricSpec(
+        m.CERTIFICATE_EXPIRY,
+        "gauge",
+        ("setting",),
+        "Until when the certificates of the file that the setting names are valid, in seconds since 1970: the "
+        "first that ends, of roots the last.",
     ),
     MetricSpec(m.WORKERS, "gauge", (), "Worker processes that answer requests at the moment."),
     MetricSpec(
@@ -157,8 +178,16 @@ _MODELS = (
         m.SCORES,
         "histogram",
         ("model", "version", "output"),
-        "Values of the dense model's outputs that have one number per sample; sum by count is the mean.",
+        "Values of the dense model's outputs that have one number per sample. Values below 0 make their sum "
+        "fall, so for a mean there is hps_scores_absolute_total.",
         SCORE_BUCKETS,
+    ),
+    MetricSpec(
+        m.SCORES_ABSOLUTE,
+        "counter",
+        ("model", "version", "output", "sign"),
+        "Sum of the values that hps_scores has, each without its sign; sign=positive or negative. The rate of "
+        "the one less that of the other, by that of hps_scores_count, is the mean.",
     ),
     MetricSpec(
         m.SCORES_NOT_FINITE,
@@ -258,7 +287,7 @@ _TIERS = (
         "gauge",
         ("tier", "fact"),
         "What a tier states of itself. Of redis: reachable (1 or 0). Of rocksdb: table_bytes, free_bytes "
-        "(of its disk), pending_compaction_bytes, running_compactions, writes_stopped (1: writes wait for "
+        "(of its disk), min_free_bytes (below which it takes no writes), pending_compaction_bytes, running_compactions, writes_stopped (1: writes wait for "
         "compactions), delayed_write_rate (bytes/s they are slowed down to; 0: they are not), "
         "background_errors, stalled_seconds (that writes have waited since the start). Of gpu: bytes (of its "
         "caches, on each device), pinned_host_bytes, static_tables.",
@@ -317,6 +346,13 @@ _UPDATES = (
         "counter",
         ("reason",),
         "Update messages that could not be taken; see the dead letters.",
+    ),
+    MetricSpec(
+        m.UPDATE_LOST,
+        "counter",
+        ("group", "topic"),
+        "Update messages that Kafka had dropped, by the topic's retention, before a group's reader here applied "
+        "them; stores lack their rows.",
     ),
     MetricSpec(
         m.UPDATE_VISIBLE,

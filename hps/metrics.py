@@ -19,11 +19,14 @@ from hps.metric_table import METRICS, MetricSpec
 __all__ = ["Counter", "Histogram", "Metrics", "Numbers", "Tally", "add_all"]
 
 _BY_NAME = {spec.name: spec for spec in METRICS}
-# Where the label values of metrics that tell versions apart have the model and the version.
-_VERSIONED = {
-    spec.name: (spec.labels.index("model"), spec.labels.index("version"))
+# Where the label values of metrics that tell models apart have the model, and the version if they have one.
+_OF_MODELS = {
+    spec.name: (
+        spec.labels.index("model"),
+        spec.labels.index("version") if "version" in spec.labels else None,
+    )
     for spec in METRICS
-    if {"model", "version"} <= set(spec.labels)
+    if "model" in spec.labels
 }
 
 
@@ -45,6 +48,15 @@ class Numbers(dict[str, dict[tuple[str, ...], Any]]):
     def as_json(self) -> dict[str, Any]:
         return {name: [*map(list, values.items())] for name, values in self.items() if values}
 
+    def drop(self, model: str, version: int) -> None:
+        """Take out what tells of a version of a model."""
+        for name, values in self.items():
+            of_model, of_version = _OF_MODELS.get(name, (0, None))
+            if of_version is not None:
+                for labels in list(values):
+                    if labels[of_model] in names_of(model) and labels[of_version] == str(version):
+                        del values[labels]
+
     @staticmethod
     def from_json(told: dict[str, Any]) -> Numbers:
         """What `as_json` gave, on another process; of metrics that are known here."""
@@ -55,6 +67,11 @@ class Numbers(dict[str, dict[tuple[str, ...], Any]]):
                 if name in _BY_NAME
             }
         )
+
+
+def names_of(model: str) -> tuple[str, str]:
+    """As requests name it, and the label ``model`` of what is counted of them."""
+    return model, f"{model}.lookup"
 
 
 def _sum(one: Any, other: Any) -> Any:
@@ -83,6 +100,7 @@ class Metrics:
         self._others: list[tuple[Sequence[MetricSpec], Callable[[Numbers], Numbers]]] = []
         self._book = Book()
         self._held: dict[tuple[str, str], int] = {}
+        self._forget: list[Callable[[str, int], None]] = []
         self._lock = threading.Lock()
         self._registry: Any = None
 
@@ -116,19 +134,28 @@ class Metrics:
             self._held[key] = self._held.get(key, 0) + 1
 
     def let_go(self, model: str, version: int) -> None:
-        """See `hold`. Without this, numbers of versions that are gone would be exposed for ever."""
+        """See `hold`. Without this, numbers of versions that are gone would be exposed for ever. With the last
+        version of a model all that is counted by its name goes."""
         with self._lock:
             key = model, str(version)
             self._held[key] = self._held.get(key, 1) - 1
             if self._held[key] > 0:
                 return
             del self._held[key]
-            names = model, f"{model}.lookup"  # as requests name it
-            for name, (of_model, of_version) in _VERSIONED.items():
+            others = any(name == model for name, _ in self._held)
+            for name, (of_model, of_version) in _OF_MODELS.items():
                 children = self._children[name]
                 for labels in list(children):
-                    if labels[of_model] in names and labels[of_version] == key[1]:
+                    if labels[of_model] not in names_of(model):
+                        continue
+                    if labels[of_version] == key[1] if of_version is not None else not others:
                         del children[labels]
+        for forget in self._forget:
+            forget(model, version)
+
+    def when_let_go(self, forget: Callable[[str, int], None]) -> None:
+        """Have ``forget`` called with each version of a model that is let go of. It must not wait."""
+        self._forget.append(forget)
 
     def _child(self, name: str, labels: tuple[str, ...], kind: str, make: Callable[[], Any]) -> Any:
         children = self._children[name]

@@ -80,8 +80,8 @@ class ModelControl:
         """Versions that are being made ready, by model."""
         self.warnings: dict[str, str] = {}
         """What is to be said of versions that were loaded, by model."""
-        for served in node.models:  # told from the start: an alert would not see the first one
-            node.metrics.counter(m.MODEL_LOADS, served, "failed")
+        for served in node.models:
+            self._counts(served)
 
     def available(self) -> dict[str, list[int]]:
         """The versions in the repository, by model."""
@@ -152,6 +152,10 @@ class ModelControl:
             self._node.metrics.counter(m.MODEL_LOADS, name, "failed").add()
             raise
 
+    def _counts(self, served: str) -> None:
+        """Told from the start: an alert would not see the first one."""
+        self._node.metrics.counter(m.MODEL_LOADS, served, "failed")
+
     def _require_open(self) -> None:
         if self._closed.is_set():
             raise Unavailable("the node is being closed; ask another replica")
@@ -221,6 +225,7 @@ class ModelControl:
             undo.pop_all()
         self._warn(found.name, warning)
         node.metrics.counter(m.MODEL_LOADS, found.name, "served").add()
+        self._counts(found.name)
         log.info(
             "model %s: version %d is served after %.1f s",
             found.name,

@@ -133,7 +133,10 @@ class StreamReaders:
     ) -> None:
         topics = Topics(self.tables, settings.takes)
         since = None if stores else time.time() - _OVERLAP_S
-        source = KafkaSource(settings, group, topics, lambda t, p: ingestor.begin(t, p), since)
+        lost = partial(self._meter.lost, group)
+        source = KafkaSource(
+            settings, group, topics, lambda t, p: ingestor.begin(t, p), since, lost
+        )
         dead_letters = DeadLetterTopic(settings)
         self._generation.callback(dead_letters.close)
         ingestor = Ingestor(

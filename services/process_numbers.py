@@ -1,4 +1,4 @@
-"""What a server process takes of its machine, for metrics."""
+"""What a server process takes for itself, for metrics; see `services.memory` for what there is."""
 
 from __future__ import annotations
 

@@ -11,8 +11,11 @@ from collections.abc import Callable
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from hps import metric_names as m
+from hps.config import Settings
 from hps.errors import Unavailable
 from hps.metrics import Metrics
+from services.expiry import publish_expiry
+from services.memory import publish_memory
 from services.process_numbers import publish_process
 
 Phase = Literal["starting", "ready", "empty", "stopping"]
@@ -44,8 +47,9 @@ Node = TypeVar("Node", bound=Opened)
 class ServerState(Generic[Node]):
     """The server's phase and its node, or what stands in a node's place."""
 
-    def __init__(self, role: str) -> None:
+    def __init__(self, role: str, settings: Settings | None = None) -> None:
         """``role``: what this process is, among those that work together."""
+        self._settings = settings or Settings()
         self.hindrance: Callable[[], str] = str
         """Why the server is not ready although it has opened all; empty when it is."""
         self.processes: Callable[[], list[dict[str, Any]]] = list
@@ -86,6 +90,9 @@ class ServerState(Generic[Node]):
         self.metrics = metrics
         metrics.gauge(m.READY, lambda: self.ready, self.role)
         publish_process(metrics, self.role)
+        if self.role != "worker":  # they are in the node's container, and have its settings
+            publish_memory(metrics)
+            publish_expiry(metrics, self._settings)
 
     def serve(self, node: Node) -> None:
         """Answer for ``node`` from now on."""

@@ -143,6 +143,7 @@ class Frontend(Process[OpenModels]):
         node = self._open_node(self._configuration, progress)
         if self._workers is not None and node.socket is not None:
             node.metrics.include(self._workers.metrics)
+            node.metrics.when_let_go(self._workers.forget)
             node.socket.answers["statistics"] = lambda _given: self._sums()
             self.state.sum_up(self._sums)
         return node
@@ -185,15 +186,16 @@ class Frontend(Process[OpenModels]):
             await asyncio.sleep(_LOOK_S)
 
     def _sums(self) -> Mapping[str, dict[str, Any]]:
-        """The statistics of this process and its workers."""
+        """The statistics of this process and its workers, of what is served."""
         assert self._workers is not None
-        sums = {name: Statistics() for name in self.state.entries}
-        for name, told in self.state.own_statistics().items():
-            sums[name].add(told)
-        for name, each in self._workers.statistics().items():
-            for told in each:
-                sums.setdefault(name, Statistics()).add(told)
-        return {name: total.numbers() for name, total in sums.items()}
+        sums: dict[str, dict[str, Any]] = {}
+        elsewhere = self._workers.statistics()
+        for known_as, own in self.state.own_statistics().items():
+            total = Statistics()
+            for told in (own, *elsewhere.get(known_as, ())):
+                total.add(told)
+            sums[known_as] = total.numbers()
+        return sums
 
 
 def _open_node(configuration: Configuration, progress: Progress) -> Node:

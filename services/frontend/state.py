@@ -28,7 +28,7 @@ _BATCHED = 64
 _CHANGES = 2
 
 Sums = Callable[[], Mapping[str, dict[str, Any]] | None]
-"""The numbers of `Statistics` of all processes together, by name; None when this one is alone."""
+"""The numbers of `Statistics` of all processes together, by `Entry.known_as`; None when this one is alone."""
 
 
 class Entry:
@@ -42,6 +42,8 @@ class Entry:
         self.freshness = served.freshness
         self.name = endpoint.name
         self.version = endpoint.version
+        self.known_as = f"{self.name}/{self.version}"
+        """What its statistics are called between processes."""
         self.statistics = Statistics()
 
 
@@ -49,10 +51,10 @@ class State(ServerState[OpenModels]):
     """The server's phase, its models and the names it answers to."""
 
     def __init__(self, role: str = "node", settings: Settings | None = None) -> None:
-        self._settings = settings = settings or Settings()
+        settings = settings or Settings()
         self.entries: dict[str, Entry] = {}
         self._sums: Sums = lambda: None
-        super().__init__(role)
+        super().__init__(role, settings)
         self.admission = Admission(settings.server.admission)
         server = settings.server
         self.regions = Regions(on=server.shared_memory, most_bytes=server.max_body_bytes)
@@ -90,7 +92,7 @@ class State(ServerState[OpenModels]):
                 TRITON,
                 lambda found: triton_numbers(
                     found,
-                    {entry.name: entry.version for entry in self.entries.values()},
+                    {e.known_as: (e.name, e.version) for e in self.entries.values()},
                     lambda: self._sums() or self.own_statistics(),
                 ),
             )
@@ -141,8 +143,8 @@ class State(ServerState[OpenModels]):
         ]
 
     def own_statistics(self) -> dict[str, dict[str, Any]]:
-        """The numbers of this process's `Statistics`, by name."""
-        return {entry.name: entry.statistics.numbers() for entry in self.entries.values()}
+        """The numbers of this process's `Statistics`, by `Entry.known_as`."""
+        return {entry.known_as: entry.statistics.numbers() for entry in self.entries.values()}
 
     def sum_up(self, sums: Sums) -> None:
         """Have `statistics` tell of all processes. ``sums`` may wait."""
@@ -154,9 +156,9 @@ class State(ServerState[OpenModels]):
         told = []
         for entry in entries:
             counted = entry.statistics
-            if entry.name in sums:
+            if entry.known_as in sums:
                 counted = Statistics()
-                counted.add(sums[entry.name])
+                counted.add(sums[entry.known_as])
             told.append(counted.as_json(entry.name, entry.version))
         return told
 

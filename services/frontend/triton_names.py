@@ -44,18 +44,18 @@ _GPU = {
 
 def triton_numbers(
     found: Numbers,
-    versions: Mapping[str, str],
+    served: Mapping[str, tuple[str, str]],
     statistics: Callable[[], Mapping[str, Mapping[str, Any]]],
 ) -> Numbers:
-    """Of the names in ``versions``, which have a version each, with the numbers of their `Statistics`;
+    """Of the names and versions that are ``served``, by what the numbers of their `Statistics` are known as;
     ``found`` are our own."""
     told = Numbers({spec.name: {} for spec in TRITON})
-    for name, numbers in statistics().items():
-        if name in versions:
+    for known_as, numbers in statistics().items():
+        if (labels := served.get(known_as)) is not None:
             for metric, (what, unit) in _TOLD.items():
-                told[metric][name, versions[name]] = numbers[what] // unit
+                told[metric][labels] = numbers[what] // unit
     waiting = found.get(m.QUEUE_REQUESTS, {})
-    for name, version in versions.items():
+    for name, version in served.values():
         told["nv_inference_pending_request_count"][name, version] = waiting.get((name,), 0)
     failures = told["nv_inference_request_failure"]
     for (_, _, name, version, code), (counts, _) in found.get(m.REQUEST_SECONDS, {}).items():

@@ -25,7 +25,7 @@ class IngestServer(Process[Ingest]):
     how far the stores are is noted."""
 
     def __init__(self, configuration: Configuration, progress: Progress | None = None) -> None:
-        self.state: ServerState[Ingest] = ServerState("ingest")
+        self.state: ServerState[Ingest] = ServerState("ingest", configuration.settings)
         super().__init__(configuration, self.state, progress)
         self._guard = guard(load_api_keys(configuration.settings.auth))
 

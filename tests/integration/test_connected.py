@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import hps
+from hps import metric_names as m
 from hps.config.server_settings import GrpcSettings, ServerSettings
 from hps.errors import ConfigError, ModelError, TierError, Unavailable
 from services.frontend.auth import OpenGuard
@@ -93,6 +94,25 @@ def test_it_says_who_answers(connected, ports):
     assert [each["problem"] for each in told] == ["", ""]
     assert [each["models"] for each in told] == [{"clicks": 1, "words": 1}] * 2
     assert connected.problem == ""
+
+
+def test_numbers_of_a_node_go_with_it(connected, ports):
+    """Nodes of a cluster come and go with ever new addresses."""
+    by_node = m.LOOKUP_NODE_UP, m.LOOKUP_NODE_RUNNING, m.LOOKUP_NODE_REQUESTS, m.LOOKUP_NODE_RETRIES
+    until(
+        lambda: (
+            connected.lookup("words", {"word": [3]})
+            and len(connected.metrics.numbers()[m.LOOKUP_NODE_REQUESTS]) == 2
+        )
+    )
+
+    def addresses():
+        numbers = connected.metrics.numbers()
+        return [{labels[0] for labels in numbers[metric]} for metric in by_node]
+
+    assert addresses() == [set(ports)] * 4
+    connected._nodes.all = connected._nodes.all[1:]  # as when its name is looked up again
+    assert addresses() == [{ports[1]}] * 4
 
 
 def test_models_may_be_chosen(front, ports):

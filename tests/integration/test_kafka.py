@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import confluent_kafka as ck
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from benchmarks.peers.process import free_ports
+from hps import metric_names as m
 from hps.config.update_settings import KafkaSettings
 from hps.errors import BadRequest, ConfigError, TierError, Unavailable
 from hps.meters import UpdateMeter
@@ -63,7 +65,9 @@ class Reader:
         topics = Topics([self.items, self.users], settings.takes)
         self.metrics = Metrics()
         begin = begin or (lambda t, p: self.ingestor.begin(t, p))
-        self.source = KafkaSource(settings, f"node.{model}", topics, begin, since_s)
+        group, meter = f"node.{model}", UpdateMeter(self.metrics)
+        lost = partial(meter.lost, group)
+        self.source = KafkaSource(settings, group, topics, begin, since_s, lost)
         self.ingestor = Ingestor(
             self.source,
             topics.tables,
@@ -71,7 +75,7 @@ class Reader:
             [Store("rocksdb", self.store)],
             None,
             DeadLetterTopic(settings),
-            UpdateMeter(self.metrics),
+            meter,
         )
         self.thread = IngestThread(self.ingestor, self.source, f"ingest-{model}")
         self.thread.start()
@@ -426,6 +430,7 @@ def test_messages_that_kafka_dropped_are_missed(broker, model, tmp_path, caplog)
     with reading(broker, tmp_path, model, begin=lambda _t, _p: 1) as reader:
         until(lambda: reader.rows([3, 4]) == [1.0, 1.0])
         assert reader.rows([0, 1, 2]) == [None] * 3
+        assert reader.metrics.numbers()[m.UPDATE_LOST] == {(f"node.{model}", topic): 2}
     assert "keeps messages from 3 on, but 1 to 2 were not applied yet and are gone" in caplog.text
 
 

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hps import metric_names as m
-from hps.meters import DenseMeter, LookupMeter, TierMeter
+from hps.meters import DenseMeter, LookupMeter, TierMeter, UpdateMeter
 from hps.metric_page import renewed
 from hps.metric_table import METRICS, SCORE_BUCKETS, SECONDS_BUCKETS, MetricSpec
 from hps.metrics import Metrics, Numbers
@@ -283,6 +283,64 @@ def test_scores_are_counted_by_the_array():
     assert of(metrics, f"{m.SCORES}_bucket", **labels, le="0.5") == 50_003
     assert of(metrics, f"{m.SCORES}_bucket", **labels, le="1.0") == 100_003
     assert of(metrics, f"{m.SCORES}_sum", **labels) == pytest.approx(50_001.005)
+
+
+def test_the_sums_of_scores_never_fall():
+    """As a histogram's own sum does below 0, which Prometheus takes for a restart."""
+    metrics = Metrics()
+    meter = DenseMeter(metrics, "clicks", 3)
+    labels = {"model": "clicks", "version": "3", "output": "logit"}
+
+    def told(sign):
+        return of(metrics, m.SCORES_ABSOLUTE, **labels, sign=sign)
+
+    meter.scored("logit", np.array([[1.0], [-4.0]], np.float32))
+    assert (told("positive"), told("negative")) == (1.0, 4.0)
+    meter.scored("logit", np.full(1000, 0.1, np.float32))
+    meter.scored("logit", np.full(1000, -0.2, np.float32))
+    assert told("positive") == pytest.approx(101)
+    assert told("negative") == pytest.approx(204)
+    assert of(metrics, f"{m.SCORES}_sum", **labels) == pytest.approx(-103)
+
+
+def test_what_is_counted_does_not_grow_with_the_versions_and_models_there_have_been():
+    metrics = Metrics()
+    of_tier, of_updates = TierMeter(metrics, "cpu"), UpdateMeter(metrics)
+
+    def served(model, version):
+        table = EmbeddingTable.make("t", 2, model=model, version=version)
+        metrics.hold(model, version)
+        lookups, network = LookupMeter(metrics, model, version), DenseMeter(metrics, model, version)
+        lookups.finished([(table, bytes([0, 1]), [("f", 2)])], 0.1, ("redis",))
+        network.ran(0.1)
+        network.fell_back(1)
+        network.scored("ctr", np.array([0.5]))
+        of_tier([(table, 2, 1)], 0.1)
+        of_updates.applied(table, "upserted", 1)
+        of_updates.visible(table, "redis", np.array([0.0]))
+        for name in (model, f"{model}.lookup"):
+            metrics.histogram(m.REQUEST_SECONDS, "http", "infer", name, str(version), "200")
+            metrics.histogram(m.QUEUE_SECONDS, name)
+        metrics.counter(m.MODEL_LOADS, model, "served").add()
+
+    def series():
+        return sum(map(len, metrics.numbers().values()))
+
+    before = series()
+    served("clicks", 1)
+    one = series()
+    assert one >= before + 20
+    for version in range(2, 20):
+        served("clicks", version)
+        metrics.let_go("clicks", version - 1)
+    assert series() == one
+    for day in range(20):
+        served(f"trial-{day}", 1)
+        metrics.let_go(f"trial-{day}", 1)
+    assert series() == one
+    metrics.let_go("clicks", 19)
+    assert series() == before
+    assert not of_tier._keys  # which keep tables, their defaults with them
 
 
 def test_numbers_of_a_version_that_is_gone_are_exposed_no_more():

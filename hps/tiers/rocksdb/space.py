@@ -35,12 +35,14 @@ _REFUSE, _SLOW = _options(no_slowdown=True), _options(no_slowdown=False)
 
 @dataclass(frozen=True, slots=True)
 class StoreFigures:
-    """How a database is doing. Bytes of its table files and of the free disk; bytes that compactions
-    still have to rewrite; whether writes are stopped now, and bytes/s they are slowed down to (0 = not);
-    background jobs that failed since the start; seconds that writes have waited for compactions."""
+    """How a database is doing. Bytes of its table files, of the free disk, and below how many it takes no
+    writes; bytes that compactions still have to rewrite; whether writes are stopped now, and bytes/s they are
+    slowed down to (0 = not); background jobs that failed since the start; seconds that writes have waited for
+    compactions."""
 
     table_bytes: int
     free_bytes: int
+    min_free_bytes: int
     pending_compaction_bytes: int
     running_compactions: int
     writes_stopped: bool
@@ -109,6 +111,7 @@ class Room:
         return StoreFigures(
             total("total-sst-files-size"),
             self.free_bytes(),
+            self._min_free,
             total("estimate-pending-compaction-bytes"),
             self._int("num-running-compactions"),
             bool(self._int("is-write-stopped")),

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from hps.config import Configuration
-from hps.metrics import Numbers
+from hps.metrics import Numbers, names_of
 from services.frontend.logs import Level, fields, log
 from services.frontend.statistics import Statistics
 from services.frontend.workers.channel import Asking
@@ -100,13 +100,24 @@ class Supervised:
         return found
 
     def statistics(self) -> dict[str, list[Any]]:
-        """The numbers of `Statistics`, by name, of the worker and those before it."""
+        """The numbers of `Statistics`, by what they are known as, of the worker and those before it."""
         self._ask()
         with self._lock:
             found = {name: [told] for name, told in self._counted.get("statistics", {}).items()}
             for name, before in self._statistics_before.items():
                 found.setdefault(name, []).append(before.numbers())
         return found
+
+    def forget(self, model: str, version: int) -> None:
+        """A version that no process has any more."""
+        with self._lock:
+            told = Numbers.from_json(self._counted.get("metrics", {}))
+            for numbers in (told, self._metrics_before):
+                numbers.drop(model, version)
+            self._counted = {**self._counted, "metrics": told.as_json()}
+            for name in names_of(model):
+                self._counted.get("statistics", {}).pop(f"{name}/{version}", None)
+                self._statistics_before.pop(f"{name}/{version}", None)
 
     def set_level(self, level: Level) -> None:
         """Have it, and those after it, write log lines from ``level`` upwards."""

@@ -137,13 +137,18 @@ class Supervisor:
             found.add(worker.metrics())
         return found
 
+    def forget(self, model: str, version: int) -> None:
+        """A version has been let go of: what those counted of it that have ended."""
+        for worker in self.workers:
+            worker.forget(model, version)
+
     def set_level(self, level: Level) -> None:
         """Have all of them, and those to come, write log lines from ``level`` upwards."""
         for worker in self.workers:
             worker.set_level(level)
 
     def statistics(self) -> Mapping[str, list[Any]]:
-        """The numbers of `Statistics` of each of them, by name."""
+        """The numbers of `Statistics` of each of them, by what they are known as."""
         found: dict[str, list[Any]] = {}
         for worker in self.workers:
             for name, told in worker.statistics().items():

@@ -60,7 +60,7 @@ def test_statistics_are_those_of_all_processes(small):
     other.failed(0, 5)
     other.add(entry.statistics.numbers())
     assert state.statistics([entry])[0]["inference_count"] == 4
-    state.sum_up(lambda: {"words": other.numbers()})
+    state.sum_up(lambda: {"words/1": other.numbers(), "ctr/7": other.numbers()})
     told = state.statistics([entry, state.entries["ctr"]])
     assert [each["inference_count"] for each in told] == [17, 0]
     assert told[0]["inference_stats"]["success"] == {"count": 3, "ns": 72}

@@ -24,8 +24,8 @@ def test_counts_times_and_reasons():
             m.GPU_MEMORY_TOTAL: {("0", "GPU-1"): 80},
         }
     )
-    numbers = {"ctr": statistics.numbers(), "gone": Statistics().numbers()}
-    told = triton_numbers(found, {"ctr": "7"}, lambda: numbers)
+    numbers = {"ctr/7": statistics.numbers(), "ctr/6": Statistics().numbers()}
+    told = triton_numbers(found, {"ctr/7": ("ctr", "7")}, lambda: numbers)
     assert told.keys() == {spec.name for spec in TRITON}
     failures = told.pop("nv_inference_request_failure")
     assert failures == {

@@ -129,3 +129,26 @@ def test_what_a_worker_counted_counts_once_when_it_ends_while_it_is_asked(monkey
     worker._channel = Channel()
     counted = worker.statistics()["words"]
     assert sum(each["success_count"] for each in counted) == 2  # one each of two workers
+
+
+def test_what_ended_workers_counted_goes_with_the_version():
+    """The metrics, and the protocol's statistics, which the version after it does not inherit."""
+
+    def told(version):
+        own = Statistics()
+        own.succeeded(1, 0, 1, 2, 3)
+        labels = ["words", version, "words", "cpu"]
+        statistics = {f"{name}/{version}": own.numbers() for name in ("words", "words.lookup")}
+        return {"metrics": {m.LOOKUP_KEYS: [[labels, 7]]}, "statistics": statistics}
+
+    with socket.socket() as listener:
+        worker = Supervised(1, as_configuration({}), listener, lambda: None)
+    for version in ("1", "2"):
+        worker._counted = told(version)
+        worker._remember()
+    worker._counted = told("1")
+    assert len(worker.statistics()["words/1"]) == 2
+    worker.forget("words", 1)
+    assert worker.metrics()[m.LOOKUP_KEYS] == {("words", "2", "words", "cpu"): 7}
+    assert worker.statistics().keys() == {"words/2", "words.lookup/2"}
+    assert worker.statistics()["words/2"][0]["success_count"] == 1

@@ -1,0 +1,75 @@
+"""How much memory is taken of what there is: the kernel ends a process when there is no more."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from hps import metric_names as m
+from hps.metrics import Metrics
+
+_KILOBYTE = 1024
+# Of the two versions of control groups: their folder, a group's limit and use, and what of that are files'
+# pages, which the kernel takes back before it ends anybody.
+_FORMS = (
+    ("", "memory.max", "memory.current", ("inactive_file", "active_file")),
+    (
+        "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
+)
+
+
+class Memory(NamedTuple):
+    """Bytes."""
+
+    used: int
+    limit: int
+
+
+def publish_memory(metrics: Metrics) -> None:
+    """Gauges of it, read when metrics are asked for."""
+    metrics.gauges(m.MEMORY_USED, lambda: [((), memory().used)])
+    metrics.gauges(m.MEMORY_LIMIT, lambda: [((), memory().limit)])
+
+
+def memory(
+    proc: Path = Path("/proc"),
+    groups: Path = Path("/sys/fs/cgroup"),
+) -> Memory:
+    """Of this process's container, or of the group above it that has the least left; without limits, of the
+    machine."""
+    told = dict(re.findall(r"^(\w+):\s+(\d+) kB$", (proc / "meminfo").read_text(), re.MULTILINE))
+    total, free = (int(told[name]) * _KILOBYTE for name in ("MemTotal", "MemAvailable"))
+    limited = [each for each in _limited(proc, groups) if each.limit < total]
+    return max(
+        limited, key=lambda each: each.used / each.limit, default=Memory(total - free, total)
+    )
+
+
+def _limited(proc: Path, groups: Path) -> Iterator[Memory]:
+    """The groups that this process is in, from its own up, as far as they are limited and can be seen."""
+    for line in (proc / "self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        for folder, limit, use, files in _FORMS:
+            if folder not in controllers.split(","):
+                continue
+            root = groups / folder
+            own = root / path.lstrip("/")
+            for group in dict.fromkeys((own, *own.parents, root)):
+                if group.is_relative_to(root):
+                    yield from _read(group, limit, use, files)
+
+
+def _read(group: Path, limit: str, use: str, files: tuple[str, ...]) -> Iterator[Memory]:
+    try:
+        most, used = (group / limit).read_text().strip(), int((group / use).read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return  # not seen from within the container
+    if most.isdigit() and int(most):
+        yield Memory(used - sum(int(stat.get(name, 0)) for name in files), int(most))
