@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import requests
 import typer
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from typer.core import TyperGroup
 
 from benchmarks.peers.hps_server import Hps, start_hps
 from hps import metric_names as m
@@ -42,6 +42,8 @@ OF_TARGETS = {"job", "instance", "namespace"}
 ELSEWHERE = {
     m.GPU_MEMORY_USED,
     m.GPU_MEMORY_TOTAL,
+    m.CERTIFICATE_EXPIRY,
+    m.UPDATE_LOST,
     m.LOOKUP_NODE_UP,
     m.LOOKUP_NODE_RETRIES,
     m.LOOKUP_NODE_REQUESTS,
@@ -261,7 +263,7 @@ def test_every_alert_says_what_it_is_and_has_a_runbook() -> None:
 @pytest.mark.parametrize("path", sorted(RUNBOOKS.glob("*.md")), ids=lambda path: str(path.stem))
 def test_a_runbook_names_what_exists(path: Path) -> None:
     words = path.read_text()
-    for command in re.findall(r"(?:^|`|; do )hps ([^`\n#;]*)", words, re.MULTILINE):
+    for command in re.findall(r"(?:^|`|; do )hps ([^`\n#;|]*)", words, re.MULTILINE):
         assert is_command(command.split()), command
     keys = {key for key, _ in settings_of(Settings)}
     known = {key.rsplit(".", n)[0] for key in keys for n in range(key.count(".") + 1)}
@@ -278,14 +280,33 @@ def test_a_runbook_names_what_exists(path: Path) -> None:
 
 
 def is_command(words: list[str]) -> bool:
+    """Whether there is a command of that name that takes the options and as many arguments."""
     command: Any = typer.main.get_command(app)
-    for word in words:
-        if not isinstance(command, click.Group):
-            return True
-        command = command.get_command(click.Context(command), word)
-        if command is None:
+    while isinstance(command, TyperGroup) and words:
+        context = command.context_class(command)
+        if command.get_command(context, words[0]) is None:
             return False
-    return True
+        _, command, words = command.resolve_command(context, words)
+    options = {name: each for each in command.params for name in (*each.opts, *each.secondary_opts)}
+    given = iter(words)
+    arguments = 0
+    for word in given:
+        if not word.startswith("-"):
+            arguments += 1
+        elif word not in (*options, "--help"):
+            return False
+        elif word in options and not options[word].is_flag:
+            next(given)
+    most = [each.nargs for each in command.params if each.param_type_name == "argument"]
+    return -1 in most or arguments <= sum(most)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["config show hps.yaml", "config shown", "status --amdin http://HOST:8002", "nothing"],
+)
+def test_what_is_no_command_is_found(wrong: str) -> None:
+    assert not is_command(wrong.split())
 
 
 def test_every_alert_is_tested() -> None:
