@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -13,8 +14,9 @@ from hps.client.calls import Call
 from hps.client.errors import replied
 from hps.client.trace import trace_headers
 from hps.client.wire import Answer, decoded, encoded, numpy_type
-from hps.errors import HpsError
+from hps.errors import BadRequest, ConfigError, HpsError
 
+_KEY, _ID = re.compile(r"[\x21-\x7e]+"), re.compile(r"[\x20-\x7e]+")
 _HEADER_SIZE = "Inference-Header-Content-Length"
 _PATHS = {
     "server": "/v2",
@@ -56,9 +58,20 @@ class Reply(NamedTuple):
             raise HpsError(f"{url} did not answer with JSON; is it an hps server?") from None
 
 
+def checked_key(api_key: str) -> str:
+    """A key as servers have them. ConfigError, which does not quote it, for anything else: no header could
+    carry it, and a line's end would begin another one."""
+    if not _KEY.fullmatch(api_key):
+        raise ConfigError(
+            "the API key has characters that no key has (spaces, line ends, letters beyond ASCII); is it the "
+            "key alone?"
+        )
+    return api_key
+
+
 def key_headers(api_key: str | None) -> dict[str, str]:
-    """Who asks."""
-    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    """Who asks. Raises as `checked_key`."""
+    return {"Authorization": f"Bearer {checked_key(api_key)}"} if api_key else {}
 
 
 class HttpWire:
@@ -105,6 +118,10 @@ class HttpWire:
         text = json.dumps(head).encode()
         sent = {**self._headers, _HEADER_SIZE: str(len(text)), **trace_headers()}
         if call.request_id:
+            if not _ID.fullmatch(call.request_id):
+                raise BadRequest(
+                    f"request_id {call.request_id[:80]!r} must be printable ASCII characters"
+                )
             sent["X-Request-ID"] = call.request_id
         path = f"/v2/models/{quote(call.model, safe='')}/infer"
         return Request("POST", path, sent, b"".join([text, *tensors]))

@@ -11,7 +11,7 @@ from hps.config.checks import Path as KeyPath
 from hps.config.environment import PREFIX
 from hps.config.problems import InvalidConfiguration, Problem, dotted, has, leaves
 from hps.config.schema import Settings
-from hps.config.shape import Slot, walk
+from hps.config.shape import Slot, is_secret, walk
 from hps.config.yaml_text import parse_yaml
 from hps.errors import ConfigError
 from hps.names import hint_for
@@ -88,6 +88,20 @@ def from_overrides(overrides: Sequence[str]) -> tuple[Layer, list[Problem]]:
         except InvalidConfiguration as error:
             problems += error.problems
     return Layer(data, lambda path: "--set"), problems
+
+
+def seen_by_all(given: Layer) -> list[str]:
+    """Warnings on secrets that a command line gives."""
+    shown = [
+        dotted(path)
+        for path, value in leaves(given.data)
+        if value not in (None, []) and is_secret(walk(Settings, path)[0])
+    ]
+    return [
+        f"--set {name}: every user of this machine can read command lines; give it in a file, or as "
+        f"{PREFIX}{name.upper().replace('.', '__')}"
+        for name in shown
+    ]
 
 
 def without_empty_sections(data: dict[str, Any], slot: Slot = ROOT) -> dict[str, Any]:

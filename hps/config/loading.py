@@ -16,6 +16,7 @@ from hps.config.layers import (
     merged,
     nearest,
     origin,
+    seen_by_all,
     without_empty_sections,
 )
 from hps.config.legacy import LegacyModel
@@ -123,7 +124,7 @@ def _configuration(
     return Configuration(
         settings=settings,
         legacy=legacy,
-        warnings=(*warnings, *near_misses(environ)),
+        warnings=(*warnings, *near_misses(environ), *seen_by_all(flags)),
         path=path,
         origins={dotted(key): origin(layers, key) for key, _ in leaves(settings.model_dump())},
     )

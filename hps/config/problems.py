@@ -22,6 +22,8 @@ from hps.names import did_you_mean, hint_for
 Model = TypeVar("Model", bound=BaseModel)
 Where = Callable[[KeyPath], str]
 _ABSENT = object()
+# Of an address in a message: user and password.
+_USER = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Problem:
     message: str
 
     def __str__(self) -> str:
-        parts = [self.where, dotted(self.path), self.message]
+        parts = [self.where, dotted(self.path), _USER.sub("********", self.message)]
         return ": ".join(part for part in parts if part)
 
 

@@ -18,6 +18,7 @@ from hps.config.yaml_text import read_yaml
 from hps.errors import ConfigError
 
 _KAFKAS_FILE = re.compile(r"ssl\.(ca|certificate|key|keystore|crl)\.location")
+_LOOKUPS_KEY = "lookup.api_key_file"
 _NOT_WITHOUT = "the server will not start without"
 
 
@@ -69,7 +70,7 @@ def _configuration(report: Report, path: Path, overrides: Sequence[str]) -> Repo
     # Secrets are often mounted only where the server runs.
     for setting, file in secret_files(settings).items():
         if file.exists():
-            report.run(partial(read_secret, file, setting))
+            report.run(partial(read_secret, file, setting, api_key=setting == _LOOKUPS_KEY))
         else:
             report.warnings.append(f"{setting}: there is no {file} here; {_NOT_WITHOUT}")
     keys = settings.auth.keys_file
@@ -87,7 +88,7 @@ def secret_files(settings: Settings) -> dict[str, Path]:
     redis, kafka = settings.tiers.redis, settings.updates.kafka
     if settings.server.role == "frontend":
         key = settings.lookup.api_key_file
-        return {} if key is None else {"lookup.api_key_file": key}
+        return {} if key is None else {_LOOKUPS_KEY: key}
     named: dict[str, Path | None] = {}
     if redis is not None:
         named["tiers.redis.password_file"] = redis.password_file
@@ -101,7 +102,7 @@ def check_files(settings: Settings) -> None:
     """ConfigError when a secret that stands in a file, or a file that Kafka's client is told of, cannot be
     read."""
     for setting, path in secret_files(settings).items():
-        read_secret(path, setting)
+        read_secret(path, setting, api_key=setting == _LOOKUPS_KEY)
     keys = settings.auth.keys_file
     if settings.auth.mode == "api_key" and keys is not None:
         read_secret(keys, "auth.keys_file")

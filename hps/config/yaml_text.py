@@ -20,6 +20,7 @@ from hps.errors import ConfigError
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # More values than this are an anchor bomb, not a configuration.
 MAX_VALUES = 2_000_000
+_MERGE = "tag:yaml.org,2002:merge"
 
 _RESOLVERS: list[tuple[str, str, str]] = [
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
@@ -33,6 +34,24 @@ _RESOLVERS: list[tuple[str, str, str]] = [
 
 class _StrictLoader(_Loader):  # type: ignore[misc, valid-type] # C or Python, by what is there
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own protocol
+    _merged = 0
+
+    def flatten_mapping(self, node: Any) -> None:
+        """PyYAML's, with an end: mappings that are merged into others, and those into others again, grow with
+        the number of ways there are."""
+        for key, value in node.value:
+            if key.tag != _MERGE:
+                continue
+            for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                if isinstance(each, yaml.MappingNode):
+                    self.flatten_mapping(each)
+                    self._merged += len(each.value)
+                    if self._merged > MAX_VALUES:
+                        problem = f"more than {MAX_VALUES} values"
+                        raise yaml.constructor.ConstructorError(
+                            problem=problem, problem_mark=key.start_mark
+                        )
+        super().flatten_mapping(node)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -159,7 +178,7 @@ class _Builder:
             todo += [value for _, value in reversed(node.value)]
 
     def _check_key(self, key: yaml.Node, seen: dict[str, int]) -> None:
-        if key.tag == "tag:yaml.org,2002:merge":
+        if key.tag == _MERGE:
             return
         if not _is_text(key):
             message = f"the key {_shown(key)} must be text; put it in quotes"

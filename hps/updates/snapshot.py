@@ -44,7 +44,7 @@ def write_hot_keys(
     new = path.with_name(f".{path.name}.{os.getpid()}")
     checksum = 0
     try:
-        with new.open("wb") as file:
+        with open(new, "wb", opener=_private) as file:
             for chunk in _chunks(header, tables):
                 file.write(chunk)
                 checksum = zlib.crc32(chunk, checksum)
@@ -55,6 +55,11 @@ def write_hot_keys(
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
+
+
+def _private(path: str, flags: int) -> int:
+    """Keys may be people: nothing for other users of the machine."""
+    return os.open(path, flags, 0o660)
 
 
 def _chunks(header: bytes, tables: Mapping[str, HotKeys]) -> Iterator[bytes]:

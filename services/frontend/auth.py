@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from hps.config.auth import ApiKeys, Role
-from hps.errors import Unauthenticated
+from hps.errors import Forbidden, Unauthenticated
 
 # Answered to everybody: probes and scrapers carry no keys, and the documentation holds no data.
 EXEMPT = ("/v2/health/", "/metrics", "/docs", "/openapi.json")
@@ -22,13 +22,14 @@ class Guard(Protocol):
         certificate: Callable[[], Collection[str]] = tuple,
     ) -> str:
         """Who the caller is, "" when that was not asked; ``certificate`` tells what the client's names, where
-        it has shown one. Raises ``Unauthenticated`` or ``Forbidden`` unless
-        the caller may do what needs ``role``."""
+        it has shown one. Raises ``Unauthenticated`` or ``Forbidden`` unless the caller may do what needs
+        ``role``, and ``Forbidden`` for a page of another site: a browser lets any page ask any server that its
+        user can reach, and shows it his certificate."""
         ...
 
 
 class OpenGuard:
-    """Lets everybody do everything."""
+    """Lets everybody do everything but web pages of others."""
 
     enabled = False
 
@@ -38,6 +39,8 @@ class OpenGuard:
         role: Role,
         certificate: Callable[[], Collection[str]] = tuple,
     ) -> str:
+        if b"origin" in headers:
+            _refuse_other_sites(headers)
         return ""
 
 
@@ -55,6 +58,8 @@ class KeyGuard:
         role: Role,
         certificate: Callable[[], Collection[str]] = tuple,
     ) -> str:
+        if b"origin" in headers:
+            _refuse_other_sites(headers)
         caller = None
         if (key := _key(headers)) is not None:
             caller = self._keys.authenticate(key)
@@ -77,6 +82,16 @@ class KeyGuard:
 def guard(keys: ApiKeys) -> Guard:
     """The guard for these keys."""
     return KeyGuard(keys) if keys.enabled else OpenGuard()
+
+
+def _refuse_other_sites(headers: Mapping[bytes, bytes]) -> None:
+    """Browsers say what site a page is of that asks."""
+    origin = headers[b"origin"]
+    if origin.rpartition(b"//")[2].lower() != headers.get(b"host", b"").lower():
+        raise Forbidden(
+            f"a page of {origin[:80].decode('latin-1')} asks, which is another site than this server; have it "
+            "ask through its own"
+        )
 
 
 def _key(headers: Mapping[bytes, bytes]) -> str | None:

@@ -12,6 +12,10 @@ from services.frontend.datatypes import INTEGERS, InputRule
 from services.frontend.errors import TooLarge, shown
 
 
+# Dimensions of a shape. Their product has as many digits as they have together, and takes the square of that.
+MOST_DIMENSIONS = 32
+
+
 def unknown_input(name: str, model: str, rules: Mapping[str, InputRule]) -> BadRequest:
     return BadRequest(
         f"unexpected inference input {shown(name)} for model '{model}'{hint_for(name, rules)}"
@@ -36,7 +40,8 @@ def wrong_type(name: str, datatype: Any, model: str, rule: InputRule) -> BadRequ
 
 def wrong_shape(name: str, shape: Any, model: str) -> BadRequest:
     return BadRequest(
-        f"input '{name}' of model '{model}' needs a 'shape' of non-negative integers, got {shown(shape)}"
+        f"input '{name}' of model '{model}' needs a 'shape' of non-negative integers, at most "
+        f"{MOST_DIMENSIONS}, got {shown(shape)}"
     )
 
 

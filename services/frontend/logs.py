@@ -82,7 +82,14 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _single(message: str) -> str:
-    return message.replace("\\", "\\\\").replace("\n", "\\n") if "\n" in message else message
+    """``message`` in one line, and nothing in it that a terminal would obey."""
+    if message.isprintable():
+        return message
+    return "".join(c if c.isprintable() else _escaped(c) for c in message.replace("\\", "\\\\"))
+
+
+def _escaped(text: str) -> str:
+    return text.encode("unicode_escape").decode("ascii")
 
 
 def setup(level: Level, form: Format = "text", **always: Any) -> None:

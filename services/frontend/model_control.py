@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from hps.errors import BadRequest, Unavailable, Unsupported
 from hps.node import Control, Node
+from services.frontend.errors import shown
 from services.frontend.state import State
+
+_DIGITS = re.compile("[0-9]{1,19}")
 
 
 def index(state: State, *, only_ready: bool = False) -> list[dict[str, str]]:
@@ -85,8 +89,8 @@ def _number(version: Any) -> int | None:
     """The parameter ``version``: a whole number, or one as text; None for none."""
     if version is None or version == "":
         return None
-    if isinstance(version, str) and version.isascii() and version.isdigit():
+    if isinstance(version, str) and _DIGITS.fullmatch(version):
         version = int(version)
     if type(version) is not int or not 0 < version < 2**63:
-        raise BadRequest(f"parameter 'version' must be a whole number from 1, got {version!r}")
+        raise BadRequest(f"parameter 'version' must be a whole number from 1, got {shown(version)}")
     return version

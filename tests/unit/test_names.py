@@ -8,6 +8,12 @@ def test_the_nearest_name_whatever_its_case():
     assert did_you_mean(17, ["item"]) == ""
 
 
+def test_nothing_is_near_what_is_no_name(monkeypatch):
+    """A client's name may be as long as its request."""
+    monkeypatch.setattr("hps.names.get_close_matches", lambda *_args, **_more: 1 / 0)
+    assert did_you_mean("x" * 501, ["x" * 500]) == ""
+
+
 def test_without_a_near_one_all_there_are():
     assert hint_for("x", ["user", "item"]) == "; it has user, item"
     assert hint_for("x", {"user": 1}, "the tables are") == "; the tables are user"

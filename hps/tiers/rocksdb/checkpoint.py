@@ -17,7 +17,14 @@ from rocksdict import Checkpoint
 from hps.errors import TierError
 from hps.tiers.rocksdb.database import Database
 from hps.tiers.rocksdb.errors import NAME, full_disk, is_full, nearest, translate
-from hps.tiers.rocksdb.open import Opened, OpenSettings, Tuning, existing_families
+from hps.tiers.rocksdb.open import (
+    PRIVATE,
+    Opened,
+    OpenSettings,
+    Tuning,
+    existing_families,
+    make_private,
+)
 
 _MEND = "Free some, or name a folder on another disk; the database itself is as it was"
 _TABLE_FILES = {".sst", ".blob"}
@@ -33,6 +40,7 @@ def checkpoint(database: Database, folder: Path) -> None:
         database.flush()
         try:
             Checkpoint(database.db).create_checkpoint(str(part))
+            part.chmod(part.stat().st_mode & PRIVATE)
             _publish(part, folder)
         except Exception as error:
             shutil.rmtree(part, ignore_errors=True)
@@ -52,7 +60,7 @@ def restore(folder: Path, path: Path) -> None:
     _refuse_contents(path, "a restored database")
     part = _part(path)
     try:
-        part.mkdir(parents=True)
+        make_private(part, exist_ok=False)
         _copy(folder, part, path)
         _check(part, folder)
         _publish(part, path)
@@ -69,7 +77,7 @@ def bring(made: Path, folder: Path) -> None:
         _refuse_contents(folder, "a checkpoint")
         part = _part(folder)
         try:
-            part.mkdir()
+            make_private(part, exist_ok=False)
             _copy(made, part, folder)
             _publish(part, folder)
         finally:
@@ -122,7 +130,7 @@ def _part(folder: Path) -> Path:
     is removed."""
     part = folder.parent / f".{folder.name}.part"
     shutil.rmtree(part, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_private(folder.parent)
     return part
 
 

@@ -64,6 +64,8 @@ _MAX_WAL = 256 << 20
 # RocksDB gives a quarter of its jobs to flushes. Two flushes at a time write the many small tables of
 # a model five times as fast as one; `threads` bounds the compactions (see open_database).
 _BACKGROUND_JOBS = 8
+# The user's and the group's.
+PRIVATE = 0o770
 _MANIFEST_NOTE = "hps-manifest.json"
 _BINDING_FILE = "rocksdict-config.json"
 # A writer removes files while a reader opens them; the next attempt finds the newer ones.
@@ -215,7 +217,7 @@ def open_database(
     columns = dict.fromkeys(families, options)
     try:
         if settings.access == "primary":
-            path.mkdir(parents=True, exist_ok=True)
+            make_private(path, "set tiers.rocksdb.path to another folder")
             opened = Rdict(str(path), options, columns, AccessType.read_write())
         elif settings.access == "read_only":
             assert beside is not None
@@ -227,6 +229,16 @@ def open_database(
         raise translate(error, path) from error
     Env().set_background_threads(settings.tuning.threads)
     return opened
+
+
+def make_private(path: Path, mend: str = "name another folder", *, exist_ok: bool = True) -> None:
+    """Make a folder for rows, which other users of the machine have no business with, and those above it.
+    Raises OSError, and TierError where it cannot be, which says how to ``mend`` that."""
+    try:
+        path.mkdir(mode=PRIVATE, parents=True, exist_ok=exist_ok)
+    except FileNotFoundError as error:
+        why = f"{error.strerror}: {error.filename}"
+        raise TierError(NAME, f"{path} cannot be made ({why}); {mend}") from None
 
 
 def _check_files(settings: OpenSettings, options: Options, families: Iterable[str]) -> None:

@@ -19,7 +19,7 @@ class AdminPort(GrpcPort):
         self, at: GrpcAdminSettings, state: State, settings: ServerSettings, guard: Guard
     ) -> None:
         """``ConfigError`` when it cannot listen."""
-        super().__init__("server.grpc.admin", at, state, settings)
+        super().__init__("server.grpc.admin", at, state, settings, guard)
         services: dict[str, Service] = {"Admin": AdminService(state)}
         if settings.role != "frontend":
             services["Updates"] = UpdatesService(state)

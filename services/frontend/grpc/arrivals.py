@@ -15,12 +15,14 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
 from grpc import _server
 from grpc._cython import cygrpc
 
+from hps.config.auth import Role
 from hps.errors import HpsError
 from services.frontend.grpc.ending import abort, code_of
 from services.frontend.grpc.looking import Looking
@@ -81,10 +83,15 @@ class Reply(Protocol):
 
 
 Begin = Callable[[bytes, Reply], None]
+May = Callable[[grpc.ServicerContext, Role], bool]
+"""Whether who calls may do what needs a role."""
 
 
 class Direct:
-    """A unary behavior that answers by a ``Reply``, at once or later. ``begin`` neither raises nor waits."""
+    """A unary behavior that answers by a ``Reply``, at once or later. ``begin`` neither raises nor waits, and
+    refuses callers whom it does not know, whatever their message."""
+
+    role: Role | None = "read"
 
     def __init__(self, begin: Begin, arrivals: Arrivals) -> None:
         self.begin = begin
@@ -141,10 +148,14 @@ class Awaited:
 
 
 class Pooled:
-    """A behavior that grpc runs on the threads of ``experimental_thread_pool``."""
+    """A behavior that grpc runs on the threads of ``experimental_thread_pool``. ``role``: whom it answers,
+    whatever the message; None: everybody."""
 
-    def __init__(self, behavior: Callable[..., Any], pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, behavior: Callable[..., Any], pool: ThreadPoolExecutor, role: Role | None = None
+    ) -> None:
         self._behavior = behavior
+        self.role = role
         self.experimental_thread_pool = pool
 
     def refuse(self, error: HpsError) -> None:
@@ -158,12 +169,15 @@ class Pooled:
 class Arrivals(ThreadPoolExecutor):
     """Takes unary calls from grpc. Those of a ``Direct`` behavior begin on the server's own thread, large
     ones on others, since nothing else is received meanwhile; what is not ``Direct`` runs on ``pool``, which
-    never waits for a request. Calls whose request does not come for ``_PATIENCE_S`` are ended."""
+    never waits for a request. Calls whose request does not come for ``_PATIENCE_S`` are ended; those of callers
+    who may not make them are not received at all: a message can be large."""
 
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, pool: ThreadPoolExecutor, may: May | None = None) -> None:
+        """``may`` says who may call; None: everybody."""
         # Its own threads are for what would hold up the server's.
         super().__init__(_LARGE_AT_ONCE, "grpc-large")
         self._pool = pool
+        self._may = may
         self._expected: dict[_Call, float] = {}  # calls without a request, and since when
         self._looking = Looking(self._end_late, lambda: _LOOK_S, "grpc-expected")
         self._unsent = Unsent()
@@ -182,6 +196,16 @@ class Arrivals(ThreadPoolExecutor):
             return self._pool.submit(fn, *args, **kwargs)
         in_pool, event, state, behavior, _, deserializer, serializer = args
         call = _Call(event, state, self._unsent)
+        if self._may and behavior.role and not self._may(call.context, behavior.role):
+            if isinstance(behavior, Direct):
+                behavior.begin(b"", call)
+            else:
+                nothing = partial(deserializer or bytes, b"")
+                refused = self._pool.submit(
+                    fn, in_pool, event, state, behavior, nothing, None, serializer
+                )
+                refused.add_done_callback(call.ended)
+            return call  # type: ignore[return-value]  # as below
         received = _server._receive_message(state, event.call, deserializer)
 
         def begin(message_event: Any) -> Any:

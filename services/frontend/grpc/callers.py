@@ -36,6 +36,15 @@ def check(guard: Guard, context: grpc.ServicerContext, role: Role) -> str:
     )
 
 
+def may(guard: Guard, context: grpc.ServicerContext, role: Role) -> bool:
+    """Whether the caller may do what needs ``role``."""
+    try:
+        check(guard, context, role)
+    except HpsError:
+        return False
+    return True
+
+
 def certificate_names(context: grpc.ServicerContext) -> set[str]:
     """What the caller's certificate names, if it has shown one; it was verified then."""
     told = context.auth_context()

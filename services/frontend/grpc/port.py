@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import grpc
@@ -15,15 +16,21 @@ from grpc_reflection.v1alpha import reflection
 
 from hps.config.server_settings import GrpcListener, ServerSettings
 from hps.errors import ConfigError, Unavailable
+from services.frontend.auth import Guard
 from services.frontend.grpc.age import age_options
 from services.frontend.grpc.arrivals import Arrivals, Direct, Pooled
+from services.frontend.grpc.callers import may
 from services.frontend.grpc.credentials import credentials
 from services.frontend.grpc.health import Health
+from services.frontend.open_files import most_connections
 from services.server_state import ServerState
 
 # Threads for what is quick, and for what keeps a thread: reflection, a stream. Calls at a time: beyond that
 # grpc refuses them with RESOURCE_EXHAUSTED.
 _QUICK, _OTHERS, _CALLS = 16, 8, 4096
+# How long a connection may be silent at its beginning, and be without a call.
+_HANDSHAKE_MS, _IDLE_MS = 20_000, 300_000
+_PINGS_MS = 5000
 # How long further calls are told that the server stops before it does; less than they are told to wait.
 _REFUSING_S = 0.25
 
@@ -41,6 +48,7 @@ class GrpcPort:
         at: GrpcListener,
         state: ServerState[Any],
         settings: ServerSettings,
+        guard: Guard,
         *,
         one_of_many: bool = False,
     ) -> None:
@@ -49,7 +57,7 @@ class GrpcPort:
         self._drain_s = settings.drain_s
         quick = ThreadPoolExecutor(_QUICK, "grpc-quick")
         others = ThreadPoolExecutor(_OTHERS, "grpc-others")
-        self.arrivals = Arrivals(quick)
+        self.arrivals = Arrivals(quick, partial(may, guard) if guard.enabled else None)
         self._pools = [quick, others, self.arrivals]
         self._server = grpc.server(
             others,
@@ -58,6 +66,11 @@ class GrpcPort:
                 ("grpc.max_receive_message_length", settings.max_body_bytes),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.so_reuseport", int(one_of_many)),
+                # Who asks for longer may look whether this is still there.
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", _PINGS_MS),
+                ("grpc.max_allowed_incoming_connections", most_connections()),
+                ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+                ("grpc.max_connection_idle_ms", _IDLE_MS),
                 *age_options(at.max_connection_age_s, settings.drain_delay_s, settings.drain_s),
             ],
         )
@@ -84,7 +97,7 @@ class GrpcPort:
         """``handler``, run once its request is there."""
         behavior = handler.unary_unary or handler.stream_stream
         if not isinstance(behavior, Direct | Pooled):
-            behavior = Pooled(behavior, self.arrivals)
+            behavior = Pooled(behavior, self.arrivals, getattr(behavior, "role", None))
             handler = grpc.unary_unary_rpc_method_handler(
                 behavior, handler.request_deserializer, handler.response_serializer
             )

@@ -146,9 +146,9 @@ class Parser:
                 raise faults.twice(name)
             if tensor.datatype not in rule.dtypes:
                 raise faults.wrong_type(name, tensor.datatype, self._model, rule)
+            if len(tensor.shape) > faults.MOST_DIMENSIONS or min(tensor.shape, default=0) < 0:
+                raise faults.wrong_shape(name, list(tensor.shape[:80]), self._model)
             form.shapes[name] = shape = list(tensor.shape)
-            if min(shape, default=0) < 0:
-                raise faults.wrong_shape(name, shape, self._model)
             keys += prod(shape) if rule.is_keys else 0
             if (place := _place(tensor)) is not None:
                 dtype = rule.dtypes[tensor.datatype]

@@ -55,7 +55,7 @@ class GrpcServer(GrpcPort):
         one_of_many: bool = False,
     ) -> None:
         """``ConfigError`` when it cannot listen. ``one_of_many``: other processes listen there too."""
-        super().__init__("server.grpc", at, state, settings, one_of_many=one_of_many)
+        super().__init__("server.grpc", at, state, settings, guard, one_of_many=one_of_many)
         pending, services = Pending(), {}
         if settings.role != "lookup":
             inference = Inference(state, settings, guard, pending)

@@ -44,6 +44,7 @@ def answering(guard: Guard, role: Role | None, behavior: Behavior) -> Behavior:
         except Exception as error:
             abort(told(error, ""), context)
 
+    answer.role = role  # type: ignore[attr-defined]  # who is not one of them need not be listened to
     return answer
 
 

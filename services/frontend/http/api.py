@@ -15,14 +15,17 @@ from starlette.responses import Response
 from hps.config.auth import Role
 from hps.errors import BadRequest, HpsError
 from services.frontend.auth import Guard
-from services.frontend.errors import TooLarge
+from services.frontend.errors import Cancelled, TooLarge
+from services.frontend.http.body import ClientGone, read_body
 from services.frontend.http.errors import error_body, error_headers
 from services.frontend.http.failures import describe
 from services.frontend.http.head import request_id
 from services.frontend.http.peer import peer_of
+from services.frontend.room import Room
 
-# Bodies of the routes here are small; only inference takes large ones.
+# Bodies of the routes here are small, and come at once; only inference takes large ones.
 _MAX_BODY = 1 << 20
+_PATIENCE_S = 10.0
 
 
 class Json(Response):
@@ -78,13 +81,20 @@ def needs(guard: Guard, role: Role) -> list[Dependency]:
     return [Depends(check)]
 
 
+async def body_of(request: Request, most: int) -> bytes:
+    """The request's body, of at most ``most`` bytes that have to come in time. Raises as `read_body`."""
+    headers = dict(request.scope["headers"])
+    try:
+        return await read_body(request.receive, headers, most, _PATIENCE_S, Room(most))
+    except TooLarge:
+        raise TooLarge(f"the request body has more than {most} bytes") from None
+    except ClientGone:
+        raise Cancelled("the client hung up before its request was complete") from None
+
+
 async def json_body(request: Request) -> dict[str, Any]:
     """The request's JSON object; an empty body is an empty one."""
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > _MAX_BODY:
-            raise TooLarge(f"the request body has more than {_MAX_BODY} bytes")
+    body = await body_of(request, _MAX_BODY)
     if not body.strip():
         return {}
     try:

@@ -21,6 +21,8 @@ from services.frontend.http.errors import error_body, error_headers
 from services.frontend.http.head import Head
 from services.frontend.http.peer import PEER, Peer
 from services.frontend.http.response import Reply
+from services.frontend.http.waiting import Waiting
+from services.frontend.open_files import Connections
 
 # An idle keep-alive connection is closed after this time, and one whose client reads nothing of its
 # answer; a connection on which a request has begun but does not go on, after one to two sweeps.
@@ -58,12 +60,22 @@ class Protocol(HttpToolsProtocol):
     _heard, _swept, _unsent, _silent = 0, -1, 0, 0
     # Answers beyond this size are handed over in pieces.
     _copied_bytes: float = _COPIED_BYTES
+    # Requests that began; the one that was still coming at the last sweep.
+    _requests, _coming = 0, 0
+    of_port: Connections | None = None
+    """Those of the port, whose own class says so."""
+    _entered = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.peer = Peer(self.client, transport)
         if self.scheme == "https":  # which takes pieces for bytes
             self._copied_bytes = math.inf
+        if self.of_port is not None:
+            self._entered = self.of_port.enter(self.peer.host)
+            if not self._entered:
+                self._refuse(503, "too many connections; close some, or ask another replica")
+                self.loop.call_later(LINGER_S, transport.abort)
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -114,6 +126,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._reads = "head"
+        self._requests += 1
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -169,7 +182,10 @@ class Protocol(HttpToolsProtocol):
         if reply is None:
             if cycle is None:
                 cycle = self.cycle = self._new_cycle()
-            self._run(cycle, inference)
+            if isinstance(cycle, Cycle) and not inference.future.done():
+                Waiting(self, cycle, inference)
+            else:
+                self.run(cycle, inference)
         elif isinstance(cycle, Cycle):
             cycle.finish(reply)
         else:
@@ -197,7 +213,7 @@ class Protocol(HttpToolsProtocol):
         else:
             super()._start_asgi_task(cycle, app)
 
-    def _run(self, cycle: RequestResponseCycle, app: Any) -> None:
+    def run(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Answer at once what can be, and the rest as a task."""
         running = cycle.run_asgi(app)
         try:
@@ -231,7 +247,7 @@ class Protocol(HttpToolsProtocol):
         cycle.__class__ = Cycle  # its task has not begun yet
         cycle.protocol = self  # type: ignore[attr-defined] # a Cycle now
         cycle.scope["extensions"] = EXTENSIONS
-        cycle.scope[GONE] = self._when_gone  # type: ignore[literal-required] # ours
+        cycle.scope[GONE] = self.when_gone  # type: ignore[literal-required] # ours
         cycle.scope[PEER] = self.peer  # type: ignore[literal-required] # ours
         if self._last:
             cycle.keep_alive = False
@@ -248,10 +264,12 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        if self._entered and self.of_port is not None:
+            self.of_port.leave(self.peer.host)
         if self._give_up is not None:
             self._give_up()
 
-    def _when_gone(self, give_up: Callable[[], None]) -> None:
+    def when_gone(self, give_up: Callable[[], None]) -> None:
         """Have ``give_up`` called when the client hangs up before the request at hand is answered."""
         self._give_up = give_up
         if self.transport.is_closing():
@@ -283,7 +301,13 @@ class Protocol(HttpToolsProtocol):
             self.transport.abort()
 
     def sweep(self, every_s: float) -> None:
-        """Called every so many seconds: hang up when nothing has come or gone for too long."""
+        """Called every so many seconds: hang up when nothing has come or gone for too long, and when a head,
+        or a body that nobody waits for, has been coming since the last time."""
+        coming = self._requests if self._is_coming() else 0
+        if coming and coming == self._coming:
+            self.transport.close()
+            return
+        self._coming = coming
         now = self._heard, self.transport.get_write_buffer_size()
         unsent = now[1]
         if now != (self._swept, self._unsent) or (self._is_answering() and not unsent):
@@ -296,6 +320,9 @@ class Protocol(HttpToolsProtocol):
         ):
             # What is closed would wait until the client has taken all that was sent.
             (self.transport.abort if unsent else self.transport.close)()
+
+    def _is_coming(self) -> bool:
+        return self._reads == "head" or (self._reads == "body" and self._is_idle())
 
     def _is_answering(self) -> bool:
         cycle = self.cycle

@@ -21,21 +21,29 @@ if TYPE_CHECKING:
     from services.frontend.http.peer import Peer
 
 
+TOO_LATE = (
+    "no answer within the request's time; parameter 'timeout' (microseconds) or "
+    "server.request_timeout_ms allow more"
+)
+
+
 class Inference:
     """A request that has been begun. As an ASGI application it waits for what is still missing, and
-    answers. ``started``, ``parsed`` and ``inferred`` are instants in ns."""
+    answers. ``future`` has it, by the instant ``deadline``, or it is too late. ``started``, ``parsed`` and
+    ``inferred`` are instants in ns."""
 
     __slots__ = (
         "_app",
         "_call",
         "_client",
-        "_deadline",
-        "_future",
+        "_error",
         "_gone",
         "_head",
         "_parsed",
         "_started",
         "_state",
+        "deadline",
+        "future",
     )
 
     def __init__(
@@ -52,13 +60,14 @@ class Inference:
         self._head = head
         self._client = client
         self._gone = False
+        self._error: BaseException | None = None
         self._state = app.state
         self._started = started
         route = head.route
         assert route is not None
         if route.entry.endpoint.is_busy:
             route.entry.endpoint.require_room(len(body))
-        size = _header_size(head.headers.get(b"inference-header-content-length"), len(body))
+        size = header_size(head.headers.get(b"inference-header-content-length"), len(body))
         if size == 0:
             call = route.parser.raw(body, route.entry.endpoint.raw_input)
         else:
@@ -78,16 +87,16 @@ class Inference:
                 head.traceparent,
                 head.tracestate,
             )
-        self._deadline = time.monotonic() + (call.form.timeout_us * 1e-6 or app.timeout_s)
-        self._future = route.entry.endpoint.submit(call, self._deadline)
+        self.deadline = time.monotonic() + (call.form.timeout_us * 1e-6 or app.timeout_s)
+        self.future = route.entry.endpoint.submit(call, self.deadline)
 
     def at_once(self) -> Reply | None:
         """The answer, if nothing has to be waited for; else go on as an application."""
-        if not self._future.done():
+        if self._error is not None or not self.future.done():
             return None
         try:
             inferred = perf_counter_ns()
-            result = self._future.result()
+            result = self.future.result()
             reply = self._reply(result)
         except Exception:
             return None  # the application says what is wrong
@@ -100,7 +109,12 @@ class Inference:
     def give_up(self) -> None:
         """The client is gone."""
         self._gone = True
-        self._future.cancel()
+        self.future.cancel()
+
+    def fail(self, error: BaseException) -> None:
+        """It is to be answered with ``error``, whatever comes."""
+        self._error = error
+        self.future.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error: BaseException | None = None
@@ -111,11 +125,13 @@ class Inference:
 
     async def _answer(self, scope: Scope, send: Send) -> BaseException | None:
         """Returns what went wrong, which is told."""
-        head, future = self._head, self._future
+        head, future = self._head, self.future
         if not future.done() and GONE in scope:
             scope[GONE](self.give_up)
         try:
-            result = future.result() if future.done() else await outcome(future, self._deadline)
+            if self._error is not None:
+                raise self._error
+            result = future.result() if future.done() else await outcome(future, self.deadline)
             inferred = perf_counter_ns()
             reply = self._reply(result)
             if head.coding is not None and reply.size >= COMPRESS_FROM_BYTES:
@@ -151,7 +167,7 @@ class Inference:
         assert route is not None
         done, started = perf_counter_ns(), self._started
         route.entry.statistics.succeeded(
-            self._call.batch, started, self._parsed, inferred, done, queued_ns(self._future)
+            self._call.batch, started, self._parsed, inferred, done, queued_ns(self.future)
         )
         route.observe_ok((done - started) * 1e-9)
         call = self._call
@@ -176,7 +192,7 @@ async def _compressed(reply: Reply, coding: str) -> Reply:
     return Reply.make([*reply.headers[:-1], coded, length], [body], len(body))
 
 
-def _header_size(value: bytes | None, size: int) -> int | None:
+def header_size(value: bytes | None, size: int) -> int | None:
     """``Inference-Header-Content-Length``; None when it is absent."""
     if value is None:
         return None
@@ -193,7 +209,4 @@ async def outcome(future: Future[Any], deadline: float) -> Any:
         async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
             return await asyncio.wrap_future(future)
     except TimeoutError:
-        raise DeadlineExceeded(
-            "no answer within the request's time; parameter 'timeout' (microseconds) or "
-            "server.request_timeout_ms allow more"
-        ) from None
+        raise DeadlineExceeded(TOO_LATE) from None

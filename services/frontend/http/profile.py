@@ -10,18 +10,17 @@ from fastapi.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from hps.config.server_settings import ServerSettings
-from hps.errors import BadRequest
 from services.frontend.auth import Guard
 from services.frontend.call import Call
 from services.frontend.endpoints import Output
-from services.frontend.errors import TooLarge
-from services.frontend.http.api import Json, answers, needs
+from services.frontend.http.api import Json, answers, body_of, needs
+from services.frontend.http.inference import header_size
 from services.frontend.http.request import Parser
 from services.frontend.http.response import Encoder
 from services.frontend.profiling import MakeWire, Profiler
 from services.frontend.state import Entry, State
 
-_GRPC = "application/grpc"
+_GRPC = b"application/grpc"
 
 
 class HttpWire:
@@ -56,20 +55,12 @@ def profile_route(
     async def profile(name: str, request: Request) -> Response:
         """Answers an inference request, and tells where its time went instead of its outputs. With the
         content type application/grpc, its body is a ModelInferRequest."""
-        body = b""
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > settings.max_body_bytes:
-                raise TooLarge(f"the request body has more than {settings.max_body_bytes} bytes")
+        body = await body_of(request, settings.max_body_bytes)
         measure: Callable[..., dict[str, Any]] = profiler.measure
-        if request.headers.get("content-type", "").startswith(_GRPC):
+        headers = dict(request.scope["headers"])
+        if headers.get(b"content-type", b"").startswith(_GRPC):
             return Json(await run_in_threadpool(measure, name, body, None, "grpc"))
-        told = request.headers.get("inference-header-content-length")
-        if told is not None and not (told.isdigit() and int(told) <= len(body)):
-            raise BadRequest(
-                f"inference header size should be in range (0, {len(body)}), got: {told[:40]}"
-            )
-        size = None if told is None else int(told)
+        size = header_size(headers.get(b"inference-header-content-length"), len(body))
         return Json(await run_in_threadpool(measure, name, body, size))
 
     return router

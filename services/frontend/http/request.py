@@ -151,7 +151,7 @@ def _form(header: dict[str, Any], rules: Mapping[str, InputRule], model: str) ->
         name = item["name"]
         dtype = rules[name].dtypes[item["datatype"]]
         shape = item["shape"]
-        if type(shape) is not list:
+        if type(shape) is not list or len(shape) > faults.MOST_DIMENSIONS:
             raise TypeError("shape")
         count = 1
         for dim in shape:

@@ -133,7 +133,11 @@ def _dtype(item: dict[str, Any], name: str, model: str, rule: InputRule) -> np.d
 def _count(item: dict[str, Any], name: str, model: str) -> int:
     """Elements that the shape stands for."""
     shape = item.get("shape")
-    if not isinstance(shape, list) or not all(type(d) is int and d >= 0 for d in shape):
+    if (
+        not isinstance(shape, list)
+        or len(shape) > faults.MOST_DIMENSIONS
+        or not all(type(d) is int and d >= 0 for d in shape)
+    ):
         raise faults.wrong_shape(name, shape, model)
     count = 1
     for dim in shape:

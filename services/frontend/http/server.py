@@ -15,6 +15,7 @@ import uvicorn
 from hps.errors import ConfigError
 from services.frontend.http.asgi import Application
 from services.frontend.http.connection import Protocol
+from services.frontend.open_files import Connections, most_connections
 
 SWEEP_S = 10.0
 _BACKLOG = 2048
@@ -88,7 +89,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=Protocol,
+                http=type("Port", (Protocol,), {"of_port": Connections(most_connections())}),
                 ws="none",
                 lifespan="off",
                 log_config=None,

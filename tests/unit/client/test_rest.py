@@ -262,3 +262,20 @@ def test_tls_where_there_is_none(stub: Stub) -> None:
     secured = url.replace("http", "https")
     with Client(secured) as client, pytest.raises(HpsError, match=f"not speak TLS; write {url}"):
         client.ready()
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "grpc://127.0.0.1:1"])
+@pytest.mark.parametrize("key", ["a b", "planted\r\nX-More: 1", "planted-\u00fc"])
+def test_what_is_no_api_key(url: str, key: str) -> None:
+    with pytest.raises(ConfigError, match="the API key has characters that no key has") as caught:
+        Client(url, api_key=key)
+    assert key not in str(caught.value)
+    with pytest.raises(ConfigError):
+        Admin("http://127.0.0.1:1", api_key=key)
+
+
+def test_an_id_is_no_header_of_its_own(stub: Stub) -> None:
+    url, seen = stub({})
+    with Client(url) as client, pytest.raises(BadRequest, match="printable ASCII"):
+        client.infer("m", {"f": np.zeros((1, 1), np.int64)}, request_id="x\r\nX-More: 1")
+    assert not seen

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hps.config import configuration_from
+from hps.config.schema import Settings
 from hps.config.secrets import Secret, read_secret
 from hps.config.shown import effective, public_settings
 from hps.config.validation import check_files, validate_file
@@ -117,3 +118,56 @@ def test_a_file_that_is_mounted_elsewhere_is_a_warning(tmp_path: Path, file: Pat
     report = validate_file(config)
     assert not report.errors
     assert "the server will not start without" in report.warnings[0]
+
+
+@pytest.mark.parametrize(
+    "contents", ["two words-0123456789", "a\nplanted-secret-0001", "short", "ü" * 20]
+)
+def test_what_is_no_api_key_is_not_sent(file: Path, contents: str) -> None:
+    """gRPC would quote it in its error."""
+    file.write_text(contents)
+    for check in (
+        lambda: check_files(lookups_of(file)),
+        lambda: Secret(None, file, "lookup.api_key_file", api_key=True),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"lookup\.api_key_file: .*is no API key; expected"
+        ) as caught:
+            check()
+        assert contents not in str(caught.value)
+    file.write_text(f"{SECRET}\n")
+    check_files(lookups_of(file))
+
+
+def lookups_of(file: Path) -> Settings:
+    lookup = {"nodes": ["x:1"], "api_key_file": str(file)}
+    return configuration_from(
+        {"lookup": lookup, "server": {"role": "frontend"}}, environ={}
+    ).settings
+
+
+def test_users_in_addresses_are_not_shown() -> None:
+    for given in (
+        {"tiers": {"redis": {"addresses": [f"redis://:{SECRET}@redis:6379"]}}},
+        {"lookup": {"nodes": [f"https://me:{SECRET}@node"]}},
+    ):
+        with pytest.raises(ConfigError, match=r"://\*\*\*\*\*\*\*\*@") as caught:
+            configuration_from(given, environ={})
+        assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "warns"),
+    [
+        (f"tiers.redis.password={SECRET}", "tiers.redis.password"),
+        (f"tiers.redis={{password: {SECRET}}}", "tiers.redis.password"),
+        (f"auth.keys=[{{name: a, role: read, key: {SECRET}}}]", "auth.keys"),
+        ("tiers.redis.password_file=/x", ""),
+        ("tiers.redis={database: 1}", ""),
+    ],
+)
+def test_secrets_of_a_command_line_are_warned_of(given: str, warns: str) -> None:
+    overrides = [given, "auth.mode=api_key", "auth.keys_file=x"]
+    warnings = configuration_from({}, overrides, environ={}).warnings
+    assert [w.partition(":")[0] for w in warnings] == ([f"--set {warns}"] if warns else [])
+    assert SECRET not in "".join(warnings)

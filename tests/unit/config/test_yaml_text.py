@@ -117,6 +117,13 @@ def test_an_anchor_bomb_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         parse("a0: &a0 [x]\n" + "\n".join(levels))
 
 
+def test_a_bomb_of_merged_mappings_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yaml_text, "MAX_VALUES", 1000)
+    merged = [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in range(1, 9)]
+    with pytest.raises(ConfigError, match=r"f\.yaml:\d+:\d+: .*more than 1000 values"):
+        parse("a0: &a0 {x: 1}\n" + "\n".join(merged))
+
+
 DATA = st.recursive(
     st.none()
     | st.booleans()

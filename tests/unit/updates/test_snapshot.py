@@ -34,6 +34,7 @@ def test_what_is_written_is_read(tmp_path):
         assert found[name][0].tolist() == keys.tolist()
         assert found[name][1].tolist() == scores.tolist()
     assert list(tmp_path.iterdir()) == [path]
+    assert path.stat().st_mode & 0o007 == 0  # keys may be people
 
 
 def test_every_damage_is_noticed_and_survived(tmp_path, caplog):

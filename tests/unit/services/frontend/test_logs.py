@@ -49,6 +49,11 @@ def test_a_json_line_has_the_fields_of_the_text():
     assert json.loads(line("json", "a %s", logs.fields(level="mine")))["level"] == "warning"
 
 
+def test_nothing_in_a_line_is_obeyed_by_a_terminal():
+    said = line("text", "table %s: größer… \\", "\x1b[2Jx\r\x9b\u2028y\n")
+    assert said.endswith("table \\x1b[2Jx\\r\\x9b\\u2028y\\n: größer… \\\\ worker=1")
+
+
 @pytest.fixture
 def levels():
     held = {name: logging.getLogger(name).level for name in (None, "uvicorn")}

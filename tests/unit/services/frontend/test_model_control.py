@@ -131,3 +131,13 @@ def test_what_failed_half_way_is_served_as_it_is(small, control):
     with pytest.raises(Unavailable, match="half way"):
         model_control.load(small.state, "other")
     assert not small.state.entries
+
+
+@pytest.mark.parametrize("version", ["1" * 5000, "\u00b2", "-1", "1.0", [1], 2**63, "0"])
+def test_what_is_no_version(call, admin, control, error, version):
+    path = "/v2/repository/models/ctr/load"
+    reply = call(admin, "POST", path, json={"parameters": {"version": version}})
+    assert reply.status_code == 400
+    assert "'version' must be a whole number from 1" in error(reply)
+    assert len(error(reply)) < 200
+    assert not control.asked

@@ -61,6 +61,31 @@ def test_a_call_without_a_request(serve, method):
         assert "exactly one request message" in caught.value.details()
 
 
+@pytest.mark.parametrize(
+    "method", [f"{SERVICE}/ModelInfer", f"{SERVICE}/RepositoryModelLoad", "hps.v1.Lookup/Lookup"]
+)
+def test_messages_of_strangers_are_not_waited_for(serve, key_guard, method):
+    """They can be large."""
+    url, over = serve(key_guard).server.url, threading.Event()
+
+    def nothing():
+        over.wait()
+        yield from ()
+
+    with grpc.insecure_channel(url) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.stream_unary(f"/{method}")(nothing(), timeout=50)
+        over.set()
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    with triton.InferenceServerClient(url) as client:  # what everybody may ask
+        assert client.is_server_live()
+        known = {"x-api-key": "r" * 16}
+        client.infer("words.lookup", [keys("left", 1)], headers=known)
+        client.get_model_metadata("words.lookup", headers=known)
+        with pytest.raises(triton.InferenceServerException, match="needs role admin"):
+            client.load_model("words", headers=known)
+
+
 def test_a_message_that_is_none(serve):
     with grpc.insecure_channel(serve().server.url) as channel:
         with pytest.raises(grpc.RpcError) as caught:

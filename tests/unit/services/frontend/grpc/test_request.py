@@ -160,6 +160,7 @@ def test_parameters_and_outputs():
         (asked(("x", "INT64", (1,), b"")), "unexpected inference input \"x\" for model 'm'"),
         (asked(("f", "FP32", (1,), bytes(4))), "data-type is \"FP32\", but model 'm' expects"),
         (asked(("f", "INT64", (-1,), b"")), "needs a 'shape' of non-negative integers"),
+        (asked(("f", "INT64", [1] * 33, bytes(8))), "at most 32, got"),
         (asked(KEYS, KEYS), "input 'f' stands twice"),
         (asked(("f", "INT64", (3,), bytes(16))), r"16 raw bytes, shape \[3\] of INT64 takes 24"),
         (asked(KEYS, ("g", "INT64", (1,), None)), "expected 2 raw input contents"),

@@ -8,8 +8,9 @@ import json
 
 import pytest
 
-from services.frontend.http.connection import MAX_HEAD_BYTES
+from services.frontend.http.connection import MAX_HEAD_BYTES, Protocol
 from services.frontend.http.cycle import go_on
+from services.frontend.open_files import Connections
 
 PATH = "/v2/models/words.lookup/infer"
 
@@ -197,6 +198,62 @@ def test_silent_connections_are_closed_in_time(http, sent, sweeps):
             assert not wire.closed
         protocol.sweep(10)
         assert wire.closed
+
+    http.run(scenario)
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_what_comes_drop_by_drop_is_not_waited_for(http, admin, answered):
+    """A head; a body that nobody asked for, when its request is answered."""
+
+    async def scenario():
+        protocol, wire = http.connect(admin)
+        await http.read(protocol, http.request([1]))  # one that is answered does not count
+        begun = b"GET /v2 HTTP/1.1\r\nHost: x\r\n"
+        await http.read(protocol, begun)
+        if answered:
+            await http.read(protocol, b"Content-Length: 1000\r\n\r\n")
+            await http.until(lambda: wire.statuses == [200, 200])
+        protocol.sweep(10)
+        assert not wire.closed
+        await http.read(protocol, b"x")
+        protocol.sweep(10)
+        assert wire.closed
+
+    http.run(scenario)
+
+
+def test_a_request_at_each_sweep_is_another_one(http, admin):
+    async def scenario():
+        protocol, wire = http.connect(admin)
+        begin, end = b"GET /v2 HTTP/1.1\r\n", b"Host: x\r\n\r\n"
+        for number in range(1, 4):
+            await http.read(protocol, begin)
+            protocol.sweep(10)
+            await http.read(protocol, end)
+            await http.until(lambda number=number: wire.statuses == [200] * number)
+        assert not wire.closed
+
+    http.run(scenario)
+
+
+def test_connections_have_an_end(http, monkeypatch):
+    """Their number: those beyond it are told so."""
+
+    async def scenario():
+        there = Connections(2)
+        monkeypatch.setattr(Protocol, "of_port", there)
+        monkeypatch.setattr("services.frontend.http.connection.LINGER_S", 0)
+        assert there.enter("another")
+        protocol, wire = http.connect()
+        assert await http.read(protocol, http.request([1])) == [200]
+        surplus, refused = http.connect()
+        assert refused.statuses == [503]
+        await http.until(lambda: refused.aborted)
+        surplus.connection_lost(None)
+        protocol.connection_lost(None)
+        _, wire = http.connect()
+        assert not wire.statuses
 
     http.run(scenario)
 

@@ -165,6 +165,8 @@ FAULTS = {
     "datatype a list": (dumps(tensor(datatype=[1])), "data-type is"),
     "no shape": (dumps({"name": "f", "datatype": "INT64", "data": [1]}), "needs a 'shape'"),
     "negative shape": (dumps(tensor(shape=(-1, 2))), "needs a 'shape' of non-negative integers"),
+    # Their product would have as many digits as they have together.
+    "many dimensions": (dumps(tensor(shape=[1] * 33)), "at most 32, got"),
     "fractional shape": (dumps(tensor(shape=(1.0, 2))), "needs a 'shape'"),
     "true shape": (dumps(tensor(shape=(True, 2))), "needs a 'shape'"),
     "shape an object": (dumps(tensor() | {"shape": {}}), "needs a 'shape'"),

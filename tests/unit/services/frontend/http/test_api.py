@@ -1,0 +1,74 @@
+"""Bodies of the routes beside inference: within bounds, and in time."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from services.frontend.auth import OpenGuard
+from services.frontend.http import api
+from services.frontend.http.app import admin_app, data_app
+
+INDEX = b"POST /v2/repository/index HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n{"
+PROFILE = INDEX.replace(b"/v2/repository/index", b"/v1/profile/ctr")
+
+
+@pytest.mark.parametrize("head", [INDEX, PROFILE])
+def test_a_body_that_does_not_come(http, admin, monkeypatch, head):
+    monkeypatch.setattr(api, "_PATIENCE_S", 0.01)
+
+    async def scenario():
+        protocol, wire = http.connect(admin)
+        await http.read(protocol, head % 10)
+        await http.until(lambda: wire.statuses == [408])
+
+    http.run(scenario)
+
+
+@pytest.mark.parametrize("head", [INDEX, PROFILE])
+def test_a_body_that_is_too_large_is_refused_by_its_length(http, admin, head):
+    async def scenario():
+        protocol, wire = http.connect(admin)
+        await http.read(protocol, head % (200 << 20))
+        await http.until(lambda: wire.statuses == [413])
+
+    http.run(scenario)
+
+
+def test_a_client_that_hangs_up_is_no_fault_of_ours(http, admin, caplog):
+    caplog.set_level(logging.ERROR)
+
+    async def scenario():
+        protocol, _wire = http.connect(admin)
+        await http.read(protocol, INDEX % 10)
+        await http.until(lambda: protocol.tasks)
+        (task,) = protocol.tasks
+        protocol.connection_lost(None)
+        await task
+
+    http.run(scenario)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("size", ["9" * 5000, "\u00b2", "-1", "1"])
+def test_a_header_size_that_is_none(call, admin, error, size):
+    header = {"inference-header-content-length": size.encode("latin-1")}
+    reply = call(admin, "POST", "/v1/profile/words.lookup", headers=header)
+    assert reply.status_code == 400
+    assert "inference header size should be in range (0, 0)" in error(reply)
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_pages_of_other_sites_ask_for_nothing(call, small, key_guard, guarded):
+    """A browser sends what any of them asks, with its user's certificate."""
+    guard = key_guard if guarded else OpenGuard()
+    admin, data = (make(small.state, small.settings, guard) for make in (admin_app, data_app))
+    key = {"x-api-key": "a" * 16}
+    unload = admin, "POST", "/v2/repository/models/ctr/unload"
+    infer = data, "POST", "/v2/models/words.lookup/infer"
+    for asked in (unload, infer):
+        for origin in ("http://evil.example", "https://x:8000", "http://x.evil.example", "null"):
+            assert call(*asked, headers={"origin": origin, **key}).status_code == 403
+        for headers in ({"origin": "http://x"}, {"origin": "HTTP://X"}, {}):
+            assert call(*asked, headers={**headers, **key}).status_code != 403
