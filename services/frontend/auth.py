@@ -23,8 +23,8 @@ class Guard(Protocol):
     ) -> str:
         """Who the caller is, "" when that was not asked; ``certificate`` tells what the client's names, where
         it has shown one. Raises ``Unauthenticated`` or ``Forbidden`` unless the caller may do what needs
-        ``role``, and ``Forbidden`` for a page of another site: a browser lets any page ask any server that its
-        user can reach, and shows it his certificate."""
+        ``role``, and ``Forbidden`` for a page of another site: a browser lets any page ask any server that
+        its user can reach, and shows it his certificate."""
         ...
 
 
@@ -89,8 +89,8 @@ def _refuse_other_sites(headers: Mapping[bytes, bytes]) -> None:
     origin = headers[b"origin"]
     if origin.rpartition(b"//")[2].lower() != headers.get(b"host", b"").lower():
         raise Forbidden(
-            f"a page of {origin[:80].decode('latin-1')} asks, which is another site than this server; have it "
-            "ask through its own"
+            f"a page of {origin[:80].decode('latin-1')} asks, which is another site than this server; "
+            "have it ask through its own"
         )
 
 

@@ -11,7 +11,6 @@ from hps.names import hint_for
 from services.frontend.datatypes import INTEGERS, InputRule
 from services.frontend.errors import TooLarge, shown
 
-
 # Dimensions of a shape. Their product has as many digits as they have together, and takes the square of that.
 MOST_DIMENSIONS = 32
 

@@ -169,8 +169,8 @@ class Pooled:
 class Arrivals(ThreadPoolExecutor):
     """Takes unary calls from grpc. Those of a ``Direct`` behavior begin on the server's own thread, large
     ones on others, since nothing else is received meanwhile; what is not ``Direct`` runs on ``pool``, which
-    never waits for a request. Calls whose request does not come for ``_PATIENCE_S`` are ended; those of callers
-    who may not make them are not received at all: a message can be large."""
+    never waits for a request. Calls whose request does not come for ``_PATIENCE_S`` are ended; those of
+    callers who may not make them are not received at all: a message can be large."""
 
     def __init__(self, pool: ThreadPoolExecutor, may: May | None = None) -> None:
         """``may`` says who may call; None: everybody."""
