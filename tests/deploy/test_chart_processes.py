@@ -141,7 +141,7 @@ def test_the_doctor_knows_in_a_pod_what_it_is_there(running: Pods, role: str) ->
     command = [sys.executable, "-m", "hps.cli.main", "doctor", *config, *given]
     printed = run(command, running.environment(main_container(workload)))
     assert ("database" in printed) == (role == "lookup")
-    assert ("lookup nodes" in printed) == (role == "frontend")
+    assert ("lookup node" in printed) == (role == "frontend")
 
 
 def test_a_new_node_begins_with_a_checkpoint_of_another(running: Pods, tmp_path: Path) -> None:
