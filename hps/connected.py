@@ -133,7 +133,7 @@ class _Connecting:
         self._nodes = nodes = Nodes(
             lookup.nodes,
             certificates(lookup),
-            Secret(None, lookup.api_key_file, "lookup.api_key_file"),
+            Secret(None, lookup.api_key_file, "lookup.api_key_file", api_key=True),
             resolve_s=lookup.resolve_s,
         )
         resources.callback(nodes.close)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hps.lookup.remote.asked import Asked
 from hps.lookup.remote.targets import Target
+from hps.lookup.remote.unary import Cancel
 from hps.types import LookupResult, VectorArray
 
 
@@ -25,13 +26,13 @@ class Call:
 
     __slots__ = (
         "answer",
+        "cancel",
         "deadline",
         "failure",
         "headers",
         "message",
         "of",
         "out",
-        "sent",
         "started",
         "tried",
     )
@@ -53,7 +54,8 @@ class Call:
         self.headers = headers
         self.tried: list[Target] = []
         self.failure = ""
-        self.sent: Any = None
+        self.cancel: Cancel | None = None
+        """Ends what a node was asked last."""
         self.answer: Future[LookupResult] = Future()
 
     def fail(self, error: BaseException) -> None:

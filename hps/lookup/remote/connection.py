@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 
 from hps.lookup.remote.addresses import Address
+from hps.lookup.remote.unary import Unary
 from hps.v1 import lookup_pb2 as pb
 
 _SERVICE, _WATCH = "hps.v1.Lookup", "/grpc.health.v1.Health/Watch"
@@ -25,6 +26,9 @@ OPTIONS: dict[str, int] = {
     "grpc.keepalive_time_ms": 10_000,
     "grpc.keepalive_timeout_ms": 5000,
     "grpc.http2.max_pings_without_data": 0,
+    # Lookups are repeated by us, elsewhere; vectors don't get smaller.
+    "grpc.enable_retries": 0,
+    "grpc.per_message_compression": 0,
     # One connection each, even where several are of one address.
     "grpc.use_local_subchannel_pool": 1,
     # Replicas are near; a proxy that the environment names is for what is far.
@@ -33,8 +37,8 @@ OPTIONS: dict[str, int] = {
 
 
 class Connection:
-    """Any thread may use it, until ``close``; then ValueError is raised. ``lookup``, ``describe`` and
-    ``serving`` are gRPC's callables."""
+    """Any thread may use it, until ``close``; then ValueError is raised. ``lookup`` is `Unary.start`;
+    ``describe`` and ``serving`` are gRPC's callables."""
 
     def __init__(self, at: Address, credentials: grpc.ChannelCredentials | None) -> None:
         """``credentials`` None: plain text."""
@@ -47,9 +51,9 @@ class Connection:
             if at.name is not None:
                 options.append(("grpc.ssl_target_name_override", at.name))
             self._channel = grpc.secure_channel(at.address, credentials, options)
-        self.lookup = self._channel.unary_unary(
-            f"/{_SERVICE}/Lookup", response_deserializer=pb.LookupResponse.FromString
-        )
+        self.lookup = Unary(
+            self._channel, f"/{_SERVICE}/Lookup", pb.LookupResponse.FromString
+        ).start
         self.describe = self._channel.unary_unary(
             f"/{_SERVICE}/Describe",
             pb.DescribeRequest.SerializeToString,

@@ -24,7 +24,7 @@ from hps.lookup.remote.call import Attempt, Call
 from hps.lookup.remote.candidates import Candidates
 from hps.lookup.remote.picking import LeastBusy, Picker
 from hps.lookup.remote.questions import Questions
-from hps.lookup.remote.targets import details_of
+from hps.lookup.remote.targets import shortened
 from hps.lookup.traced import traced
 from hps.meters import LookupMeter
 from hps.metrics import Metrics
@@ -175,30 +175,36 @@ class RemoteLookup:
         if not is_last:
             left_s = min(left_s / 2, self._attempt_s)
         call.tried.append(target)
+        told = partial(self._told, call, Attempt(target, now, is_last))
         try:
-            sent = target.start(call.message, left_s, call.headers)
+            call.cancel = target.start(call.message, left_s, call.headers, told)
         except ValueError:  # the node has left, or the process is ending
             call.failure = f"{target.address}: its connection has been closed"
             self._ask(call)
-            return
-        call.sent = sent
-        sent.add_done_callback(partial(self._told, call, Attempt(target, now, is_last)))
 
-    def _told(self, call: Call, attempt: Attempt, asked: Any) -> None:
+    def _told(
+        self,
+        call: Call,
+        attempt: Attempt,
+        code: grpc.StatusCode,
+        details: str,
+        response: Any,
+    ) -> None:
         """A node answered."""
         try:
-            self._heard(call, attempt, asked)
+            self._heard(call, attempt, code, shortened(details), response)
         except Exception as error:  # as above
             call.fail(error)
 
-    def _heard(self, call: Call, attempt: Attempt, asked: Any) -> None:
-        code, target = asked.code(), attempt.target
+    def _heard(
+        self, call: Call, attempt: Attempt, code: grpc.StatusCode, details: str, response: Any
+    ) -> None:
+        target = attempt.target
         if code is _Code.CANCELLED and call.answer.cancelled():
             return
         self._picker.answered(target, code, time.monotonic() - attempt.started)
-        details, elsewhere = details_of(asked), code in _ELSEWHERE
+        elsewhere = code in _ELSEWHERE
         if code is _Code.OK:
-            response = asked.result()
             if self._candidates.means_the_same(response.digest):
                 self._finish(call, response)
                 return
@@ -242,8 +248,8 @@ class RemoteLookup:
     def _ended(self, call: Call, answer: Future[LookupResult]) -> None:
         with self._lock:
             self._under_way -= 1
-        if answer.cancelled() and call.sent is not None:
-            call.sent.cancel()
+        if answer.cancelled() and call.cancel is not None:
+            call.cancel()
 
     def _nobody(self, call: Call) -> str:
         if call.failure:

@@ -11,6 +11,7 @@ import grpc
 
 from hps.lookup.remote.addresses import Address
 from hps.lookup.remote.connection import Connection
+from hps.lookup.remote.unary import Cancel, Told
 from hps.v1 import lookup_pb2 as pb
 
 Standing = Literal["ready", "not ready", "unreachable"]
@@ -32,12 +33,11 @@ class Served(NamedTuple):
     former: bool
 
 
-def details_of(asked: Any) -> str:
+def shortened(details: str) -> str:
     """What a call that failed says; gRPC takes many words to say that nobody listens."""
-    details = asked.details() or ""
     if details.startswith("failed to connect to all addresses"):
-        return str(details.rpartition(": ")[2])
-    return str(details)
+        return details.rpartition(": ")[2]
+    return details
 
 
 class Target:
@@ -73,24 +73,28 @@ class Target:
         return former
 
     def start(
-        self, message: bytes, timeout_s: float, headers: Mapping[str, str] | None = None
-    ) -> Any:
-        """A lookup begun, told of its trace by ``headers``; gRPC's future of a ``LookupResponse``. ValueError
-        after ``close``."""
+        self, message: bytes, timeout_s: float, headers: Mapping[str, str] | None, told: Told
+    ) -> Cancel:
+        """Begin a lookup, told of its trace by ``headers``; ``told`` gets what comes of it, on a thread of
+        gRPC's, a ``LookupResponse`` if all is well. Returns what cancels it. ValueError after ``close``."""
         metadata = self._metadata()
         if headers:
             metadata = (*metadata, *headers.items())
-        asked = self._connection.lookup.future(message, timeout=timeout_s, metadata=metadata)
         with self._lock:
             self.in_flight += 1
-        asked.add_done_callback(self._ended)
-        return asked
 
-    def _ended(self, asked: Any) -> None:
-        code = asked.code().name
-        with self._lock:
-            self.in_flight -= 1
-            self.answers[code] += 1
+        def ended(code: grpc.StatusCode, details: str, response: Any) -> None:
+            with self._lock:
+                self.in_flight -= 1
+                self.answers[code.name] += 1
+            told(code, details, response)
+
+        try:
+            return self._connection.lookup(message, timeout_s, metadata, ended)
+        except ValueError:
+            with self._lock:
+                self.in_flight -= 1
+            raise
 
     def passed_over(self) -> None:
         """A lookup goes to another node because this one failed."""
@@ -123,7 +127,7 @@ class Target:
         else:
             # What it served last stays known: it may be this process that is slow.
             self.standing = "unreachable"
-            self.problem = f"{asked.code().name}: {details_of(asked)}"
+            self.problem = f"{asked.code().name}: {shortened(asked.details() or '')}"
         return before != (self.standing, self.problem, self.models)
 
     def lacks(self, model: str, version: int) -> None:

@@ -75,9 +75,7 @@ class Question:
         """The next one: its numbers stand behind those of the names before."""
         name, count, batch = given.name, given.count, given.batch
         if count < 0 or batch < 0:
-            raise BadRequest(
-                f"{shown(name)}: count {count} and batch {batch} must not be negative"
-            )
+            raise BadRequest(f"{shown(name)}: count {count} and batch {batch} must not be negative")
         if not (given.has_offsets or batch):
             batch = count
         if self.by_table and batch > count:

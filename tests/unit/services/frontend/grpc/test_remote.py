@@ -13,7 +13,7 @@ import pytest
 from hps.config.server_settings import TlsSettings
 from hps.errors import BadRequest, DeadlineExceeded, HpsError, ModelError, Unavailable
 from hps.lookup.base import LookupModel
-from hps.lookup.remote import Candidates, Certificates, Nodes, RemoteLookup, RetryBudget
+from hps.lookup.remote import Candidates, Certificates, Nodes, RemoteLookup, RetryBudget, unary
 from hps.lookup.remote.messages import described
 from hps.lookup.remote.picking import LeastBusy
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, Source
@@ -108,6 +108,26 @@ def test_answers_are_those_of_the_engine(remote, small, features, report):
     small.memory.insert = lambda *_args: None  # sources stay as they are
     request = LookupRequest(features, want_source=report)
     same(remote.lookup(request), small.node.models["ctr"].engine.lookup(request))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_calls_with_and_without_grpcs_futures(serve, connect, small, known, monkeypatch):
+    assert unary.KNOWN, "gRPC is another inside: see hps/lookup/remote/unary.py"
+    monkeypatch.setattr(unary, "KNOWN", known)
+    remote = connect(serve().server.url, model="words")
+    (target,) = nodes_of(remote)
+    for key in range(3):
+        assert remote.lookup(left(key)).vectors["left"].tolist() == [row(key, 3)]
+    small.store.gate.clear()
+    with pytest.raises(DeadlineExceeded):
+        remote.lookup(replace(left(15), deadline=time.monotonic() + 0.05))
+    asked = remote.submit(replace(left(16), deadline=time.monotonic() + 60))
+    assert asked.cancel()
+    until(lambda: not target.in_flight)
+    assert dict(target.answers) == {"OK": 3, "DEADLINE_EXCEEDED": 1, "CANCELLED": 1}
+    remote._candidates.nodes.close()
+    with pytest.raises(Unavailable, match="its connection has been closed"):
+        remote.lookup(left(1))
 
 
 def test_tables_and_half_precision(serve, connect, small):
@@ -522,8 +542,8 @@ def test_certificates_bear_the_name_that_was_looked_up(small, tmp_path):
 def test_lookups_that_come_alone_are_answered_on_one_thread(remote):
     (target,) = remote._candidates.nodes.all
     until(lambda: target._connection.keeps_thread)
-    threads, ended = set(), target._ended
-    target._ended = lambda asked: (threads.add(threading.current_thread()), ended(asked))
+    threads, told = set(), remote._told
+    remote._told = lambda *given: (threads.add(threading.current_thread()), told(*given))
     for key in range(5):
         remote.lookup(LookupRequest({"item": JaggedKeys(np.array([key]), 1)}))
         until(lambda: not target.in_flight)

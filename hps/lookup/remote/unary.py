@@ -1,0 +1,129 @@
+"""gRPC calls whose answers come to a callback, for half of what grpc's futures cost on top of the call.
+
+A future of grpc's is a condition variable, a list of callbacks and several locks, for a call that nobody waits
+for. What is beneath is not grpc's public interface: ``KNOWN`` says whether it is as expected. Where it is not,
+futures are used.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import grpc
+from grpc._cython import cygrpc
+
+log = logging.getLogger(__name__)
+
+_Code = grpc.StatusCode
+Told = Callable[[grpc.StatusCode, str, Any], None]
+"""The status, what is said of it, and of an answer (OK) what it was parsed into."""
+Cancel = Callable[[], object]
+
+_CODES = {code.value[0]: code for code in _Code}
+_CLOSE = cygrpc.SendCloseFromClientOperation(0)
+_TAKES = [
+    "flags",
+    "method",
+    "host",
+    "deadline",
+    "metadata",
+    "credentials",
+    "operations",
+    "event_handler",
+    "context",
+    "_registered_call_handle",
+]
+
+
+def _is_known() -> bool:
+    try:
+        with grpc.insecure_channel("127.0.0.1:1") as channel:
+            method: Any = channel.unary_unary("/known")
+            takes = [*inspect.signature(method._managed_call).parameters]
+            return takes == _TAKES and all(
+                hasattr(method, name) for name in ("_method", "_context", "_registered_call_handle")
+            )
+    except AttributeError:
+        return False
+
+
+KNOWN = _is_known()
+
+
+class Unary:
+    """The calls of one method. Any thread may make them; ``told`` is called once for each, on a thread of
+    gRPC's. ValueError when the channel is closed."""
+
+    def __init__(
+        self, channel: grpc.Channel, method: str, parse: Callable[[bytes], Any]
+    ) -> None:
+        self._method: Any = channel.unary_unary(method)
+        self._parse = parse
+        self.start: Callable[[bytes, float, Sequence[tuple[str, str]], Told], Cancel]
+        """Begin a call that may take so many seconds, with this metadata; what cancels it."""
+        self.start = self._start if KNOWN else self._start_future
+
+    def _start(
+        self, message: bytes, timeout_s: float, metadata: Sequence[tuple[str, str]], told: Told
+    ) -> Cancel:
+        method = self._method
+        received = cygrpc.ReceiveMessageOperation(0)
+        status = cygrpc.ReceiveStatusOnClientOperation(0)
+        operations = (
+            cygrpc.SendInitialMetadataOperation(tuple(metadata), 0),
+            cygrpc.SendMessageOperation(message, 0),
+            _CLOSE,
+            cygrpc.ReceiveInitialMetadataOperation(0),
+            received,
+            status,
+        )
+
+        def ended(_event: Any) -> bool:
+            self._tell(told, _CODES.get(status.code(), _Code.UNKNOWN), status.details(), received)
+            return True
+
+        call = method._managed_call(
+            cygrpc.PropagationConstants.GRPC_PROPAGATE_DEFAULTS,
+            method._method,
+            None,
+            time.time() + timeout_s,
+            None,
+            None,
+            (operations,),
+            ended,
+            method._context,
+            method._registered_call_handle,
+        )
+        return partial(call.cancel, cygrpc.StatusCode.cancelled, "cancelled")
+
+    def _tell(self, told: Told, code: grpc.StatusCode, details: Any, received: Any) -> None:
+        try:
+            text = details if isinstance(details, str) else bytes(details or b"").decode()
+            parsed = None
+            if code is _Code.OK:
+                try:
+                    parsed = self._parse(received.message())
+                except Exception as error:  # protobuf's class depends on how it was built
+                    code, text = _Code.INTERNAL, f"an answer that is no message: {error}"
+            told(code, text, parsed)
+        except Exception:  # which would end the thread of all calls
+            log.exception("what a call was answered could not be told")
+
+    def _start_future(
+        self, message: bytes, timeout_s: float, metadata: Sequence[tuple[str, str]], told: Told
+    ) -> Cancel:
+        asked = self._method.future(message, timeout=timeout_s, metadata=metadata)
+        asked.add_done_callback(lambda _: self._tell(told, asked.code(), asked.details(), _Answer(asked)))
+        return asked.cancel  # type: ignore[no-any-return]
+
+
+class _Answer:
+    """A future of grpc's, as what `Unary._tell` takes the message from."""
+
+    def __init__(self, asked: Any) -> None:
+        self.message = asked.result
