@@ -40,9 +40,9 @@ def measure_policies(report: Report, capacity: int) -> None:
         }
         row["before each"] = advance or "nothing"
         row["then fetch B/s"] = CALL / filled.fetch_time(CALL, advance=advance) / 1e9
-        row["update B/s"] = filled.write_rate("update", 10)
+        row["update B/s"] = filled.write_rate("update", 20)
         filled.overfill(capacity)
-        row["insert, full B/s"] = filled.write_rate("insert", 10, new=True)
+        row["insert, full B/s"] = filled.write_rate("insert", 20, new=True)
         filled.close()
         rows.append(row)
     report.tables[f"policies, dim 32, {capacity >> 20} M rows"] = rows

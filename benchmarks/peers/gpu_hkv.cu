@@ -48,10 +48,10 @@ int main(int argc, char** argv) {
   say("contains", device_time(stream, any, [&] { table.contains(CALL, keys, found, stream); }));
   auto mixed = [&](int turn) { range((uint64_t)turn * CALL, 0x9e3779b1); };
   say("assign",
-      host_time(stream, 10, mixed, [&] { table.assign(CALL, keys, vectors, nullptr, stream); }));
+      host_time(stream, 20, mixed, [&] { table.assign(CALL, keys, vectors, nullptr, stream); }));
   size_t* counter = on_device<size_t>(1);
   say("export_batch", host_time(
-                          stream, 5, [&](int) { CHECK(cudaMemset(counter, 0, sizeof(size_t))); },
+                          stream, 20, [&](int) { CHECK(cudaMemset(counter, 0, sizeof(size_t))); },
                           [&] {
                             table.export_batch((size_t)(CALL / 0.75 * 0.99), 0, counter, keys,
                                                vectors, scores, stream);
@@ -68,14 +68,14 @@ int main(int argc, char** argv) {
     fresh(0);
     table.insert_or_assign(CALL, keys, vectors, nullptr, stream);
   }
-  say("insert_and_evict", host_time(stream, 10, fresh, [&] {
+  say("insert_and_evict", host_time(stream, 20, fresh, [&] {
         table.insert_and_evict(CALL, keys, vectors, nullptr, evicted, evicted_vectors, scores,
                                stream);
       }));
-  say("insert_or_assign, full", host_time(stream, 10, fresh, [&] {
+  say("insert_or_assign, full", host_time(stream, 20, fresh, [&] {
         table.insert_or_assign(CALL, keys, vectors, nullptr, stream);
       }));
-  say("find_or_insert, full", host_time(stream, 10, fresh, [&] {
+  say("find_or_insert, full", host_time(stream, 20, fresh, [&] {
         table.find_or_insert(CALL, keys, vectors, nullptr, stream);
       }));
 }

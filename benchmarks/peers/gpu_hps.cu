@@ -48,10 +48,10 @@ int main(int, char** argv) {
     uint64_t next = 1ULL << 40;
     say("replace", CALL,
         host_time(
-            stream, 10, [&](int) { range(next += CALL); },
+            stream, 20, [&](int) { range(next += CALL); },
             [&] { cache.Replace(keys, CALL, vectors, stream); }));
     say("update", CALL,
-        host_time(stream, 10, any, [&] { cache.Update(keys, CALL, vectors, stream); }));
+        host_time(stream, 20, any, [&] { cache.Update(keys, CALL, vectors, stream); }));
   }
   Static table(held + CALL, dim);
   for (uint64_t first = 0; first < held; first += CALL) {

@@ -155,7 +155,8 @@ __device__ __forceinline__ bool fetch_one(const FetchArgs& a, const FetchPart& p
   const u64 key = p.keys[at], hash = mix(key);
   const u32 home = home_half(hash, p.buckets);
   const Half<T> half = load_half<T, true>(p.lines, home, tile, policy);
-  const Found found = look<T, true>(p.lines, p.buckets, key, hash, home, half, tile, policy);
+  constexpr bool WIDE = T > HALF || MOVES * T * UNIT >= 256;
+  const Found found = look<T, true, WIDE>(p.lines, p.buckets, key, hash, home, half, tile, policy);
   bool hit = false;
   u32 later = NO_ROW;
   if (found.lane >= 0) {

@@ -212,7 +212,8 @@ class Direct:
         """``keys (n,)``, n > 0; ``out (n, dim)`` or, for ``launch.NUMBERS``, ``(n,) uint32``. ``misses
         (4 + n,) uint32``: [0] must be zero and counts them, from [4] on stand their positions, in no
         order."""
-        tile = tile or tile_of(table.table.row_bytes, len(keys))
+        numbers = form == launch.NUMBERS
+        tile = tile or tile_of(4 if numbers else table.table.row_bytes, len(keys))
         args = Struct(FETCH_ARGS)
         args["misses"], args["miss_count"] = misses.data.ptr + 16, misses.data.ptr
         args["parts"] = 1
@@ -221,8 +222,8 @@ class Direct:
         part["buckets"], part["stride"], part["row_bytes"], part["on_device"] = table.sizes
         part["keys"], part["out"], part["n"] = keys.data.ptr, out.data.ptr, len(keys)
         part["now"], part["policy"] = table.now, table.stamping
-        unit = 16 if form == launch.NUMBERS else unit_of(table.table.row_bytes | out.data.ptr)
-        moves = 0 if form == launch.NUMBERS else moves_of(table.table.row_bytes, tile, unit)
+        unit = 16 if numbers else unit_of(table.table.row_bytes | out.data.ptr)
+        moves = 0 if numbers else moves_of(table.table.row_bytes, tile, unit)
         stamp = stamp and bool(table.stamping)
         which = tile, unit, moves, form, stamp, defines
         run = self._kernels.get(which)

@@ -160,8 +160,10 @@ __device__ __forceinline__ void pick(Found& found, const Half<T>& loaded, char* 
     }
 }
 
-// Looks for a key whose home half is loaded already.
-template <int T, bool KEEP>
+// Looks for a key whose home half is loaded already. The other three take least time when they are
+// loaded at once. SINGLY: one after the other, which takes fewest bytes; wide tiles, which bytes
+// hold up sooner, look into the home bucket's other half alone in any case.
+template <int T, bool KEEP, bool SINGLY = false>
 __device__ __forceinline__ Found look(char* lines, u32 buckets, u64 key, u64 hash, u32 home,
                                       const Half<T>& loaded, const Tile<T>& tile, u64 policy) {
   Found found = {{0, EMPTY, 0}, lines, -1};
@@ -170,15 +172,20 @@ __device__ __forceinline__ Found look(char* lines, u32 buckets, u64 key, u64 has
   if (found.lane >= 0) return found;
   const u32 second = second_half(hash, buckets, home);
   const Half<T> a = load_half<T, KEEP>(lines, home ^ 1, tile, policy);
-  if (T > HALF) {  // wide rows: bytes count for more than the time until the next look
+  if (SINGLY || T > HALF) {
     pick(found, a, lines, home ^ 1, key, tile);
     found.lane = holder(found.slot, key, tile);
     if (found.lane >= 0) return found;
   }
-  const Half<T> b = load_half<T, KEEP>(lines, second, tile, policy),
-                c = load_half<T, KEEP>(lines, second + 1, tile, policy);
-  if (T <= HALF) pick(found, a, lines, home ^ 1, key, tile);
-  pick(found, b, lines, second, key, tile);
+  const Half<T> b = load_half<T, KEEP>(lines, second, tile, policy);
+  if (SINGLY) {
+    pick(found, b, lines, second, key, tile);
+    found.lane = holder(found.slot, key, tile);
+    if (found.lane >= 0) return found;
+  }
+  const Half<T> c = load_half<T, KEEP>(lines, second + 1, tile, policy);
+  if (!SINGLY && T <= HALF) pick(found, a, lines, home ^ 1, key, tile);
+  if (!SINGLY) pick(found, b, lines, second, key, tile);
   pick(found, c, lines, second + 1, key, tile);
   found.lane = holder(found.slot, key, tile);
   return found;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from hps.cuda.layout import MAX_SPARE, NO_ROW
 from hps.cuda.loader import Struct, cupy, kernel
 from hps.cuda.readers import Readers
 from hps.cuda.table import GpuTable
+
+ARGS = struct.Struct("<15Q10I")  # WRITE_ARGS, packed in one go as fetch's are
 
 
 class Writer:
@@ -26,6 +29,7 @@ class Writer:
         self._counters = cp.zeros(4, np.uint32)
         self._pinned = cp.cuda.alloc_pinned_memory(12)
         self._counted = np.frombuffer(self._pinned, np.uint32, 3)
+        self._args = Struct(WRITE_ARGS)
         cp.cuda.get_current_stream().synchronize()
 
     def after(self, stream: Any) -> None:
@@ -48,23 +52,28 @@ class Writer:
         """Insert or update ``keys (n,)`` with ``vectors (n, dim)``; delete them where it is None. Device
         arrays, C-contiguous; ``scores (n,) uint64`` where the caller gives them (`Policy.SCORE`);
         ``unique`` says that no key stands twice. Every fetch launched after the return sees the result."""
+        row_bytes = table.table.row_bytes
         for start in range(0, len(keys), table.shape.batch):
             n = min(table.shape.batch, len(keys) - start)
-            args = self._args(table, keys.data.ptr + 8 * start, n)
-            args["versions"] = versions.data.ptr + 8 * start
-            if vectors is not None:
-                args["vectors"] = vectors.data.ptr + table.table.row_bytes * start
-            if scores is not None:
-                args["scores"] = scores.data.ptr + 8 * start
-            args["tombstone"], args["oldest_tombstone"] = vectors is None, oldest_tombstone
+            rows = 0 if vectors is None else vectors.data.ptr + row_bytes * start
+            self._pack(
+                table,
+                n,
+                keys.data.ptr + 8 * start,
+                rows,
+                versions.data.ptr + 8 * start,
+                0 if scores is None else scores.data.ptr + 8 * start,
+                0 if unique else self._position.data.ptr,
+                oldest_tombstone,
+            )
             if not unique:
-                self._dedup(args, n)
-            self._write_some(table, args, n, update=update)
+                self._launch("dedup_kernel", n)
+            self._write_some(table, unit_of(row_bytes | rows), n, update=update)
 
     def evict(self, table: GpuTable, keys: Any) -> None:
         """Drop ``keys (n,)``, a device array."""
-        n = len(keys)
-        self._launch("evict_kernel", self._args(table, keys.data.ptr, n), n, WRITE_TILE)
+        self._pack(table, len(keys), keys.data.ptr)
+        self._launch("evict_kernel", len(keys), WRITE_TILE)
         self.finish()
 
     def clear(self, table: GpuTable) -> None:
@@ -75,33 +84,47 @@ class Writer:
         """Wait for what was launched. The steps are short: sleeping would cost more than they take."""
         self.stream.synchronize()
 
-    def _dedup(self, args: Struct, n: int) -> None:
-        args["position"] = self._position.data.ptr
-        args["scratch_mask"] = (1 << (2 * n - 1).bit_length()) - 1
-        self._launch("dedup_kernel", args, n)
-
-    def _write_some(self, table: GpuTable, args: Struct, n: int, *, update: bool) -> None:
+    def _write_some(self, table: GpuTable, unit: int, n: int, *, update: bool) -> None:
         """At most as many keys as there are spare rows. Everything launched before is complete."""
-        unit = unit_of(table.table.row_bytes | int(args["vectors"]))
         self._readers.hold_back(self.stream)  # the spare rows were shown until the last write
-        name = write_name(unit, update=update, scored=table.shape.scored)
-        self._launch(name, args, n, WRITE_TILE)
+        self._launch(write_name(unit, update=update, scored=table.shape.scored), n, WRITE_TILE)
         self.finish()
         table.account(*self._counted.tolist())
         if table.static:
             table.filled += n
 
-    def _launch(self, name: str, args: Struct, keys: int, threads_a_key: int = 1) -> None:
-        kernel(name).launch(blocks_of(keys, threads_a_key), args, self.stream.ptr)
+    def _launch(self, name: str, keys: int, threads_a_key: int = 1) -> None:
+        kernel(name).launch(blocks_of(keys, threads_a_key), self._args, self.stream.ptr)
 
-    def _args(self, table: GpuTable, keys: int, n: int) -> Struct:
-        args = Struct(WRITE_ARGS)
-        args["lines"], args["rows"], args["host_rows"], args["row_versions"] = table.pointers
-        args["buckets"], args["stride"], args["row_bytes"], args["on_device"] = table.sizes
-        args["spare"] = table.spare.data.ptr + 4 * table.filled
-        args["policy"], args["start"] = int(table.policy.rule), table.first_score
-        args["age"], args["slot_scores"] = table.age, table.slot_scores_at
-        args["keys"], args["n"] = keys, n
-        args["scratch"] = self._scratch.data.ptr
-        args["counters"], args["result"] = self._counters.data.ptr, self._pinned.ptr
-        return args
+    def _pack(
+        self,
+        table: GpuTable,
+        n: int,
+        keys: int,
+        vectors: int = 0,
+        versions: int = 0,
+        scores: int = 0,
+        position: int = 0,
+        oldest_tombstone: int = 0,
+    ) -> None:
+        """The arguments of what is launched next; arrays by their addresses, 0 for none."""
+        ARGS.pack_into(
+            self._args.array.data,
+            0,
+            *table.pointers,
+            table.slot_scores_at,
+            table.spare.data.ptr + 4 * table.filled,
+            *(keys, vectors, versions, scores),
+            position,
+            self._scratch.data.ptr,
+            self._counters.data.ptr,
+            self._pinned.ptr,
+            oldest_tombstone,
+            *table.sizes,
+            n,
+            (1 << (2 * n - 1).bit_length()) - 1,
+            table.first_score,
+            table.policy.rule,
+            not vectors,
+            table.age,
+        )

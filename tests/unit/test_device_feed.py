@@ -3,17 +3,21 @@ network in this process for Triton, and between them the memory that both know."
 
 from __future__ import annotations
 
+from multiprocessing import get_context
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
+from hps.cuda.loader import cupy
 from hps.dense import choose
 from hps.dense.fallback import Fallback
 from hps.dense.onnx import OnnxModel
 from hps.dense.triton import TritonModel
+from hps.dense.triton.device_memory import DeviceRegion
 from hps.dense.triton.memory import Regions, unused_name
-from hps.dense.triton.transport import Described, Unreachable
+from hps.dense.triton.transport import Described, OnDevice, Unreachable
+from hps.devices import device_count
 from tests.support.twin_device import Array
 from tests.unit.test_devices import (  # noqa: F401 # the fixtures too
     HELD,
@@ -157,3 +161,78 @@ def test_the_fallback_takes_them_down(pair, monkeypatch):
     found = network.predict({name: There(array) for name, array in fed.items()})
     assert all(np.array_equal(found[name], expected[name]) for name in expected)
     node.close()
+
+
+class Elsewhere(Triton):
+    """The network in another process, which opens a real GPU's memory as Triton does."""
+
+    def __init__(self, network: OnnxModel, processes: Any) -> None:
+        super().__init__(network)
+        self.processes = processes
+        self.keys: dict[str, OnDevice] = {}
+
+    def register(self, region: str, key: Any, size: int, timeout_s: float) -> None:
+        self.keys[region] = key
+
+    def unregister(self, region: str, key: Any, timeout_s: float) -> None:
+        assert self.keys.pop(region) == key
+
+    def infer(self, inputs: Any, outputs: Any, timeout_s: float, shared: Any = None) -> Any:
+        self.runs += 1
+        types = {tensor.name: tensor.dtype for tensor in self.network.inputs}
+        fed = {
+            name: (shared.places[name][0], array.shape, types[name]) for name, _, array in inputs
+        }
+        places = {name: shared.places[name][0] for name in outputs}
+        given = (self.network.path, self.keys[shared.region], fed, places)
+        self.processes.apply(run_elsewhere, given)
+        return {}
+
+
+def run_elsewhere(path: Any, key: OnDevice, fed: Any, places: Any) -> None:
+    cp, network = cupy(), OnnxModel(path, "cpu")
+    with cp.cuda.Device(key.device):
+        at = cp.cuda.runtime.ipcOpenMemHandle(key.handle)
+
+        def there(offset: int, shape: Any, dtype: Any) -> Any:
+            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            memory = cp.cuda.UnownedMemory(at + offset, size, None)
+            return cp.ndarray(shape, dtype, cp.cuda.MemoryPointer(memory, 0))
+
+        given = {name: there(*where).get() for name, where in fed.items()}
+        for name, array in network.predict(given, tuple(places)).items():
+            there(places[name], array.shape, array.dtype).set(array)
+        cp.cuda.Device().synchronize()
+        cp.cuda.runtime.ipcCloseMemHandle(at)
+
+
+@pytest.mark.gpu
+def test_from_the_gpus_of_this_machine_they_go_straight_there(open_node, monkeypatch):  # noqa: F811
+    """Rows of every device, to the one whose memory is shared; the price alone is the host's."""
+    put = DeviceRegion.put
+
+    def checked(self: Any, tensors: Any) -> None:
+        tensors = list(tensors)
+        assert all(isinstance(a, np.ndarray) == (a.shape[1:] == (1,)) for _, a in tensors)
+        put(self, tensors)
+
+    monkeypatch.setattr(DeviceRegion, "put", checked)
+    plain, _ = open_node(gpus=None, gpu={"use": "off"}, dense={"provider": "cpu"})
+    network = OnnxModel(plain.model("m").pipeline.dense.path, "cpu")
+    with get_context("spawn").Pool(1) as processes:
+        triton = Elsewhere(network, processes)
+        monkeypatch.setattr("hps.dense.triton.grpc.GrpcTransport", lambda *_, **__: triton)
+        devices = list(range(device_count()))
+        node, _ = open_node(
+            gpus=None,
+            gpu={"use": "required", "devices": devices, "share": 0.5},
+            dense={"triton": {"url": "localhost:1", "shared_memory": "cuda", "timeout_ms": 60_000}},
+        )
+        for last in (200, HELD, 2 * HELD):
+            for batch in (1, 20):
+                for _ in devices:
+                    asked = request_of(np.arange(last), batch)
+                    same(node.predict("m", *asked), plain.predict("m", *asked))
+        assert triton.runs == 3 * (1 + 3) * len(devices)
+        node.close()
+    assert not triton.keys

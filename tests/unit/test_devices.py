@@ -435,6 +435,37 @@ def test_all_gpus_of_this_machine(open_node):
     assert cupy().cuda.Device().id == 0
 
 
+@pytest.mark.gpu
+def test_no_gpu_is_behind_an_update_that_has_returned(open_node):
+    """Nor does any give a row that is half of one update and half of another."""
+    node, _ = open_node(gpus=None, gpu={"devices": list(range(device_count())), "share": 1.0})
+    users, keys, first = table_of(node, "users"), np.arange(100), version_now()
+
+    def update(n: int) -> int:
+        new, versions = np.full((100, 4), n, np.float32), np.full(100, first + n, np.uint64)
+        node.writer.update(users, keys, new, versions).result()
+        return n
+
+    told = [update(1)]
+
+    def write() -> None:
+        for n in range(2, 200):
+            told[0] = update(n)
+
+    def read() -> None:
+        while not writing.done():
+            least = told[0]
+            vectors = node.lookup_on_device("m", {"user": keys}).vectors["user"].get()
+            assert (vectors == vectors[:, :1]).all()
+            assert vectors.min() >= least
+
+    with ThreadPoolExecutor(5) as threads:
+        writing = threads.submit(write)
+        for reading in [threads.submit(read) for _ in range(4)]:
+            reading.result()
+        writing.result()
+
+
 def test_a_network_leaves_no_device_behind(open_node, monkeypatch):
     """ONNX Runtime makes its device the thread's own, and leaves it at that."""
     inside = []

@@ -1,13 +1,15 @@
 """What is said when memory can't be had, with an allocator that fails; no GPU is needed for that."""
 
+import subprocess
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from hps.cuda import memory, table
+from hps.cuda import loader, memory, table
 from hps.cuda.layout import Policy, shape_of
 from hps.cuda.table import GpuTable
+from hps.devices import device_count
 from hps.errors import ConfigError
 from hps.types import EmbeddingTable
 
@@ -156,3 +158,18 @@ def test_pinned_memory_beyond_the_hosts_is_refused_with_what_would_fit():
         ConfigError, match=r"needs [\d,]+ bytes of pinned .* at most [\d,]+ rows fit"
     ):
         memory.pinned(table, shape_of(table, rows, rows))
+
+
+@pytest.mark.gpu
+def test_devices_are_known_as_nvidias_tools_know_them():
+    query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
+    known = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
+    for device in range(device_count()):
+        before = memory.device_memory(device)
+        with loader.cupy().cuda.Device(device):
+            taken = loader.cupy().cuda.Memory(1 << 28)
+            uuid, used, total = memory.device_memory(device)
+        assert uuid in known
+        assert used >= before[1] + (1 << 28) - (1 << 24)
+        assert 1 << 28 < used < total == before[2]
+        del taken
