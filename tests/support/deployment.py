@@ -24,6 +24,7 @@ from benchmarks.peers.process import free_ports
 from tests.support.waiting import until
 
 _PAUSE_S = 0.01
+_START_S = 300.0
 DRAIN_DELAY_S = 1.2
 """Twice what a front end or a balancer takes to notice, and something for a busy machine."""
 
@@ -85,8 +86,8 @@ class Part:
         return f"{' '.join(self.command)}:\n{self.log.read_text()[-3000:]}"
 
     def wait(self) -> None:
-        """Until it is ready."""
-        until(lambda: self.ready)
+        """Until it is ready; several start at the same time, each imports a lot."""
+        until(lambda: self.ready, _START_S)
 
     def kill(self) -> None:
         """``kill -9``, if it runs."""
