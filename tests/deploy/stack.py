@@ -81,7 +81,7 @@ class Stack:
 
     def get(self, port: str, path: str, data: bytes | None = None) -> Any:
         """What is told there, of JSON. OSError when it is refused."""
-        with urllib.request.urlopen(self.url(port) + path, data, timeout=60) as answer:
+        with urllib.request.urlopen(self.url(port) + path, data, timeout=180) as answer:
             return json.loads(answer.read() or b"null")
 
     def health(self, service: str) -> str:

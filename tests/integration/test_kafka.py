@@ -553,6 +553,13 @@ def test_the_lag_is_not_known_before_the_broker_told(model):
         source.close()
 
 
+def test_where_there_is_no_topic_yet_nothing_waits(broker, model, tmp_path):
+    with reading(broker, tmp_path, model) as ours:
+        until(lambda: ours.source.lag() == {})
+        make_topic(broker, native_topic(model))
+        until(lambda: list(ours.source.lag() or ()) == [(native_topic(model), 0)])
+
+
 def test_the_lag_is_what_is_there_and_not_polled(broker, model, tmp_path):
     topic = native_topic(model)
     with reading(broker, tmp_path, model) as reader:

@@ -69,9 +69,11 @@ class KafkaSource:
         self._kept: dict[tuple[str, int], int] = {}  # the first that Kafka had when reading began
         self._untold: dict[tuple[str, int], int] = {}  # of these, what the group does not know yet
         self._resting = False
-        patterns = topics.patterns()
-        # Whether it is known which partitions are read here: the group says it.
+        self._patterns = patterns = topics.patterns()
+        # Whether it is known which partitions are read here: the group says it, which is not asked before
+        # there is a topic.
         self._joined = not patterns
+        self._absent: set[str] = set()  # patterns that no topic has
         self._lag: dict[tuple[str, int], int | None] | None = None
         self._looked_at = 0.0
         self._unplaced: list[ck.TopicPartition] = []
@@ -199,7 +201,8 @@ class KafkaSource:
                 # Before the first answer to a fetch no end is known: it is negative then.
                 polled = max(low, offset, self._committed.get(place, 0))
                 behind[place] = max(0, high - polled) if high >= 0 else None
-        self._lag = behind if self._joined else None
+        known = self._joined or self._absent.issuperset(self._patterns)
+        self._lag = behind if known else None
 
     def _report(self, error: Any) -> None:
         """Consumer errors mend themselves or are for the operator; none ends the stream."""
@@ -221,6 +224,7 @@ class KafkaSource:
         consumer.pause(partitions)
         self._unplaced, self._hps_offsets = list(partitions), None
         self._joined = True
+        self._absent.clear()
         self._lag = None  # until it is told where they begin
         self._next.clear()
         self._committed.clear()
@@ -308,6 +312,8 @@ class KafkaSource:
         for each in polled:
             place, error = (each.topic(), each.partition()), each.error()
             if error is not None and error.code() != ck.KafkaError._PARTITION_EOF:
+                if error.code() == ck.KafkaError.UNKNOWN_TOPIC_OR_PART:
+                    self._absent.add(each.topic())
                 self._report(error)
             elif place not in self._next:
                 pass  # the group gave it to another, or back: it begins where the stores are
