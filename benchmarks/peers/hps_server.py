@@ -51,12 +51,14 @@ def start_hps(
     lookup: Mapping[str, Any] | None = None,
     tls: Mapping[str, Any] | None = None,
     core: int | None = None,
+    open_files: int | None = None,
     timeout_s: float = 120.0,
 ) -> Iterator[Hps]:
     """``hps serve`` on ``folder/models``, defaults but for ports and paths; entered when ready.
 
     ``limits`` are further settings of the `server` section, ``tiers``, ``auth``, ``models``, ``updates``,
     ``dense`` and ``lookup`` of those, ``tls`` of the ports for requests; the admin port speaks plain text.
+    ``open_files``: how many the process may have.
     Raises RuntimeError with the log when it does not become ready.
     """
     http, grpc, admin = free_ports(3)
@@ -76,7 +78,9 @@ def start_hps(
     }
     # JSON is YAML.
     (folder / "config.yaml").write_text(json.dumps(configuration))
+    limited = [] if open_files is None else ["prlimit", f"--nofile={open_files}"]
     command = [
+        *limited,
         sys.executable,
         "-m",
         "hps.cli.main",

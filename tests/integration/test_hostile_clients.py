@@ -6,11 +6,14 @@ import gzip
 import json
 import socket
 import zlib
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import grpc
 import pytest
+
+from benchmarks.peers.hps_server import start_hps
+from tests.integration.conftest import write_models
 
 ENCODERS = {"gzip": gzip.compress, "deflate": zlib.compress}
 
@@ -102,3 +105,41 @@ def test_clients_that_never_finish_do_not_hold_up_the_others(ask, small_server):
     for connection in sockets:
         connection.close()
     check_still_right(ask, small_server)
+
+
+def test_a_client_that_connects_without_end_leaves_files_to_others(tmp_path):
+    """To other clients, and to the store: rows are written meanwhile."""
+    most = 512
+    write_models(tmp_path / "models")
+    with start_hps(tmp_path, open_files=most) as server, ExitStack() as opened:
+        for address in (server.address, server.grpc, server.admin):
+            for _ in range(most):
+                opened.enter_context(socket.create_connection(split(address), 60))
+        for address, request in (
+            (server.address, KEYS_999),
+            (server.admin, ROW_7),
+        ):
+            other = opened.enter_context(
+                socket.create_connection(split(address), 60, ("127.0.0.2", 0))
+            )
+            other.sendall(request)
+            assert other.recv(12) == b"HTTP/1.1 200"
+        assert server.process.num_fds() < most * 3 / 4
+        assert "connections are refused" in server.log.read_text()
+
+
+def split(address):
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+def posted(path, body):
+    text = json.dumps(body).encode()
+    return b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (path, len(text), text)
+
+
+KEYS_999 = posted(
+    b"/v2/models/words/infer",
+    {"inputs": [{"name": "word", "shape": [1, 1], "datatype": "INT64", "data": [999]}]},
+)
+ROW_7 = posted(b"/v1/tables/words/words/rows", {"keys": [7], "vectors": [[0.5] * 8]})

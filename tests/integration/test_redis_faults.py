@@ -244,6 +244,28 @@ def test_access_that_is_withdrawn_and_given_back(server, open_tier, table):
     asking.until_well(keys)
 
 
+def test_a_password_that_is_renewed_in_its_file(server, open_tier, table, tmp_path):
+    """As Kubernetes does it: the file is a link, which is pointed elsewhere."""
+    for name in ("first", "second"):
+        (tmp_path / name).write_text(f"{name}\n")
+    file = tmp_path / "password"
+    file.symlink_to("first")
+    server.ask("ACL", "SETUSER", "hps", "on", ">first", "~*", "+@all")
+    tier = open_tier(server, username="hps", password_file=file)
+    keys = fill(tier, table)
+    asking = Asking(tier, table)
+    assert not asking.once(keys)
+    server.ask("ACL", "SETUSER", "hps", "<first", ">second")
+    server.ask("CLIENT", "KILL", "USER", "hps")
+    assert asking.once(keys)
+    (tmp_path / "new").symlink_to("second")
+    (tmp_path / "new").rename(file)
+    asking.until_well(keys)
+    file.unlink()  # what was read last stays in use
+    server.ask("CLIENT", "KILL", "USER", "hps")
+    asking.until_well(keys)
+
+
 @pytest.mark.parametrize("days", [-1])
 def test_an_expired_certificate(tmp_path, open_tier, table, days):
     need("redis-server", "openssl")

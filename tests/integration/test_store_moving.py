@@ -231,6 +231,15 @@ def takes_the_place_of_hps(folder: Path) -> None:
     assert ours.instance_group[0].count == 2
 
 
+def test_the_program_of_the_page(folder: Path) -> None:
+    (program,) = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    names: dict[str, Any] = {"hps": hps, "keys": KEYS}
+    exec(program, names)
+    with names["node"]:
+        expected = np.stack([row("user", int(key)) for key in KEYS])
+        np.testing.assert_array_equal(names["vectors"], expected)
+
+
 def test_a_password_is_carried_over_unseen_by_others(folder: Path) -> None:
     document = json.loads((folder / "ps.json").read_text())
     document["volatile_db"] = {"type": "redis_cluster", "password": "planted-secret"}

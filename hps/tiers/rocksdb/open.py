@@ -225,6 +225,8 @@ def open_database(
         else:
             assert beside is not None
             opened = Rdict(str(path), options, columns, AccessType.secondary(beside.name))
+    except TierError:
+        raise
     except Exception as error:
         raise translate(error, path) from error
     Env().set_background_threads(settings.tuning.threads)

@@ -15,7 +15,7 @@ from rocksdict import Options, Rdict
 
 from hps.errors import TierError
 from hps.tiers.base import FetchContext, Part
-from hps.tiers.rocksdb import LoadRecord, RocksDbTier, Tuning
+from hps.tiers.rocksdb import LoadRecord, RocksDbTier, Tuning, restore
 from hps.tiers.rocksdb import open as options
 from hps.tiers.rocksdb.errors import translate
 from hps.types import EmbeddingTable, Source, make_version, version_now
@@ -676,3 +676,24 @@ def test_open_files_are_bounded(tmp_path):
         tier.close()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_rows_are_nothing_for_other_users_of_the_machine(tmp_path):
+    path = tmp_path / "above" / "db"
+    tier = RocksDbTier(path)
+    tier.checkpoint(tmp_path / "saved" / "one")
+    tier.close()
+    restore(tmp_path / "saved" / "one", tmp_path / "back")
+    for folder in (path, tmp_path / "saved" / "one", tmp_path / "back"):
+        assert folder.stat().st_mode & 0o007 == 0, folder
+
+
+def test_a_folder_that_cannot_be_made():
+    """Which is no damage."""
+    path = Path("/proc/self/none/db")
+    with pytest.raises(
+        TierError, match=r"none/db cannot be made \(No such file or directory: "
+    ) as caught:
+        RocksDbTier(path)
+    assert "set tiers.rocksdb.path to another folder" in str(caught.value)
+    assert "damaged" not in str(caught.value)
