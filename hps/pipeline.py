@@ -24,7 +24,7 @@ from hps.lookup.base import Lookup
 from hps.lookup.checks import unknown
 from hps.meters import DenseMeter
 from hps.metrics import Metrics
-from hps.tracing import timed
+from hps.tracing import timed, waited
 from hps.types import LookupRequest, LookupResult, PredictRequest, PredictResult
 from hps.wiring import check_wiring
 from hps.workers import Done, Workers, then
@@ -122,7 +122,8 @@ class InferencePipeline:
         quick = partial(self._quick, request, inputs, batch, wanted, device)
         if batch == 0 or self.dense.runs_inline(batch):
             return go_on(quick())
-        return then(self._workers.submit(quick, request.deadline), go_on)
+        begun = self._workers.submit(waited(request.origin, quick), request.deadline)
+        return then(begun, go_on)
 
     def _ordinary(
         self,
@@ -146,7 +147,9 @@ class InferencePipeline:
             """On the thread that has the rows if the network is quick, else on one of ours."""
             if batch == 0 or self.dense.runs_inline(batch):
                 return Done(score(rows))
-            return self._workers.submit(partial(score, rows), request.deadline)
+            return self._workers.submit(
+                waited(request.origin, partial(score, rows)), request.deadline
+            )
 
         return run(lookup.result()) if lookup.done() else then(lookup, run)
 

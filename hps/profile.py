@@ -1,7 +1,7 @@
 """Where one request's time goes: the parts of its work, timed as they are told of (`hps.tracing`).
 
-A request that is profiled is recorded, like one of OpenTelemetry; all others are not, and pay nothing. Who is
-asked on its behalf is told so by a header, and may answer with a profile of its own.
+A request that is profiled is recorded, like one of OpenTelemetry; all others are not, and pay nothing. A lookup
+node that is asked on its behalf answers with a profile of its own.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ from time import perf_counter_ns
 from typing import Any
 
 from hps.tracing import Origin
-
-ASKS, TOLD = "hps-profile", "hps-profile-bin"
-"""Metadata of a gRPC call: a profile is asked for; the profile, in the answer's trailing metadata."""
 
 
 class Profile(Origin):
@@ -34,9 +31,6 @@ class Profile(Origin):
         self.parts: list[Profile] = []
         self.about: dict[str, Any] = {}
         self._began = perf_counter_ns() if began is None else began
-
-    def headers(self) -> dict[str, str]:
-        return {ASKS: "1"}
 
     def begin(self, name: str) -> Profile:
         part = Profile(name)

@@ -103,6 +103,19 @@ def timed(origin: Origin | None, name: str, call: Callable[..., T], *arguments: 
         return call(*arguments)
 
 
+def waited(origin: Origin | None, call: Callable[..., T]) -> Callable[..., T]:
+    """``call``, to be made later: the time until then is a part of ``origin``'s, where it is profiled."""
+    if origin is None or not origin.is_profiled:
+        return call
+    since, told = perf_counter_ns(), origin
+
+    def run(*arguments: Any) -> T:
+        told.stage("wait", since, perf_counter_ns())
+        return call(*arguments)
+
+    return run
+
+
 def counted(call: Callable[..., T], name: str) -> Callable[..., T]:
     """``call``, whose time is told as ``spent`` on ``name`` by what is `current`; to be used where that is
     profiled."""

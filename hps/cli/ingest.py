@@ -63,7 +63,7 @@ def ingest(
     started = time.monotonic()
     configuration = load_config(config, overrides or ())
     kafka = check_role(configuration.settings)
-    check_early(configuration)
+    check_early(configuration, "ingest")
 
     # Imported late: the common mistakes are told before a server's worth of packages is loaded.
     from hps.cli.progress import ConsoleProgress

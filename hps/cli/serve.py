@@ -96,7 +96,7 @@ def serve(
     more = [] if workers is None else [f"server.workers={workers}"]
     more += [] if role is None else [f"server.role={role.value}"]
     configuration = load_config(config, [*(overrides or ()), *more])
-    check_early(configuration)
+    check_early(configuration, configuration.settings.server.role)
 
     # Imported late: the common mistakes are told before a server's worth of packages is loaded.
     from hps.cli.progress import ConsoleProgress
@@ -118,13 +118,22 @@ def serve(
     frontend.run(ready)
 
 
-def check_early(configuration: Configuration) -> None:
-    """What the server would refuse too, but after a second or two."""
+def check_early(configuration: Configuration, role: str) -> None:
+    """What the process would refuse too, but after a second or two, or after it has loaded its tables; its
+    ``role`` is that of the settings, or ``ingest``."""
     from hps.config.auth import check_exposure
-    from hps.config.validation import check_files
+    from hps.config.validation import check_certificates, check_files, check_folders
 
-    check_exposure(configuration.settings)
-    check_files(configuration.settings)
+    settings = configuration.settings
+    check_exposure(settings)
+    check_files(settings)
+    check_certificates(settings, role)
+    if role in ("all", "lookup"):
+        check_folders(settings)
+    if settings.updates.kafka is not None and role != "frontend":
+        from hps.updates.kafka.client import check_options
+
+        check_options(settings.updates.kafka)
     models = configuration.settings.models
     if not configuration.legacy and not models.repository.is_dir():
         from hps.models.repository import Repository

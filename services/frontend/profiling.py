@@ -65,7 +65,7 @@ class Profiler:
         return profile.told()
 
     def _measure(self, entry: Entry, wire: Wire, body: bytes, size: int | None) -> Profile:
-        profile = Profile()
+        profile, done = Profile(), list[int]()
         started = perf_counter_ns()
         call = wire.read(body, size)
         if call.form.elsewhere is not None:
@@ -75,8 +75,13 @@ class Profiler:
         profile.stage("parse", started, perf_counter_ns())
         call.origin = profile
         deadline = time.monotonic() + (call.form.timeout_us * 1e-6 or self._timeout_s)
-        result: Any = entry.endpoint.submit(call, deadline).result(self._timeout_s)
+        future = entry.endpoint.submit(call, deadline)
+        if not future.done():
+            future.add_done_callback(lambda _: done.append(perf_counter_ns()))
+        result: Any = future.result(self._timeout_s)
         inferred = perf_counter_ns()
+        if done:  # otherwise it was answered where it came
+            profile.stage("return", min(done[0], inferred), inferred)
         wire.write(call, result, entry.endpoint.outputs(call, result))
         profile.stage("serialise", inferred, perf_counter_ns())
         profile.ns = perf_counter_ns() - started

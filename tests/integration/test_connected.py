@@ -12,6 +12,8 @@ import hps
 from hps import metric_names as m
 from hps.config.server_settings import GrpcSettings, ServerSettings
 from hps.errors import ConfigError, ModelError, TierError, Unavailable
+from hps.profile import Profile
+from hps.types import LookupRequest
 from services.frontend.auth import OpenGuard
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.state import State
@@ -84,6 +86,19 @@ def test_predictions_are_those_of_one_process(node, connected):
         for name, vectors in rows.vectors.items():
             assert vectors.tobytes() == expected.vectors[name].tobytes()
             assert rows.versions[name].tolist() == expected.versions[name].tolist()
+
+
+def test_the_way_to_a_node_and_its_work_are_parts_of_a_profile(connected):
+    profile = Profile()
+    keys = {"word": hps.JaggedKeys.dense(np.arange(3))}
+    connected.models["words"].engine.lookup(LookupRequest(keys, origin=profile))
+    profile.end()
+    (lookup,) = profile.told()["parts"]
+    encode, on_node, decode = lookup["parts"]
+    assert [part["name"] for part in (encode, on_node, decode)] == ["encode", "node", "decode"]
+    there = {part["name"]: part["us"] for part in on_node["parts"]}
+    assert there.keys() == {"decode", "lookup", "encode"}
+    assert 0 < sum(there.values()) < on_node["us"] < lookup["us"]
 
 
 def test_it_says_who_answers(connected, ports):

@@ -34,9 +34,10 @@ def exposure(settings: Settings) -> Check:
     from hps.config.auth import check_exposure
 
     check_exposure(settings)
-    mode = settings.auth.mode or "off"
-    found = f"auth.mode {mode}"
-    return Check("access", "OK", found + (", loopback only" if mode == "off" else ""))
+    mode = settings.auth.mode
+    if mode == "off":  # stated, so meant
+        return Check("access", "OK", "auth.mode off: whoever reaches the ports may ask")
+    return Check("access", "OK", f"auth.mode {mode or 'off, loopback only'}")
 
 
 def port(name: str, at: Listener, api_key: str | None = None, tls: Tls | None = None) -> Check:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from hps.lookup.remote.asked import Asked
 from hps.lookup.remote.targets import Target
 from hps.lookup.remote.unary import Cancel
+from hps.tracing import Origin
 from hps.types import LookupResult, VectorArray
 
 
@@ -22,7 +23,8 @@ class Attempt(NamedTuple):
 
 
 class Call:
-    """A lookup on its way; ``tried`` are the nodes it was sent to. ``headers`` tell of its trace."""
+    """A lookup on its way; ``tried`` are the nodes it was sent to. ``headers`` tell of its trace. ``profile`` is
+    what its time is told to, where anybody asks."""
 
     __slots__ = (
         "answer",
@@ -33,6 +35,7 @@ class Call:
         "message",
         "of",
         "out",
+        "profile",
         "started",
         "tried",
     )
@@ -45,6 +48,7 @@ class Call:
         deadline: float,
         out: Mapping[str, VectorArray] | None,
         headers: Mapping[str, str] | None,
+        profile: Origin | None = None,
     ) -> None:
         self.of = of
         self.message = message
@@ -52,6 +56,7 @@ class Call:
         self.started = started
         self.out = out
         self.headers = headers
+        self.profile = profile
         self.tried: list[Target] = []
         self.failure = ""
         self.cancel: Cancel | None = None

@@ -28,10 +28,13 @@ from hps.lookup.remote.targets import shortened
 from hps.lookup.traced import traced
 from hps.meters import LookupMeter
 from hps.metrics import Metrics
-from hps.tracing import Origin
+from hps.tracing import Origin, timed
 from hps.types import EmbeddingTable, KeyArray, LookupRequest, LookupResult, VectorArray
+from hps.v1 import lookup_pb2 as pb
 
 _Code = grpc.StatusCode
+# Behind a request: the node is to say where its time went.
+_PROFILED: bytes = pb.LookupRequest(profile=True).SerializeToString()
 # Another node may answer.
 _ELSEWHERE = (
     _Code.UNAVAILABLE,
@@ -120,7 +123,7 @@ class RemoteLookup:
         asked, features = self._questions.asked(request)
         keys = [each.keys for each in features.values()]
         more = b"" if asked.are_keys_all else offsets_and_weights(features)
-        message = asked.message(keys, more)
+        message = timed(request.origin, "encode", asked.message, keys, more)
         return self._begin(asked, message, request.deadline, request.out, request.origin)
 
     def _begin(
@@ -136,8 +139,12 @@ class RemoteLookup:
             deadline = now + self._timeout_s
         if deadline <= now:
             raise DeadlineExceeded("the request's deadline had passed when it came")
-        headers = None if origin is None else origin.headers()
-        call = Call(asked, message, now, deadline, out, headers)
+        headers = profile = None
+        if origin is not None:
+            headers = origin.headers()
+            if origin.is_profiled:
+                profile, message = origin, message + _PROFILED
+        call = Call(asked, message, now, deadline, out, headers, profile)
         with self._lock:
             if self._under_way >= self._most:
                 raise Unavailable(
@@ -206,7 +213,7 @@ class RemoteLookup:
         elsewhere = code in _ELSEWHERE
         if code is _Code.OK:
             if self._candidates.means_the_same(response.digest):
-                self._finish(call, response)
+                self._finish(call, attempt, response)
                 return
             details, elsewhere = "serves something else under the same version by now", True
         call.failure = f"{target.address}: {details}"
@@ -236,8 +243,11 @@ class RemoteLookup:
         if not again or not self._candidates.nodes.later(_PAUSE_S, partial(self._ask, call)):
             call.fail(Unavailable(self._nobody(call)))
 
-    def _finish(self, call: Call, response: Any) -> None:
-        result = call.of.result(response)
+    def _finish(self, call: Call, attempt: Attempt, response: Any) -> None:
+        if call.profile is not None:
+            sent, now = round(attempt.started * 1e9), time.monotonic_ns()
+            call.profile.reported("node", sent, now, response.profile)
+        result = timed(call.profile, "decode", call.of.result, response)
         for name, into in (call.out or {}).items():
             into[...] = result.vectors[name]
             result.vectors[name] = into

@@ -15,6 +15,7 @@ from hps.config.server_settings import ServerSettings
 from hps.errors import BadRequest
 from hps.lookup.base import LookupModel
 from hps.lookup.remote.messages import described
+from hps.profile import Profile
 from hps.tracing import Origin
 from hps.types import LookupRequest, LookupResult
 from hps.v1 import lookup_pb2 as pb
@@ -27,11 +28,13 @@ from services.frontend.grpc.methods import handlers_of
 from services.frontend.grpc.named import begun, named
 from services.frontend.grpc.pending import Pending, deadline_of
 from services.frontend.grpc.question import Question
+from services.frontend.grpc.wire import field
 from services.frontend.state import Entry, State
 from services.frontend.statistics import queued_ns
 
 SERVICE = "hps.v1.Lookup"
 _LOOKUP = ".lookup"
+_PROFILE = 0x4A  # field of LookupResponse by its tag
 
 Version = tuple[str, str]
 """A model and one of its versions."""
@@ -134,8 +137,11 @@ class LookupService:
             entry.freshness.require()
             keys = question.keys(request)
             parsed = perf_counter_ns()
-            found = named("", reply.context)
-            origin = begun(found, entry.name, started, self._state.observer)
+            if request.profile:
+                origin = Profile(began=started)
+            else:
+                found = named("", reply.context)
+                origin = begun(found, entry.name, started, self._state.observer)
             deadline = deadline_of(reply.context, self._timeout_s)
             asked: LookupRequest | None = None
             if origin is None and question.prepared is not None:
@@ -175,7 +181,9 @@ class LookupService:
             batch, queued = question.batch, queued_ns(future)
             entry.statistics.succeeded(batch, started, parsed, inferred, done, queued)
             question.observe((done - started) * 1e-9)
-            if asked is not None and origin is not None:
+            if isinstance(origin, Profile):
+                answer += field(_PROFILE, _profiled(origin, started, parsed, inferred, done))
+            elif asked is not None and origin is not None:
                 call = Call(Form(), {name: keys.keys for name, keys in asked.features.items()})
                 call.batch = batch
                 self._state.observer.answered(
@@ -224,6 +232,13 @@ def _keep_in_mind(kept: dict[bytes, Question], asked: bytes, question: Question)
         if len(kept) >= _KEPT:
             kept.clear()
         kept[asked] = question
+
+
+def _profiled(profile: Profile, started: int, parsed: int, inferred: int, done: int) -> bytes:
+    profile.stage("decode", started, parsed)
+    profile.stage("encode", inferred, done)
+    profile.ns = done - started
+    return profile.packed()
 
 
 def _parsed(kind: Any, message: bytes) -> Any:

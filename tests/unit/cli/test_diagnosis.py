@@ -12,7 +12,17 @@ from types import SimpleNamespace
 import pytest
 
 from hps import native
-from hps.cli.diagnosis import clocks, machine, memory, servers, states, stores, streams, validity
+from hps.cli.diagnosis import (
+    clocks,
+    machine,
+    memory,
+    ports,
+    servers,
+    states,
+    stores,
+    streams,
+    validity,
+)
 from hps.cli.diagnosis.check import Check, failed, guarded
 from hps.config import configuration_from
 from hps.errors import ConfigError
@@ -300,3 +310,12 @@ def test_gpus_that_are_required_and_not_there_fail(monkeypatch: pytest.MonkeyPat
     found = verdicts("auto", None, [0, 1])
     assert [verdict for verdict, _ in found] == ["OK", "FAIL"]
     assert found[1][1] == "device 1 of 1 (from 0 on)"
+
+
+def test_who_may_ask_is_told_as_it_is() -> None:
+    def access(**given: object) -> str:
+        return ports.exposure(configuration_from(given, environ={}).settings).found
+
+    everywhere = {"http": {"host": "0.0.0.0"}}
+    assert access() == "auth.mode off, loopback only"
+    assert "whoever reaches" in access(server=everywhere, auth={"mode": "off"})
