@@ -209,8 +209,8 @@ def test_scores_follow_updates_and_are_the_same_by_all_ways(deployment, model):
     assert ingest.counted("hps_update_rows_total") >= len(ITEMS)
 
 
-# What dashboards show of other deployments: with GPUs, workers, batches, certificates, failures and refusals; of
-# models that were served a day ago.
+# What dashboards show of other deployments: with GPUs, workers, batches, certificates, failures, refusals;
+# of models that were served a day ago.
 ELSEWHERE = {
     *("gpus: Fetch (p99)", "gpus: Hit rate by table and version", "gpus: How full"),
     *("gpus: Of it our caches, and pinned host memory", "gpus: Taken", "gpus: Taken, in bytes"),
