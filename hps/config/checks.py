@@ -353,7 +353,8 @@ def gpu(
 def triton(shared_memory: str, url: str) -> list[Finding]:
     """Shared memory needs a Triton on this machine."""
     findings = []
-    if "://" in url:
+    host, _, port = url.rpartition(":")
+    if not _HOST.fullmatch(host) or not port.isdecimal() or not 0 < int(port) < 65_536:
         findings.append(
             Finding(("triton", "url"), f"expected host:port without a scheme, found {url!r}")
         )

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from hps.config.checks import Path as KeyPath
 from hps.config.model_schema import NAME_PATTERN
 from hps.config.server_settings import KEY_PATTERN
+from hps.config.store_settings import ADDRESS_PATTERN
 
 _UNION = (Union, types.UnionType)
 
@@ -201,7 +202,7 @@ def _plural(annotation: Any) -> str:
 
 def _range(metadata: tuple[Any, ...]) -> str:
     low = high = ""
-    for rule in metadata:
+    for rule in _single(metadata):
         if isinstance(rule, limits.Ge):
             low = f" from {_number(rule.ge)}"
         elif isinstance(rule, limits.Gt):
@@ -219,9 +220,17 @@ def _number(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _text_rule(metadata: tuple[Any, ...]) -> str:
+def _single(metadata: tuple[Any, ...]) -> Iterator[Any]:
+    """The rules, those of a `Field` each."""
     for rule in metadata:
+        yield from getattr(rule, "metadata", (rule,))
+
+
+def _text_rule(metadata: tuple[Any, ...]) -> str:
+    for rule in _single(metadata):
         pattern = getattr(rule, "pattern", None)
+        if pattern == ADDRESS_PATTERN:
+            return " like host:port, without a scheme or a user"
         if pattern == NAME_PATTERN:
             return " of 1 to 120 of the characters a-z A-Z 0-9 _ -"
         if pattern == KEY_PATTERN:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from hps.config.auth import check_exposure, key_file_warnings, load_api_keys, read_keys_file
+from hps.config.certificates import client_context
 from hps.config.loading import load_config
 from hps.config.model_file import load_model_spec
 from hps.config.schema import Settings
 from hps.config.secrets import read_secret
+from hps.config.update_settings import KafkaSettings
 from hps.config.yaml_text import read_yaml
 from hps.errors import ConfigError
 
@@ -105,12 +108,58 @@ def check_files(settings: Settings) -> None:
         read_secret(path, setting, api_key=setting == _LOOKUPS_KEY)
     keys = settings.auth.keys_file
     if settings.auth.mode == "api_key" and keys is not None:
-        read_secret(keys, "auth.keys_file")
+        if not keys.is_file():
+            read_secret(keys, "auth.keys_file")
         read_keys_file(keys)
     if settings.updates.kafka is not None and settings.server.role != "frontend":
-        for name, value in settings.updates.kafka.options.items():
-            if _KAFKAS_FILE.fullmatch(name) and value != "probe":
-                _check_file(Path(str(value)), f"updates.kafka.options.{name}")
+        _check_kafkas_files(settings.updates.kafka)
+
+
+def check_certificates(settings: Settings, role: str) -> None:
+    """ConfigError for certificates that a process of that role (as `server.role`, or ``ingest``) shows to others,
+    or trusts, and that cannot be used. Those of its ports it reads when it listens."""
+    redis, triton, lookup = settings.tiers.redis, settings.dense.triton, settings.lookup
+    if role != "frontend" and redis is not None and (at_redis := redis.tls) is not None:
+        client_context("tiers.redis.tls", at_redis.ca, at_redis.certificate, at_redis.key)
+    for setting, tls, roles in (
+        ("dense.triton.tls", triton and triton.tls, ("all", "frontend")),
+        ("lookup.tls", lookup.tls, ("frontend",)),
+    ):
+        if tls is not None and role in roles:
+            client_context(setting, tls.ca_file, tls.certificate_file, tls.key_file)
+
+
+def check_folders(settings: Settings) -> None:
+    """ConfigError when a node could not write what it is to write now and then; what it needs at the start it
+    finds out by itself."""
+    rocksdb, snapshot = settings.tiers.rocksdb, settings.tiers.cpu_cache.snapshot.path
+    for setting, folder in (
+        ("tiers.rocksdb.checkpoints", rocksdb.checkpoints if rocksdb.enabled else None),
+        ("tiers.cpu_cache.snapshot.path", None if snapshot is None else snapshot.parent),
+    ):
+        if folder is None:
+            continue
+        there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"{setting}: {there} is no folder that this process may write to; mount it writable, or name "
+                "another one"
+            )
+
+
+def _check_kafkas_files(kafka: KafkaSettings) -> None:
+    options = kafka.options
+    for name, value in options.items():
+        if _KAFKAS_FILE.fullmatch(name) and value != "probe":
+            _check_file(Path(str(value)), f"updates.kafka.options.{name}")
+    if any("key.password" in name for name in (*options, *kafka.options_files)):
+        return  # its client alone can read the key
+    ca, certificate, key = (
+        Path(str(options[name])) if name in options and options[name] != "probe" else None
+        for name in ("ssl.ca.location", "ssl.certificate.location", "ssl.key.location")
+    )
+    if ca is not None or certificate is not None:
+        client_context("updates.kafka.options", ca, certificate, key)
 
 
 def _check_file(path: Path, setting: str) -> None:

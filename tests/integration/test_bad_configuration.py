@@ -54,6 +54,10 @@ OF_EVERY: dict[str, Wrong] = {
         {"auth": {"mode": "api_key", "keys_file": "{folder}/none"}},
         "auth.keys_file: {folder}/none: No such file or directory; mount the secret there",
     ),
+    "a file of no keys": (
+        {"auth": {"mode": "api_key", "keys_file": "{empty_file}"}},
+        "{empty_file}: expected a list of mappings with name, role, key",
+    ),
     "a taken port": (
         {"server": {"admin": {"port": "{taken}"}}},
         "server.admin: cannot listen on 127.0.0.1:{taken}: Address already in use; stop the process",
@@ -91,6 +95,43 @@ OF_ROWS: dict[str, Wrong] = {
         },
         "updates.kafka.options.ssl.ca.location: {folder}/none: No such file or directory; mount it",
     ),
+    "another's key for Kafka": (
+        {
+            "updates": {
+                "kafka": {
+                    **KAFKA,
+                    "options": {
+                        "security.protocol": "ssl",
+                        "ssl.certificate.location": "{certificates}/one.crt",
+                        "ssl.key.location": "{certificates}/two.key",
+                    },
+                }
+            }
+        },
+        "updates.kafka.options: {certificates}/one.crt and {certificates}/two.key cannot be used: the key",
+    ),
+    "an option that Kafka's client does not have": (
+        {"updates": {"kafka": {**KAFKA, "options": {"sasl.pasword": "x"}}}},
+        'updates.kafka: No such configuration property: "sasl.pasword"; correct updates.kafka.options',
+    ),
+    "an old certificate for Redis": (
+        {
+            "tiers": {
+                "redis": {
+                    **REDIS,
+                    "tls": {
+                        "certificate": "{certificates}/old.crt",
+                        "key": "{certificates}/one.key",
+                    },
+                }
+            }
+        },
+        WRONG_TLS["expired"][1],
+    ),
+    "an address with a scheme": (
+        {"tiers": {"redis": {"addresses": ["redis://redis:6379"]}}},
+        "tiers.redis.addresses[0]: expected text like host:port, without a scheme or a user, found",
+    ),
     "no model": ({"models": {"repository": "{empty}"}}, "no model to serve: {empty} holds none"),
     "no such version": (
         {"models": {"serve": {"words": {"version": 7}}}},
@@ -118,6 +159,26 @@ OF_SERVE: dict[str, Wrong] = {
         {"dense": {"triton": {"url": "127.0.0.1:1", "tls": {"ca_file": "{folder}/none"}}}},
         "dense.triton.tls: {folder}/none cannot be used: No such file or directory",
     ),
+    "gRPC at no address": (
+        {"server": {"grpc": {"host": "no.such.host.invalid"}}, "auth": {"mode": "off"}},
+        "server.grpc.host is 'no.such.host.invalid', which is no address: ",
+    ),
+    "Triton without a port": (
+        {"dense": {"triton": {"url": "triton"}}},
+        "dense.triton.url: expected host:port without a scheme, found 'triton'",
+    ),
+    "a folder that cannot be made": (
+        {"tiers": {"rocksdb": {"path": "/proc/none/rocksdb"}}},
+        "rocksdb: /proc/none/rocksdb cannot be made (No such file or directory: /proc/none); set tiers",
+    ),
+    "hot keys below a file": (
+        {"tiers": {"cpu_cache": {"snapshot": {"path": "{empty_file}/hot"}}}},
+        "tiers.cpu_cache.snapshot.path: {empty_file} is no folder that this process may write to; mount",
+    ),
+    "checkpoints below a file": (
+        {"tiers": {"rocksdb": {"checkpoints": "{empty_file}/saved"}}},
+        "tiers.rocksdb.checkpoints: {empty_file} is no folder that this process may write to; mount",
+    ),
     "workers and a GPU": (
         {"server": {"workers": 2}, "tiers": {"gpu": {"use": "required"}}},
         "server.workers: is 2, but workers can't use the node's GPU cache; set tiers.gpu.use",
@@ -137,6 +198,14 @@ OF_FRONTEND: dict[str, Wrong] = {
     "no key for lookup nodes": (
         {"lookup": {"api_key_file": "{folder}/none"}},
         "lookup.api_key_file: {folder}/none: No such file or directory; mount the secret there",
+    ),
+    "what is no key for lookup nodes": (
+        {"lookup": {"api_key_file": "{certificates}/one.key"}},
+        "lookup.api_key_file: what stands in {certificates}/one.key is no API key; expected 16 to 512",
+    ),
+    "no address of a lookup node": (
+        {"lookup": {"nodes": ["lookup"]}},
+        "lookup.nodes[0]: expected host:port or dns:///name:port, found 'lookup'",
     ),
     "no roots for lookup nodes": (
         {"lookup": {"tls": {"ca_file": "{folder}/none"}}},
@@ -193,6 +262,7 @@ def places(
     shutil.copy(certificates / "one.crt", certificates / "old.crt")
     expire(certificates / "old.crt")
     (folder / "empty").mkdir()
+    (folder / "empty_file").touch()
     for name, file in (("damaged", "words/1/tables/words/emb_vector"), ("no_network", "")):
         shutil.copytree(small_repository, folder / name)
         broken = folder / name / (file or "clicks/1/dense.onnx")
@@ -200,7 +270,7 @@ def places(
         for note in (folder / name).glob("*/*/manifest.json"):
             note.unlink()  # which knows the files' checksums
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        names = ("empty", "damaged", "no_network", "certificates")
+        names = ("empty", "empty_file", "damaged", "no_network", "certificates")
         yield {
             **{name: str(folder / name) for name in names},
             "repository": str(small_repository),

@@ -209,7 +209,10 @@ def private_folder(folder: Path) -> None:
         # Somebody else's link is no better than his folder.
         found, named = folder.stat(), folder.lstat()
     except OSError as error:
-        raise ConfigError(f"server.runtime {folder} can't be made: {error.strerror}") from None
+        mend = "name a folder that can be, on a file system that is not read-only"
+        raise ConfigError(
+            f"server.runtime {folder} can't be made: {error.strerror}; {mend}"
+        ) from None
     if {found.st_uid, named.st_uid} != {os.getuid()}:
         raise ConfigError(f"server.runtime {folder} belongs to another user; choose another folder")
     if found.st_mode & 0o077:

@@ -12,7 +12,7 @@ from typing import Any
 import confluent_kafka as ck
 
 from hps.config.update_settings import KafkaSettings
-from hps.errors import Unavailable
+from hps.errors import ConfigError, Unavailable
 from hps.updates.kafka.credentials import Credentials
 from hps.updates.source import DeadLetter
 
@@ -58,6 +58,20 @@ def reader_options(settings: KafkaSettings) -> dict[str, Any]:
         "partition.assignment.strategy": "range,roundrobin",
         **settings.client_options(),
     }
+
+
+def check_options(settings: KafkaSettings) -> None:
+    """ConfigError for options that librdkafka does not take; nobody is asked for anything."""
+    options = reader_options(settings)
+    del options["bootstrap.servers"]
+    try:
+        ck.Consumer({**options, "group.id": "hps"}, logger=client_log).close()
+    except ck.KafkaException as error:
+        told = error.args[0]
+        why = told.str() if isinstance(told, ck.KafkaError) else told
+        raise ConfigError(
+            f"updates.kafka: {why}; correct updates.kafka.options, whose names are librdkafka's"
+        ) from None
 
 
 class DeadLetterTopic:

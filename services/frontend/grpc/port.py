@@ -4,6 +4,7 @@ ends."""
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -114,6 +115,11 @@ class GrpcPort:
             else:
                 port = self._server.add_secure_port(address, credentials(at.tls, setting))
         except RuntimeError:
+            try:
+                socket.getaddrinfo(at.host.strip("[]"), at.port, type=socket.SOCK_STREAM)
+            except OSError as error:
+                message = f"{setting}.host is {at.host!r}, which is no address: {error}"
+                raise ConfigError(message) from None
             mend = (
                 f"stop the process that listens there, or set {setting}.port (0 takes a free one), or "
                 f"{setting}: null"
