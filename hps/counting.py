@@ -135,8 +135,8 @@ class Histogram:
     def __init__(self, bounds: tuple[float, ...] = SECONDS_BUCKETS) -> None:
         self.bounds = bounds
         self.signed: tuple[Counter, Counter] | None = None
-        """Counters of what `observe_array` is given: the sum of the values above 0, and of those below without
-        their sign. A histogram's own sum falls with these, and what falls has no rate."""
+        """Counters of what `observe_array` is given: the sum of the values above 0, and of those below
+        without their sign. A histogram's own sum falls with these, and what falls has no rate."""
         self._counts = np.zeros(len(bounds) + 1, np.int64)
         self._total = 0.0
         self._notes: list[float] = []

@@ -64,8 +64,8 @@ _PROCESSES = (
         m.MEMORY_USED,
         "gauge",
         (),
-        "Memory that is taken in the container, by all of its processes, and that cannot be had back: caches of "
-        "files are left out. Without a container's limit, of the machine.",
+        "Memory that is taken in the container, by all of its processes, and that cannot be had back: caches "
+        "of files are left out. Without a container's limit, of the machine.",
     ),
     MetricSpec(
         m.MEMORY_LIMIT,
@@ -77,8 +77,8 @@ _PROCESSES = (
         m.CERTIFICATE_EXPIRY,
         "gauge",
         ("setting",),
-        "Until when the certificates of the file that the setting names are valid, in seconds since 1970: the "
-        "first that ends, of roots the last.",
+        "Until when the certificates of the file that the setting names are valid, in seconds since 1970: "
+        "the first that ends, of roots the last.",
     ),
     MetricSpec(m.WORKERS, "gauge", (), "Worker processes that answer requests at the moment."),
     MetricSpec(
@@ -186,8 +186,8 @@ _MODELS = (
         m.SCORES_ABSOLUTE,
         "counter",
         ("model", "version", "output", "sign"),
-        "Sum of the values that hps_scores has, each without its sign; sign=positive or negative. The rate of "
-        "the one less that of the other, by that of hps_scores_count, is the mean.",
+        "Sum of the values that hps_scores has, each without its sign; sign=positive or negative. The rate "
+        "of the one less that of the other, by that of hps_scores_count, is the mean.",
     ),
     MetricSpec(
         m.SCORES_NOT_FINITE,
@@ -287,8 +287,8 @@ _TIERS = (
         "gauge",
         ("tier", "fact"),
         "What a tier states of itself. Of redis: reachable (1 or 0). Of rocksdb: table_bytes, free_bytes "
-        "(of its disk), min_free_bytes (below which it takes no writes), pending_compaction_bytes, running_compactions, writes_stopped (1: writes wait for "
-        "compactions), delayed_write_rate (bytes/s they are slowed down to; 0: they are not), "
+        "(of its disk), min_free_bytes (below which it takes no writes), pending_compaction_bytes, "
+        "running_compactions, writes_stopped (1: writes wait for compactions), delayed_write_rate (bytes/s they are slowed down to; 0: they are not), "
         "background_errors, stalled_seconds (that writes have waited since the start). Of gpu: bytes (of its "
         "caches, on each device), pinned_host_bytes, static_tables.",
     ),
