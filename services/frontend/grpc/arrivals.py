@@ -196,7 +196,8 @@ class Arrivals(ThreadPoolExecutor):
             return self._pool.submit(fn, *args, **kwargs)
         in_pool, event, state, behavior, _, deserializer, serializer = args
         call = _Call(event, state, self._unsent)
-        if self._may and behavior.role and not self._may(call.context, behavior.role):
+        role = getattr(behavior, "role", None)  # health's are grpc's own
+        if self._may and role and not self._may(call.context, role):
             if isinstance(behavior, Direct):
                 behavior.begin(b"", call)
             else:
