@@ -288,9 +288,10 @@ _TIERS = (
         ("tier", "fact"),
         "What a tier states of itself. Of redis: reachable (1 or 0). Of rocksdb: table_bytes, free_bytes "
         "(of its disk), min_free_bytes (below which it takes no writes), pending_compaction_bytes, "
-        "running_compactions, writes_stopped (1: writes wait for compactions), delayed_write_rate (bytes/s they are slowed down to; 0: they are not), "
-        "background_errors, stalled_seconds (that writes have waited since the start). Of gpu: bytes (of its "
-        "caches, on each device), pinned_host_bytes, static_tables.",
+        "running_compactions, writes_stopped (1: writes wait for compactions), delayed_write_rate (bytes/s "
+        "they are slowed down to; 0: they are not), background_errors, stalled_seconds (that writes have "
+        "waited since the start). Of gpu: bytes (of its caches, on each device), pinned_host_bytes, "
+        "static_tables.",
     ),
     MetricSpec(
         m.TABLE_ROWS,
@@ -351,8 +352,8 @@ _UPDATES = (
         m.UPDATE_LOST,
         "counter",
         ("group", "topic"),
-        "Update messages that Kafka had dropped, by the topic's retention, before a group's reader here applied "
-        "them; stores lack their rows.",
+        "Update messages that Kafka had dropped, by the topic's retention, before a group's reader here "
+        "applied them; stores lack their rows.",
     ),
     MetricSpec(
         m.UPDATE_VISIBLE,

@@ -134,8 +134,8 @@ class Metrics:
             self._held[key] = self._held.get(key, 0) + 1
 
     def let_go(self, model: str, version: int) -> None:
-        """See `hold`. Without this, numbers of versions that are gone would be exposed for ever. With the last
-        version of a model all that is counted by its name goes."""
+        """See `hold`. Without this, numbers of versions that are gone would be exposed for ever. With the
+        last version of a model all that is counted by its name goes."""
         with self._lock:
             key = model, str(version)
             self._held[key] = self._held.get(key, 1) - 1

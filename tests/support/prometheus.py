@@ -18,7 +18,7 @@ _ROOT = Path(__file__).parents[2]
 ALERTS = _ROOT / "helm/hps/files/alerts.yaml"
 DASHBOARDS = sorted((_ROOT / "helm/hps/files/dashboards").glob("*.json"))
 # What stands for all in Grafana, and a range in which there are some looks.
-_VARIABLES = {name: ".*" for name in ("namespace", "job", "role", "instance", "model")}
+_VARIABLES = dict.fromkeys(("namespace", "job", "role", "instance", "model"), ".*")
 _RANGE = {"__rate_interval": "2m"}
 
 
