@@ -76,7 +76,8 @@ class Stack:
 
     def up(self, profile: str) -> list[str]:
         """What the profile adds, as ``docker compose --profile P up --detach --wait`` starts it."""
-        self.project("--profile", profile, *UP, timeout=START_S)
+        # Podman tells of networks otherwise than Docker, so that Compose would make anew what runs.
+        self.project("--profile", profile, *UP, "--no-recreate", timeout=START_S)
         return of_profile(profile)
 
     def get(self, port: str, path: str, data: bytes | None = None) -> Any:

@@ -110,8 +110,8 @@ def written_to_redis(stack: Stack) -> float:
     """Rows, by ``hps ingest``'s own count."""
     with urllib.request.urlopen(stack.url("INGEST_ADMIN_PORT") + "/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
-    begins = 'hps_update_rows_total{result="upserted"'
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(begins))
+    rows = [line for line in lines if line.startswith("hps_update_rows_total{")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in rows if 'result="upserted"' in line)
 
 
 def answers(client: Client) -> bool:
