@@ -13,6 +13,30 @@ from hps.cli.output import Output, OutputFormat, plural, print_json, print_table
 
 app = typer.Typer(no_args_is_help=True, help="Show, check and describe the configuration.")
 
+SHOW_EXAMPLES = """\b
+Examples:
+  hps config show --config hps.yaml
+  hps config show --config hps.yaml --set server.workers=2 --output json
+"""
+
+VALIDATE_EXAMPLES = """\b
+Examples:
+  hps config validate hps.yaml
+  hps config validate models/ctr/model.yaml
+"""
+
+SCHEMA_EXAMPLES = """\b
+Examples:
+  hps config schema > hps.schema.json
+  hps config schema model
+"""
+
+CONVERT_EXAMPLES = """\b
+Examples:
+  hps config convert ps.json
+  hps config convert ps.json --into converted
+"""
+
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -27,7 +51,7 @@ class Schema(StrEnum):
     api_key = "api-key"
 
 
-@app.command()
+@app.command(epilog=SHOW_EXAMPLES)
 def show(
     config: Annotated[
         Path | None, typer.Option("--config", "-c", metavar="FILE", help="Our YAML or a ps.json.")
@@ -65,7 +89,7 @@ def show(
         warn(warning)
 
 
-@app.command()
+@app.command(epilog=VALIDATE_EXAMPLES)
 def validate(
     file: Annotated[
         Path, typer.Argument(help="Our YAML, a ps.json, a model.yaml or an API key file.")
@@ -103,7 +127,7 @@ def validate(
         raise typer.Exit(2)
 
 
-@app.command()
+@app.command(epilog=SCHEMA_EXAMPLES)
 def schema(
     of: Annotated[Schema, typer.Argument(help="Which file: settings, model, api-key.")] = (
         Schema.settings
@@ -117,7 +141,7 @@ def schema(
     print(json.dumps(json_schema(of.value), indent=2))
 
 
-@app.command()
+@app.command(epilog=CONVERT_EXAMPLES)
 def convert(
     file: Annotated[Path, typer.Argument(help="An HPS ps.json.")],
     into: Annotated[

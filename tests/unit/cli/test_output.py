@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from hps.cli import output, progress
+from hps.cli import main, output, progress
 from hps.cli.main import COMMANDS, app, exit_code
 from hps.cli.progress import ConsoleProgress
 from hps.errors import BadRequest, ConfigError, ModelError, NotFound, TierError, Unavailable
@@ -49,11 +49,18 @@ def test_help_is_quick_and_lists_every_command() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_explains_itself_with_an_example(name: str) -> None:
-    result = run(app, [name, "--help"])
-    assert result.exit_code == 0, result.output
-    assert "--install-completion" not in result.output
-    if not COMMANDS[name].group:
-        assert f"hps {name}" in result.output.split("Options:")[1]
+    """And every option says what it is for."""
+    loaded = main._load(name)
+    sub = [[name, each] for each in loaded.commands] if COMMANDS[name].group else [[name]]
+    for words in sub:
+        result = run(app, [*words, "--help"])
+        assert result.exit_code == 0, result.output
+        assert "--install-completion" not in result.output
+        assert f"hps {' '.join(words)}" in result.output.split("Options:")[1], words
+        command = loaded.commands[words[1]] if COMMANDS[name].group else loaded
+        for option in command.params:
+            told = option.param_type_name == "argument" or option.hidden or option.help
+            assert told, (words, option.opts)
 
 
 @pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS if COMMANDS[name].group)])
