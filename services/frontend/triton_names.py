@@ -51,9 +51,9 @@ def triton_numbers(
     ``found`` are our own."""
     told = Numbers({spec.name: {} for spec in TRITON})
     for known_as, numbers in statistics().items():
-        if (labels := served.get(known_as)) is not None:
+        if known_as in served:
             for metric, (what, unit) in _TOLD.items():
-                told[metric][labels] = numbers[what] // unit
+                told[metric][served[known_as]] = numbers[what] // unit
     waiting = found.get(m.QUEUE_REQUESTS, {})
     for name, version in served.values():
         told["nv_inference_pending_request_count"][name, version] = waiting.get((name,), 0)
