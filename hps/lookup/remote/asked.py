@@ -24,8 +24,8 @@ _REMOTE = bytes([Source.REMOTE])
 
 
 class _Share(NamedTuple):
-    """One name's part of an answer: where its ``keys`` stand among all, and its vectors, of ``shape``, ``at`` a
-    byte; ``aligned`` there to their numbers' size."""
+    """One name's part of an answer: where its ``keys`` stand among all, and its vectors, of ``shape``, ``at``
+    a byte; ``aligned`` there to their numbers' size."""
 
     name: str
     keys: slice
@@ -108,8 +108,8 @@ class Asked:
         return b"".join((self._head, *keys, more))
 
     def result(self, response: Any) -> LookupResult:
-        """What a ``LookupResponse`` to it says; arrays are read-only, but for some. Raises ``HpsError`` for an
-        answer to another question."""
+        """What a ``LookupResponse`` to it says; arrays are read-only, but for some. Raises ``HpsError`` for
+        an answer to another question."""
         packed = response.vectors
         if len(packed) != self._size:
             raise HpsError(

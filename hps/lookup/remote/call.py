@@ -23,8 +23,8 @@ class Attempt(NamedTuple):
 
 
 class Call:
-    """A lookup on its way; ``tried`` are the nodes it was sent to. ``headers`` tell of its trace. ``profile`` is
-    what its time is told to, where anybody asks."""
+    """A lookup on its way; ``tried`` are the nodes it was sent to. ``headers`` tell of its trace. ``profile``
+    is what its time is told to, where anybody asks."""
 
     __slots__ = (
         "answer",

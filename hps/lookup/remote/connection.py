@@ -21,8 +21,8 @@ OPTIONS: dict[str, int] = {
     "grpc.dns_min_time_between_resolutions_ms": 1000,
     # How long an attempt to connect may take, in spite of its name.
     "grpc.min_reconnect_backoff_ms": 5000,
-    # A connection on which nothing comes any more, as after a partition, is given up: the kernel would hold on
-    # to it for a quarter of an hour. Nodes allow for it (`services.frontend.grpc.port`).
+    # A connection on which nothing comes any more, as after a partition, is given up: the kernel would hold
+    # on to it for a quarter of an hour. Nodes allow for it (`services.frontend.grpc.port`).
     "grpc.keepalive_time_ms": 10_000,
     "grpc.keepalive_timeout_ms": 5000,
     "grpc.http2.max_pings_without_data": 0,

@@ -104,7 +104,9 @@ class Target:
     def describe(self, model: str, version: int, timeout_s: float) -> Any:
         """The node's ``DescribeResponse``; raises ``grpc.RpcError``."""
         request = pb.DescribeRequest(model=model, version=version)
-        return self._connection.describe(request, timeout=timeout_s, metadata=tuple(self._metadata()))
+        return self._connection.describe(
+            request, timeout=timeout_s, metadata=tuple(self._metadata())
+        )
 
     def look(self, timeout_s: float) -> Any:
         """Begin to ask what it serves; gRPC's future, to be given to `looked` when it is done. ValueError

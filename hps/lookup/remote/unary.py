@@ -1,8 +1,8 @@
-"""gRPC calls whose answers come to a callback, for half of what grpc's futures cost on top of the call.
+"""gRPC calls whose answers come to a callback, without grpc's futures.
 
-A future of grpc's is a condition variable, a list of callbacks and several locks, for a call that nobody waits
-for. What is beneath is not grpc's public interface: ``KNOWN`` says whether it is as expected. Where it is not,
-futures are used.
+Such a future is a condition variable, a list of callbacks and several locks, for a call that nobody waits
+for. What is beneath is not grpc's public interface: ``KNOWN`` says whether it is as expected. Where it is
+not, futures are used.
 """
 
 from __future__ import annotations
@@ -59,9 +59,7 @@ class Unary:
     """The calls of one method. Any thread may make them; ``told`` is called once for each, on a thread of
     gRPC's. ValueError when the channel is closed."""
 
-    def __init__(
-        self, channel: grpc.Channel, method: str, parse: Callable[[bytes], Any]
-    ) -> None:
+    def __init__(self, channel: grpc.Channel, method: str, parse: Callable[[bytes], Any]) -> None:
         self._method: Any = channel.unary_unary(method)
         self._parse = parse
         self.start: Callable[[bytes, float, Sequence[tuple[str, str]], Told], Cancel]
@@ -118,7 +116,9 @@ class Unary:
         self, message: bytes, timeout_s: float, metadata: Sequence[tuple[str, str]], told: Told
     ) -> Cancel:
         asked = self._method.future(message, timeout=timeout_s, metadata=metadata)
-        asked.add_done_callback(lambda _: self._tell(told, asked.code(), asked.details(), _Answer(asked)))
+        asked.add_done_callback(
+            lambda _: self._tell(told, asked.code(), asked.details(), _Answer(asked))
+        )
         return asked.cancel  # type: ignore[no-any-return]
 
 

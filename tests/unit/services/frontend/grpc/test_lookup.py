@@ -103,7 +103,8 @@ def test_the_report_has_sources_and_versions_of_every_key(client):
     answer = client.lookup(
         question("words", keys("left", 1, 15, 99), keys("right", 99, 2, 3), report=True)
     )
-    sources = [Source.CPU, Source.ROCKSDB, Source.DEFAULT] + [Source.DEFAULT, Source.CPU, Source.CPU]
+    cpu, default = Source.CPU, Source.DEFAULT
+    sources = [cpu, Source.ROCKSDB, default, default, cpu, cpu]
     assert list(answer.sources) == sources
     versions = [ROW_VERSION, ROW_VERSION, 0, 0, ROW_VERSION, ROW_VERSION]
     assert np.frombuffer(answer.versions, np.uint64).tolist() == versions
