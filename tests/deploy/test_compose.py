@@ -56,10 +56,15 @@ def test_every_service_is_hardened_where_it_runs(stack: Stack) -> None:
 def test_the_doctor_finds_nothing_wrong_inside(stack: Stack, name: str) -> None:
     # As with workers, which read the cache in shared memory.
     workers = () if name == "frontend" else ("--env", "HPS__SERVER__WORKERS=2")
-    told = stack.project("exec", "-T", *workers, name, "hps", "doctor", "--json")
-    checks = json.loads(told[told.index("[") :])
-    found = {check["name"]: check for check in checks}
-    assert {check["name"] for check in checks if check["verdict"] == "FAIL"} == set()
+    doctor = ("exec", *workers, stack.project.container(name), "hps", "doctor", "--json")
+    found: dict[str, dict[str, str]] = {}
+
+    def well() -> bool:  # on a busy machine others may not answer in the time that it gives them
+        told = json.loads(stack.engine.podman(*doctor, check=False))
+        found.update({check["name"]: check for check in told})
+        return all(check["verdict"] != "FAIL" for check in told)
+
+    until(well, PATIENCE_S)
     assert ("database" in found) == (name != "frontend"), "the role is known"
     if name != "frontend":
         assert found["open files"]["verdict"] == "OK", "nofile"
