@@ -70,7 +70,9 @@ class ClientCertificates:
 
     def _read(self) -> tuple[bytes | None, bytes | None, bytes | None]:
         try:
-            ca, certificate, key = [path and path.read_bytes() for path in self._files]
+            ca, certificate, key = [
+                None if path is None else path.read_bytes() for path in self._files
+            ]
         except OSError as error:
             raise unusable(self._setting, str(error.filename), error) from None
         return ca, certificate, key

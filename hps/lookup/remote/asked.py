@@ -105,7 +105,8 @@ class Asked:
 
     def message(self, keys: Sequence[KeyArray], more: bytes = b"") -> bytes:
         """The ``LookupRequest`` of these keys, by name; ``more``: see `offsets_and_weights`."""
-        return b"".join((self._head, *keys, more))
+        pieces: list[Any] = [self._head, *keys, more]
+        return b"".join(pieces)
 
     def result(self, response: Any) -> LookupResult:
         """What a ``LookupResponse`` to it says; arrays are read-only, but for some. Raises ``HpsError`` for
@@ -128,8 +129,9 @@ class Asked:
 
     def _vectors(self, packed: bytes) -> dict[str, VectorArray]:
         if self._alike is not None:
-            shape, dtype = self._alike
-            return dict(zip(self._named, np.frombuffer(packed, dtype).reshape(shape), strict=True))
+            whole, dtype = self._alike
+            rows = np.frombuffer(packed, dtype).reshape(whole)
+            return dict(zip(self._named, rows, strict=True))
         vectors = {}
         for name, _, at, shape, dtype, is_aligned in self._shares:
             found: Any = np.ndarray(shape, dtype, packed, at)

@@ -129,7 +129,7 @@ class Question:
             sources = b"".join([result.sources[name].tobytes() for name in names])
             versions = b"".join([result.versions[name].tobytes() for name in names])
             pieces += [field(_SOURCES, sources), field(_VERSIONS, versions)]
-        vectors = [np.ascontiguousarray(result.vectors[name]) for name in names]
+        vectors: list[Any] = [np.ascontiguousarray(result.vectors[name]) for name in names]
         size = sum([each.nbytes for each in vectors])
         return b"".join((*pieces, b"%c%b" % (_VECTORS, varint(size)), *vectors))
 

@@ -19,11 +19,13 @@ class Waiting:
     """In place of a task, which would cost as much as the rest of the request. It is among the connection's
     tasks, for whoever ends those. On the event loop, but for `_done`."""
 
-    __slots__ = ("_cycle", "_inference", "_protocol", "_timer")
+    __slots__ = ("_cycle", "_inference", "_protocol", "_tasks", "_timer")
 
     def __init__(self, protocol: Protocol, cycle: Cycle, inference: Inference) -> None:
         self._protocol, self._cycle, self._inference = protocol, cycle, inference
-        protocol.tasks.add(self)  # type: ignore[arg-type]  # all that is done with it is `cancel`
+        tasks: Any = protocol.tasks  # all that others do with them is `cancel`
+        self._tasks: set[Any] = tasks
+        self._tasks.add(self)
         self._timer = protocol.loop.call_at(inference.deadline, self._late)
         protocol.when_gone(inference.give_up)
         inference.future.add_done_callback(self._done)
@@ -44,10 +46,10 @@ class Waiting:
 
     def _go_on(self) -> None:
         protocol, cycle = self._protocol, self._cycle
-        if self not in protocol.tasks:
+        if self not in self._tasks:
             return
         self._timer.cancel()
-        protocol.tasks.discard(self)  # type: ignore[arg-type]
+        self._tasks.discard(self)
         can_send = not (protocol.flow.write_paused or protocol.transport.is_closing())
         reply = self._inference.at_once() if can_send else None
         if reply is None:  # the application says what is wrong
