@@ -116,8 +116,8 @@ def check_files(settings: Settings) -> None:
 
 
 def check_certificates(settings: Settings, role: str) -> None:
-    """ConfigError for certificates that a process of that role (as `server.role`, or ``ingest``) shows to others,
-    or trusts, and that cannot be used. Those of its ports it reads when it listens."""
+    """ConfigError for certificates that a process of that role (as `server.role`, or ``ingest``) trusts, or
+    shows to others, and that cannot be used. Those of its ports it reads when it listens."""
     redis, triton, lookup = settings.tiers.redis, settings.dense.triton, settings.lookup
     if role != "frontend" and redis is not None and (at_redis := redis.tls) is not None:
         client_context("tiers.redis.tls", at_redis.ca, at_redis.certificate, at_redis.key)

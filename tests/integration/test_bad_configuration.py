@@ -359,3 +359,22 @@ def test_a_volume_that_is_mounted_for_reading(write: Any, tmp_path: Path) -> Non
         Ended(done.returncode, done.stdout + done.stderr),
         f"rocksdb: {volume}/db is on a read-only file system; mount it writable, or set tiers.rocksdb.path",
     )
+
+
+def test_what_is_noticed_last_is_told_in_three_seconds(write: Any) -> None:
+    """On a machine that loads the packages a server needs, none of them ours, in 0.6 s: in processor time,
+    compared with theirs, because a machine may be slow or busy."""
+    packages = "import fastapi, grpc, numpy, onnxruntime, pydantic, rocksdict, uvicorn"
+    _, theirs = spent("-c", packages)
+    code, ours = spent("-m", "hps.cli.main", "serve", "--config", write(OF_ROWS["no model"][0]))
+    assert code == 2
+    assert ours < 5 * theirs
+
+
+def spent(*arguments: str | Path) -> tuple[int, float]:
+    """Exit code and processor seconds of Python."""
+    command = [sys.executable, *map(str, arguments)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    return process.returncode, used.ru_utime + used.ru_stime
