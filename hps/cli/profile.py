@@ -40,9 +40,9 @@ Examples:
 """
 _MEANING = {
     "parse": "bytes to arrays",
-    "encode": "the lookup for a lookup node",
+    "encode": "arrays to bytes",
     "node": "the way to a lookup node and back, and its work",
-    "decode": "its answer to arrays",
+    "decode": "bytes to arrays",
     "memory": "the cache in one pass: no dedup, bags pooled as rows are read",
     "dedup": "keys by table, or those that memory lacked, each once",
     "wait": "for a thread that may wait",
@@ -206,12 +206,13 @@ def _show(found: dict[str, Any]) -> None:
     )
     say()
     print_table(
-        ("part", "mean µs", "share", "p99 µs", "requests", ""),
+        ("part", "mean µs", "share", "p50 µs", "p99 µs", "requests", ""),
         [
             (
                 "  " * (len(part["path"]) - 1) + part["path"][-1],
                 Number(f"{part['mean_us']:,.1f}"),
                 share(part["share"], 1.0),
+                Number(f"{part['p50_us']:,.1f}"),
                 Number(f"{part['p99_us']:,.1f}"),
                 part["requests"],
                 _meaning(part["path"]),
@@ -222,9 +223,12 @@ def _show(found: dict[str, Any]) -> None:
     if found["round_trip_p50_us"] is not None:
         outside = found["round_trip_p50_us"] - found["p50_us"]
         say()
+        more = f"{outside:,.0f} µs more, for HTTP, the way, and this client"
+        if outside < 0:
+            more = "less, so other work came between"
         say(
             f"Without a profile the same requests take {found['round_trip_p50_us']:,.0f} µs (p50) here, at "
-            f"their caller: {outside:,.0f} µs more, for HTTP, the way, and this client."
+            f"their caller: {more}."
         )
     if about["workers"]:
         say()

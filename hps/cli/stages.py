@@ -32,6 +32,7 @@ def account(profiles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 "path": list(path),
                 "mean_us": float(np.mean(each)),
                 "share": float(np.sum(each) / max(np.sum(whole), 1e-9)),
+                "p50_us": float(np.quantile(each, 0.5)),
                 "p99_us": float(np.quantile(each, 0.99)),
                 "requests": sum(us > 0 for us in each),
             }

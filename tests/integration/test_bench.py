@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from benchmarks.peers.hps_server import Hps
 from hps.cli.main import app
 from hps.client import Admin
+from hps.client.errors import Later
 
 SHORT = ["--duration", "0.3", "--warmup", "0.1", "--rows", "100", "--distinct", "8"]
 
@@ -73,6 +74,15 @@ def test_generated_requests_are_sent_and_two_runs_compared(
     assert "keys was of r.npz" in done.stderr
 
 
+def test_lookups_are_asked_for_keys_of_the_model_and_nothing_else(
+    small_server: Hps, small_repository: Path
+) -> None:
+    url = f"http://{small_server.address}"
+    done = bench(url, "clicks.lookup", "--repository", small_repository, *SHORT, "--count", "3")
+    assert done.exit_code == 0, done.output
+    assert "have no row" not in done.stderr
+
+
 def test_keys_that_no_row_has_are_warned_of(small_server: Hps) -> None:
     """Items are -50 … 49 and users 0 … 99."""
     url = f"grpc://{small_server.grpc}"
@@ -93,6 +103,20 @@ def test_a_model_that_refuses_the_requests_is_told_of_once(small_server: Hps) ->
     assert done.exit_code == 1
     assert "the first request is refused, so none is sent" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_server_that_wants_to_be_asked_later_is_one_line(
+    small_server: Hps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_given: object, **_more: object) -> None:
+        raise Later("no lookup node is there", 1.0)
+
+    monkeypatch.setattr("hps.client.Client.infer", full)
+    done = bench(f"http://{small_server.address}", "clicks", *SHORT)
+    assert done.exit_code == 1
+    assert done.stderr.splitlines() == [
+        "error: the first request is refused, so none is sent: no lookup node is there"
+    ]
 
 
 @pytest.mark.parametrize(

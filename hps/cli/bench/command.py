@@ -181,7 +181,8 @@ def _run(
         try:
             first = client.infer(name, dict(tensors[0]))
         except HpsError as error:
-            raise type(error)(f"the first request is refused, so none is sent: {error}") from None
+            error.args = (f"the first request is refused, so none is sent: {error}",)
+            raise
     _note_defaulted(first.defaulted, tensors[0])
 
     def prepare(sender: Sender) -> Sequence[Any]:

@@ -66,9 +66,15 @@ def from_repository(
     from hps.models.repository import Repository
 
     name = model.removesuffix(".lookup")
-    made = requests.Recipe("features", recipe.batch, recipe.keys, None)
-    found = requests.Requests(Repository(repository).open(name, version), made, recipe.seed)
-    return [*found.many(recipe.count)]
+    hotness = None if recipe.hotness == 1 else recipe.hotness
+    made = requests.Recipe("features", recipe.batch, recipe.keys, hotness)
+    opened = Repository(repository).open(name, version)
+    found = requests.Requests(opened, made, recipe.seed)
+    dense = opened.spec.dense
+    if name == model or dense is None:
+        return [*found.many(recipe.count)]
+    others = {tensor.name for tensor in dense.inputs}  # which its lookups do not take
+    return [{n: t for n, t in each.items() if n not in others} for each in found.many(recipe.count)]
 
 
 def from_file(path: Path, metadata: Mapping[str, Any], batch: int) -> list[Tensors]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from hps import __version__
 from hps.cli.diagnosis.check import Check, attempt, guarded
-from hps.cli.diagnosis.clocks import clock, skew
+from hps.cli.diagnosis.clocks import clock, least_skew
 from hps.cli.diagnosis.states import state
 from hps.cli.diagnosis.validity import shown
 from hps.errors import Forbidden, HpsError, NotFound, Unauthenticated
@@ -151,9 +151,8 @@ def _clock(name: str, url: str, tls: Tls | None) -> Check:
             return math.nan
 
     try:
-        line_is_open = now()  # the way there is short then
-        if math.isnan(line_is_open):
+        if math.isnan(now()):  # and the way there is short then
             return Check(name, "OK", "it does not tell its time")
-        return clock(name, skew(now, resolution_s=1.0))
+        return clock(name, least_skew(now, resolution_s=1.0))
     finally:
         line.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import shutil
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -162,11 +163,22 @@ def test_clocks_are_compared_as_far_as_one_can_tell(
 
 
 def test_a_clock_that_is_cut_to_seconds_is_the_same_clock() -> None:
-    import time
-
     found = clocks.skew(lambda: float(int(time.time())), resolution_s=1.0)
     assert abs(found.ahead_s) <= found.unsure_s
     assert found.unsure_s >= 0.5
+
+
+def test_a_time_that_had_passed_when_it_was_told_is_no_skew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A busy server renews what it says late; one whose clock is wrong says so each time."""
+    monkeypatch.setattr(clocks, "_PAUSE_S", 0.0)
+    late = iter([5.0, 4.0, 0.0, 9.0])
+    found = clocks.least_skew(lambda: time.time() - next(late))
+    assert clocks.clock("x", found).verdict == "OK"
+    assert next(late) == 9.0, "one that is alike is enough"
+    wrong = clocks.least_skew(lambda: time.time() + 30)
+    assert clocks.clock("x", wrong).verdict == "WARN"
 
 
 def test_memory_is_beside_what_the_caches_may_take() -> None:
