@@ -122,7 +122,7 @@ def check_certificates(settings: Settings, role: str) -> None:
     if role != "frontend" and redis is not None and (at_redis := redis.tls) is not None:
         client_context("tiers.redis.tls", at_redis.ca, at_redis.certificate, at_redis.key)
     for setting, tls, roles in (
-        ("dense.triton.tls", triton and triton.tls, ("all", "frontend")),
+        ("dense.triton.tls", None if triton is None else triton.tls, ("all", "frontend")),
         ("lookup.tls", lookup.tls, ("frontend",)),
     ):
         if tls is not None and role in roles:
