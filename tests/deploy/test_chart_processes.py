@@ -3,6 +3,7 @@ ports of this machine. A front end, a lookup node, ``helm test``, the checkpoint
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -138,10 +139,11 @@ def test_the_doctor_knows_in_a_pod_what_it_is_there(running: Pods, role: str) ->
     workload: Any = getattr(running, role)
     given: list[str] = getattr(running, f"{role}_ports")
     config = ["--config", str(running.folder / "etc/config.yaml")]
-    command = [sys.executable, "-m", "hps.cli.main", "doctor", *config, *given]
+    command = [sys.executable, "-m", "hps.cli.main", "doctor", "--json", *config, *given]
     printed = run(command, running.environment(main_container(workload)))
-    assert ("database" in printed) == (role == "lookup")
-    assert ("lookup node" in printed) == (role == "frontend")
+    looked_at = {check["name"] for check in json.loads(printed)}
+    assert ("database" in looked_at) == (role == "lookup")
+    assert (f"lookup node 127.0.0.1:{running.grpc}" in looked_at) == (role == "frontend")
 
 
 def test_a_new_node_begins_with_a_checkpoint_of_another(running: Pods, tmp_path: Path) -> None:
