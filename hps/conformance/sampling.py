@@ -62,7 +62,7 @@ def named(target: Target) -> str:
 
 
 def _ready(ask: Http) -> list[str]:
-    rows = ask.ask("POST", "/v2/repository/index").json()
+    rows = ask.ask("POST", "/v2/repository/index", b"{}").json()  # MLServer wants a body
     return [row["name"] for row in rows if row.get("state", "READY") == "READY"]
 
 
