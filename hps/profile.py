@@ -1,7 +1,7 @@
 """Where one request's time goes: the parts of its work, timed as they are told of (`hps.tracing`).
 
-A request that is profiled is recorded, like one of OpenTelemetry; all others are not, and pay nothing. A lookup
-node that is asked on its behalf answers with a profile of its own.
+A request that is profiled is recorded, like one of OpenTelemetry; all others are not, and pay nothing. A
+lookup node that is asked on its behalf answers with a profile of its own.
 """
 
 from __future__ import annotations
