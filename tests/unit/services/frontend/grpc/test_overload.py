@@ -30,7 +30,9 @@ def stub(small, serve):
     channels = []
 
     def make(guard=None, **settings):
-        admission = AdmissionSettings(**{"running": 2, "queue": 3, **settings})
+        admission = AdmissionSettings(
+            **{"running": 2, "queue": 3, "max_wait_ms": 60_000, **settings}
+        )
         small.state = State(settings=Settings(server=ServerSettings(admission=admission)))
         small.state.serve(small.node)
         arguments = [guard] if guard else []
