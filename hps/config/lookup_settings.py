@@ -56,7 +56,7 @@ class LookupSettings(Strict):
     timeout_ms: float = Field(1_000.0, gt=0)
     """Longest wait for a lookup without a deadline of its own."""
     attempt_ms: float = Field(1_000.0, gt=0)
-    """Longest wait for one node before another one is asked; never more than half of the time there is left."""
+    """Longest wait for one node before another one is asked; never more than half of what is left."""
     ejection: EjectionSettings = EjectionSettings()
     """When a node that fails is left out, and for how long."""
 
