@@ -26,9 +26,7 @@ OPTIONS: dict[str, int] = {
     "grpc.keepalive_time_ms": 10_000,
     "grpc.keepalive_timeout_ms": 5000,
     "grpc.http2.max_pings_without_data": 0,
-    # Lookups are repeated by us, elsewhere; vectors don't get smaller.
-    "grpc.enable_retries": 0,
-    "grpc.per_message_compression": 0,
+    "grpc.per_message_compression": 0,  # vectors don't get smaller
     # One connection each, even where several are of one address.
     "grpc.use_local_subchannel_pool": 1,
     # Replicas are near; a proxy that the environment names is for what is far.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import grpc
 import numpy as np
@@ -15,6 +15,9 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from hps.client import Client
+from hps.lookup.remote.addresses import Address
+from hps.lookup.remote.connection import Connection
+from hps.v1.lookup_pb2 import ServingRequest
 from services.frontend.grpc import port as port_module
 from services.frontend.state import State
 from tests.support.waiting import until
@@ -118,6 +121,26 @@ def test_no_call_is_lost_by_the_age_of_a_connection(serve, channels, settings):
     with load(lambda: channels(running.server.url, watch=states.append)) as some_more:
         until(lambda: states.count(grpc.ChannelConnectivity.READY) > 2 * CLIENTS)
         some_more()
+
+
+def test_no_call_of_ours_is_lost_by_the_age_of_a_connection(serve):
+    """gRPC repeats what a server has not looked at, unless it is told not to repeat anything."""
+    running = serve(grpc={"max_connection_age_s": 0.01})
+    with ExitStack() as made:
+
+        def ask_as_client():
+            client = made.enter_context(Client(f"grpc://{running.server.url}", retries=0))
+            return lambda: client.lookup("words", {"left": [1]})
+
+        def ask_as_front_end():
+            connection = Connection(Address(running.server.url), None)
+            made.callback(connection.close)
+            return lambda: connection.serving(ServingRequest(), timeout=60)
+
+        for ask in (ask_as_client, ask_as_front_end):
+            with load(ask) as some_more:
+                for _ in range(8):
+                    some_more()
 
 
 def test_whoever_asks_a_server_that_ends_is_told_to_ask_another(serve, channels, monkeypatch):
