@@ -33,8 +33,16 @@ class Memory(NamedTuple):
 
 def publish_memory(metrics: Metrics) -> None:
     """Gauges of it, read when metrics are asked for."""
-    metrics.gauges(m.MEMORY_USED, lambda: [((), memory().used)])
-    metrics.gauges(m.MEMORY_LIMIT, lambda: [((), memory().limit)])
+    metrics.gauges(m.MEMORY_USED, lambda: [((), each.used) for each in _told()])
+    metrics.gauges(m.MEMORY_LIMIT, lambda: [((), each.limit) for each in _told()])
+
+
+def _told() -> list[Memory]:
+    """None where the system shows a process itself alone (systemd's ProcSubset=pid)."""
+    try:
+        return [memory()]
+    except (OSError, KeyError):
+        return []
 
 
 def memory(

@@ -85,9 +85,15 @@ def guard(keys: ApiKeys) -> Guard:
 
 
 def _refuse_other_sites(headers: Mapping[bytes, bytes]) -> None:
-    """Browsers say what site a page is of that asks."""
+    """Browsers say what site a page is of that asks. Theirs is the word on whether it is this one, for
+    proxies may change the host; those that give none are old."""
     origin = headers[b"origin"]
-    if origin.rpartition(b"//")[2].lower() != headers.get(b"host", b"").lower():
+    told = headers.get(b"sec-fetch-site")
+    if told is None:
+        is_ours = origin.rpartition(b"//")[2].lower() == headers.get(b"host", b"").lower()
+    else:
+        is_ours = told in (b"same-origin", b"none")
+    if not is_ours:
         raise Forbidden(
             f"a page of {origin[:80].decode('latin-1')} asks, which is another site than this server; "
             "have it ask through its own"

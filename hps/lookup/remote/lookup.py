@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import grpc
+import numpy as np
 
 from hps.errors import BadRequest, DeadlineExceeded, HpsError, Unavailable
 from hps.lookup.base import Feature, Submit
@@ -29,7 +30,14 @@ from hps.lookup.traced import traced
 from hps.meters import LookupMeter
 from hps.metrics import Metrics
 from hps.tracing import Origin, timed
-from hps.types import EmbeddingTable, KeyArray, LookupRequest, LookupResult, VectorArray
+from hps.types import (
+    EmbeddingTable,
+    KeyArray,
+    LookupRequest,
+    LookupResult,
+    VectorArray,
+    as_keys,
+)
 from hps.v1 import lookup_pb2 as pb
 
 _Code = grpc.StatusCode
@@ -111,7 +119,8 @@ class RemoteLookup:
         def submit(
             keys: Sequence[KeyArray], deadline: float | None, origin: Origin | None = None, /
         ) -> Future[LookupResult]:
-            return self._begin(asked, asked.message(keys), deadline, None, origin)
+            wide = [each if each.dtype == np.int64 else as_keys(each) for each in keys]
+            return self._begin(asked, asked.message(wide), deadline, None, origin)
 
         return submit
 

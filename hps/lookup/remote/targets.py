@@ -91,7 +91,7 @@ class Target:
 
         try:
             return self._connection.lookup(message, timeout_s, metadata, ended)
-        except ValueError:
+        except BaseException:
             with self._lock:
                 self.in_flight -= 1
             raise

@@ -251,7 +251,7 @@ class Arrivals(ThreadPoolExecutor):
 class _Call:
     """One unary call, and what grpc takes for the future of its answer; a real one costs as much."""
 
-    __slots__ = ("_context", "_event", "_on_end", "_state", "_unsent")
+    __slots__ = ("_context", "_event", "_has_ended", "_on_end", "_state", "_unsent")
 
     def __init__(self, event: Any, state: Any, unsent: Unsent) -> None:
         self._event = event
@@ -259,11 +259,16 @@ class _Call:
         self._unsent = unsent
         self._context: grpc.ServicerContext | None = None
         self._on_end: Callable[[Any], object] | None = None
+        self._has_ended = False
 
     def add_done_callback(self, on_end: Callable[[Any], object]) -> None:
         """``on_end`` is called when the call no longer counts towards the most that may be open. grpc says so
-        before it looks for the request."""
-        self._on_end = on_end
+        before it looks for the request, and after a call was refused unread."""
+        with self._state.condition:
+            if not self._has_ended:
+                self._on_end = on_end
+                return
+        on_end(self)
 
     @property
     def context(self) -> grpc.ServicerContext:
@@ -333,6 +338,8 @@ class _Call:
             future.cancel()
 
     def ended(self, _: Any = None) -> None:
-        on_end, self._on_end = self._on_end, None
+        with self._state.condition:
+            self._has_ended = True
+            on_end, self._on_end = self._on_end, None
         if on_end is not None:
             on_end(self)

@@ -1,10 +1,14 @@
 """How much memory there is, as the kernel tells it of machines and containers."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from services.memory import Memory, memory
+import services.memory
+from hps import metric_names as m
+from hps.metrics import Metrics
+from services.memory import Memory, memory, publish_memory
 
 GB = 1 << 30
 
@@ -62,3 +66,14 @@ def test_of_the_first_version_of_groups(machine):
 def test_of_this_machine():
     found = memory()
     assert 1 << 20 < found.used < found.limit
+
+
+def test_where_the_system_shows_nothing_of_it_nothing_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And all other metrics are."""
+    metrics = Metrics()
+    publish_memory(metrics)
+    assert len(metrics.numbers()[m.MEMORY_LIMIT]) == 1
+    monkeypatch.setattr(services.memory, "memory", partial(memory, Path("/nowhere")))
+    assert metrics.numbers()[m.MEMORY_LIMIT] == metrics.numbers()[m.MEMORY_USED] == {}

@@ -86,6 +86,18 @@ def test_messages_of_strangers_are_not_waited_for(serve, key_guard, method):
             client.load_model("words", headers=known)
 
 
+@pytest.mark.parametrize("method", ["ModelInfer", "RepositoryModelLoad"])
+def test_refused_calls_are_over(serve, key_guard, method):
+    """They don't count towards the most that may be open."""
+    running = serve(key_guard)
+    with grpc.insecure_channel(running.server.url) as channel:
+        for _ in range(20):
+            with pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary(f"/{SERVICE}/{method}")(b"", timeout=60)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    until(lambda: running.server._server._state.active_rpc_count == 0)
+
+
 def test_a_message_that_is_none(serve):
     with grpc.insecure_channel(serve().server.url) as channel:
         with pytest.raises(grpc.RpcError) as caught:

@@ -120,7 +120,7 @@ def test_calls_with_and_without_grpcs_futures(serve, connect, small, known, monk
         assert remote.lookup(left(key)).vectors["left"].tolist() == [row(key, 3)]
     small.store.gate.clear()
     with pytest.raises(DeadlineExceeded):
-        remote.lookup(replace(left(15), deadline=time.monotonic() + 0.05))
+        remote.lookup(replace(left(15), deadline=time.monotonic() + 1))
     asked = remote.submit(replace(left(16), deadline=time.monotonic() + 60))
     assert asked.cancel()
     until(lambda: not target.in_flight)
@@ -148,10 +148,12 @@ def test_vectors_go_where_the_caller_says(remote):
     assert out.tolist() == [row(1, 2), row(2, 2)]
 
 
-def test_a_prepared_lookup(remote):
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.int8, np.uint64])
+def test_a_prepared_lookup(remote, dtype):
+    """Its keys are of whatever integers the client sends."""
     submit = remote.prepare(LookupRequest({"item": JaggedKeys(np.array([1, 2]), 2)}))
     for keys in ([3, 4], [5, -1], [4, 3]):
-        found = submit([np.array(keys)], None).result()
+        found = submit([np.array(keys).astype(dtype)], None).result()
         wanted = [row(key, 2) if key > 0 else [0.5, 0.5] for key in keys]
         assert found.vectors["item"].tolist() == wanted
         assert found.defaulted == keys.count(-1)

@@ -72,3 +72,8 @@ def test_pages_of_other_sites_ask_for_nothing(call, small, key_guard, guarded):
             assert call(*asked, headers={"origin": origin, **key}).status_code == 403
         for headers in ({"origin": "http://x"}, {"origin": "HTTP://X"}, {}):
             assert call(*asked, headers={**headers, **key}).status_code != 403
+        for site, refused in (("same-origin", False), ("same-site", True), ("cross-site", True)):
+            # The host is what a proxy calls this server.
+            headers = {"origin": "https://hps.example", "sec-fetch-site": site}
+            answer = call(*asked, headers={**headers, **key})
+            assert (answer.status_code == 403) == refused
