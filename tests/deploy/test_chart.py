@@ -414,6 +414,9 @@ def test_alerts_and_dashboards_are_the_files() -> None:
     text = (CHART / "files/alerts.yaml").read_text()
     there = "https://git.example.com/hps/docs/runbooks/"
     assert rule["spec"] == yaml.safe_load(text.replace("docs/runbooks/", there))
+    open_ended = "metrics.prometheusRule.runbookBase=https://git.example.com/hps/docs/runbooks"
+    done = helm_template("--values", values_file("ha"), "--set", open_ended)
+    assert rule in objects(done.stdout)
     files = {file.name: file.read_text() for file in (CHART / "files/dashboards").glob("*.json")}
     assert files
     shown = {}
@@ -551,6 +554,21 @@ def test_ports_of_stores_in_the_configuration_are_open() -> None:
     assert {"ports": [{"port": 7002}]} in policies["hps-frontend"]["egress"]
 
 
+def test_stores_are_open_where_a_configuration_of_one_s_own_names_them() -> None:
+    stores = [{"ipBlock": {"cidr": "192.0.2.0/24"}}]
+    done = helm_template(
+        "--values", values_file("minimal"), "--set", "existingConfigMap=mine",
+        "--set", "networkPolicy.enabled=true,networkPolicy.stores[0].ipBlock.cidr=192.0.2.0/24",
+    )  # fmt: skip
+    policies = {
+        each["metadata"]["name"]: each["spec"]
+        for each in objects(done.stdout)
+        if each["kind"] == "NetworkPolicy"
+    }
+    for role in ("lookup", "frontend"):
+        assert {"to": stores} in policies[f"hps-{role}"]["egress"]
+
+
 def test_ways_in_through_a_gateway() -> None:
     rendered = Rendered("everything")
     routes = {kind: rendered[kind, "ranking"]["spec"] for kind in ("HTTPRoute", "GRPCRoute")}
@@ -641,6 +659,13 @@ def refused(*words: str) -> str:
         ("models.fetch.enabled=true", ["models: models.fetch and models.demo are set"]),
         ("tls.enabled=true", ["tls.existingSecret"]),
         ("tls.mtls=true", ["tls.mtls", "tls.enabled=true"]),
+        ("tls.existingSecret=hps-tls", ["tls.existingSecret", "tls.enabled=true"]),
+        (
+            "redis.addresses={r:1},redis.tls.existingSecret=redis",
+            ["redis.tls.existingSecret", "redis.tls.enabled=true"],
+        ),
+        (f"image.digest=sha256:{'a' * 64},frontend.gpu.count=1", ["image.gpuDigest", "frontend.gpu"]),
+        ("existingConfigMap=mine,networkPolicy.enabled=true", ["networkPolicy.stores"]),
         ("ingest.enabled=true", ["ingest.enabled", "kafka.bootstrapServers"]),
         ("triton.mode=external", ["triton.url"]),
         ("triton.url=triton:8001", ["triton.url", "found none"]),

@@ -134,6 +134,16 @@ refused, since one of the two would silently not act.
 {{- if and $values.tls.mtls (not $values.tls.enabled) -}}
 {{- fail "tls.mtls: needs tls.enabled=true" -}}
 {{- end -}}
+{{- if and $values.tls.existingSecret (not $values.tls.enabled) -}}
+{{- fail "tls.existingSecret: acts with tls.enabled=true; set that, or leave the Secret out" -}}
+{{- end -}}
+{{- range $role := list "lookup" "frontend" -}}
+{{- $own := index $values $role -}}
+{{- $runs := or (eq $role "lookup") $values.frontend.enabled -}}
+{{- if and $runs (gt (int $own.gpu.count) 0) $values.image.digest (not $values.image.gpuDigest) -}}
+{{- fail (printf "image.gpuDigest: %s.gpu.count asks for the image with CUDA, and image.digest is the one without; say the digest of the other" $role) -}}
+{{- end -}}
+{{- end -}}
 {{- if and $values.dev.redis.enabled $values.redis.addresses -}}
 {{- fail "redis.addresses: dev.redis.enabled runs a Redis of the release; use one of the two" -}}
 {{- end -}}
@@ -143,6 +153,9 @@ refused, since one of the two would silently not act.
 {{- $redis := or (include "hps.redis" . | fromJsonArray) (dig "tiers" "redis" dict $values.config) -}}
 {{- if and $values.redis.existingSecret (not $redis) -}}
 {{- fail "redis.existingSecret: is a password for no Redis; set redis.addresses" -}}
+{{- end -}}
+{{- if and $values.redis.tls.existingSecret (not $values.redis.tls.enabled) -}}
+{{- fail "redis.tls.existingSecret: acts with redis.tls.enabled=true; set that, or leave the Secret out" -}}
 {{- end -}}
 {{- if and $values.redis.tls.enabled (not $redis) -}}
 {{- fail "redis.tls.enabled: there is no Redis; set redis.addresses" -}}
@@ -205,6 +218,9 @@ refused, since one of the two would silently not act.
 {{- end -}}
 {{- if and $values.existingConfigMap $values.config -}}
 {{- fail "config: existingConfigMap takes its place; use one of the two" -}}
+{{- end -}}
+{{- if and $values.existingConfigMap $values.networkPolicy.enabled (not $values.networkPolicy.stores) -}}
+{{- fail "networkPolicy.stores: say where Redis, Kafka and Triton are, as [{ipBlock: {cidr: 192.0.2.0/24}}]; the chart cannot read their ports in existingConfigMap" -}}
 {{- end -}}
 {{- if and $values.frontend.enabled (dig "server" "workers" 0 $values.config) -}}
 {{- fail "config.server.workers: front ends are single processes; give lookup nodes theirs by lookup.extraArgs={--workers,N}, and have more front ends by frontend.replicaCount" -}}

@@ -57,8 +57,7 @@ annotations:
 {{- $image := .root.Values.image -}}
 {{- $name := $image.repository -}}
 {{- if $image.registry }}{{ $name = printf "%s/%s" $image.registry $name }}{{ end -}}
-{{- $digest := $image.digest -}}
-{{- if gt (int .gpus) 0 }}{{ $digest = default $digest $image.gpuDigest }}{{ end -}}
+{{- $digest := ternary $image.gpuDigest $image.digest (gt (int .gpus) 0) -}}
 {{- if $digest -}}
 {{- printf "%s@%s" $name $digest -}}
 {{- else -}}
