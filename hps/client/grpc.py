@@ -21,7 +21,7 @@ _OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # how long an attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 _QUESTIONS = {

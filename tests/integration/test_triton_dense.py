@@ -76,7 +76,7 @@ def opened(small_repository, tmp_path):
         settings = {
             "models": {"repository": str(small_repository)},
             "tiers": {"rocksdb": {"path": str(folder / "db")}},
-            "dense": {"triton": triton or None},
+            "dense": {"triton": {"timeout_ms": 60_000, **triton} if triton else None},
         }
         nodes.append(hps.open(settings))
         return nodes[-1]

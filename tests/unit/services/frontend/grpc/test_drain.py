@@ -125,7 +125,7 @@ def test_no_call_is_lost_by_the_age_of_a_connection(serve, channels, settings):
 
 def test_no_call_of_ours_is_lost_by_the_age_of_a_connection(serve):
     """gRPC repeats what a server has not looked at, unless it is told not to repeat anything."""
-    running = serve(grpc={"max_connection_age_s": 0.01})
+    running = serve(grpc={"max_connection_age_s": 0.05})
     with ExitStack() as made:
 
         def ask_as_client():
