@@ -119,7 +119,7 @@ class Unary:
         asked.add_done_callback(
             lambda _: self._tell(told, asked.code(), asked.details(), _Answer(asked))
         )
-        return asked.cancel  # type: ignore[no-any-return]
+        return asked.cancel  # type: ignore[no-any-return]  # grpc has no types
 
 
 class _Answer:
