@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from hps.client.admin import Sample
 
 _LATE_S = 60.0
-# Compactions write what they merge before they delete it: so much is to be free, as a share of the tables,
-# and in bytes, which is twice the default of tiers.rocksdb.min_free_bytes.
-_ROOM, _LEAST = 0.25, 512 << 20
+# Compactions write what they merge before they delete it: so much is to be free, as a share of the tables.
+_ROOM = 0.25
 
 
 def state(name: str, status: Mapping[str, Any], admin: Admin) -> Iterator[Check]:
@@ -30,6 +29,7 @@ def state(name: str, status: Mapping[str, Any], admin: Admin) -> Iterator[Check]
         yield _stream(name, stream)
     samples = admin.metrics()
     yield from _loads(name, samples)
+    yield from _lost(name, samples)
     yield _freshness(name, samples)
 
 
@@ -48,15 +48,19 @@ def _tier(name: str, tier: Mapping[str, Any]) -> Iterator[Check]:
     if tier.get("background_errors"):
         yield Check(label, "FAIL", f"{tier['background_errors']} background errors", "see its log")
     if tier.get("free_bytes") is not None:
-        yield _disk(f"{label}: disk", int(tier["free_bytes"]), int(tier.get("table_bytes") or 0))
+        yield _disk(f"{label}: disk", tier)
 
 
-def _disk(name: str, free: int, taken: int) -> Check:
+def _disk(name: str, tier: Mapping[str, Any]) -> Check:
+    free, taken = int(tier["free_bytes"]), int(tier.get("table_bytes") or 0)
+    least = int(tier.get("min_free_bytes") or 0)
     found = f"{size(free)} free beside {size(taken)} of tables"
-    if free >= max(_LEAST, _ROOM * taken):
-        return Check(name, "OK", found)
     mend = "make room: below tiers.rocksdb.min_free_bytes its updates wait"
-    return Check(name, "WARN", found, mend)
+    if free < least:
+        return Check(name, "FAIL", f"{found}, less than the {size(least)} it keeps free", mend)
+    if free < max(2 * least, _ROOM * taken):
+        return Check(name, "WARN", found, mend)
+    return Check(name, "OK", found)
 
 
 def _nodes(name: str, nodes: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
@@ -98,6 +102,17 @@ def _loads(name: str, samples: Sequence[Sample]) -> Iterator[Check]:
         found = f"{plural(times, 'load')} of {model} failed since it started"
         mend = f"see its log; hps model verify {model} --repository DIR"
         yield Check(f"{name}: models", "WARN", found, mend)
+
+
+def _lost(name: str, samples: Sequence[Sample]) -> Iterator[Check]:
+    for sample in samples:
+        if sample.name == m.UPDATE_LOST and sample.value:
+            topic, lost = sample.labels.get("topic", ""), count(int(sample.value))
+            found = (
+                f"{lost} messages of {topic} were deleted before they were read, since it started"
+            )
+            mend = "publish a version with all rows and load it; keep messages for longer: retention.ms"
+            yield Check(f"{name}: updates of {sample.labels.get('group', '')}", "WARN", found, mend)
 
 
 def _freshness(name: str, samples: Sequence[Sample]) -> Check:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hps import metric_names as m
 from hps import native
 from hps.cli.diagnosis import (
     clocks,
@@ -25,6 +26,7 @@ from hps.cli.diagnosis import (
     validity,
 )
 from hps.cli.diagnosis.check import Check, failed, guarded
+from hps.client.admin import Sample
 from hps.config import configuration_from
 from hps.errors import ConfigError
 from hps.updates.kafka.overview import GroupView
@@ -263,15 +265,26 @@ def test_servers_of_several_versions_are_told() -> None:
 
 
 def test_a_disk_that_is_nearly_full_is_told_of_a_server_that_is_far_away() -> None:
-    def told(free: int, taken: int) -> str:
-        tier = {"name": "rocksdb", "free_bytes": free, "table_bytes": taken}
-        (check,) = states._tier("server", tier)
+    def told(free: int, taken: int, least: int) -> str:
+        bytes_ = {"free_bytes": free, "table_bytes": taken, "min_free_bytes": least}
+        (check,) = states._tier("server", {"name": "rocksdb", **bytes_})
         assert (check.verdict == "OK") == (not check.mend)
         return check.verdict
 
-    assert told(1 << 30, 1 << 30) == "OK"
-    assert told(1 << 30, 1 << 33) == "WARN"
-    assert told(1 << 20, 0) == "WARN"
+    assert told(1 << 30, 1 << 30, 1 << 28) == "OK"
+    assert told(1 << 30, 1 << 33, 1 << 28) == "WARN"
+    assert told(1 << 30, 0, (1 << 29) + 1) == "WARN"
+    assert told((1 << 30) - 1, 0, 1 << 30) == "FAIL"
+    assert told(1 << 20, 0, 0) == "OK"
+
+
+def test_messages_that_were_deleted_before_they_were_read_are_told() -> None:
+    def sample(topic: str, value: float) -> Sample:
+        return Sample(m.UPDATE_LOST, {"group": "hps.node.a", "topic": topic}, value)
+
+    (check,) = states._lost("server", [sample("hps_updates.b", 0.0), sample("hps_updates.c", 7.0)])
+    assert (check.name, check.verdict) == ("server: updates of hps.node.a", "WARN")
+    assert "7 messages of hps_updates.c" in check.found
 
 
 def test_lookup_nodes_of_a_front_end_that_serve_different_versions() -> None:
