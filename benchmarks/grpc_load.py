@@ -1,81 +1,56 @@
-"""A light closed-loop gRPC load generator: unary calls over plain sockets, one thread, ready-made frames.
+"""A light gRPC load generator: unary calls over plain sockets, one thread, ready-made messages.
 
-gRPC's own client takes more of a core for a call than some of the servers under test. What a server sends is
-read as far as needed (RFC 9113): windows, pings and settings are answered, a call is over with its trailers,
-and an answer without a message is an error. Every connection has one call at a time.
+gRPC's own client takes more of a core for a call than some of the servers under test, and tells of an answer
+when it comes round to it. What a server sends is read as far as needed (RFC 9113): windows, pings and
+settings are answered, a call is over with its trailers, and what has not been sent of its message by then is
+not sent any more. Every connection has one call at a time.
 """
 
 from __future__ import annotations
 
 import select
-import socket
 import struct
 import time
 from collections.abc import Sequence
-from itertools import cycle
+from functools import partial
 
-from benchmarks.open_loop import Seen
+from benchmarks.open_loop import Seen, connected, run_closed, run_open
 
 _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _GOAWAY, _WINDOW = 0, 1, 3, 4, 6, 7, 8
 _END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
-_LARGEST_FRAME, _MOST_WINDOW = 16_384, (1 << 31) - 1
-SILENCE_S = 10.0
+_LARGEST_FRAME, _FIRST_WINDOW, _MOST_WINDOW = 16_384, 65_535, (1 << 31) - 1
+# Frames beyond so many bytes are made when those before them have been sent.
+_READY = 1 << 16
+_STATUS = b"\x0bgrpc-status"
+
+
+def grpc_open(
+    address: str, method: str, messages: Sequence[bytes], arrivals: Sequence[float]
+) -> Seen:
+    """As `benchmarks.open_loop.open_loop`; statuses are 200 for OK, else gRPC's numbers. Raises RuntimeError
+    when the server ends a connection, or a call in a way that is not gRPC's."""
+    connect = partial(_Connection, address, _head(method, address))
+    return run_open(connect, [_framed(message) for message in messages], arrivals)
 
 
 def grpc_closed(
     address: str, method: str, messages: Sequence[bytes], connections: int, seconds: float
 ) -> Seen:
-    """Keep ``connections`` calls in flight for ``seconds``, cycling through ``messages``.
-
-    Raises RuntimeError for a call that fails, TimeoutError when the server stays silent, ValueError for a
-    message that does not fit into a frame.
-    """
-    supply = cycle([_framed(message) for message in messages])
-    head = _head(method, address)
-    seen, poll = Seen(), select.epoll()
-    clients = {}
-    for _ in range(connections):
-        client = _Connection(address, head)
-        clients[client.socket.fileno()] = client
-        poll.register(client.socket.fileno(), select.EPOLLIN)
-    try:
-        start = heard = time.monotonic()
-        end = start + seconds
-        for client in clients.values():
-            client.call(next(supply))
-        waiting = connections
-        while waiting:
-            events, now = poll.poll(0), time.monotonic()
-            if not events and now - heard > SILENCE_S:
-                raise TimeoutError(f"no answer from {address} for {SILENCE_S:.0f} s")
-            for number, _ in events:
-                heard, client = now, clients[number]
-                if not client.receive():
-                    continue
-                answered = time.monotonic()
-                seen.statuses.append(200)
-                seen.latencies.append(answered - client.since)
-                seen.late.append(0.0)
-                if answered < end:
-                    client.call(next(supply))
-                else:
-                    waiting -= 1
-        seen.wall_s = time.monotonic() - start
-        return seen
-    finally:
-        poll.close()
-        for client in clients.values():
-            client.socket.close()
+    """As `benchmarks.open_loop.closed_loop`; statuses and errors as above."""
+    connect = partial(_Connection, address, _head(method, address))
+    return run_closed(connect, [_framed(message) for message in messages], connections, seconds)
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    return struct.pack("!I", len(payload))[1:] + struct.pack("!BBI", kind, flags, stream) + payload
+    return _frame_head(len(payload), kind, flags, stream) + payload
+
+
+def _frame_head(size: int, kind: int, flags: int, stream: int) -> bytes:
+    return struct.pack("!I", size)[1:] + struct.pack("!BBI", kind, flags, stream)
 
 
 def _framed(message: bytes) -> bytes:
     """The message with gRPC's prefix: not compressed, its length."""
-    if len(message) + 5 > _LARGEST_FRAME:
-        raise ValueError(f"a message of {len(message)} bytes does not fit into a frame")
     return struct.pack("!BI", 0, len(message)) + message
 
 
@@ -98,74 +73,138 @@ def _head(method: str, address: str) -> bytes:
     )
 
 
+def _status(trailers: bytes) -> int:
+    """200 for OK, else gRPC's number. The server was told to keep no dynamic table, and gRPC's write
+    headers without Huffman's code."""
+    at = trailers.find(_STATUS) + len(_STATUS)
+    size = trailers[at] if at > len(_STATUS) else 0
+    text = trailers[at + 1 : at + 1 + size]
+    if not text.isdigit():
+        raise RuntimeError(f"trailers without a status: {trailers!r}")
+    return int(text) or 200
+
+
 class _Connection:
-    """``since`` is when the call under way began."""
+    """See `benchmarks.open_loop.Connection`."""
 
     def __init__(self, address: str, head: bytes) -> None:
-        host, _, port = address.rpartition(":")
-        self.socket = socket.create_connection((host, int(port)), SILENCE_S)
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.since = 0.0
+        self.socket = connected(address)
+        self.since = self.sent = 0.0
         self._head, self._stream = head, -1
-        self._got = bytearray()
+        self._got, self._wire = bytearray(), bytearray()
+        self._left = memoryview(b"")  # of the message, what is in no frame yet
+        self._answered, self._waits = True, False
         self._message = 0
         self._taken = 0
-        self._window, self._kept = 65_535, b""
+        # How much the server takes: of all calls, of the one under way, of one at its beginning.
+        self._window = self._own_window = self._new_window = _FIRST_WINDOW
         settings = struct.pack("!HIHI", 1, 0, 4, _MOST_WINDOW)
-        window = struct.pack("!I", _MOST_WINDOW - 65_535)
+        window = struct.pack("!I", _MOST_WINDOW - _FIRST_WINDOW)
         hello = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0, settings)
         self.socket.sendall(hello + _frame(_WINDOW, 0, 0, window))
+        self.socket.setblocking(False)
 
-    def call(self, framed: bytes) -> None:
-        self.since = time.monotonic()
+    @property
+    def is_free(self) -> bool:
+        return self._answered
+
+    def send(self, request: bytes, since: float, poll: select.epoll) -> None:
+        """``request`` has gRPC's prefix."""
+        self.since, self.sent = since, time.monotonic()
+        self._answered = False
         self._message = 0
         self._stream += 2
-        self._kept = framed
-        self._send(_frame(_HEADERS, _END_HEADERS, self._stream, self._head))
+        self._own_window = self._new_window
+        self._left = memoryview(request)
+        self._wire += _frame(_HEADERS, _END_HEADERS, self._stream, self._head)
+        self._write(poll)
 
-    def _send(self, before: bytes = b"") -> None:
-        """Send ``before``, and the message too if the server has room for it."""
-        if self._kept and self._window >= len(self._kept):
-            self._window -= len(self._kept)
-            before += _frame(_DATA, _END_STREAM, self._stream, self._kept)
-            self._kept = b""
-        if before:
-            self.socket.sendall(before)
+    def _write(self, poll: select.epoll) -> None:
+        """Send what the server and the system take."""
+        try:
+            while self._fill():
+                del self._wire[: self.socket.send(self._wire)]
+        except BlockingIOError:
+            pass
+        if self._waits != bool(self._wire):
+            self._waits = bool(self._wire)
+            more = select.EPOLLOUT if self._waits else 0
+            poll.modify(self.socket.fileno(), select.EPOLLIN | more)
 
-    def receive(self) -> bool:
-        """Read what is there; True when it ends the call."""
+    def _fill(self) -> bool:
+        """Make frames of the message as far as the server has room for it; whether there are any to send."""
+        while self._left and len(self._wire) < _READY:
+            size = min(len(self._left), self._window, self._own_window, _LARGEST_FRAME)
+            if size <= 0:
+                break
+            self._window -= size
+            self._own_window -= size
+            is_last = size == len(self._left)
+            self._wire += _frame_head(size, _DATA, _END_STREAM * is_last, self._stream)
+            self._wire += self._left[:size]
+            self._left = self._left[size:]
+        return bool(self._wire)
+
+    def go_on(self, events: int, poll: select.epoll) -> int:
+        """See ``Connection``."""
+        status = self._receive() if events & ~select.EPOLLOUT else 0
+        if self._wire or self._left:
+            self._write(poll)
+        return status
+
+    def _receive(self) -> int:
+        """Read what is there; the status of the call if that ends it, else 0."""
         data = self.socket.recv(1 << 18)
         if not data:
             raise RuntimeError("the server closed the connection")
         self._got += data
-        got, at, over = self._got, 0, False
+        got, at, status = self._got, 0, 0
         while len(got) - at >= 9:
             size = int.from_bytes(got[at : at + 3], "big")
             if len(got) - at < 9 + size:
                 break
-            over |= self._take(got[at + 3], got[at + 4], got, at + 9, size)
+            status = self._take(got[at + 3], got[at + 4], got, at + 9, size) or status
             at += 9 + size
         del got[:at]
-        return over
+        return status
 
-    def _take(self, kind: int, flags: int, got: bytearray, at: int, size: int) -> bool:
+    def _take(self, kind: int, flags: int, got: bytearray, at: int, size: int) -> int:
+        stream = int.from_bytes(got[at - 4 : at], "big")
         if kind == _DATA:
             self._message += size
             self._taken += size
             if self._taken > 1 << 30:
-                self._send(_frame(_WINDOW, 0, 0, struct.pack("!I", self._taken)))
+                self._wire += _frame(_WINDOW, 0, 0, struct.pack("!I", self._taken))
                 self._taken = 0
         elif kind == _HEADERS and flags & _END_STREAM:
-            if self._message < 5:
-                raise RuntimeError(f"the call failed: {bytes(got[at : at + size])!r}")
-            return True
+            return self._ended(bytes(got[at : at + size]))
         elif kind == _WINDOW:
-            if got[at - 4 : at] == b"\0\0\0\0":
-                self._window += int.from_bytes(got[at : at + 4], "big")
-                self._send()
+            more = int.from_bytes(got[at : at + 4], "big")
+            if not stream:
+                self._window += more
+            elif stream == self._stream:
+                self._own_window += more
         elif kind in (_SETTINGS, _PING) and not flags & _ACK:
-            answer = bytes(got[at : at + size]) if kind == _PING else b""
-            self._send(_frame(kind, _ACK, 0, answer))
-        elif kind in (_RESET, _GOAWAY):
+            payload = bytes(got[at : at + size])
+            if kind == _SETTINGS:
+                self._settle(payload)
+            self._wire += _frame(kind, _ACK, 0, payload if kind == _PING else b"")
+        elif kind == _GOAWAY or (kind == _RESET and stream == self._stream and not self._answered):
             raise RuntimeError(f"the server ended the call: {bytes(got[at : at + size])!r}")
-        return False
+        return 0
+
+    def _ended(self, trailers: bytes) -> int:
+        status = _status(trailers)
+        if status == 200 and self._message < 5:
+            raise RuntimeError(f"OK without a message: {trailers!r}")
+        self._answered = True
+        if self._left:
+            self._left = memoryview(b"")
+            self._wire += _frame(_RESET, 0, self._stream, bytes(4))
+        return status
+
+    def _settle(self, settings: bytes) -> None:
+        for name, value in struct.iter_unpack("!HI", settings):
+            if name == 4:  # the window of a call
+                self._own_window += value - self._new_window
+                self._new_window = value

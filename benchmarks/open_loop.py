@@ -2,7 +2,7 @@
 
 Latencies count from the instant a request was to be sent, so a server that falls behind is not spared. How
 soon a refusal comes is counted from when the request was sent. A refused request's body is sent to its end,
-as HTTP/1.1 wants.
+as HTTP/1.1 wants. `benchmarks/grpc_load.py` has the connections for gRPC.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
 _MOST_CONNECTIONS = 1024
+SILENCE_S = 30.0
 
 
 @dataclass
@@ -70,62 +70,98 @@ def poisson(rate: float, seconds: float, seed: int) -> list[float]:
     return [float(t) for t in times[times < seconds]]
 
 
-def open_loop(
-    address: str,
-    requests: Sequence[bytes],
-    arrivals: Sequence[float],
-    now_and_then: Callable[[], None] = lambda: None,
-) -> Seen:
-    """Send a request at each of ``arrivals``; ``now_and_then`` is called every second."""
-    return _Run(address, requests).run(iter(arrivals), now_and_then)
+class Connection(Protocol):
+    """One with one request at a time: when that ``since`` was to be sent, and when it was ``sent``."""
+
+    socket: socket.socket
+    since: float
+    sent: float
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the next request may be sent."""
+        ...
+
+    def send(self, request: bytes, since: float, poll: select.epoll) -> None: ...
+
+    def go_on(self, events: int, poll: select.epoll) -> int:
+        """Send and receive what can be; the status of an answer that is complete now, else 0."""
+        ...
+
+
+Connect = Callable[[], Connection]
+
+
+def open_loop(address: str, requests: Sequence[bytes], arrivals: Sequence[float]) -> Seen:
+    """Send a request at each of ``arrivals``. Raises TimeoutError when the server stays silent."""
+    return run_open(partial(_Connection, address), requests, arrivals)
 
 
 def closed_loop(address: str, requests: Sequence[bytes], connections: int, seconds: float) -> Seen:
-    """Keep ``connections`` requests in flight."""
-    run = _Run(address, requests)
+    """Keep ``connections`` requests in flight. Raises TimeoutError when the server stays silent."""
+    return run_closed(partial(_Connection, address), requests, connections, seconds)
+
+
+def run_open(connect: Connect, requests: Sequence[bytes], arrivals: Sequence[float]) -> Seen:
+    """As `open_loop` over other connections."""
+    return _Run(connect, requests).run(iter(arrivals))
+
+
+def run_closed(
+    connect: Connect, requests: Sequence[bytes], connections: int, seconds: float
+) -> Seen:
+    """As `closed_loop` over other connections."""
+    run = _Run(connect, requests)
     end = time.monotonic() + seconds
     run.again = lambda: time.monotonic() < end
-    return run.run(iter([0.0] * connections), lambda: None)
+    return run.run(iter([0.0] * connections))
 
 
 class _Run:
-    def __init__(self, address: str, requests: Sequence[bytes]) -> None:
-        host, _, port = address.rpartition(":")
-        self._to = (host, int(port))
+    def __init__(self, connect: Connect, requests: Sequence[bytes]) -> None:
+        self._connect = connect
         self._supply = cycle(requests)
         self._poll = select.epoll()
-        self._open: dict[int, _Connection] = {}
-        self._free: list[_Connection] = []
+        self._open: dict[int, Connection] = {}
+        self._free: list[Connection] = []
         self.again: Callable[[], bool] = lambda: False
 
-    def run(self, arrivals: Iterator[float], now_and_then: Callable[[], None]) -> Seen:
+    def run(self, arrivals: Iterator[float]) -> Seen:
+        try:
+            return self._run(arrivals)
+        finally:
+            for connection in self._open.values():
+                connection.socket.close()
+            self._poll.close()
+
+    def _run(self, arrivals: Iterator[float]) -> Seen:
         seen = Seen()
-        start = last = second = time.monotonic()
+        start = last = heard = time.monotonic()
         due = next(arrivals, None)
         while due is not None or len(self._free) < len(self._open):
             now = time.monotonic()
-            if now > second + 1:
-                second = now
-                now_and_then()
             while due is not None and start + due <= now:
                 self._send(start + due)
                 due = next(arrivals, None)
-            for number, events in self._poll.poll(0):
+            events = self._poll.poll(0)
+            if events or len(self._free) == len(self._open):
+                heard = now
+            elif now - heard > SILENCE_S:
+                raise TimeoutError(f"no answer for {SILENCE_S:.0f} s")
+            for number, what in events:
                 connection = self._open[number]
-                status = connection.go_on(events, self._poll)
+                was_free = connection.is_free
+                status = connection.go_on(what, self._poll)
                 if status:
                     last = time.monotonic()
                     seen.statuses.append(status)
                     seen.latencies.append(last - connection.since)
                     seen.late.append(connection.sent - connection.since)
-                if connection.is_free:
+                if connection.is_free and not was_free:
                     if self.again():
                         connection.send(next(self._supply), time.monotonic(), self._poll)
                     else:
                         self._free.append(connection)
-        for connection in self._open.values():
-            connection.socket.close()
-        self._poll.close()
         seen.wall_s = last - start
         return seen
 
@@ -133,7 +169,7 @@ class _Run:
         if self._free:
             connection = self._free.pop()
         elif len(self._open) < _MOST_CONNECTIONS:
-            connection = _Connection(self._to)
+            connection = self._connect()
             self._open[connection.socket.fileno()] = connection
             self._poll.register(connection.socket.fileno(), select.EPOLLIN)
         else:
@@ -141,12 +177,19 @@ class _Run:
         connection.send(next(self._supply), since, self._poll)
 
 
-class _Connection:
-    """A keep-alive connection with one request at a time."""
+def connected(address: str) -> socket.socket:
+    """Without Nagle's waits."""
+    host, _, port = address.rpartition(":")
+    made = socket.create_connection((host, int(port)), 10)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return made
 
-    def __init__(self, to: tuple[str, int]) -> None:
-        self.socket = socket.create_connection(to, 10)
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+class _Connection:
+    """HTTP/1.1, kept alive."""
+
+    def __init__(self, address: str) -> None:
+        self.socket = connected(address)
         self.socket.setblocking(False)
         self.since = self.sent = 0.0
         self._left = memoryview(b"")
@@ -172,7 +215,7 @@ class _Connection:
         poll.modify(self.socket.fileno(), select.EPOLLIN)
 
     def go_on(self, events: int, poll: select.epoll) -> int:
-        """Send and receive what can be; the status of an answer that is complete now, else 0."""
+        """See `Connection`."""
         if events & select.EPOLLOUT:
             self._write(poll)
         if not events & select.EPOLLIN:
@@ -200,81 +243,3 @@ class _Connection:
         if b"\r\ntransfer-encoding: chunked\r\n" not in head:
             raise RuntimeError(f"an answer without a length: {head!r}")
         return self._got.endswith(b"\r\n0\r\n\r\n")
-
-
-def grpc_open_loop(
-    address: str,
-    method: str,
-    messages: Sequence[bytes],
-    arrivals: Sequence[float],
-    now_and_then: Callable[[], None] = lambda: None,
-) -> tuple[Seen, set[str]]:
-    """As `open_loop` over gRPC; status 200 is OK, and the codes of the others are told as well."""
-    import grpc
-
-    seen, codes = Seen(), set()
-    options = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
-    channels = [grpc.insecure_channel(address, options) for _ in range(8)]
-    calls = cycle([channel.unary_unary(method) for channel in channels])
-    supply = cycle(messages)
-    open_calls = set()
-    start = second = time.monotonic()
-
-    def ended(since: float, sent: float, call: Any) -> None:
-        now = time.monotonic()
-        seen.late.append(sent - since)
-        code = call.code()
-        codes.add(code.name)
-        seen.statuses.append(200 if code.name == "OK" else 503)
-        seen.latencies.append(now - since)
-        seen.wall_s = now - start
-        open_calls.discard(call)
-
-    for due in arrivals:
-        while (left := start + due - time.monotonic()) > 0:
-            time.sleep(min(left, 0.05))
-        now = time.monotonic()
-        if now > second + 1:
-            second = now
-            now_and_then()
-        call = next(calls).future(next(supply), timeout=30)
-        open_calls.add(call)
-        call.add_done_callback(partial(ended, start + due, now))
-    while open_calls:
-        time.sleep(0.01)
-    for channel in channels:
-        channel.close()
-    codes.discard("OK")
-    return seen, codes
-
-
-def grpc_closed_loop(
-    address: str, method: str, messages: Sequence[bytes], calls: int, seconds: float
-) -> Seen:
-    """As `closed_loop` over gRPC. Raises ``grpc.RpcError`` for any answer but OK."""
-    import grpc
-
-    end = time.monotonic() + seconds
-
-    def ask(channel: Any) -> Seen:
-        seen, supply = Seen(), cycle(messages)
-        call = channel.unary_unary(method)
-        while (since := time.monotonic()) < end:
-            call(next(supply), timeout=30)
-            seen.statuses.append(200)
-            seen.latencies.append(time.monotonic() - since)
-            seen.late.append(0.0)
-        return seen
-
-    options = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
-    channels = [grpc.insecure_channel(address, options) for _ in range(calls)]
-    start = time.monotonic()
-    with ThreadPoolExecutor(calls) as pool:
-        seen = sum(pool.map(ask, channels), Seen())
-    seen.wall_s = time.monotonic() - start
-    for channel in channels:
-        channel.close()
-    return seen
-
-
-__all__ = ["Seen", "closed_loop", "grpc_closed_loop", "grpc_open_loop", "open_loop", "poisson"]

@@ -15,14 +15,15 @@ from benchmarks import frontend_servers, frontend_triton
 from benchmarks.common import Options, Report
 from benchmarks.frontend_scene import BATCH, works
 from benchmarks.frontend_triton import CONCURRENCY, QUICK, Measured, steps_of
-from benchmarks.grpc_load import grpc_closed
+from benchmarks.grpc_load import grpc_closed, grpc_open
 from benchmarks.load import http_request
-from benchmarks.open_loop import closed_loop
+from benchmarks.open_loop import closed_loop, poisson
 
 
 @pytest.fixture(scope="module")
 def echo():
-    """Answers a call of ``/test/Echo`` with as many bytes as the message says; refuses what says nothing."""
+    """Answers a call of ``/test/Echo`` with as many bytes as the message says; refuses what says nothing, and
+    all calls of ``/test/Deaf`` before their message is read."""
 
     def answer(message, context):
         if not message:
@@ -30,7 +31,12 @@ def echo():
         return bytes(int(message.split()[0]))
 
     server = grpc.server(ThreadPoolExecutor(4))
-    handlers = {"Echo": grpc.unary_unary_rpc_method_handler(answer)}
+    handlers = {
+        "Echo": grpc.unary_unary_rpc_method_handler(answer),
+        "Deaf": grpc.stream_unary_rpc_method_handler(
+            lambda messages, context: context.abort(grpc.StatusCode.UNAVAILABLE, "no room")
+        ),
+    }
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test", handlers)])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -38,7 +44,9 @@ def echo():
     server.stop(0).wait()
 
 
-@pytest.mark.parametrize("message", [b"10", b"300000", b"10 " + bytes(16_000)])
+@pytest.mark.parametrize(
+    "message", [b"10", b"300000", b"10 " + bytes(16_000), b"10 " + bytes(900_000)]
+)
 def test_calls_are_answered(echo, message):
     seen = grpc_closed(echo, "/test/Echo", [message], 3, 2.0)
     assert len(seen.statuses) >= 6
@@ -46,14 +54,23 @@ def test_calls_are_answered(echo, message):
     assert max(seen.latencies) < seen.wall_s
 
 
-def test_a_call_that_fails_is_an_error(echo):
-    with pytest.raises(RuntimeError, match="the call failed"):
-        grpc_closed(echo, "/test/Echo", [b""], 1, 0.2)
+def test_calls_that_are_refused(echo):
+    seen = grpc_closed(echo, "/test/Echo", [b"", b"10"], 1, 0.2)
+    assert set(seen.statuses[::2]) == {grpc.StatusCode.INVALID_ARGUMENT.value[0]}
+    assert set(seen.statuses[1::2]) <= {200}
 
 
-def test_a_message_has_to_fit_into_a_frame(echo):
-    with pytest.raises(ValueError, match="does not fit"):
-        grpc_closed(echo, "/test/Echo", [bytes(20_000)], 1, 0.2)
+def test_calls_that_are_refused_unread(echo):
+    seen = grpc_closed(echo, "/test/Deaf", [bytes(2_000_000)], 1, 1.0)
+    assert len(seen.statuses) > 1  # on one connection
+    assert set(seen.statuses) == {grpc.StatusCode.UNAVAILABLE.value[0]}
+
+
+def test_calls_that_come_when_they_come(echo):
+    arrivals = poisson(100.0, 0.5, seed=1)
+    seen = grpc_open(echo, "/test/Echo", [b"10 " + bytes(100_000)], arrivals)
+    assert len(seen.statuses) == len(arrivals)
+    assert set(seen.statuses) == {200}
 
 
 def test_everyone_is_asked_for_the_same():

@@ -22,14 +22,18 @@ def seen(answers: int, refusals: int = 0, latency: float = 0.01) -> Seen:
 
 def judged(before: Seen, after: Seen, run: Seen) -> dict[str, str]:
     report = Report()
-    record(report, "rest", before, after, run, WATCH, {"503"})
+    record(report, "rest", before, after, run, WATCH)
     return {bar.name: bar.verdict(report.values[bar.name]) for bar in BARS if "rest" in bar.name}
 
 
-def test_a_run_is_judged_by_the_capacity_before_it() -> None:
+def test_a_run_is_judged_by_the_capacity_around_it() -> None:
     assert set(judged(seen(100), seen(100), seen(95, 305)).values()) == {"met"}
-    slower = judged(seen(100), seen(80), seen(85, 315))  # 0.94 of the mean of before and after
-    assert (slower["goodput_rest"], slower["recovery_rest"]) == ("MISSED", "MISSED")
+    assert set(judged(seen(100), seen(90), seen(86, 314)).values()) == {
+        "met"
+    }  # the machine's drift
+    assert judged(seen(100), seen(120), seen(95, 305))["goodput_rest"] == "MISSED"
+    slower = judged(seen(100), seen(80), seen(85, 315))  # 0.94 of the mean
+    assert slower["recovery_rest"] == "MISSED"
     late = judged(seen(100), seen(100, latency=0.1), seen(95, 305, latency=0.03))
     assert late["p99_rest"] == "MISSED"
 
