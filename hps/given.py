@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.errors import BadRequest
-from hps.types import JaggedKeys, VectorArray, as_keys
+from hps.types import JaggedKeys, KeyArray, VectorArray, as_keys
 
 _INT64 = np.dtype(np.int64)
 
@@ -48,6 +48,17 @@ def tensor(name: str, array: Any) -> NDArray[Any]:
         return np.asarray(array)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise BadRequest(f"{name!r} is not an array on the host: {error}") from None
+
+
+def flat_keys(name: str, keys: Any) -> KeyArray:
+    """Keys ``(n,)`` of a table. Raises ``BadRequest``."""
+    try:
+        found = as_keys(tensor(name, keys))
+    except TypeError as error:
+        raise BadRequest(f"{name}: {error}") from None
+    if found.ndim != 1:
+        raise BadRequest(f"{name} must be (n,), not {found.shape}")
+    return found
 
 
 def targets(out: Any) -> dict[str, VectorArray] | None:

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from hps.errors import BadRequest, NotFound, Unsupported
-from hps.given import Features, jagged, tensor
+from hps.given import Features, flat_keys, jagged, tensor
 from hps.open_models import OpenModels, ServedModel, deadline_in
 from hps.streams import Streams
 from hps.tier_status import hot_keys
 from hps.tiers.node import NodeServer
-from hps.types import KeyArray, LookupRequest, LookupResult, as_keys
+from hps.types import LookupRequest, LookupResult
 from hps.updates.writer import CacheWriter
 
 __all__ = ["Control", "Node", "ServedModel"]
@@ -101,7 +101,9 @@ class Node(OpenModels):
             rows = np.empty((0, found.dim), found.dtype)
         if rows.dtype.kind not in "fiu" or rows.ndim != 2:
             raise BadRequest(f"vectors must be numbers (n, dim), not {rows.shape} {rows.dtype}")
-        return self.streams.write(found, _keys("keys", keys), rows, _keys("deleted", deleted))
+        return self.streams.write(
+            found, flat_keys("keys", keys), rows, flat_keys("deleted", deleted)
+        )
 
     def load(self, model: str, version: int | None = None) -> int:
         """Serve ``version`` of a model of the repository in place of the one that is served, if any: made
@@ -165,13 +167,3 @@ class Node(OpenModels):
             "promotions_waiting_keys": sum(self.promotions_waiting().values()),
             "socket": self.socket.facts() if self.socket else None,
         }
-
-
-def _keys(name: str, keys: Any) -> KeyArray:
-    try:
-        found = as_keys(tensor(name, keys))
-    except TypeError as error:
-        raise BadRequest(f"{name}: {error}") from None
-    if found.ndim != 1:
-        raise BadRequest(f"{name} must be (n,), not {found.shape}")
-    return found

@@ -49,7 +49,6 @@ from hps.tiers.rocksdb.errors import NAME, translate
 
 Access = Literal["primary", "read_only", "secondary"]
 
-DEFAULT_FAMILY = "default"
 # Memory for rows not yet flushed, over all tables together: as it is used up the oldest buffer is flushed,
 # and counts until its file is written. A table's full buffer is flushed at once: those that shall be
 # flushed together RocksDB leaves alone, and there may be some of each table. A row's place is found in one

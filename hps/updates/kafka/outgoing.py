@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hps.errors import BadRequest
-from hps.given import tensor
+from hps.given import flat_keys, tensor
 from hps.native import partition_hash
 from hps.native.twin_codec import DTYPES, LATEST_MS
 from hps.tiers.positions import TableChanges
@@ -25,7 +25,6 @@ from hps.types import (
     KeyArray,
     VectorArray,
     VersionArray,
-    as_keys,
 )
 from hps.updates.codec import FULL, encode_hps, encode_native
 
@@ -73,24 +72,14 @@ def changes_of(
     keys: Any, rows: Any, versions: Any, deleted: Any, clock: VersionClock, event_ms: int
 ) -> TableChanges:
     """Arrays as callers have them, checked. Raises BadRequest."""
-    new = _keys("keys", keys)
+    new = flat_keys("keys", keys)
     vectors = _vectors(rows, len(new))
-    gone = _EMPTY if deleted is None else _keys("deleted", deleted)
+    gone = _EMPTY if deleted is None else flat_keys("deleted", deleted)
     if versions is None:
         stamps = clock.take(event_ms, len(new) + len(gone))
     else:
         stamps = _versions(versions, len(new), len(gone))
     return TableChanges(new, vectors, stamps[: len(new)], gone, stamps[len(new) :])
-
-
-def _keys(name: str, given: Any) -> KeyArray:
-    try:
-        keys = as_keys(tensor(name, given))
-    except TypeError as error:
-        raise BadRequest(f"{name}: {error}") from None
-    if keys.ndim != 1:
-        raise BadRequest(f"{name} must be (n,), not {keys.shape}")
-    return keys
 
 
 def _vectors(given: Any, n: int) -> VectorArray:
