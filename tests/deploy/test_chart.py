@@ -70,6 +70,16 @@ def test_the_version_is_the_package_s() -> None:
     assert chart["appVersion"] == hps.__version__
 
 
+def test_images_of_others_are_those_of_compose() -> None:
+    chart = yaml.safe_load((CHART / "values.yaml").read_text())
+    triton = chart["triton"]["image"]
+    named = {f"{triton['repository']}:{triton['tag']}"}
+    named |= {chart["dev"][store]["image"] for store in ("redis", "kafka")}
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    found = [re.search(":-(.*)}$", each.get("image", "")) for each in services.values()]
+    assert named <= {each[1] for each in found if each}
+
+
 def test_lint_finds_nothing() -> None:
     files = [word for name in MATRIX for word in ("--values", str(values_file(name)))]
     done = helm("lint", "--strict", "--with-subcharts", CHART)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import threading
 from collections.abc import Iterator
@@ -130,6 +132,73 @@ def test_a_scaler_s_release_begins_with_one_pod(kube: Cluster) -> None:
     assert kube.ask(path, scale, verb="PUT")[0] == 200
     done(kube, "upgrade", RELEASE, str(CHART), *values, *scaled, "--set", "drain.seconds=5")
     assert replicas(kube) == 5, "what the scaler chose stays"
+    done(kube, "uninstall", RELEASE)
+
+
+def test_keys_that_are_changed(kube: Cluster) -> None:
+    """As docs/kubernetes.md says: upgrades leave them, a rollback takes the chart's own Secret back."""
+    own = f"/api/v1/namespaces/{NAMESPACE}/secrets/mine"
+    kube.make(own.removesuffix("/mine"), {"metadata": {"name": "mine"}, "data": {"read-key": ""}})
+    for path, given, left in (
+        (own.replace("mine", "hps-keys"), (), False),
+        (own, ("--set", "auth.existingSecret=mine"), True),
+    ):
+        values = ("--values", str(values_file("minimal")), *given)
+        done(kube, "install", RELEASE, str(CHART), *values)
+        first = kube.ask(path)[1]
+        changed = {**first["data"], "read-key": base64.b64encode(b"another").decode()}
+        assert kube.ask(path, {**first, "data": changed}, verb="PUT")[0] == 200
+        done(kube, "upgrade", RELEASE, str(CHART), *values, "--set", "drain.seconds=5")
+        assert kube.ask(path)[1]["data"] == changed
+        done(kube, "rollback", RELEASE, "1")
+        assert kube.ask(path)[1]["data"] == (changed if left else first["data"])
+        done(kube, "uninstall", RELEASE)
+        remove(kube, path)
+
+
+def test_an_upgrade_that_is_refused_changes_nothing(kube: Cluster) -> None:
+    values = ("--values", str(values_file("minimal")), "--set", "auth.existingSecret=keys")
+    done(kube, "install", RELEASE, str(CHART), *values)
+    before = versions(kube)
+    for wrong, named in {
+        "tls.existingSecret=hps-tls": "tls.enabled=true",
+        f"image.digest=sha256:{'a' * 64},lookup.gpu.count=1": "image.gpuDigest",
+        "existingConfigMap=mine,networkPolicy.enabled=true": "networkPolicy.stores",
+        "lookup.replicas=3": "'replicas'",
+    }.items():
+        again = ("upgrade", RELEASE, str(CHART), *values, "--set", wrong)
+        result = helm(*again, env={"KUBECONFIG": str(kube.kubeconfig)})
+        assert result.returncode != 0
+        assert named in result.stderr
+    assert versions(kube) == before
+    assert len(json.loads(done(kube, "history", RELEASE, "--output", "json"))) == 1
+    done(kube, "uninstall", RELEASE)
+
+
+def versions(kube: Cluster) -> dict[tuple[str, str], str]:
+    return {
+        (kind, name): each["metadata"]["resourceVersion"]
+        for kind in PATH_OF
+        for name, each in objects_of(kube, kind).items()
+    }
+
+
+def test_a_configuration_of_one_s_own_with_gpus_and_policies(kube: Cluster) -> None:
+    digest = f"sha256:{'b' * 64}"
+    stores = [{"ipBlock": {"cidr": "192.0.2.0/24"}}]
+    done(
+        kube, "install", RELEASE, str(CHART), "--values", str(values_file("minimal")),
+        "--set", "auth.existingSecret=keys,existingConfigMap=mine,networkPolicy.enabled=true",
+        "--set", f"lookup.gpu.count=1,image.digest=sha256:{'a' * 64},image.gpuDigest={digest}",
+        "--set-json", f"networkPolicy.stores={json.dumps(stores)}",
+    )  # fmt: skip
+    (nodes,) = objects_of(kube, "StatefulSet").values()
+    assert template(nodes)["spec"]["containers"][0]["image"].endswith(digest)
+    assert objects_of(kube, "ConfigMap").keys() == set()
+    policies = objects_of(kube, "NetworkPolicy")
+    assert policies.keys() == {"hps-lookup", "hps-frontend", "hps-jobs"}
+    for role in ("lookup", "frontend"):
+        assert {"to": stores} in policies[f"hps-{role}"]["spec"]["egress"]
     done(kube, "uninstall", RELEASE)
 
 
