@@ -8,6 +8,7 @@ live in one process.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -84,6 +85,7 @@ def _sum(one: Any, other: Any) -> Any:
 Read = Callable[[], float]
 # Values made when the exposition is asked for: label values (in the metric's order) and number.
 ReadMany = Callable[[], Iterable[tuple[tuple[str, ...], float]]]
+Forget = Callable[[str, int], None]
 
 
 class Metrics:
@@ -100,7 +102,7 @@ class Metrics:
         self._others: list[tuple[Sequence[MetricSpec], Callable[[Numbers], Numbers]]] = []
         self._book = Book()
         self._held: dict[tuple[str, str], int] = {}
-        self._forget: list[Callable[[str, int], None]] = []
+        self._forget: list[weakref.WeakMethod[Forget]] = []
         self._lock = threading.Lock()
         self._registry: Any = None
 
@@ -150,12 +152,16 @@ class Metrics:
                         continue
                     if labels[of_version] == key[1] if of_version is not None else not others:
                         del children[labels]
-        for forget in self._forget:
-            forget(model, version)
+        for kept in self._forget:
+            if (forget := kept()) is not None:
+                forget(model, version)
 
-    def when_let_go(self, forget: Callable[[str, int], None]) -> None:
-        """Have ``forget`` called with each version of a model that is let go of. It must not wait."""
-        self._forget.append(forget)
+    def when_let_go(self, forget: Forget) -> None:
+        """Have ``forget``, a method, called with each version of a model that is let go of, as long as its
+        object is held elsewhere: models have meters of their own. It must not wait."""
+        with self._lock:
+            self._forget = [each for each in self._forget if each() is not None]
+            self._forget.append(weakref.WeakMethod(forget))
 
     def _child(self, name: str, labels: tuple[str, ...], kind: str, make: Callable[[], Any]) -> Any:
         children = self._children[name]

@@ -1,8 +1,10 @@
 """Counters, histograms and gauges, and their exposition as Prometheus reads it."""
 
+import gc
 import json
 import re
 import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -301,6 +303,20 @@ def test_the_sums_of_scores_never_fall():
     assert told("positive") == pytest.approx(101)
     assert told("negative") == pytest.approx(204)
     assert of(metrics, f"{m.SCORES}_sum", **labels) == pytest.approx(-103)
+
+
+def test_the_meter_of_what_is_gone_is_let_go_of():
+    metrics = Metrics()
+    table = EmbeddingTable.make("t", 2, model="clicks", version=1)
+    stays, goes = TierMeter(metrics, "gpu"), TierMeter(metrics, "gpu")
+    for meter in (stays, goes):
+        meter([(table, 2, 1)], 0.1)
+    kept = weakref.ref(goes)
+    del goes, meter
+    gc.collect()
+    assert kept() is None
+    metrics.let_go("clicks", 1)
+    assert not stays._keys
 
 
 def test_what_is_counted_does_not_grow_with_the_versions_and_models_there_have_been():

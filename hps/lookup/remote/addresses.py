@@ -59,6 +59,8 @@ class Addresses:
 
 
 def addresses_of(host: str) -> list[str]:
-    """By the system's resolver. Raises OSError."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return [str(sockaddr[0]) for *_, sockaddr in found]
+    """By the system's resolver: IPv4, where the name has such and this machine, too; else IPv6. Both would
+    be every node twice where nodes have both. Raises OSError."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
+    ipv4 = [each for each in found if each[0] == socket.AF_INET]
+    return [str(sockaddr[0]) for *_, sockaddr in ipv4 or found]

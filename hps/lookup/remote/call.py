@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import NamedTuple
 
 from hps.lookup.remote.asked import Asked
 from hps.lookup.remote.targets import Target
@@ -13,13 +12,17 @@ from hps.tracing import Origin
 from hps.types import LookupResult, VectorArray
 
 
-class Attempt(NamedTuple):
+class Attempt:
     """One node was asked, at an instant of ``time.monotonic()``. ``is_last``: there was no other, or another
-    may not be asked after it."""
+    may not be asked after it. ``cancel`` ends it, as soon as it has begun."""
 
-    target: Target
-    started: float
-    is_last: bool
+    __slots__ = ("cancel", "is_last", "started", "target")
+
+    def __init__(self, target: Target, started: float, is_last: bool) -> None:
+        self.target = target
+        self.started = started
+        self.is_last = is_last
+        self.cancel: Cancel | None = None
 
 
 class Call:
@@ -28,7 +31,7 @@ class Call:
 
     __slots__ = (
         "answer",
-        "cancel",
+        "attempt",
         "deadline",
         "failure",
         "headers",
@@ -59,9 +62,16 @@ class Call:
         self.profile = profile
         self.tried: list[Target] = []
         self.failure = ""
-        self.cancel: Cancel | None = None
-        """Ends what a node was asked last."""
+        self.attempt: Attempt | None = None
+        """What a node was asked last; set before it is asked, since it may fail, and another node be asked on
+        another thread, before whoever asked knows how to end it."""
         self.answer: Future[LookupResult] = Future()
+
+    def cancel(self) -> None:
+        """End what is under way."""
+        attempt = self.attempt
+        if attempt is not None and attempt.cancel is not None:
+            attempt.cancel()
 
     def fail(self, error: BaseException) -> None:
         if self.answer.set_running_or_notify_cancel():

@@ -191,12 +191,16 @@ class RemoteLookup:
         if not is_last:
             left_s = min(left_s / 2, self._attempt_s)
         call.tried.append(target)
-        told = partial(self._told, call, Attempt(target, now, is_last))
+        call.attempt = attempt = Attempt(target, now, is_last)
+        told = partial(self._told, call, attempt)
         try:
-            call.cancel = target.start(call.message, left_s, call.headers, told)
+            attempt.cancel = target.start(call.message, left_s, call.headers, told)
         except ValueError:  # the node has left, or the process is ending
             call.failure = f"{target.address}: its connection has been closed"
             self._ask(call)
+            return
+        if call.answer.cancelled():  # before it could be told to this attempt
+            attempt.cancel()
 
     def _told(
         self,
@@ -267,7 +271,7 @@ class RemoteLookup:
     def _ended(self, call: Call, answer: Future[LookupResult]) -> None:
         with self._lock:
             self._under_way -= 1
-        if answer.cancelled() and call.cancel is not None:
+        if answer.cancelled():
             call.cancel()
 
     def _nobody(self, call: Call) -> str:

@@ -2,7 +2,8 @@
 
 Envoy's rules, simplified (https://www.envoyproxy.io/docs/envoy/latest/intro/arch_overview/upstream/outlier):
 a node is ejected for what it did with its last lookups, for twice as long each time, and comes back by
-itself; never more than half of the nodes are out, since what fails everywhere is no outlier.
+itself. What fails everywhere is no outlier: there has to be a node that does much better, and never more than
+half of them are out. So nodes that are all slow, as under overload, keep their share of the lookups.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ class _Record:
         self.longer = 0
         """How often its time out was doubled."""
         self.ejections = 0
+
+    @property
+    def share(self) -> float:
+        """Of its last lookups, those that failed; 1 when nothing is known."""
+        return self.last.count(True) / len(self.last) if self.last else 1.0
 
 
 class Outliers:
@@ -104,6 +110,8 @@ class Outliers:
             self._forget()
             if target in self._out or target not in nodes or 2 * (len(self._out) + 1) > len(nodes):
                 return
+            if not self._does_better(record, nodes):
+                return
             if now > record.until + self._most_s:
                 record.longer = 0  # it did well for long
             out_s = min(self._base_s * 2**record.longer, self._most_s)
@@ -113,6 +121,12 @@ class Outliers:
             record.last.clear()
             self._out = (*self._out, target)
         log.warning("lookup node %s fails; it is left out for %.3g s", target.address, out_s)
+
+    def _does_better(self, record: _Record, nodes: Sequence[Target]) -> bool:
+        """Whether another node that is not out fails half as often, at most. With the lock held."""
+        records = [self._records.get(each) for each in nodes if each not in self._out]
+        others = [each for each in records if each is not record]
+        return any(each is None or 2 * each.share <= record.share for each in others)
 
     def _readmit(self) -> None:
         now = self._clock()

@@ -1,5 +1,9 @@
 """What `lookup.nodes` stands for."""
 
+from socket import AF_INET, AF_INET6, SOCK_STREAM
+
+import pytest
+
 from hps.lookup.remote.addresses import Address, Addresses, addresses_of
 
 
@@ -43,3 +47,20 @@ def test_a_name_that_is_not_known_for_now():
 
 def test_by_the_systems_resolver():
     assert "127.0.0.1" in addresses_of("127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("known", "taken"),
+    [
+        (["fd00::1", "10.0.0.1", "fd00::2", "10.0.0.2"], ["10.0.0.1", "10.0.0.2"]),
+        (["fd00::1", "fd00::2"], ["fd00::1", "fd00::2"]),
+    ],
+)
+def test_nodes_that_have_both_kinds_of_address_count_once(monkeypatch, known, taken):
+    def resolved(*_asked, **_options):
+        return [
+            (AF_INET6 if ":" in each else AF_INET, SOCK_STREAM, 6, "", (each, 0)) for each in known
+        ]
+
+    monkeypatch.setattr("socket.getaddrinfo", resolved)
+    assert addresses_of("replicas") == taken

@@ -99,6 +99,30 @@ def test_at_most_half_are_left_out(count, most):
     assert len(setup.picked()) == count - most
 
 
+def test_what_all_do_says_nothing_of_one(three):
+    """As all are slow under overload: each keeps its share, until one does worse than the others."""
+    for _ in range(20):
+        for node in three.nodes:
+            three.tell(node, LATE)
+    assert len(three.picked()) == 3
+    slow, *others = three.nodes
+    for node in others:
+        three.tell(node, OK, 6)
+    three.tell(slow, LATE)
+    assert three.picked() == {node.address for node in others}
+
+
+def test_one_that_has_just_come_back_is_no_example(three):
+    slow, *others = three.nodes
+    three.tell(slow, LATE, 3)
+    three.now += 1.01
+    three.outliers.pick(three.nodes)
+    for _ in range(10):
+        for node in others:
+            three.tell(node, LATE)
+    assert len(three.picked()) == 3
+
+
 def test_where_only_those_are_left_they_are_asked(three):
     bad = three.nodes[0]
     three.tell(bad, UNAVAILABLE, 3)
