@@ -8,8 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,9 @@ from pyarrow import csv, parquet
 import hps
 from benchmarks.peers.hps_server import Hps
 from hps.client import Client
+from tests.support.forked_hps import Ended, commands
 
+Command = Callable[..., Ended]
 COMMAND = [sys.executable, "-m", "hps.cli.main"]
 REQUEST = {
     "user": [3],
@@ -31,28 +32,11 @@ REQUEST = {
 }
 
 
-@dataclass
-class Done:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-def hps_command(*words: str | Path, stdin: str = "", cwd: Path | None = None) -> Done:
-    done = subprocess.run(
-        [*COMMAND, *map(str, words)],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=cwd,
-        check=False,
-    )
-    return Done(done.returncode, done.stdout, done.stderr)
+@pytest.fixture(scope="module")
+def hps_command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+    """Runs one ``hps`` command to its end, by words; see `Commands.run`."""
+    with commands(tmp_path_factory.mktemp("commands")) as made:
+        yield made.run
 
 
 def write_config(folder: Path, repository: Path, **more: Any) -> Path:
@@ -108,7 +92,7 @@ def expected(config: Path) -> dict[str, np.ndarray]:
 
 
 def test_one_request_by_every_way_in_gives_the_same_scores(
-    config: Path, urls: tuple[str, str]
+    config: Path, urls: tuple[str, str], hps_command: Command
 ) -> None:
     want = expected(config)
     text = json.dumps(REQUEST)
@@ -131,7 +115,7 @@ def test_one_request_by_every_way_in_gives_the_same_scores(
         assert done.json["degraded"] == []
 
 
-def test_top_k_keeps_the_best(config: Path, urls: tuple[str, str]) -> None:
+def test_top_k_keeps_the_best(config: Path, urls: tuple[str, str], hps_command: Command) -> None:
     want = expected(config)["score"].reshape(-1)
     for way in (["--server", urls[0]], ["--config", config]):
         done = hps_command(
@@ -141,7 +125,7 @@ def test_top_k_keeps_the_best(config: Path, urls: tuple[str, str]) -> None:
 
 
 def test_explain_shows_vectors_sources_and_dense_inputs(
-    config: Path, urls: tuple[str, str]
+    config: Path, urls: tuple[str, str], hps_command: Command
 ) -> None:
     ask = ("predict", "clicks", "--json", json.dumps(REQUEST), "--explain")
     for way in (["--server", urls[0]], ["--config", config]):
@@ -163,7 +147,9 @@ def test_explain_shows_vectors_sources_and_dense_inputs(
     assert "dense input dense" in shown
 
 
-def test_a_model_without_a_dense_part_answers_vectors(config: Path, urls: tuple[str, str]) -> None:
+def test_a_model_without_a_dense_part_answers_vectors(
+    config: Path, urls: tuple[str, str], hps_command: Command
+) -> None:
     for way in (["--server", urls[0]], ["--config", config]):
         done = hps_command("predict", "words", "--input", "word=1,2,-4", "-o", "json", *way)
         assert done.code == 0, done.err
@@ -199,7 +185,11 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pa.Table]:
 
 
 def test_files_of_every_format_give_the_same_scores(
-    samples: tuple[Path, pa.Table], config: Path, urls: tuple[str, str], tmp_path: Path
+    samples: tuple[Path, pa.Table],
+    config: Path,
+    urls: tuple[str, str],
+    tmp_path: Path,
+    hps_command: Command,
 ) -> None:
     folder, table = samples
     from hps.types import JaggedKeys
@@ -259,7 +249,7 @@ def read_scores(path: Path) -> dict[str, np.ndarray]:
 
 
 def test_a_bad_cell_ends_it_with_its_place_and_no_output(
-    urls: tuple[str, str], tmp_path: Path
+    urls: tuple[str, str], tmp_path: Path, hps_command: Command
 ) -> None:
     path = tmp_path / "s.csv"
     path.write_text("user,item,history,dense\n1,2,3,1 2 3\n1,1.42e+19,3,1 2 3\n")
@@ -281,7 +271,7 @@ def test_a_bad_cell_ends_it_with_its_place_and_no_output(
     ],
 )
 def test_mistakes_are_told_in_one_line(
-    words: list[str], code: int, says: str, urls: tuple[str, str]
+    words: list[str], code: int, says: str, urls: tuple[str, str], hps_command: Command
 ) -> None:
     done = hps_command(*words, "--server", urls[0])
     assert done.code == code
@@ -290,7 +280,7 @@ def test_mistakes_are_told_in_one_line(
     assert says in done.err
 
 
-def test_lookup_explains_rows(config: Path, urls: tuple[str, str]) -> None:
+def test_lookup_explains_rows(config: Path, urls: tuple[str, str], hps_command: Command) -> None:
     for way in (["--admin", urls[1]], ["--config", config]):
         keys = ["-3", str(2**64 - 4), "700"]
         done = hps_command("lookup", "clicks", "items", *keys, "-o", "json", *way)
@@ -314,7 +304,9 @@ def test_lookup_explains_rows(config: Path, urls: tuple[str, str]) -> None:
     assert "1 of 2 keys unknown" in shown.err
 
 
-def test_many_keys_are_looked_up_in_several_calls(urls: tuple[str, str]) -> None:
+def test_many_keys_are_looked_up_in_several_calls(
+    urls: tuple[str, str], hps_command: Command
+) -> None:
     keys = [str(2**64 - 1 - i) for i in range(450)]
     done = hps_command("lookup", "clicks", "items", *keys, "-o", "json", "--admin", urls[1])
     assert [row["key"] for row in done.json["rows"]] == [int(key) for key in keys]
@@ -330,7 +322,9 @@ def test_many_keys_are_looked_up_in_several_calls(urls: tuple[str, str]) -> None
         (["clicks", "items", str(2**64)], "is outside -2^63 to 2^64-1"),
     ],
 )
-def test_lookup_mistakes(words: list[str], says: str, config: Path, urls: tuple[str, str]) -> None:
+def test_lookup_mistakes(
+    words: list[str], says: str, config: Path, urls: tuple[str, str], hps_command: Command
+) -> None:
     for way in (["--admin", urls[1]], ["--config", config]):
         done = hps_command("lookup", *words, *way)
         assert done.code == 2
@@ -338,7 +332,7 @@ def test_lookup_mistakes(words: list[str], says: str, config: Path, urls: tuple[
         assert says in done.err
 
 
-def test_tables(config: Path, urls: tuple[str, str]) -> None:
+def test_tables(config: Path, urls: tuple[str, str], hps_command: Command) -> None:
     for way in (["--admin", urls[1]], ["--config", config]):
         done = hps_command("tables", "-o", "json", *way)
         found = {(t["model"], t["table"]): t for t in done.json}
@@ -356,7 +350,7 @@ def test_tables(config: Path, urls: tuple[str, str]) -> None:
     assert "1,000" in hps_command("tables", "--admin", urls[1]).out
 
 
-def test_status_counts_what_was_answered(urls: tuple[str, str]) -> None:
+def test_status_counts_what_was_answered(urls: tuple[str, str], hps_command: Command) -> None:
     def answered() -> dict[str, int]:
         return hps_command("status", "-o", "json", "--admin", urls[1]).json["keys_by_tier"]
 
@@ -370,13 +364,15 @@ def test_status_counts_what_was_answered(urls: tuple[str, str]) -> None:
         assert word in shown
 
 
-def test_the_wrong_port_is_told(urls: tuple[str, str]) -> None:
+def test_the_wrong_port_is_told(urls: tuple[str, str], hps_command: Command) -> None:
     done = hps_command("status", "--admin", urls[0])
     assert done.code == 2
     assert "is it the admin address?" in done.err
 
 
-def test_doctor_is_content_with_a_sound_setup(config: Path, urls: tuple[str, str]) -> None:
+def test_doctor_is_content_with_a_sound_setup(
+    config: Path, urls: tuple[str, str], hps_command: Command
+) -> None:
     done = hps_command("doctor", "--config", config, "--server", urls[0], "-o", "json")
     assert done.code == 0, done.out
     verdicts = {check["name"]: check["verdict"] for check in done.json}
@@ -386,7 +382,7 @@ def test_doctor_is_content_with_a_sound_setup(config: Path, urls: tuple[str, str
 
 
 def test_doctor_names_each_fault_and_its_mend(
-    small_repository: Path, small_server: Hps, tmp_path: Path
+    small_repository: Path, small_server: Hps, tmp_path: Path, hps_command: Command
 ) -> None:
     blocked = tmp_path / "file"
     blocked.touch()
@@ -439,7 +435,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_configuration_ends_serve(name: str, tmp_path: Path) -> None:
+def test_a_broken_configuration_ends_serve(name: str, tmp_path: Path, hps_command: Command) -> None:
     text, says = BROKEN[name]
     (tmp_path / "config.yaml").write_text(text)
     done = hps_command("serve", "--config", "config.yaml", cwd=tmp_path)
@@ -451,13 +447,15 @@ def test_a_broken_configuration_ends_serve(name: str, tmp_path: Path) -> None:
     assert "Traceback" not in done.err
 
 
-def test_a_file_given_to_serve_without_its_option_is_told_how() -> None:
+def test_a_file_given_to_serve_without_its_option_is_told_how(hps_command: Command) -> None:
     done = hps_command("serve", "my.yaml")
     assert done.code == 2
     assert done.err == "error: the configuration file is an option: hps serve --config my.yaml\n"
 
 
-def test_a_taken_port_ends_serve(small_server: Hps, small_repository: Path, tmp_path: Path) -> None:
+def test_a_taken_port_ends_serve(
+    small_server: Hps, small_repository: Path, tmp_path: Path, hps_command: Command
+) -> None:
     config = write_config(tmp_path, small_repository)
     done = hps_command(
         "serve", "--config", config, "--set", f"server.http.port={small_server.port}"
@@ -468,7 +466,7 @@ def test_a_taken_port_ends_serve(small_server: Hps, small_repository: Path, tmp_
 
 
 def test_a_database_in_use_ends_serve_and_names_its_owner(
-    small_repository: Path, tmp_path: Path
+    small_repository: Path, tmp_path: Path, hps_command: Command
 ) -> None:
     folder = tmp_path / ("a folder with a long name " * 5).strip()
     folder.mkdir()
@@ -543,7 +541,7 @@ def test_killed_while_serving_it_opens_the_same_database_again(
 
 
 def test_a_server_that_asks_for_keys(
-    small_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hps_command: Command
 ) -> None:
     secret = "0123456789abcdef-admin"
     config = write_config(
@@ -573,7 +571,9 @@ def test_a_server_that_asks_for_keys(
         assert {c["name"]: c["verdict"] for c in told}["http port"] == "OK"
 
 
-def test_hps_own_configuration_file_is_served(small_repository: Path, tmp_path: Path) -> None:
+def test_hps_own_configuration_file_is_served(
+    small_repository: Path, tmp_path: Path, hps_command: Command
+) -> None:
     model = {
         "model": "legacy",
         "sparse_files": [str(small_repository / "words/1/tables/words")],
@@ -599,7 +599,7 @@ def test_hps_own_configuration_file_is_served(small_repository: Path, tmp_path: 
     assert [row[0] for row in done.json["outputs"]["t0"]] == [7, 0.5]
 
 
-def test_version() -> None:
+def test_version(hps_command: Command) -> None:
     done = hps_command("version", "--output", "json")
     assert done.json["hps"] == hps.__version__
     assert done.json["native core"] in ("compiled", "NumPy twins")

@@ -18,22 +18,41 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LOADED = ("services.frontend.main", "services.ingest.main", "hps.cli.main", "hps.cli.progress",
-          "hps.cli.serve", "hps.cli.ingest", "hps.config.validation", "rich.console", "rich.text",
-          "typer.core", "hps.tiers.rocksdb", "hps.tiers.redis", "hps.updates.kafka")  # fmt: skip
-PATIENCE_S = 60.0
+LOADED = (
+    *(
+        "services.frontend.main",
+        "services.ingest.main",
+        "hps.build",
+        "hps.client",
+        "hps.dense.onnx",
+    ),
+    *("hps.cli.main", "hps.cli.progress", "hps.cli.serve", "hps.cli.ingest", "hps.cli.predict"),
+    *("hps.cli.doctor", "hps.cli.diagnosis.configured", "hps.cli.tables", "hps.config.validation"),
+    *("hps.tiers.rocksdb", "hps.tiers.redis", "hps.updates.kafka"),
+    *("onnxruntime", "rich.console", "rich.table", "rich.text", "typer.core"),
+)
+PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True)
 class Ended:
-    """``code``: None where it did not end within `PATIENCE_S`. ``output`` is both streams'."""
+    """``code``: None where it did not end within `PATIENCE_S`."""
 
     code: int | None
-    output: str
+    out: str
+    err: str = ""
+
+    @property
+    def output(self) -> str:
+        return self.out + self.err
 
     @property
     def errors(self) -> list[str]:
         return [line for line in self.output.splitlines() if line.startswith("error: ")]
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
 
 
 class Commands:
@@ -42,16 +61,22 @@ class Commands:
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
         self._process, self._folder = process, folder
 
-    def run(self, *words: str | Path) -> Ended:
+    def run(self, *words: str | Path, stdin: str = "", cwd: Path | None = None) -> Ended:
         """``hps WORDS``."""
-        output = self._folder / "output"
-        asked = {"words": [str(word) for word in words], "output": str(output)}
+        files = [self._folder / name for name in ("in", "out", "err")]
+        files[0].write_text(stdin)
+        asked = {
+            "words": [str(word) for word in words],
+            "files": [str(file) for file in files],
+            "cwd": str(cwd or Path.cwd()),
+            "environment": dict(os.environ),
+        }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         code = json.loads(self._process.stdout.readline())
-        return Ended(code, output.read_text())
+        return Ended(code, files[1].read_text(), files[2].read_text())
 
 
 @contextmanager
@@ -83,9 +108,13 @@ def _serve() -> None:
 def _run(asked: dict[str, Any]) -> int:
     from hps.cli.main import main
 
-    output = os.open(asked["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    for number, file in enumerate(asked["files"]):
+        made = os.O_WRONLY | os.O_CREAT | os.O_TRUNC if number else os.O_RDONLY
+        os.dup2(os.open(file, made, 0o666), number)
+    sys.stdin = os.fdopen(0, closefd=False)
+    os.chdir(asked["cwd"])
+    os.environ.clear()
+    os.environ.update(asked["environment"])
     sys.argv = ["hps", *asked["words"]]
     try:
         main()
