@@ -14,11 +14,12 @@ from hps.config import Settings
 from hps.config.cache_settings import CpuCacheSettings
 from hps.devices import Devices
 from hps.lookup.engine import Promote
+from hps.meters import count_promotion
 from hps.metrics import Metrics
 from hps.models.tables import TableFiles
 from hps.native import dedup
 from hps.opening import OpenedModel
-from hps.storage import Stores, count_promotion
+from hps.storage import Stores
 from hps.tier_status import TierStatus
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu_cache import CacheMemory, CpuCache

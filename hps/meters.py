@@ -19,6 +19,7 @@ from hps.metric_names import (
     LOOKUP_DEGRADED,
     LOOKUP_KEYS,
     LOOKUP_SECONDS,
+    PROMOTIONS,
     SCORES,
     SCORES_ABSOLUTE,
     SCORES_NOT_FINITE,
@@ -238,6 +239,11 @@ class UpdateMeter:
 
     def dead(self, reason: str) -> None:
         self._metrics.counter(UPDATE_DEAD, reason).add()
+
+
+def count_promotion(metrics: Metrics, tier: str, result: str, keys: int) -> None:
+    """A promotion into ``tier`` had this ``result``; see `hps.updates.writer.Count`."""
+    metrics.counter(PROMOTIONS, tier, result).add(keys)
 
 
 def _alike(tally: Tally, histogram: Histogram) -> Callable[[float], None]:

@@ -1,8 +1,7 @@
-"""The stores of a node: Redis before RocksDB, either may be absent; who guards them, how lookups ask them,
-and how rows get from the one into the other.
+"""The stores of a node: Redis (`hps.shared_redis`) before RocksDB, either may be absent; who guards them, and
+how lookups ask them.
 
-RocksDB must be there when the node opens. Redis need not: it is another machine, and the node starts
-without it, says so, and uses it as soon as it answers.
+RocksDB must be there when the node opens. Redis need not.
 """
 
 from __future__ import annotations
@@ -11,44 +10,33 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from hps import metric_names as m
 from hps.config.schema import Settings
 from hps.config.store_settings import GuardSettings, RedisSettings, RocksDbSettings
-from hps.errors import ConfigError, TierError, TierMisfit
+from hps.errors import TierError
 from hps.meters import TierMeter
 from hps.metrics import Metrics
 from hps.models.loader import load_tables, version_of_rows
-from hps.models.preload import preload_tables
 from hps.models.repository import Repository
 from hps.models.tables import TableFiles
 from hps.opening import OpenedTables
 from hps.rows.leftovers import left_over
 from hps.tier_status import TierStatus
-from hps.tiers.base import FetchContext, Part, Tier
+from hps.tiers.base import Tier
 from hps.tiers.chain import TierChain
-from hps.tiers.positions import StreamPosition, TableChanges
-from hps.tiers.promoting import Promoting
-from hps.tiers.remembered import Remembered
 from hps.tiers.single_flight import SingleFlight
-from hps.tiers.wrappers import Guarded, Metered, Wrapper
-from hps.types import EmbeddingTable, KeyArray, NoProgress, Progress, VectorArray, VersionArray
+from hps.tiers.wrappers import Guarded, Metered
+from hps.types import EmbeddingTable, KeyArray, Progress
 from hps.updates.stream_places import Store
-from hps.updates.writer import CacheWriter
-from hps.workers import Again
 
 if TYPE_CHECKING:
-    from hps.tiers.redis import RedisTier
-    from hps.tiers.redis.tables import Usage
+    from hps.shared_redis import SharedRedis
     from hps.tiers.rocksdb import Checkpoints, RocksDbTier
 
 log = logging.getLogger(__name__)
-# How old what is reported of Redis may be.
-_LOOK_AGAIN_S = 10.0
-_NO_CLUSTER = "cluster support disabled"
 
 
 class Stores:
@@ -67,15 +55,13 @@ class Stores:
         self._changing = Lock()  # a model may leave while another comes
         self._metrics = metrics
         self._resources = resources
-        self._loads = ExitStack()  # what still is to be loaded, now or for models that come later
         self._files: dict[EmbeddingTable, TableFiles] = {
             table: model.version.tables[name]
             for model in opened
             for name, table in model.tables.items()
         }
         self._rocksdb: RocksDbTier | None = None
-        self._redis: RedisTier | None = None
-        self._into_redis: CacheWriter | None = None
+        self._redis: SharedRedis | None = None
         self.statuses: list[TierStatus] = []
         self.warnings: list[str] = []
 
@@ -86,7 +72,9 @@ class Stores:
         if tiers.rocksdb.enabled and not shared_only:
             self.statuses.append(self._open_rocksdb(tiers.rocksdb, progress))
         if tiers.redis is not None:
-            self.statuses.insert(0, self._open_redis(tiers.redis, progress))
+            self._redis = self._open_redis(tiers.redis)
+            self._redis.load(self._opened, progress)
+            self.statuses.insert(0, self._redis.status)
 
     def add(self, model: OpenedTables, progress: Progress) -> None:
         """Hold another model's tables too, with their rows, while those there are asked. Raises as `open`;
@@ -99,7 +87,7 @@ class Stores:
             if self._rocksdb is not None:
                 self._load_rocksdb(self._rocksdb, [model], progress)
             if self._redis is not None:
-                self._load_redis(self._redis, self._redis_share, progress, [model])
+                self._redis.load([model], progress)
         except BaseException:
             self.leave(model)
             raise
@@ -150,23 +138,19 @@ class Stores:
         asked: list[Tier] = [
             Metered(tier, TierMeter(self._metrics, tier.info.name)) for tier in self.tiers
         ]
-        if self._redis is not None and self._into_redis is not None:
-            asked[-1] = Promoting(asked[-1], self._into_redis.promote, self._redis.info.name)
+        if self._redis is not None:
+            asked[-1] = self._redis.promoting(asked[-1])
         return SingleFlight(TierChain(asked), shared.add)
 
     def lacked(self, table: EmbeddingTable, keys: KeyArray) -> None:
-        """Told by the cache writer of rows that RocksDB held and Redis did not. Lookups that wait for
-        their rows have told so already."""
-        if self._into_redis is not None and table.miss.kind == "default_then_promote":
-            self._into_redis.promote(table, keys)
+        """See `SharedRedis.lacked`."""
+        if self._redis is not None:
+            self._redis.lacked(table, keys)
 
     def fed(self, *, shared: bool) -> list[Store]:
         """Those that update streams are written to: the node's own, or the shared ones."""
         if shared:
-            redis = self._redis
-            if redis is None:
-                return []
-            return [Store("redis", _Fed(redis, self._streamed_share), redis.layout == "native")]
+            return [] if self._redis is None else [self._redis.fed()]
         rocksdb = self._rocksdb
         if rocksdb is None or self._settings.tiers.rocksdb.access != "primary":
             return []
@@ -175,8 +159,7 @@ class Stores:
     @property
     def promotions_waiting(self) -> Mapping[str, int]:
         """Keys whose row is still to be copied, by the tier it goes to."""
-        writer, redis = self._into_redis, self._redis
-        return {redis.info.name: writer.waiting_keys} if writer and redis else {}
+        return {} if self._redis is None else self._redis.promotions_waiting
 
     def rows(self, table: EmbeddingTable) -> int:
         """Rows of a table: its files', or RocksDB's estimate when more were streamed in since."""
@@ -189,25 +172,6 @@ class Stores:
         if self._rocksdb is None or self._redis is not None:
             return None
         return version_of_rows(self._rocksdb, table, self._files[table])
-
-    @property
-    def _redis_share(self) -> float:
-        """The share of a table's rows that Redis is given from the start: all, where no node has another
-        store. Told by the settings, which are the same in a process without the nodes' RocksDB."""
-        tiers = self._settings.tiers
-        assert tiers.redis is not None
-        return tiers.redis.initial_cache_rate if tiers.rocksdb.enabled else 1.0
-
-    @property
-    def _streamed_share(self) -> float:
-        """The share of streamed rows that Redis is given. Where nodes put rows into it that only RocksDB
-        held, all: one that is passed over could be put there by a node that does not have it yet, as
-        it was before, and stay."""
-        redis = self._settings.tiers.redis
-        assert redis is not None
-        return 1.0 if redis.cache_missed_embeddings else self._redis_share
-
-    # -- RocksDB -----------------------------------------------------------------------------------
 
     def _open_rocksdb(self, chosen: RocksDbSettings, progress: Progress) -> TierStatus:
         from hps.tiers.rocksdb import RocksDbTier, Tuning
@@ -252,77 +216,19 @@ class Stores:
                 for table in model.tables.values():
                     store.check(table)
 
-    # -- Redis -------------------------------------------------------------------------------------
+    def _open_redis(self, chosen: RedisSettings) -> SharedRedis:
+        from hps.shared_redis import SharedRedis
 
-    def _open_redis(self, chosen: RedisSettings, progress: Progress) -> TierStatus:
-        from hps.tiers.redis import RedisTier
-
-        redis = self._redis = RedisTier(chosen)
-        guarded = self._guarded(redis, chosen.guard, self._redis_threads(chosen))
-        self._resources.push(self._loads)
-        self._load_redis(redis, self._redis_share, progress, self._opened)
-        if self._rocksdb is not None and chosen.cache_missed_embeddings:
-            self._into_redis = CacheWriter(
-                _Promoted(redis),
-                self.tiers,
-                self._settings.updates.promote_queue_keys,
-                partial(count_promotion, self._metrics, redis.info.name),
-            )
-            self._resources.callback(self._into_redis.close)
-        usage = Remembered(lambda: _usage(redis, list(self._files)), _LOOK_AGAIN_S, "redis-usage")
-        self._resources.callback(usage.close)
-        return TierStatus(
-            guarded,
-            redis.rows,
-            state=lambda: guarded.state,
-            size=lambda table: used.bytes if (used := (usage.value or {}).get(table)) else None,
-            facts=lambda: {
-                "layout": chosen.layout,
-                "addresses": chosen.addresses,
-                "reachable": usage.error is None,
-                "problem": usage.error,
-            },
+        return SharedRedis(
+            chosen,
+            self._settings,
+            self.tiers,
+            lambda: self._opened,
+            self._metrics,
+            self._resources,
+            self._guarded,
+            self.warnings.append,
         )
-
-    def _redis_threads(self, chosen: RedisSettings) -> int:
-        """Calls at a time. Beside RocksDB fewer than threads that ask, so that one is always left for rows
-        that are on this machine, and one connection for writes."""
-        threads = self._settings.tiers.lookup_threads
-        if self._rocksdb is None:
-            return min(threads + 1, chosen.connections)
-        return max(1, min(threads - 1, chosen.connections - 1))
-
-    def _load_redis(
-        self, redis: RedisTier, share: float, progress: Progress, models: Sequence[OpenedTables]
-    ) -> None:
-        """Look at the tables and put a share of their rows there; later, if Redis is not there now."""
-
-        def load(progress: Progress) -> None:
-            for model in models:
-                if not any(each is model for each in self._opened):
-                    continue  # it has left
-                if share > 0:
-                    preload_tables(model.version, model.tables, redis, share, progress)
-                for table in model.tables.values():
-                    redis.check(table)
-
-        try:
-            load(progress)
-        except TierError as error:
-            if _NO_CLUSTER in str(error):
-                raise ConfigError(
-                    f"tiers.redis.mode is cluster, but that is a single server ({error}); set "
-                    "tiers.redis.mode to single, in a ps.json by an override"
-                ) from None
-            if isinstance(error, TierMisfit) and self._rocksdb is None:
-                raise  # nobody else has the rows
-            message = f"{error}; served without it until it answers"
-            log.warning("%s", message)
-            self.warnings.append(message)
-            again = Again(partial(load, NoProgress()), "hps-redis-load")
-            self._loads.callback(again.close)
-
-    # -- both --------------------------------------------------------------------------------------
 
     def _guarded(self, tier: Tier, guard: GuardSettings, threads: int) -> Guarded:
         """The guard around a tier, which alone closes it: never under a fetch that hangs."""
@@ -336,45 +242,6 @@ class Stores:
         )
         self._resources.callback(guarded.close)
         return guarded
-
-
-class _Promoted(Wrapper):
-    """Redis as promotions write to it."""
-
-    def __init__(self, redis: RedisTier) -> None:
-        super().__init__(redis)
-        self._redis = redis
-
-    def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
-        self.inner.fetch(parts, ctx)
-
-    def insert(
-        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
-    ) -> None:
-        self._redis.promote(table, keys, vectors, versions)
-
-
-class _Fed:
-    """Redis as update streams write to it: a `PositionedStore` that is given a ``share`` of the rows."""
-
-    def __init__(self, redis: RedisTier, share: float) -> None:
-        self._redis = redis
-        self._share = share
-        self.applied = redis.applied
-
-    def apply(
-        self, table: EmbeddingTable, changes: TableChanges, positions: Sequence[StreamPosition]
-    ) -> None:
-        self._redis.apply(table, changes, positions, share=self._share)
-
-
-def count_promotion(metrics: Metrics, tier: str, result: str, keys: int) -> None:
-    """A promotion into ``tier`` had this ``result``; see `hps.updates.writer.Count`."""
-    metrics.counter(m.PROMOTIONS, tier, result).add(keys)
-
-
-def _usage(redis: RedisTier, tables: Sequence[EmbeddingTable]) -> dict[EmbeddingTable, Usage]:
-    return {table: redis.usage(table) for table in tables}
 
 
 def _figures(store: RocksDbTier) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from hps.metrics import Metrics
 from hps.models.repository import Repository
 from hps.models.writer import write_version
 from hps.opening import OpenedTables
+from hps.shared_redis import calls_at_a_time
 from hps.storage import Stores
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, NoProgress
@@ -89,12 +90,7 @@ def test_no_more_fetches_at_a_time_than_the_guard_lets_in(open_node, monkeypatch
     ],
 )
 def test_how_many_may_ask_redis_at_a_time(threads, connections, rocksdb, expected):
-    redis = {"connections": connections}
-    tiers = {"redis": redis, "lookup_threads": threads, "rocksdb": {"enabled": rocksdb}}
-    settings = Settings.model_validate({"tiers": tiers})
-    stores = Stores(settings, [], Metrics(), None)
-    stores._rocksdb = object() if rocksdb else None
-    assert stores._redis_threads(settings.tiers.redis) == expected
+    assert calls_at_a_time(threads, connections, alone=not rocksdb) == expected
 
 
 def test_models_may_leave_while_others_come(tmp_path):
