@@ -9,16 +9,31 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import hps
 from benchmarks.peers.process import free_ports, serving
+from benchmarks.peers.triton import start_triton
+from hps.cli.demo_data import FOLDER
 from hps.client import Admin
-from tests.deploy.charts import helm_template, main_container, objects, pod, values_file
+from hps.config import load_config
+from hps.models.repository import Repository
+from hps.triton.export import export_dense
+from tests.deploy.charts import (
+    Rendered,
+    helm_template,
+    main_container,
+    objects,
+    pod,
+    values_file,
+)
+from tests.integration.conftest import write_models
 
 CHECKPOINTS = (
     "lookup.checkpoints.enabled=true,lookup.checkpoints.volume.persistentVolumeClaim.claimName=c"
@@ -41,7 +56,7 @@ class Pods:
         self.grpc, self.admin, self.http, self.frontend_admin = free_ports(4)
         self.lookup_ports = ports(grpc=self.grpc, admin=self.admin, http=0)
         self.frontend_ports = ports(http=self.http, admin=self.frontend_admin, grpc=0)
-        shutil.copytree(Path(_demo()), folder / "var/models")
+        shutil.copytree(FOLDER, folder / "var/models")
         (folder / "etc/auth").mkdir(parents=True)
         for name, text in self.keys.items():
             (folder / "etc/auth" / name).write_text(text)
@@ -67,12 +82,6 @@ class Pods:
             key = each.get("valueFrom", {}).get("secretKeyRef", {}).get("key")
             given[each["name"]] = self.keys[key] if key else each["value"]
         return given
-
-
-def _demo() -> Path:
-    from hps.cli.demo_data import FOLDER
-
-    return FOLDER
 
 
 def ports(**chosen: int) -> list[str]:
@@ -161,12 +170,52 @@ def test_a_new_node_begins_with_a_checkpoint_of_another(running: Pods, tmp_path:
     assert "is restored from" in run(running.command(first, *data), dict(os.environ))
     assert "is left to the node" in run(running.command(first, *data), dict(os.environ))
     # The new node has the rows that no model file has.
-    import hps
-    from hps.config import load_config
-
     config = load_config(running.folder / "etc/config.yaml", data[1::2])
     with hps.open(config) as new:
         found = new.lookup(
             table["model"], {table["name"]: [2**61 + 1]}, want_source=True, by_table=True
         )
     assert found.vectors[table["name"]].tolist() == [written]
+
+
+def test_a_triton_beside_a_front_end(
+    program: Callable[[str], str], triton_ready: None, tmp_path: Path
+) -> None:
+    """By its own arguments, found by its own probe, asked as the server's configuration says."""
+    rendered = Rendered("everything")
+    beside = pod(rendered.servers()["frontend"])["initContainers"][-1]
+    http, grpc, metrics = free_ports(3)
+
+    def here(text: str) -> str:
+        for there, port in ((9000, http), (9001, grpc), (9002, metrics)):
+            text = text.replace(str(there), str(port))
+        return text
+
+    # Releases from 26.04 on must be told to allow what the one here allows.
+    newer = "--allow-client-shm=true"
+    repository, *arguments = beside["args"]
+    assert (beside["command"], repository) == (["tritonserver"], "--model-repository=/models")
+    given = tuple(here(each) for each in arguments if each != newer)
+    assert len(given) == len(arguments) - 1
+    write_models(tmp_path / "models")
+    export_dense(Repository(tmp_path / "models").open("clicks"), tmp_path / "triton", "python")
+    dense = json.loads(here(json.dumps(rendered.config()["dense"])))
+    dense["triton"] |= {"fallback": False, "timeout_ms": 60_000}
+    ports = (http, grpc, metrics)
+    with start_triton(tmp_path / "triton", ports, arguments=given, timeout_s=300):
+        curl, *words = beside["startupProbe"]["exec"]["command"]
+        assert run([program(curl), *map(here, words)], dict(os.environ)) == ""
+        found = [scores(tmp_path, str(n), each) for n, each in enumerate((dense, {}))]
+    np.testing.assert_allclose(*found, atol=1e-6)
+
+
+def scores(folder: Path, name: str, dense: Any) -> Any:
+    """Of a node whose networks run as ``dense`` says."""
+    settings = {
+        "models": {"repository": str(folder / "models")},
+        "tiers": {"rocksdb": {"path": str(folder / name)}},
+        "dense": dense,
+    }
+    keys = {"user": [[7]], "item": [[3], [-9]], "history": [[1, 2, 3]] * 2}
+    with hps.open(settings) as node:
+        return node.predict("clicks", keys, {"dense": np.full((2, 3), 0.5, "f4")}).outputs["score"]

@@ -2,11 +2,13 @@
 and replicas that are replaced, killed and given another version while requests come. No request fails."""
 
 import json
+import re
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+import yaml
 from typer.testing import CliRunner
 
 from benchmarks.peers.redis_server import RedisServer
@@ -15,6 +17,7 @@ from hps.config.model_schema import ModelSpec
 from hps.models.writer import write_version
 from hps.updates import Producer
 from hps.updates.topics import native_topic
+from tests.deploy.charts import NAMESPACE, ROOT, helm_template, objects, values_file
 from tests.integration.conftest import RANKING, network
 from tests.support.deployment import Deployment, Load, Part, by_grpc, by_http
 from tests.support.kafka_brokers import SEES_NEW_TOPICS_SOON, make_topic, shared_broker, unique
@@ -239,7 +242,7 @@ def test_dashboards_find_what_they_show_and_no_alert_is_raised(
     unknown = [
         {**each, "data": [9999, 3, 3]} if each["name"] == "user" else each for each in inputs_of()
     ]
-    targets = [part.admin for part in deployment.parts]
+    targets = {part.admin: {} for part in deployment.parts}
     with looking_at(program("prometheus"), tmp_path, targets) as prometheus:
         with load(deployment, model) as running, ExitStack() as stack:
             ask = by_http(model.name, unknown, stack)(deployment.frontends[0].http)
@@ -257,6 +260,51 @@ def test_dashboards_find_what_they_show_and_no_alert_is_raised(
         assert {title for title, query in asked if not prometheus.ask(query)} <= ELSEWHERE
         raised = {name for name, query in alerts().items() if prometheus.ask(query)}
         assert raised <= OF_THE_MACHINE
+
+
+def test_scalers_find_what_they_ask_for(deployment, model, program, tmp_path):
+    """KEDA's queries of the chart, an adapter's of the docs, by a real Prometheus that knows the processes
+    as pods."""
+    scalers = {
+        each["metadata"]["name"]: each["spec"]["triggers"][0]["metadata"]["query"]
+        for each in scaled_objects()
+    }
+    parts = (deployment.lookups, deployment.frontends, deployment.others)
+    pods = {
+        f"ranking-{role}-{n}": part.admin
+        for role, of_role in zip(("lookup", "frontend", "ingest"), parts, strict=True)
+        for n, part in enumerate(of_role)
+    }
+    targets = {admin: {"namespace": NAMESPACE, "pod": pod} for pod, admin in pods.items()}
+    answered(deployment, model)
+    with looking_at(program("prometheus"), tmp_path, targets) as prometheus:
+        until(lambda: {e["metric"]["pod"] for e in prometheus.ask("hps_ready")} == pods.keys())
+        assert scalers.keys() == {"ranking-lookup", "ranking-frontend", "ranking-ingest"}
+        for name, query in scalers.items():
+            until(lambda query=query: len(prometheus.ask(query)) == 1)
+            (inner,) = re.findall(r"^sum\((.*)\)$", query)
+            asked = {each["metric"]["pod"] for each in prometheus.ask(inner)}
+            assert asked == {pod for pod in pods if pod.startswith(f"{name}-")}
+        fronts = "|".join(pod for pod in pods if "frontend" in pod)
+        query = adapter_query("hps_running_requests", f'namespace="{NAMESPACE}",pod=~"{fronts}"')
+        assert len(prometheus.ask(query)) == len(deployment.frontends)
+
+
+def scaled_objects():
+    keda = [f"{role}.keda.enabled=true" for role in ("lookup", "frontend", "ingest")]
+    values = ("--values", values_file("everything"), "--set", "lookup.autoscaling.enabled=false")
+    done = helm_template(*values, "--set", ",".join(keda))
+    assert done.returncode == 0, done.stderr
+    return [each for each in objects(done.stdout) if each["kind"] == "ScaledObject"]
+
+
+def adapter_query(series, matchers):
+    """What the rule of docs/kubernetes.md has an adapter ask."""
+    page = (ROOT / "docs/kubernetes.md").read_text()
+    (block,) = re.findall(r"```yaml\n(# prometheus-adapter\n.*?)```", page, re.DOTALL)
+    (rule,) = yaml.safe_load(block)["rules"]
+    query = rule["metricsQuery"].replace("<<.Series>>", series)
+    return query.replace("<<.LabelMatchers>>", matchers).replace("<<.GroupBy>>", "pod")
 
 
 def test_every_replica_is_replaced_while_requests_come(deployment, model):

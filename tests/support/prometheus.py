@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,16 +38,26 @@ class Prometheus:
 
 
 @contextmanager
-def looking_at(program: str, folder: Path, targets: Sequence[str]) -> Iterator[Prometheus]:
+def looking_at(
+    program: str, folder: Path, targets: Mapping[str, Mapping[str, str]]
+) -> Iterator[Prometheus]:
     """``program``, with all data in ``folder``, looks at the admin ports ``targets`` each second, and at the
-    product's rules as often."""
+    product's rules as often. What it finds at a target has the labels given with it."""
     rules = yaml.safe_load(ALERTS.read_text())
     for group in rules["groups"]:
         group["interval"] = "1s"
     configuration = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
         "rule_files": ["rules.yaml"],
-        "scrape_configs": [{"job_name": "hps", "static_configs": [{"targets": [*targets]}]}],
+        "scrape_configs": [
+            {
+                "job_name": "hps",
+                "static_configs": [
+                    {"targets": [target], "labels": dict(labels)}
+                    for target, labels in targets.items()
+                ],
+            }
+        ],
     }
     (folder / "rules.yaml").write_text(yaml.safe_dump(rules))
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(configuration))
