@@ -31,8 +31,10 @@ setup: $(VENV)/.installed-dev
 demo: $(VENV)/.installed-runtime
 	@$(BIN)/hps demo $(ARGS)
 
+# With PYTHONDONTWRITEBYTECODE, which some machines set, each of the hundreds of processes that tests start would compile
+# all that it imports: 1 s each.
 test: setup test-services
-	@$(BIN)/python -m pytest
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 
 # The tests that need a CUDA device, by an interpreter that has CuPy: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
