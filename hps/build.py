@@ -54,6 +54,10 @@ def open_node(configuration: Configuration, progress: Progress | None = None) ->
         raise ConfigError(
             "server.role is frontend: a front end has no rows of its own; open it with hps.connect"
         )
+    if settings.server.role == "ingest":
+        raise ConfigError(
+            "server.role is ingest, which answers no lookups; start it by `hps ingest`"
+        )
     with ExitStack() as resources:
         versions = open_versions(configuration)
         opened = [open_model(version, settings, resources) for version in versions]

@@ -96,6 +96,8 @@ def serve(
     more = [] if workers is None else [f"server.workers={workers}"]
     more += [] if role is None else [f"server.role={role.value}"]
     configuration = load_config(config, [*(overrides or ()), *more])
+    if configuration.settings.server.role == "ingest":
+        raise ConfigError("server.role is ingest: `hps ingest` starts that, not `hps serve`")
     check_early(configuration, configuration.settings.server.role)
 
     # Imported late: the common mistakes are told before a server's worth of packages is loaded.

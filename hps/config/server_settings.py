@@ -91,8 +91,8 @@ class ServerSettings(Strict):
     """The port of the same protocol over gRPC; null offers none."""
     admin: AdminSettings = AdminSettings()
     """The port of status, metrics and administration."""
-    role: Literal["all", "frontend", "lookup"] = "all"
-    """`frontend` takes requests and asks `lookup.nodes` for rows; `lookup` is such a node; `all` is both."""
+    role: Literal["all", "frontend", "lookup", "ingest"] = "all"
+    """`frontend` asks `lookup.nodes` for rows, `lookup` is one; `all`: both; `ingest`: `hps ingest`."""
     workers: int = Field(0, ge=0, le=256)
     """Processes that answer requests beside the node's, from its cache; 0: the node's answers them itself."""
     runtime: Path | None = None

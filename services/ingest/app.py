@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from hps import __version__
 from hps.config.server_settings import ServerSettings
 from hps.ingest import Ingest
 from services.frontend.auth import Guard
 from services.frontend.http.admin import metrics_route, status_routes
+from services.frontend.http.api import Json, answers, needs
 from services.frontend.http.app import Contained, bare_api
 from services.frontend.http.asgi import Plain
 from services.frontend.http.logging import logging_routes
 from services.frontend.http.protocol import health_routes
 from services.frontend.http.updates import updates_routes
+from services.frontend.metadata import SERVER_NAME
 from services.server_state import ServerState
 
 _ABOUT = "Feeds the stores that all nodes share from the update streams."
@@ -19,8 +25,21 @@ _ABOUT = "Feeds the stores that all nodes share from the update streams."
 def ingest_app(state: ServerState[Ingest], settings: ServerSettings, guard: Guard) -> Plain:
     api = bare_api("hps ingest", _ABOUT, settings, guard, infers=False)
     api.include_router(health_routes(state))
+    api.include_router(about_route(guard))
     api.include_router(metrics_route(state))
     api.include_router(status_routes(state, guard))
     api.include_router(updates_routes(state, guard))
     api.include_router(logging_routes(state, guard))
     return Plain(Contained(api))
+
+
+def about_route(guard: Guard) -> APIRouter:
+    """Who it is, where servers tell that: `hps doctor` asks."""
+    router = APIRouter(tags=["models"], dependencies=needs(guard, "read"))
+
+    @router.get("/v2", responses=answers("ServerMetadata"))
+    async def metadata() -> Response:
+        """The server's name and version; of the protocol's extensions it has one."""
+        return Json({"name": SERVER_NAME, "version": __version__, "extensions": ["logging"]})
+
+    return router

@@ -52,10 +52,11 @@ def test_every_service_is_hardened_where_it_runs(stack: Stack) -> None:
     hardened(stack, CORE)
 
 
-@pytest.mark.parametrize("name", ["frontend", "lookup-1", "lookup-2"])
+@pytest.mark.parametrize("name", ["frontend", "lookup-1", "lookup-2", "ingest"])
 def test_the_doctor_finds_nothing_wrong_inside(stack: Stack, name: str) -> None:
     # As with workers, which read the cache in shared memory.
-    workers = () if name == "frontend" else ("--env", "HPS__SERVER__WORKERS=2")
+    has_rows = name.startswith("lookup")
+    workers = ("--env", "HPS__SERVER__WORKERS=2") if has_rows else ()
     doctor = ("exec", *workers, stack.project.container(name), "hps", "doctor", "--json")
     found: dict[str, dict[str, str]] = {}
 
@@ -65,8 +66,9 @@ def test_the_doctor_finds_nothing_wrong_inside(stack: Stack, name: str) -> None:
         return all(check["verdict"] != "FAIL" for check in told)
 
     until(well, PATIENCE_S)
-    assert ("database" in found) == (name != "frontend"), "the role is known"
-    if name != "frontend":
+    assert ("database" in found) == has_rows, "the role is known"
+    assert ("Redis" in found) == (name != "frontend")
+    if has_rows:
         assert found["open files"]["verdict"] == "OK", "nofile"
         assert found["memory"]["found"].startswith("2.1 GB"), "of the container, not of the machine"
         assert "/dev/shm has 1.1 GB free" in found["processes"]["found"], "shm_size"

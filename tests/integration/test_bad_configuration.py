@@ -143,6 +143,7 @@ OF_ROWS: dict[str, Wrong] = {
     ),
 }
 OF_SERVE: dict[str, Wrong] = {
+    "ingest's role": ({"server": {"role": "ingest"}}, "server.role is ingest: `hps ingest` starts"),
     "a network that is none": (
         {"models": {"repository": "{no_network}"}},
         "{no_network}/clicks/1/dense.onnx",

@@ -279,6 +279,19 @@ def test_operators_steer_it_from_the_command_line(fleet, processes):
     shown = CliRunner().invoke(app, ["updates", "status", "--admin", process.admin])
     assert f"{fleet.model}/{TABLE}" in shown.output
     assert "0.0 s" in shown.output
+    # The file is the nodes' own, too: of what is theirs alone, it needs nothing.
+    theirs = ("server.role=ingest", "tiers.rocksdb.enabled=true", "tiers.rocksdb.path=/proc/none")
+    options = [word for setting in theirs for word in ("--set", setting)]
+    told = CliRunner().invoke(app, ["doctor", "--config", str(process.config), *options, "--json"])
+    found = {check["name"]: check for check in json.loads(told.stdout)}
+    assert [check for check in found.values() if check["verdict"] == "FAIL"] == []
+    assert found.keys() & {"http port", "memory", "database", "Redis", "Kafka"} == {
+        "Redis",
+        "Kafka",
+    }
+    assert "served by hps" in found["admin port"]["found"]
+    assert "this server" in found
+    assert [name for name in found if name.startswith("group ")] == [f"group {fleet.model}"]
     away = ["updates", "pause", "--group", "others", "--admin", process.admin]
     assert CliRunner().invoke(app, away).exit_code != 0
 

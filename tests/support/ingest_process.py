@@ -22,8 +22,8 @@ class IngestProcess:
         folder.mkdir(parents=True, exist_ok=True)
         (self.port,) = free_ports(1)
         self.log = folder / "log.txt"
-        self._config = folder / "hps.yaml"  # JSON is YAML
-        self._config.write_text(json.dumps({**settings, "server": {"admin": {"port": self.port}}}))
+        self.config = folder / "hps.yaml"  # JSON is YAML
+        self.config.write_text(json.dumps({**settings, "server": {"admin": {"port": self.port}}}))
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -32,7 +32,7 @@ class IngestProcess:
 
     def start(self) -> IngestProcess:
         """Returns once it is ready."""
-        command = [sys.executable, "-m", "hps.cli.main", "ingest", "--config", str(self._config)]
+        command = [sys.executable, "-m", "hps.cli.main", "ingest", "--config", str(self.config)]
         with self.log.open("a") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         until(self._is_ready)

@@ -230,10 +230,8 @@ lacks it. */}}
     {{- toYaml . | nindent 4 }}
     {{- end }}
   {{- $env := concat $values.extraEnv $own.extraEnv }}
-  {{- if ne .role "ingest" }}
   {{- /* Not an argument: for whatever is run beside the server, as `kubectl exec … hps doctor`, too. */}}
   {{- $env = prepend $env (dict "name" "HPS__SERVER__ROLE" "value" (ternary "all" .role $whole)) }}
-  {{- end }}
   {{- $grouped := hasKey (dig "updates" "kafka" dict $values.config) "group" }}
   {{- if and (eq .role "lookup") (include "hps.streams" .root) (not (or $grouped $values.existingConfigMap)) }}
   {{- /* A node's name among the readers of Kafka, whatever the releases are that share one. */}}

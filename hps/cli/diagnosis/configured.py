@@ -44,7 +44,7 @@ def configured(
         yield from guarded("lookup nodes", lookup_nodes(settings))
     else:
         yield from _rows(settings, versions)
-    if settings.dense.triton is not None and settings.server.role != "lookup":
+    if settings.dense.triton is not None and settings.server.role in ("all", "frontend"):
         networks = [version for version in versions if version.spec.dense is not None]
         yield from guarded("Triton", triton(settings.dense.triton, networks))
 
@@ -64,26 +64,30 @@ def _as_configured(versions: Sequence[ModelVersion], served: Mapping[str, int]) 
 
 
 def _rows(settings: Settings, versions: Sequence[ModelVersion]) -> Iterator[Check]:
-    """Of a process that has tiers: memory, stores, and what feeds them."""
+    """Of a process that has tiers: memory, stores, and what feeds them. ``hps ingest`` has those alone that
+    nodes share."""
+    own = settings.server.role != "ingest"
     total = sum(files.bytes for version in versions for files in version.tables.values())
     tables = [table for version in versions for table in version.embedding_tables().values()]
-    yield from guarded("memory", memory(settings, total))
-    if settings.tiers.rocksdb.enabled:
+    if own:
+        yield from guarded("memory", memory(settings, total))
+    if own and settings.tiers.rocksdb.enabled:
         yield rocksdb(settings.tiers.rocksdb, total)
     if settings.tiers.redis is not None:
         yield from guarded("Redis", redis(settings.tiers.redis, tables))
     if settings.updates.kafka is not None:
         found = kafka(settings.updates.kafka, groups(settings), tables)
         yield from guarded("Kafka", found)
-    if settings.updates.directory is not None:
+    if own and settings.updates.directory is not None:
         yield directory(settings.updates.directory)
 
 
 def groups(settings: Settings) -> list[str]:
-    """The consumer groups of this node and of its deployment."""
+    """The consumer groups of this process and of its deployment."""
     from hps.streams import node_group
 
     updates = settings.updates.kafka
     assert updates is not None
+    own = [node_group(updates)] if settings.server.role != "ingest" else []
     shared = [updates.shared_group] if settings.tiers.redis is not None else []
-    return [node_group(updates), *shared]
+    return [*own, *shared]

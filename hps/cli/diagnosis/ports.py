@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from hps.config.schema import Settings
     from hps.config.server_settings import Listener
 
+_OPENED = {"lookup": ("grpc", "admin"), "ingest": ("admin",)}
+
 
 def ports(settings: Settings, api_key: str | None, tls: Tls | None) -> Iterator[Check]:
     """Those that the role opens."""
     yield attempt("access", lambda: exposure(settings))
-    names = ("grpc", "admin") if settings.server.role == "lookup" else ("http", "grpc", "admin")
-    for name in names:
+    for name in _OPENED.get(settings.server.role, ("http", "grpc", "admin")):
         listener = getattr(settings.server, name)
         if listener is not None:
             yield port(f"{name} port", listener, api_key, tls)
