@@ -7,7 +7,7 @@ fetched once and broadcast over the batch of the others.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -21,17 +21,13 @@ from hps.config.model_schema import DenseSpec, TensorSpec
 from hps.dense.base import DATATYPES, DenseModel
 from hps.errors import BadRequest, DeadlineExceeded, DenseModelError
 from hps.lookup.base import Lookup
-from hps.lookup.checks import unknown
 from hps.meters import DenseMeter
 from hps.metrics import Metrics
+from hps.predict_checks import TOP_K_INDEX, Arrays, PredictChecks, broadcast
 from hps.tracing import timed, waited
 from hps.types import LookupRequest, LookupResult, PredictRequest, PredictResult
 from hps.wiring import check_wiring
 from hps.workers import Done, Workers, then
-
-TOP_K_INDEX = "top_k_index"
-
-Arrays = dict[str, NDArray[Any]]
 
 
 class OnDevice(Protocol):
@@ -85,14 +81,13 @@ class InferencePipeline:
         self._devices = tuple(devices)
         self._turn = count()
         self._meter = meter or DenseMeter(Metrics(), name, 0)
-        self._inputs = {tensor.name: tensor for tensor in spec.inputs}
+        self._check = PredictChecks(name, spec, lookup.features)
         self._feeds = tuple(
             (feature, spec.embeddings.get(feature.name, feature.name))
             for feature in lookup.features.values()
         )
         self._outputs = {tensor.name: tensor for tensor in spec.outputs}
-        self._all = tuple(self._outputs)
-        self._ranking = spec.ranking_output or self._all[0]
+        self._ranking = spec.ranking_output or spec.outputs[0].name
         fed = check_wiring(name, spec, lookup.features, dense)
         network = {tensor.name: tensor.dtype for tensor in dense.inputs}
         self._widen = {t: network[t] for _, t in self._feeds if fed[t].dtype != network[t]}
@@ -107,9 +102,8 @@ class InferencePipeline:
         Never waits. Raises ``BadRequest``, ``Unavailable`` (overloaded), and what an inline run
         raised; everything later is the future's exception.
         """
-        inputs, batch = self._check(request)
-        inputs = {name: _broadcast(array, batch) for name, array in inputs.items()}
-        wanted = self._wanted(request)
+        inputs, batch = self._check.inputs(request)
+        wanted = self._check.outputs(request)
         if not self._devices:
             return self._ordinary(request, inputs, batch, wanted, None)
         device = self._devices[next(self._turn) % len(self._devices)]
@@ -152,39 +146,6 @@ class InferencePipeline:
             )
 
         return run(lookup.result()) if lookup.done() else then(lookup, run)
-
-    # -- request -----------------------------------------------------------------------------------
-
-    def _check(self, request: PredictRequest) -> tuple[Arrays, int]:
-        """The dense inputs, converted where that loses nothing of kind, and the batch."""
-        features = self.lookup.features
-        _same_names("feature", request.features, features, self.name)
-        _same_names("input", request.dense, self._inputs, self.name)
-        sizes = [(n, k.batch, features[n].context) for n, k in request.features.items()]
-        inputs = {}
-        for name, array in request.dense.items():
-            spec = self._inputs[name]
-            inputs[name] = checked = _checked(spec, array)
-            sizes.append((name, checked.shape[0], spec.context))
-        for feature, _ in self._feeds:
-            if feature.pooling == "none" and request.features[feature.name].offsets is not None:
-                raise BadRequest(
-                    f"feature {feature.name!r} is not pooled and feeds a network, which takes "
-                    f"{feature.hotness} keys per sample; send it without offsets"
-                )
-        return inputs, _batch(sizes)
-
-    def _wanted(self, request: PredictRequest) -> tuple[str, ...]:
-        if request.top_k is not None and request.top_k < 1:
-            raise BadRequest(f"top_k must be at least 1, got {request.top_k}")
-        if request.outputs is None:
-            return self._all
-        for name in request.outputs:
-            if name not in self._outputs and not (name == TOP_K_INDEX and request.top_k):
-                raise unknown("output", name, self._outputs, self.name)
-        return tuple(name for name in self._all if name in request.outputs)
-
-    # -- answer ------------------------------------------------------------------------------------
 
     def _quick(
         self,
@@ -264,7 +225,7 @@ class InferencePipeline:
                 vectors = vectors.reshape(-1, feature.hotness or 1, feature.table.dim)
             if tensor in self._widen:
                 vectors = vectors.astype(self._widen[tensor])
-            feed[tensor] = _broadcast(vectors, batch)
+            feed[tensor] = broadcast(vectors, batch)
         return feed
 
     def _judge(self, outputs: Arrays, batch: int, seconds: float) -> None:
@@ -298,48 +259,3 @@ def top_k(scores: NDArray[Any], k: int) -> NDArray[np.int64]:
 def _nothing(tensor: TensorSpec) -> NDArray[Any]:
     """The output of an empty batch."""
     return np.empty((0, *(max(size, 0) for size in tensor.shape[1:])), DATATYPES[tensor.datatype])
-
-
-def _same_names(kind: str, got: Mapping[str, Any], expected: Mapping[str, Any], model: str) -> None:
-    if got.keys() == expected.keys():
-        return
-    for name in got:
-        if name not in expected:
-            raise unknown(kind, name, expected, model)
-    missing = [name for name in expected if name not in got]
-    raise BadRequest(f"the request to model {model!r} lacks {kind} {', '.join(map(repr, missing))}")
-
-
-def _checked(spec: TensorSpec, array: Any) -> NDArray[Any]:
-    """A dense input of the shape and type ``model.yaml`` gives; float64 is narrowed to float32."""
-    values, wanted = np.asarray(array), DATATYPES[spec.datatype]
-    if values.dtype != wanted:
-        if not np.can_cast(values.dtype, wanted, "same_kind"):
-            raise BadRequest(f"input {spec.name!r} is {spec.datatype}, got {values.dtype}")
-        with np.errstate(over="ignore"):
-            values = values.astype(wanted)
-    fits = values.ndim == len(spec.shape) and all(
-        want in (-1, size) for want, size in zip(spec.shape[1:], values.shape[1:], strict=True)
-    )
-    if not fits:
-        raise BadRequest(f"input {spec.name!r} has shape {spec.shape}, got {list(values.shape)}")
-    return np.ascontiguousarray(values)
-
-
-def _batch(sizes: list[tuple[str, int, bool]]) -> int:
-    """The common batch; context tensors may have 1 instead."""
-    batch, first = -1, ""
-    for name, size, context in sizes:
-        if size == batch or (context and size == 1):
-            continue
-        if batch >= 0:
-            raise BadRequest(f"batch sizes differ: {first!r} has {batch}, {name!r} has {size}")
-        batch, first = size, name
-    return batch if batch >= 0 else 1
-
-
-def _broadcast(array: NDArray[Any], batch: int) -> NDArray[Any]:
-    """``array (1, ...)`` repeated to ``(batch, ...)``; C-contiguous, as networks want it."""
-    if array.shape[0] == batch:
-        return array
-    return np.repeat(array, batch, axis=0)

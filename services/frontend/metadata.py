@@ -15,7 +15,7 @@ import orjson
 
 from hps.lookup.base import Feature
 from hps.node import ServedModel
-from hps.pipeline import TOP_K_INDEX
+from hps.predict_checks import TOP_K_INDEX
 from hps.types import Source
 from services.frontend.lookup_endpoint import KEYS, KEYS_SOURCE, NUMKEYS, OUTPUT0
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from hps.dense.base import DATATYPES
 from hps.errors import BadRequest
 from hps.node import ServedModel
-from hps.pipeline import TOP_K_INDEX
+from hps.predict_checks import TOP_K_INDEX
 from hps.types import PredictRequest, PredictResult
 from services.frontend.call import Call
 from services.frontend.datatypes import InputRule

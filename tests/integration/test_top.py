@@ -19,7 +19,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks.peers.hps_server import Hps
-from hps.cli import top
+from hps.cli import top_screen
 from hps.cli.main import app
 from hps.client import Client
 
@@ -129,8 +129,8 @@ def test_a_narrow_terminal_has_fewer_columns_and_no_line_is_broken(width: int) -
     }
     wide = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(top, "console", lambda: wide)
-        wide.print(top._screen([told]))
+        patch.setattr(top_screen, "console", lambda: wide)
+        wide.print(top_screen.screen([told]))
     lines = wide.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) == 11, lines
     assert ("degraded/s" in lines[0]) == (width == 200)
