@@ -1,19 +1,13 @@
 """The exception tree. Core errors know nothing of HTTP or gRPC; services/frontend maps them.
 
 HpsError
-├── ConfigError             a setting, file or model.yaml is wrong (process exits with code 2)
-├── ModelError              a model repository is damaged or does not fit its description
-├── NotFound                unknown model, version, table, feature
-├── BadRequest              the request is at fault: shape, dtype, missing input
-├── Unavailable             cannot answer now: starting, draining, overloaded
-├── DeadlineExceeded        the request's time ran out
-├── Unsupported             the operation exists in the protocol but not here
-├── Unauthenticated         no API key, or one nobody knows
-├── Forbidden               the API key's role does not allow this
-├── TierError               a tier failed; the chain skips it, counts it and answers degraded
-│   ├── TierTimeout
-│   └── TierMisfit          what it holds of a table is not of the table's shape or layout
-└── DenseModelError         the dense model failed
+├── ConfigError, ModelError
+├── NotFound, BadRequest, DeadlineExceeded, Unsupported
+├── Unavailable
+├── Unauthenticated, Forbidden
+├── TierError
+│   └── TierTimeout, TierMisfit
+└── DenseModelError
 
 Messages name the cause and the mend; they are shown to users as they are.
 """
@@ -26,43 +20,43 @@ class HpsError(Exception):
 
 
 class ConfigError(HpsError):
-    pass
+    """A setting, a file of settings or model.yaml is wrong; a process ends with exit code 2."""
 
 
 class ModelError(HpsError):
-    pass
+    """A model repository is damaged or does not fit its description."""
 
 
 class NotFound(HpsError):
-    pass
+    """No such model, version, table or feature."""
 
 
 class BadRequest(HpsError):
-    pass
+    """The request is at fault: a shape, a type, an input that is missing."""
 
 
 class Unavailable(HpsError):
-    pass
+    """No answer now: starting, draining or overloaded. Ask again."""
 
 
 class DeadlineExceeded(HpsError):
-    pass
+    """The request's time ran out."""
 
 
 class Unsupported(HpsError):
-    pass
+    """The operation exists in the protocol but not here."""
 
 
 class Unauthenticated(HpsError):
-    pass
+    """No API key, or one nobody knows."""
 
 
 class Forbidden(HpsError):
-    pass
+    """The API key's role does not allow this."""
 
 
 class TierError(HpsError):
-    """A tier could not do its work. ``tier`` is the tier's name."""
+    """A tier could not do its work: it is skipped, counted, and the answer is degraded. ``tier`` is its name."""
 
     def __init__(self, tier: str, message: str) -> None:
         super().__init__(f"{tier}: {message}")
@@ -70,7 +64,7 @@ class TierError(HpsError):
 
 
 class TierTimeout(TierError):
-    pass
+    """A tier did not answer in time."""
 
 
 class TierMisfit(TierError):
@@ -78,4 +72,4 @@ class TierMisfit(TierError):
 
 
 class DenseModelError(HpsError):
-    pass
+    """The network failed."""

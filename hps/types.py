@@ -227,6 +227,8 @@ class Progress(Protocol):
 
 
 class NoProgress:
+    """Tells nobody."""
+
     def task(
         self, title: str, total: int, unit: str = "rows"
     ) -> AbstractContextManager[Callable[[int], None]]:
@@ -243,10 +245,12 @@ def make_version(unix_ms: int, sequence: int = 0) -> int:
 
 
 def version_now(sequence: int = 0) -> int:
+    """The version of a write of this moment."""
     return make_version(time.time_ns() // 1_000_000, sequence)
 
 
 def version_unix_ms(version: int) -> int:
+    """When the write was, in Unix milliseconds."""
     return int(version) >> VERSION_SEQUENCE_BITS
 
 

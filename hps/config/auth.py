@@ -213,6 +213,7 @@ def load_api_keys(settings: AuthSettings) -> ApiKeys:
 
 
 def key_file_warnings(settings: AuthSettings) -> list[str]:
+    """What is to be said of who may read the file of keys."""
     path = settings.keys_file
     if path is None or settings.mode != "api_key":
         return []

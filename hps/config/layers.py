@@ -29,6 +29,7 @@ class Layer:
 
 
 def merged(layers: Sequence[Layer]) -> dict[str, Any]:
+    """The later layers over the earlier: mappings are merged, all else is replaced."""
     result: dict[str, Any] = {}
     for layer in layers:
         result = _merge(result, layer.data)

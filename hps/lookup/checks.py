@@ -193,6 +193,7 @@ def check_targets(
 
 
 def check_out_names(out: Mapping[str, VectorArray], request: LookupRequest, model: str) -> None:
+    """Raises BadRequest for an array of ``out`` that no feature of the request fills."""
     for name in out:
         if name not in request.features:
             raise unknown("requested feature", name, request.features, model)

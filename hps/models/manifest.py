@@ -30,11 +30,15 @@ class _Strict(BaseModel):
 
 
 class FileEntry(_Strict):
+    """Size and checksum of a file."""
+
     bytes: int = Field(ge=0)
     checksum: Checksum
 
 
 class TableEntry(_Strict):
+    """A table's files."""
+
     rows: int = Field(ge=0)
     dim: int = Field(ge=1)
     dtype: Literal["float32"] = "float32"
@@ -43,6 +47,8 @@ class TableEntry(_Strict):
 
 
 class Manifest(_Strict):
+    """What a version holds, as its manifest.json says."""
+
     format: Literal[1] = FORMAT
     model: Name
     version: int = Field(ge=1)
@@ -93,6 +99,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Write it as JSON. Raises OSError."""
     path.write_text(manifest.model_dump_json(indent=2) + "\n")
 
 
@@ -108,6 +115,7 @@ def checksum_file(path: Path, progress: Callable[[int], None] = lambda _n: None)
 
 
 def compare_checksum(path: Path, expected: str, found: str) -> None:
+    """Raises ModelError unless what was found is what was expected."""
     if found != expected:
         raise ModelError(
             f"{path}: the contents do not match the manifest (expected {expected}, found {found}); "

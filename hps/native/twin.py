@@ -18,6 +18,7 @@ def _check(keys: KeyArray) -> None:
 
 
 def partition_hash(keys: KeyArray) -> NDArray[np.uint64]:
+    """HPS's hash ``(n,)`` of ``keys (n,)``, by which rows are parted (Pelle Evensen's rrxmrrxmsx_0)."""
     _check(keys)
     x = keys.view(np.uint64).copy()
     x ^= _rotate_right(x, 25) ^ _rotate_right(x, 50)
@@ -28,6 +29,7 @@ def partition_hash(keys: KeyArray) -> NDArray[np.uint64]:
 
 
 def dedup(keys: KeyArray) -> tuple[KeyArray, IndexArray]:
+    """Each key once, in the order in which they came first, and for each of ``keys (n,)`` its place there."""
     _check(keys)
     unique, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
     order = np.argsort(first, kind="stable")

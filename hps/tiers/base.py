@@ -103,6 +103,8 @@ class FetchContext:
 
 
 class Tier(Protocol):
+    """What holds rows, by the rules above."""
+
     @property
     def info(self) -> TierInfo: ...
 

@@ -38,6 +38,8 @@ class TableChanges:
 
 
 class PositionedStore(Protocol):
+    """A store that keeps how far it is in its streams beside the rows that came from there."""
+
     def apply(
         self, table: EmbeddingTable, changes: TableChanges, positions: Sequence[StreamPosition]
     ) -> None:

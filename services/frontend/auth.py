@@ -13,6 +13,8 @@ EXEMPT = ("/v2/health/", "/metrics", "/docs", "/openapi.json")
 
 
 class Guard(Protocol):
+    """Who may do what. Any number of threads may ask."""
+
     enabled: bool
 
     def check(

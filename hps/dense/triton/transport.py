@@ -107,6 +107,7 @@ def on_behalf() -> tuple[str, dict[str, str]]:
 def tensors_in(
     kind: Any, inputs: Sequence[tuple[str, str, NDArray[Any]]], shared: Placed | None
 ) -> list[Any]:
+    """Inputs as Triton's client, the module ``kind``, takes them; those with a place in ``shared`` lie there."""
     made = []
     for name, datatype, array in inputs:
         tensor = kind.InferInput(name, list(array.shape), datatype)
@@ -120,6 +121,7 @@ def tensors_in(
 
 
 def tensors_out(kind: Any, names: Sequence[str], shared: Placed | None) -> list[Any]:
+    """Outputs as Triton's client asks for them."""
     made = []
     for name in names:
         tensor = kind.InferRequestedOutput(name)
@@ -131,6 +133,7 @@ def tensors_out(kind: Any, names: Sequence[str], shared: Placed | None) -> list[
 
 
 def arrays_of(result: Any, names: Sequence[str], shared: Placed | None) -> dict[str, NDArray[Any]]:
+    """The outputs of an answer but those in ``shared``. Raises DenseModelError when one is missing."""
     found = {}
     for name in names:
         if shared is not None and name in shared.places:
@@ -143,6 +146,7 @@ def arrays_of(result: Any, names: Sequence[str], shared: Placed | None) -> dict[
 
 
 def info_of(name: str, datatype: str, shape: Sequence[int]) -> TensorInfo:
+    """A tensor as Triton describes it. Raises ModelError for a type that no network may use."""
     if datatype not in DATATYPES:
         raise ModelError(
             f"Triton says that {name!r} is {datatype}; a network may use {', '.join(DATATYPES)}"

@@ -57,6 +57,7 @@ def import_model(
 
 
 def next_version(root: Path, name: str) -> int:
+    """The lowest number above all versions of a model."""
     folder = root / name
     if not (folder / SPEC_FILE).is_file():
         return 1

@@ -63,6 +63,7 @@ def plan_import(
 
 
 def detect(path: Path) -> str:
+    """The kind of a source. Raises ModelError for what is none."""
     if path.is_dir():
         if (path / KEY_FILE).is_file() or any(path.glob(f"*/{KEY_FILE}")):
             return "hugectr"

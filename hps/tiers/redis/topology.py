@@ -54,6 +54,7 @@ class Topology(Protocol):
 
 
 def topology(settings: RedisSettings, wires: Wires) -> Topology:
+    """Which servers there are, by the settings. Nothing is asked yet."""
     addresses = [parse_address(each) for each in settings.addresses]
     connect_s = settings.connect_timeout_ms / 1000
     if settings.mode == "cluster":
@@ -65,6 +66,7 @@ def topology(settings: RedisSettings, wires: Wires) -> Topology:
 
 
 def parse_address(text: str) -> Address:
+    """``host:port``, an IPv6 host in brackets."""
     host, _, port = text.rpartition(":")
     return host.strip("[]"), int(port)
 
