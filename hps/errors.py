@@ -56,7 +56,7 @@ class Forbidden(HpsError):
 
 
 class TierError(HpsError):
-    """A tier could not do its work: it is skipped, counted, and the answer is degraded. ``tier`` is its name."""
+    """A tier could not do its work: it is skipped, and the answer is degraded. ``tier`` is its name."""
 
     def __init__(self, tier: str, message: str) -> None:
         super().__init__(f"{tier}: {message}")

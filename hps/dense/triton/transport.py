@@ -107,7 +107,7 @@ def on_behalf() -> tuple[str, dict[str, str]]:
 def tensors_in(
     kind: Any, inputs: Sequence[tuple[str, str, NDArray[Any]]], shared: Placed | None
 ) -> list[Any]:
-    """Inputs as Triton's client, the module ``kind``, takes them; those with a place in ``shared`` lie there."""
+    """Inputs as Triton's client takes them (its module is ``kind``); some lie in ``shared`` memory."""
     made = []
     for name, datatype, array in inputs:
         tensor = kind.InferInput(name, list(array.shape), datatype)
