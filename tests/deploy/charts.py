@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterable
 from functools import cache
@@ -58,6 +59,13 @@ def rendered_text(name: str) -> str:
     done = helm_template("--values", values_file(name))
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def documented() -> list[str]:
+    """The values that docs/kubernetes.md shows."""
+    page = (ROOT / "docs/kubernetes.md").read_text()
+    blocks = re.findall(r"```yaml\n(# my-values|[a-z]+:)(.*?)```", page, re.DOTALL)
+    return ["".join(block) for block in blocks]
 
 
 def objects(text: str) -> list[Object]:

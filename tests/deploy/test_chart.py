@@ -21,6 +21,7 @@ from tests.deploy.charts import (
     ROOT,
     Rendered,
     crd_schemas,
+    documented,
     helm,
     helm_template,
     kubeconform,
@@ -324,7 +325,8 @@ def test_selectors_find_the_pods_of_their_role_alone(rendered: Rendered) -> None
         ports = {port["targetPort"] for port in service["spec"]["ports"]}
         for role in found(service["spec"]["selector"]):
             own = {port["name"] for port in main_container(rendered.servers()[role])["ports"]}
-            assert ports <= own, (service["metadata"]["name"], role)
+            # Of pods that have one.
+            assert ports - {"triton-metrics"} <= own, (service["metadata"]["name"], role)
 
 
 def test_who_finds_whom_by_name(rendered: Rendered) -> None:
@@ -456,6 +458,15 @@ def test_scrapers_find_all_servers_as_a_job_that_alerts_know(name: str) -> None:
     assert pattern is not None
     job = service["metadata"]["labels"][monitor["spec"]["jobLabel"]]
     assert re.fullmatch(pattern[1], job), f"HpsDown never fires for job {job}"
+    ours, *tritons = monitor["spec"]["endpoints"]
+    assert [ours["port"], *(each["port"] for each in tritons)] == [
+        each["name"] for each in service["spec"]["ports"]
+    ]
+    assert len(tritons) == (name == "everything")
+    for each in tritons:
+        (renamed,) = [r for r in each["relabelings"] if r["targetLabel"] == "job"]
+        assert not re.fullmatch(pattern[1], renamed["replacement"])
+        assert "tlsConfig" not in each  # its own port has no certificates
 
 
 def test_a_triton_beside_the_server_outlives_it() -> None:
@@ -540,10 +551,12 @@ def test_pods_come_out_to_what_their_role_asks() -> None:
         assert asked == ports, role
     assert network.lets(pods["checkpoints"], pods["lookup"], 8002)
     assert not network.lets(pods["checkpoints"], outside, 443)
-    # A Triton beside a front end is asked by that alone; it tells Prometheus its metrics if asked to.
+    # A Triton beside a front end is asked by that alone; it tells its metrics to scrapers.
     beside = Rendered("everything")
     network, pods = Network(beside), peers(beside)
     assert not network.lets(pods["lookup"], pods["frontend"], 9000)
+    assert network.lets(Peer(namespace="monitoring"), pods["frontend"], 9002)
+    assert not network.lets(Peer(namespace="monitoring"), pods["lookup"], 9002)
     assert network.lets(pods["lookup"], pods["redis"], 6379)
     assert network.lets(pods["ingest"], pods["kafka"], 9092)
     assert network.lets(pods["frontend"], Peer(namespace="openshift-dns"), 5353, "UDP")
@@ -623,13 +636,6 @@ def test_a_configuration_of_one_s_own_takes_the_place_of_the_chart_s() -> None:
         if volume["name"] == "etc"
     ]
     assert sources[0]["configMap"]["name"] == "mine"
-
-
-def documented() -> list[str]:
-    """The values that docs/kubernetes.md shows."""
-    page = (ROOT / "docs/kubernetes.md").read_text()
-    blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    return [block for block in blocks if "prometheus-adapter" not in block]
 
 
 @pytest.mark.parametrize("block", documented())

@@ -5,13 +5,25 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.deploy.charts import CHART, MATRIX, NAMESPACE, RELEASE, Rendered, helm, values_file
+from tests.deploy.charts import (
+    CHART,
+    MATRIX,
+    NAMESPACE,
+    RELEASE,
+    Rendered,
+    documented,
+    helm,
+    values_file,
+)
 from tests.deploy.kube import Cluster, cluster
 from tests.deploy.kubelet import PODS, kubelet
 
@@ -72,6 +84,9 @@ def test_install_upgrade_rollback_uninstall(kube: Cluster, name: str) -> None:
     values = ("--values", str(values_file(name)))
     printed = done(kube, "install", RELEASE, str(CHART), *values)
     assert "rollout status statefulset" in printed
+    asked = re.findall("exec .*hps doctor", printed)
+    assert len(asked) == len([role for role in rendered.servers() if role != "ingest"])
+    assert all(("HPS_API_KEY" in each) == (name != "off") for each in asked)
     installed = everything(kube)
     assert installed == rendered.all.keys() - hooks - own
     (nodes,) = objects_of(kube, "StatefulSet").values()
@@ -200,6 +215,17 @@ def test_a_configuration_of_one_s_own_with_gpus_and_policies(kube: Cluster) -> N
     for role in ("lookup", "frontend"):
         assert {"to": stores} in policies[f"hps-{role}"]["spec"]["egress"]
     done(kube, "uninstall", RELEASE)
+
+
+def test_the_values_of_the_docs(kube: Cluster, tmp_path: Path) -> None:
+    for block in documented():
+        file = tmp_path / "values.yaml"
+        file.write_text(block)
+        models = () if yaml.safe_load(block).get("models") else ("--set", "models.demo=true")
+        keys = ("--set", "auth.existingSecret=keys")
+        done(kube, "install", RELEASE, str(CHART), "--values", str(file), *models, *keys)
+        assert objects_of(kube, "StatefulSet")
+        done(kube, "uninstall", RELEASE)
 
 
 def replicas(kube: Cluster) -> int:
