@@ -205,6 +205,15 @@ class Project:
         assert done.returncode == 0, f"{words}:\n{done.stdout[-8000:]}\n{self.logs(20)}"
         return done.stdout
 
+    def once(self, *words: str) -> str:
+        """``docker-compose run WORDS`` to its end: its output; AssertionError when it fails. Without
+        ``--rm``, with which Podman tells Compose 0 whatever the container ended with."""
+        name = f"{self.name}-once"
+        try:
+            return self("run", "--no-deps", "-T", "--name", name, *words)
+        finally:
+            self.engine.podman("rm", "--force", name, check=False)
+
     def down(self) -> None:
         """Ended, its volumes removed; what was said is in ``compose.log``."""
         (self.engine.store / "compose.log").write_text(self.logs())

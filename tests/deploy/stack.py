@@ -165,8 +165,8 @@ def import_clicks(stack: Stack, folder: Path) -> None:
     (given / "net.onnx").write_bytes(network())
     for path in (folder, given):
         path.chmod(0o755)
-    stack.project(
-        "run", "--rm", "--no-deps", "-T", "--volume", f"{given}:/given:ro", "demo",
+    stack.project.once(
+        "--volume", f"{given}:/given:ro", "demo",
         "model", "import", "/given/tables.npz", "--to", "/var/lib/hps/models", "--name", "clicks",
         "--table", "users=users", "--keys", "users=users_keys",
         "--table", "items=items", "--keys", "items=items_keys",

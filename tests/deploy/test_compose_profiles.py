@@ -73,7 +73,7 @@ def test_what_is_observed(stack: Stack, clicks: str) -> None:
 
 def test_load_is_told_of(stack: Stack, clicks: str) -> None:
     """It ends with 0 when no request failed."""
-    print(stack.project("--profile", "load", "run", "--rm", "--no-deps", "-T", "load"))
+    print(stack.project.once("load"))
 
 
 def test_a_node_on_a_gpu(stack: Stack, clicks: str) -> None:
@@ -84,7 +84,7 @@ def test_a_node_on_a_gpu(stack: Stack, clicks: str) -> None:
     np.testing.assert_allclose(before, logits_of(f"http://{stack.front.http}"), rtol=0, atol=1e-5)
     required = ("--env", "HPS__TIERS__GPU__USE=required")
     with pytest.raises(AssertionError, match=r"tiers\.gpu\.use is required, but"):
-        stack.project("run", "--rm", "--no-deps", "-T", *required, "node-gpu")
+        stack.project.once(*required, "node-gpu")
     stack.project("--profile", "gpu", "stop", "node-gpu")
 
 
