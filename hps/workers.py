@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import cached_property
 from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -58,13 +59,15 @@ class Done(Future[T], Generic[T]):
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
         fn(self)
 
-    def __getattr__(self, name: str) -> Any:
-        # concurrent.futures.wait() and as_completed() lock every future they are given.
-        if name == "_condition":
-            self._condition = threading.Condition()
-            self._waiters: list[Any] = []
-            return self._condition
-        raise AttributeError(name)
+    # concurrent.futures.wait() and as_completed() lock every future they are given. Not by __getattr__, which
+    # would make whoever asks for an attribute that may be missing pay for an exception.
+    @cached_property
+    def _condition(self) -> threading.Condition:  # type: ignore[override]
+        return threading.Condition()
+
+    @cached_property
+    def _waiters(self) -> list[Any]:  # type: ignore[override]
+        return []
 
 
 def then(first: Future[T], go_on: Callable[[T], Future[U]]) -> Future[U]:

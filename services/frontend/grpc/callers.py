@@ -36,13 +36,17 @@ def check(guard: Guard, context: grpc.ServicerContext, role: Role) -> str:
     )
 
 
-def may(guard: Guard, context: grpc.ServicerContext, role: Role) -> bool:
-    """Whether the caller may do what needs ``role``."""
+def may(guard: Guard, context: grpc.ServicerContext, role: Role) -> str | None:
+    """Who the caller is; None unless he may do what needs ``role``."""
     try:
-        check(guard, context, role)
+        return check(guard, context, role)
     except Exception:  # the server's thread asks; who answers the call finds it again
-        return False
-    return True
+        return None
+
+
+def caller_of(reply: Reply, guard: Guard) -> str:
+    """Who asks to read: as was found before the message was received, else as `check` finds now."""
+    return check(guard, reply.context, "read") if reply.caller is None else reply.caller
 
 
 def certificate_names(context: grpc.ServicerContext) -> set[str]:
@@ -70,6 +74,7 @@ class Counted:
     def __init__(self, reply: Reply, clients: Clients, caller: str) -> None:
         """``caller``: who that is, "" when only its address is known."""
         self.context = reply.context
+        self.caller = reply.caller
         self._reply = reply
         self._clients = clients
         self._client = caller or address_of(reply.context)

@@ -20,7 +20,7 @@ from hps.tracing import Origin
 from services.frontend.admission import Line
 from services.frontend.auth import Guard
 from services.frontend.grpc.arrivals import Awaited, Reply
-from services.frontend.grpc.callers import Counted, address_of, check
+from services.frontend.grpc.callers import Counted, address_of, caller_of, check
 from services.frontend.grpc.ending import abort
 from services.frontend.grpc.failures import count_failure, fail
 from services.frontend.grpc.named import identify
@@ -87,7 +87,7 @@ class Inference:
         """``ModelInfer``."""
         started = perf_counter_ns()
         try:
-            caller = check(self._guard, reply.context, "read")
+            caller = caller_of(reply, self._guard)
         except Exception as error:
             fail(error, reply, self._state, "infer", None, started)
         else:

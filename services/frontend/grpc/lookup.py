@@ -22,7 +22,7 @@ from hps.v1 import lookup_pb2 as pb
 from services.frontend.auth import Guard
 from services.frontend.call import Call, Form
 from services.frontend.grpc.arrivals import Arrivals, Direct, Reply
-from services.frontend.grpc.callers import Counted, check
+from services.frontend.grpc.callers import Counted, caller_of
 from services.frontend.grpc.failures import fail
 from services.frontend.grpc.methods import handlers_of
 from services.frontend.grpc.named import begun, named
@@ -122,7 +122,7 @@ class LookupService:
         entry: Entry | None = None
         origin: Origin | None = None
         try:
-            caller = check(self._guard, reply.context, "read")
+            caller = caller_of(reply, self._guard)
             if (clients := self._state.admission.clients) is not None:
                 reply = Counted(reply, clients, caller)
             request = _parsed(pb.LookupRequest, message)

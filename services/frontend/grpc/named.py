@@ -35,6 +35,9 @@ def identify(
 ) -> Origin | None:
     """On whose behalf ``call`` is, where anybody cares. Its answer carries the id that it came with, in
     whichever way."""
+    is_named = call.id or not _NAMES.isdisjoint(dict(context.invocation_metadata()))
+    if not is_named and not observer.watches:
+        return None
     found = named(call.id, context)
     call.id = found.request_id
     call.origin = begun(found, model, started, observer)

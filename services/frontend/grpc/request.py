@@ -74,9 +74,15 @@ class Address(NamedTuple):
 
 def address(message: bytes) -> Address:
     """What stands before the description of a ``ModelInferRequest``; ``BadRequest`` when it is none."""
-    found = {_MODEL: "", _VERSION: "", _ID: ""}
-    at, size = 0, len(message)
+    size = len(message)
     try:
+        # Most name their model alone.
+        if size > 2 and message[0] == _MODEL and 0 < message[1] < 0x80:
+            end = message[1] + 2
+            if end < size and message[end] > _ID:
+                return Address(message[2:end].decode(), "", "", end)
+        found = {_MODEL: "", _VERSION: "", _ID: ""}
+        at = 0
         while at < size and (tag := message[at]) in found:
             start, at = content_at(message, at + 1)
             found[tag] = message[start:at].decode()

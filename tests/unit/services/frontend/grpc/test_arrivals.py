@@ -86,6 +86,19 @@ def test_messages_of_strangers_are_not_waited_for(serve, key_guard, method):
             client.load_model("words", headers=known)
 
 
+def test_a_callers_key_is_looked_at_once(serve, key_guard, monkeypatch):
+    asked = []
+    check = key_guard.check
+    monkeypatch.setattr(key_guard, "check", lambda *args: (asked.append(1), check(*args))[1])
+    with triton.InferenceServerClient(serve(key_guard).server.url) as client:
+        client.infer("words.lookup", [keys("left", 1)], headers={"x-api-key": "r" * 16})
+        assert len(asked) == 1
+        monkeypatch.setattr(module, "KNOWN", False)  # on a thread, which has to look itself
+        client.infer("words.lookup", [keys("left", 1)], headers={"x-api-key": "r" * 16})
+        with pytest.raises(triton.InferenceServerException, match="UNAUTHENTICATED"):
+            client.infer("words.lookup", [keys("left", 1)])
+
+
 @pytest.mark.parametrize("method", ["ModelInfer", "RepositoryModelLoad"])
 def test_refused_calls_are_over(serve, key_guard, method):
     """They don't count towards the most that may be open."""
