@@ -1,9 +1,10 @@
-"""Front ends, lookup nodes and ingest, each a process: the way of a model from its import to scores, updates,
-and replicas that are replaced, killed and given another version while requests come. No request fails."""
+"""Front ends, lookup nodes and ingest, each a process, and a Triton beside them: the way of a model from its
+import to scores, updates, and replicas that are replaced, killed and given another version while requests come.
+No request fails."""
 
 import json
 import re
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -12,9 +13,12 @@ import yaml
 from typer.testing import CliRunner
 
 from benchmarks.peers.redis_server import RedisServer
+from benchmarks.peers.triton import start_triton
 from hps.cli.main import app
 from hps.config.model_schema import ModelSpec
+from hps.models.repository import Repository
 from hps.models.writer import write_version
+from hps.triton.export import export_dense
 from hps.updates import Producer
 from hps.updates.topics import native_topic
 from tests.deploy.charts import NAMESPACE, ROOT, helm_template, objects, values_file
@@ -106,6 +110,10 @@ def with_kafka(settings, **given):
     return {**settings, "updates": {"kafka": {**settings["updates"]["kafka"], **given}}}
 
 
+def asking(lookups):
+    return {"nodes": [part.grpc for part in lookups]}
+
+
 @pytest.fixture(scope="module")
 def deployment(model, settings, tmp_path_factory):
     """Two front ends, which came when there was no lookup node yet, two of those, and `hps ingest`."""
@@ -115,7 +123,7 @@ def deployment(model, settings, tmp_path_factory):
         Part(folder / name, with_kafka(stored, group=f"{model.name}-{name}"), *SERVE, "lookup")
         for name in ("lookup-1", "lookup-2")
     ]
-    asked = {**settings, "lookup": {"nodes": [part.grpc for part in lookups]}}
+    asked = {**settings, "lookup": asking(lookups)}
     frontends = [
         Part(folder / name, asked, *SERVE, "frontend") for name in ("frontend-1", "frontend-2")
     ]
@@ -196,20 +204,56 @@ def replaced(deployment, part):
     until(deployment.all_asked)
 
 
-def test_scores_follow_updates_and_are_the_same_by_all_ways(deployment, model):
+@contextmanager
+def with_triton(deployment, model, settings, folder):
+    """A Triton that runs the network, and the front end that asks it."""
+    export_dense(Repository(model.repository).open(model.name), folder / "triton", "python")
+    with start_triton(folder / "triton", timeout_s=300) as server:
+        dense = {"triton": {"url": server.grpc}}
+        asked = {**settings, "lookup": asking(deployment.lookups), "dense": dense}
+        part = Part(folder / "frontend", asked, *SERVE, "frontend")
+        try:
+            part.start()
+            part.wait()
+            yield Deployment([part], deployment.lookups)
+        finally:
+            part.kill()
+        with triton.InferenceServerClient(server.grpc) as client:
+            stats = client.get_inference_statistics(f"{model.name}.dense", as_json=True)
+        assert int(stats["model_stats"][0]["inference_count"]) > 0
+
+
+def updated(deployment, model, factor):
+    """``factor`` times the items' rows as they were imported, by Kafka; returns what the scores are to be."""
     users, items = rows(USER_KEYS, 4), rows(ITEM_KEYS, 2)
-    ((version, before),) = answered(deployment, model)
-    assert version == "1"
-    np.testing.assert_allclose(before, scores(users, items, -1.0), rtol=1e-5)
-    items[np.add(ITEMS, 50)] *= -0.5
+    items[np.add(ITEMS, 50)] *= factor
+    (ingest,) = deployment.others
+    before = ingest.counted("hps_update_rows_total")
     with Producer(shared_broker().address, model=model.name, partitions=2) as producer:
         producer.send("items", np.array(ITEMS), items[np.add(ITEMS, 50)])
         producer.flush()
+    until(lambda: ingest.counted("hps_update_rows_total") >= before + len(ITEMS))
     wanted = scores(users, items, -1.0)
-    until(lambda: all(np.allclose(s, wanted, rtol=1e-5) for _, s in answered(deployment, model)))
-    assert len(answered(deployment, model)) == 1
-    (ingest,) = deployment.others
-    assert ingest.counted("hps_update_rows_total") >= len(ITEMS)
+    until(lambda: all_close(deployment, model, wanted))
+    return wanted
+
+
+def all_close(deployment, model, wanted):
+    return all(np.allclose(s, wanted, rtol=1e-5) for _, s in answered(deployment, model))
+
+
+def test_scores_follow_updates_and_are_the_same_by_all_ways(
+    deployment, model, settings, tmp_path, triton_ready
+):
+    with with_triton(deployment, model, settings, tmp_path) as beside:
+        before = scores(rows(USER_KEYS, 4), rows(ITEM_KEYS, 2), -1.0)
+        for each in (deployment, beside):
+            ((version, found),) = answered(each, model)
+            assert version == "1"
+            np.testing.assert_allclose(found, before, rtol=1e-5)
+        wanted = updated(deployment, model, -0.5)
+        assert len(answered(deployment, model)) == 1
+        until(lambda: all_close(beside, model, wanted))
 
 
 # What dashboards show of other deployments: with GPUs, workers, batches, certificates, failures, refusals;
@@ -254,10 +298,17 @@ def test_dashboards_find_what_they_show_and_no_alert_is_raised(
                     filled('rate(hps_feature_keys_total{result="defaulted"}[1m])')
                 )
             )
-            running.more()
-        asked = list(queries())
-        assert len(asked) > 80
-        assert {title for title, query in asked if not prometheus.ask(query)} <= ELSEWHERE
+            asked, empty = list(queries()), set()
+            assert len(asked) > 80
+
+            def all_found():  # each process is looked at when its turn comes
+                empty.clear()
+                empty.update(title for title, query in asked if not prometheus.ask(query))
+                return empty <= ELSEWHERE
+
+            with suppress(AssertionError):
+                until(all_found)
+            assert empty <= ELSEWHERE
         raised = {name for name, query in alerts().items() if prometheus.ask(query)}
         assert raised <= OF_THE_MACHINE
 
@@ -309,10 +360,11 @@ def adapter_query(series, matchers):
 
 def test_every_replica_is_replaced_while_requests_come(deployment, model):
     with load(deployment, model) as running:
-        for part in (*deployment.lookups, *deployment.frontends):
+        for part in (*deployment.lookups, *deployment.others, *deployment.frontends):
             replaced(deployment, part)
             running.more()
     assert len(running.answers) == 1  # the updates are not forgotten
+    updated(deployment, model, 0.25)  # and go on
 
 
 def test_a_lookup_node_is_killed_while_requests_come(deployment, model):
