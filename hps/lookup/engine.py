@@ -34,7 +34,6 @@ from hps.types import (
     KeyArray,
     LookupRequest,
     LookupResult,
-    Source,
 )
 from hps.workers import Done, Lanes, Workers, then
 
@@ -43,7 +42,6 @@ from hps.workers import Done, Lanes, Workers, then
 INLINE_KEYS = 16_384
 # A promotion takes about as long.
 _ASK_AGAIN_S = 0.002
-_DEFAULT = int(Source.DEFAULT)
 
 Promote = Callable[[EmbeddingTable, KeyArray], None]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -274,7 +273,6 @@ class Bridge(Wrapper):
 
     def __init__(self, inner: Any, device: int, workspaces: int) -> None:
         super().__init__(inner)
-        self.spaces: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     @property
     def info(self) -> TierInfo:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 _BITS = 10
-_HALF = 1 << _BITS
 
 
 def bucket(ns: int) -> int:
