@@ -43,7 +43,7 @@ Guard = Callable[[Tier, GuardSettings, int], Guarded]
 
 
 class SharedRedis:
-    """``status`` tells of it, behind its guard; ``resources`` closes it."""
+    """``tier``, without its guard; ``status`` tells of it, behind that. ``resources`` closes it."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class SharedRedis:
         self._alone = not below
         self._loads = ExitStack()  # what still is to be loaded, now or for models that come later
         self._writer: CacheWriter | None = None
-        self._redis = redis = RedisTier(chosen)
+        self.tier = redis = RedisTier(chosen)
         threads = calls_at_a_time(settings.tiers.lookup_threads, chosen.connections, self._alone)
         guarded = guard(redis, chosen.guard, threads)
         resources.push(self._loads)
@@ -99,9 +99,9 @@ class SharedRedis:
                 if not any(each is model for each in self._models()):
                     continue  # it has left
                 if self._share > 0:
-                    preload_tables(model.version, model.tables, self._redis, self._share, progress)
+                    preload_tables(model.version, model.tables, self.tier, self._share, progress)
                 for table in model.tables.values():
-                    self._redis.check(table)
+                    self.tier.check(table)
 
         try:
             load(progress)
@@ -123,7 +123,7 @@ class SharedRedis:
         """``below`` as lookups ask it: what it has and Redis has not is put into Redis."""
         if self._writer is None:
             return below
-        return Promoting(below, self._writer.promote, self._redis.info.name)
+        return Promoting(below, self._writer.promote, self.tier.info.name)
 
     def lacked(self, table: EmbeddingTable, keys: KeyArray) -> None:
         """Told by the cache writer of rows that RocksDB held and Redis did not. Lookups that wait for
@@ -133,13 +133,13 @@ class SharedRedis:
 
     def fed(self) -> Store:
         """As update streams are written to it."""
-        fed = _Fed(self._redis, self._streamed_share)
-        return Store("redis", fed, self._redis.layout == "native")
+        fed = _Fed(self.tier, self._streamed_share)
+        return Store("redis", fed, self.tier.layout == "native")
 
     @property
     def promotions_waiting(self) -> Mapping[str, int]:
         """Keys whose row is still to be copied, by the tier it goes to."""
-        return {self._redis.info.name: self._writer.waiting_keys} if self._writer else {}
+        return {self.tier.info.name: self._writer.waiting_keys} if self._writer else {}
 
     @property
     def _share(self) -> float:
@@ -156,7 +156,7 @@ class SharedRedis:
 
     def _usage(self) -> dict[EmbeddingTable, Usage]:
         tables = [table for model in self._models() for table in model.tables.values()]
-        return {table: self._redis.usage(table) for table in tables}
+        return {table: self.tier.usage(table) for table in tables}
 
 
 def calls_at_a_time(threads: int, connections: int, alone: bool) -> int:

@@ -377,7 +377,7 @@ def test_streamed_rows_keep_to_the_share_that_is_loaded(fleet, layout):
             fleet, resources, layout, initial_cache_rate=0.5, cache_missed_embeddings=False
         )
         (fed,) = opened.fed(shared=True)
-        redis = opened._redis
+        redis = opened._redis.tier
         keys = np.arange(2 * KEYS)  # more than the files hold
         loaded = ~np.isnan(in_redis(redis, table, keys))
         assert 0.4 < loaded[: KEYS // 2].mean() < 0.6
@@ -428,7 +428,7 @@ def test_where_nodes_fill_gaps_every_streamed_row_goes_there(fleet, given):
         rows = np.full((500, DIM), 5.0, np.float32)
         none = keys[:0], versions[:0]
         fed.store.apply(table, TableChanges(keys, rows, versions, *none), [])
-        assert (in_redis(opened._redis, table, keys) == 5.0).all()
+        assert (in_redis(opened._redis.tier, table, keys) == 5.0).all()
 
 
 # -- what is no configuration for it ---------------------------------------------------------------
