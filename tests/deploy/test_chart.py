@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from hps.cli.targets import tls_of
+from hps.client import Tls
 from hps.config import load_config
 from hps.config.auth import check_exposure
 from tests.deploy.charts import (
@@ -499,6 +501,20 @@ def test_secrets_are_files_and_never_in_the_configuration() -> None:
             for container in spec["containers"]:
                 given = {e["name"]: e for e in container.get("env", [])}
                 assert "value" not in given.get("HPS_API_KEY", {})
+
+
+@pytest.mark.parametrize("name", ["external", "everything", "minimal"])
+def test_tools_beside_a_server_know_its_certificates(name: str) -> None:
+    rendered = Rendered(name)
+    tls = rendered.config()["server"]["http"].get("tls")
+    for workload in rendered.servers().values():
+        env = {each["name"]: each.get("value", "") for each in main_container(workload)["env"]}
+        assert ("HPS_TLS" in env) == (tls is not None)
+        if tls is not None:
+            given = tls_of(env["HPS_TLS"])
+            shown = (tls["certificate_file"], tls["key_file"])
+            own = shown if "client_ca_file" in tls else (None, None)
+            assert given == Tls("/etc/hps/tls/ca.crt", *own)
 
 
 def test_keys_are_made_where_none_are_given() -> None:

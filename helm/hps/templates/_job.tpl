@@ -29,8 +29,13 @@ volumes:
 {{- end }}
 {{- if .root.Values.tls.enabled }}
 - name: HPS_TLS
-  value: ca=/tls/ca.crt{{ if .root.Values.tls.mtls }},certificate=/tls/tls.crt,key=/tls/tls.key{{ end }}
+  value: {{ include "hps.tls.tools" (dict "folder" "/tls" "mtls" .root.Values.tls.mtls) }}
 {{- end }}
+{{- end -}}
+
+{{/* How it speaks TLS: takes the certificates' folder, and mtls. */}}
+{{- define "hps.tls.tools" -}}
+ca={{ .folder }}/ca.crt{{ if .mtls }},certificate={{ .folder }}/tls.crt,key={{ .folder }}/tls.key{{ end }}
 {{- end -}}
 
 {{- define "hps.job.container" -}}

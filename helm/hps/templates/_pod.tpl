@@ -232,6 +232,9 @@ lacks it. */}}
   {{- $env := concat $values.extraEnv $own.extraEnv }}
   {{- /* Not an argument: for whatever is run beside the server, as `kubectl exec … hps doctor`, too. */}}
   {{- $env = prepend $env (dict "name" "HPS__SERVER__ROLE" "value" (ternary "all" .role $whole)) }}
+  {{- if $values.tls.enabled }}
+  {{- $env = append $env (dict "name" "HPS_TLS" "value" (include "hps.tls.tools" (dict "folder" "/etc/hps/tls" "mtls" $values.tls.mtls))) }}
+  {{- end }}
   {{- $grouped := hasKey (dig "updates" "kafka" dict $values.config) "group" }}
   {{- if and (eq .role "lookup") (include "hps.streams" .root) (not (or $grouped $values.existingConfigMap)) }}
   {{- /* A node's name among the readers of Kafka, whatever the releases are that share one. */}}
