@@ -322,7 +322,11 @@ class Protocol(HttpToolsProtocol):
             (self.transport.abort if unsent else self.transport.close)()
 
     def _is_coming(self) -> bool:
-        return self._reads == "head" or (self._reads == "body" and self._is_idle())
+        """A head behind a request that is being answered may take its time, one behind an answer that is not
+        taken may not."""
+        if self._is_idle():
+            return self._reads != "nothing"
+        return self._reads == "head" and self.transport.get_write_buffer_size() > 0
 
     def _is_answering(self) -> bool:
         cycle = self.cycle

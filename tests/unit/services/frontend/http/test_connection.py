@@ -223,6 +223,24 @@ def test_what_comes_drop_by_drop_is_not_waited_for(http, admin, answered):
     http.run(scenario)
 
 
+def test_half_a_head_does_not_cost_the_answer_before_it(small, http):
+    async def scenario():
+        small.store.gate.clear()
+        protocol, wire = http.connect()
+        await http.read(protocol, http.request([12]))
+        request = http.request([1])
+        await http.read(protocol, request[:20])
+        for _ in range(3):
+            protocol.sweep(10)
+        assert not wire.closed
+        small.store.gate.set()
+        await http.until(lambda: wire.statuses == [200])
+        await http.read(protocol, request[20:])
+        await http.until(lambda: wire.statuses == [200, 200])
+
+    http.run(scenario)
+
+
 def test_a_request_at_each_sweep_is_another_one(http, admin):
     async def scenario():
         protocol, wire = http.connect(admin)
