@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -153,6 +154,9 @@ def _target(
     bare = Target(http, rpc, (), headers, http_tls, rpc_tls)
     try:
         samples, left_out = samples_of(bare, models)
+        if http and not samples:  # it may have tensors in JSON alone
+            bare = replace(bare, binary=False)
+            samples, left_out = samples_of(bare, models)
         name = named(bare)
     except (OSError, HTTPException, Deviation, grpc.RpcError) as error:
         why = error.details() if isinstance(error, grpc.RpcError) else error
@@ -167,7 +171,7 @@ def _target(
             f"{http or rpc} has no model that answers a request made from its metadata; name others with "
             "--model"
         )
-    return Target(http, rpc, samples, headers, http_tls, rpc_tls), name
+    return replace(bare, samples=samples), name
 
 
 def _by_protocol(addresses: Sequence[str]) -> dict[str, str]:

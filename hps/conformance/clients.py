@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,9 +16,11 @@ import tritonclient.http.aio
 from tritonclient.utils import InferenceServerException
 
 from hps.client import Tls
-from hps.conformance.grpc_wire import credentials
-from hps.conformance.target import Deviation, Sample, Suite, Target, require, same
+from hps.conformance.grpc_wire import Grpc, credentials, is_raw, request
+from hps.conformance.http_wire import NO_CODING, Http
+from hps.conformance.target import Deviation, Sample, Suite, Target, needs, require, same
 
+_BINARY = "binary_tensor_data"
 HTTP, GRPC = Suite("http"), Suite("grpc")
 
 
@@ -62,11 +65,13 @@ def _drive(kind: Any, client: Any, target: Target, **forms: Any) -> None:
     headers = dict(target.headers)
     require(client.is_server_live(headers=headers), "not live")
     require(client.is_server_ready(headers=headers), "not ready")
-    require(client.get_server_metadata(headers=headers), "no metadata")
+    about = client.get_server_metadata(headers=headers)
+    extensions = about["extensions"] if isinstance(about, dict) else about.extensions
     for sample in target.samples:
         require(client.is_model_ready(sample.model, headers=headers), f"{sample.model} not ready")
         require(client.get_model_metadata(sample.model, headers=headers), "no metadata")
-        require(client.get_model_config(sample.model, headers=headers), "no configuration")
+        if "model_configuration" in extensions:
+            require(client.get_model_config(sample.model, headers=headers), "no configuration")
         inputs, outputs = _tensors(kind, sample)
         ask: dict[str, Any] = {"outputs": outputs, "request_id": "r-7"}
         result = client.infer(sample.model, inputs, **ask, headers={**headers})
@@ -78,15 +83,15 @@ def _drive(kind: Any, client: Any, target: Target, **forms: Any) -> None:
             # The client writes codings into the headers it is given.
             result = client.infer(sample.model, inputs, **ask, **options, headers={**headers})
             same({n: result.as_numpy(n) for n in sample.outputs}, expected, name)
-    require(client.get_inference_statistics(headers=headers), "no statistics")
-    require(client.get_model_repository_index(headers=headers), "no index")
+    if "statistics" in extensions:
+        require(client.get_inference_statistics(headers=headers), "no statistics")
+    if "model_repository" in extensions:
+        require(client.get_model_repository_index(headers=headers), "no index")
     try:
         client.infer("none", inputs, headers=headers)
     except InferenceServerException as error:
         require(error.status() in ("404", "StatusCode.NOT_FOUND"), f"status {error.status()}")
-        require(
-            "'none'" in error.message(), f"an error without the model's name: {error.message()}"
-        )
+        require("none" in error.message(), f"an error without the model's name: {error.message()}")
     else:
         raise Deviation("an unknown model answers")
 
@@ -105,6 +110,18 @@ _CODED = {
     for coding in ("gzip", "deflate")
     for way in ("request", "response")
 }
+
+
+def _codings(target: Target) -> dict[str, Any]:
+    """Of ``_CODED``, those that the server takes bodies in."""
+    with Http(target) as http:
+        body, length = http.request(target.sample)
+        head = {"Content-Encoding": "gzip"}
+        answer = http.infer(target.sample.model, gzip.compress(body), length, head)
+    taken = answer.status not in NO_CODING
+    return {name: how for name, how in _CODED.items() if taken or "response" in name}
+
+
 _CALL_CODED = {coding: {"compression_algorithm": coding} for coding in ("gzip", "deflate")}
 
 
@@ -138,12 +155,19 @@ def _grpc(target: Target) -> dict[str, Any]:
     return {} if tls is None else {"creds": credentials(tls)}
 
 
+def _needs_raw(target: Target) -> None:
+    with Grpc(target) as ask:
+        raw = is_raw(ask.ask("ModelInfer", request(target.sample)))
+        needs(raw or _BINARY in ask.extensions(), _BINARY)
+
+
 @HTTP.check
 def tritonclient_http(target: Target) -> None:
     """tritonclient.http"""
+    needs(target.binary, _BINARY)
     kind = tritonclient.http
     with _closing(kind.InferenceServerClient(target.http, **_http(target))) as client:
-        _drive(kind, client, target, **_CODED)
+        _drive(kind, client, target, **_codings(target))
         inputs, outputs = _tensors(kind, target.sample)
         ask: dict[str, Any] = {"outputs": outputs, "headers": dict(target.headers)}
         expected = client.infer(target.sample.model, inputs, **ask)
@@ -155,15 +179,17 @@ def tritonclient_http(target: Target) -> None:
 @HTTP.check
 def tritonclient_http_aio(target: Target) -> None:
     """tritonclient.http.aio"""
+    needs(target.binary, _BINARY)
     kind = tritonclient.http.aio
     make = partial(kind.InferenceServerClient, target.http, **_http_aio(target))
     with _closing(_Blocking(make)) as client:
-        _drive(kind, client, target, **_CODED)
+        _drive(kind, client, target, **_codings(target))
 
 
 @GRPC.check
 def tritonclient_grpc(target: Target) -> None:
     """tritonclient.grpc"""
+    _needs_raw(target)
     kind = tritonclient.grpc
     with _closing(kind.InferenceServerClient(target.grpc, **_grpc(target))) as client:
         _drive(kind, client, target, **_CALL_CODED)
@@ -172,6 +198,7 @@ def tritonclient_grpc(target: Target) -> None:
 @GRPC.check
 def tritonclient_grpc_aio(target: Target) -> None:
     """tritonclient.grpc.aio"""
+    _needs_raw(target)
     kind = tritonclient.grpc.aio
     make = partial(kind.InferenceServerClient, target.grpc, **_grpc(target))
     with _closing(_Blocking(make)) as client:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,7 +16,7 @@ from tritonclient.utils import deserialize_bytes_tensor, triton_to_np_dtype
 
 from hps.client import Tls
 from hps.conformance.http_wire import encoded
-from hps.conformance.target import Sample, Target, note, require
+from hps.conformance.target import Sample, Target, needs, note, require
 
 PATIENCE_S = 30.0
 _CONTENTS = {
@@ -75,6 +76,16 @@ def credentials(tls: Tls) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(*tls.contents())
 
 
+@contextmanager
+def offered(what: str) -> Iterator[None]:
+    """Calls of a service that is no part of the protocol: NotOffered where it is UNIMPLEMENTED."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        needs(error.code() is not grpc.StatusCode.UNIMPLEMENTED, what)
+        raise
+
+
 def refused(call: Callable[[], Any], *codes: str, what: str = "a request at fault") -> str:
     """The text of the error that ``call`` ends in; one without any of ``codes`` is noted, as is none."""
     try:
@@ -102,8 +113,15 @@ def request(sample: Sample, *, raw: bool = True, **fields: Any) -> Any:
     return made
 
 
+def is_raw(response: Any) -> bool:
+    """Whether its outputs have the only form that Triton's clients read."""
+    return bool(response.raw_output_contents) or not response.outputs
+
+
 def tensors_of(response: Any) -> dict[str, NDArray[Any]]:
-    """Outputs, which must be raw: Triton's client reads no other numbers."""
+    """Outputs, raw or in protobuf's types."""
+    if not is_raw(response):
+        return {output.name: _typed(output) for output in response.outputs}
     require(
         len(response.raw_output_contents) == len(response.outputs),
         f"{len(response.outputs)} outputs, {len(response.raw_output_contents)} raw contents",
@@ -121,3 +139,13 @@ def tensors_of(response: Any) -> dict[str, NDArray[Any]]:
         )
         found[output.name] = values.reshape(tuple(output.shape))
     return found
+
+
+def _typed(output: Any) -> NDArray[Any]:
+    dtype = triton_to_np_dtype(output.datatype)
+    require(output.datatype in _CONTENTS, f"{output.name!r}: no raw contents for {output.datatype}")
+    values = np.array(getattr(output.contents, _CONTENTS[output.datatype]), dtype)
+    shape = tuple(output.shape)
+    fits = values.size == np.prod(shape, dtype=int)
+    require(fits, f"{output.name!r}: {values.size} elements for the shape {list(shape)}")
+    return values.reshape(shape)

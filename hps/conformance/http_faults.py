@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hps.conformance.http_wire import BINARY_ONLY, LENGTH, Http, path_of, request
-from hps.conformance.target import NotOffered, Sample, Suite, Target, note, require
+from hps.conformance.target import NotOffered, Sample, Suite, Target, needs, note, require
 
 SUITE = Suite("http")
 
@@ -18,17 +18,19 @@ SUITE = Suite("http")
 def unknown_names(target: Target) -> None:
     """An unknown model is 404, an unknown version 404 or not ready, unknown inputs and outputs are 400."""
     sample, model = target.sample, path_of(target.sample.model)
-    body, length = request(sample)
     with Http(target) as http:
+        body, length = http.request(sample)
         text = http.infer("none", body, length).refused(404)
         note("none" in text, f"the error does not name the model: {text}")
-        head = {LENGTH: str(length)}
+        head = {"Content-Type": "application/json"} if length is None else {LENGTH: str(length)}
         for version in ("77", "0"):
             path = f"{model}/versions/{version}/infer"
             http.ask("POST", path, body, head).refused(404, 400, 503)
         http.ask("GET", "/v2/models/none").refused(404)
-        http.ask("GET", "/v2/models/none/config").refused(404)
-        http.ask("GET", "/v2/models/none/stats").refused(404)
+        offered = http.extensions()
+        for extension, path in (("model_configuration", "config"), ("statistics", "stats")):
+            if extension in offered:
+                http.ask("GET", f"/v2/models/none/{path}").refused(404)
         first, *_ = sample.inputs
         renamed = {f"{name}_" if name == first else name: a for name, a in sample.inputs.items()}
         text = http.send(replace(sample, inputs=renamed)).refused(400)
@@ -45,11 +47,10 @@ def missing_inputs(target: Target) -> None:
     """A request that lacks an input that is not optional, or has no `inputs` at all, is 400."""
     sample = target.sample
     with Http(target) as http:
-        required = [
-            tensor["name"]
-            for tensor in http.ask("GET", f"{path_of(sample.model)}/config").json()["input"]
-            if not tensor.get("optional")
-        ]
+        required = list(sample.inputs)
+        if "model_configuration" in http.extensions():
+            config = http.ask("GET", f"{path_of(sample.model)}/config").json()
+            required = [each["name"] for each in config["input"] if not each.get("optional")]
         for name in required:
             rest = {other: array for other, array in sample.inputs.items() if other != name}
             http.send(replace(sample, inputs=rest)).refused(400)
@@ -67,7 +68,7 @@ def wrong_types(target: Target) -> None:
             for other in (np.full(array.shape, "x", np.object_), array.astype(np.float64)):
                 if other.dtype != array.dtype:
                     wrong = replace(sample, inputs={**sample.inputs, name: other})
-                    for binary in (True, False):
+                    for binary in {target.binary, False}:
                         http.send(wrong, binary=binary).refused(400)
         head = json.loads(request(sample, binary=False)[0])
         head["inputs"][0]["datatype"] = "INT63"
@@ -105,6 +106,7 @@ def too_large_a_batch(target: Target) -> None:
     """A batch beyond the configuration's max_batch_size is 400."""
     sample = target.sample
     with Http(target) as http:
+        needs("model_configuration" in http.extensions(), "model_configuration")
         most = http.ask("GET", f"{path_of(sample.model)}/config").json()["max_batch_size"]
         if not 0 < most < 10_000:
             raise NotOffered("a bound of the batch")
@@ -117,6 +119,7 @@ def too_large_a_batch(target: Target) -> None:
 def lengths_that_lie(target: Target) -> None:
     """The JSON's length missing, negative, no number or beyond the body; too few bytes behind it, or too
     many: 400."""
+    needs(target.binary, "binary_tensor_data")
     sample = target.sample
     body, length = request(sample)
     assert length is not None
@@ -134,12 +137,12 @@ def two_forms_of_one_tensor(target: Target) -> None:
     """A tensor that has `data` as well as binary_data_size, or neither of them, is 400."""
     sample = _textual(target)
     body, length = request(sample)
-    assert length is not None
     head = json.loads(body[:length])
     head["inputs"][0]["data"] = next(iter(sample.inputs.values())).reshape(-1).tolist()
     with Http(target) as http:
         twice = json.dumps(head).encode()
-        http.infer(sample.model, twice + body[length:], len(twice)).refused(400)
+        if target.binary:
+            http.infer(sample.model, twice + body[length:], len(twice)).refused(400)
         head = json.loads(request(sample, binary=False)[0])
         del head["inputs"][0]["data"]
         http.infer(sample.model, json.dumps(head).encode()).refused(400)
@@ -160,9 +163,9 @@ def no_json(target: Target) -> None:
 def wrong_codings(target: Target) -> None:
     """A Content-Encoding that is not spoken is refused with an Accept-Encoding that names those that are;
     a body that is not what it claims is 400."""
-    body, length = request(target.sample)
     model = target.sample.model
     with Http(target) as http:
+        body, length = http.request(target.sample)
         answer = http.infer(model, body, length, {"Content-Encoding": "br"})
         answer.refused(415, 501)
         spoken = answer.headers.get("Accept-Encoding", "")

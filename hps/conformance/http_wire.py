@@ -24,6 +24,8 @@ from hps.conformance.target import Sample, Target, note, require
 
 LENGTH = "Inference-Header-Content-Length"
 PATIENCE_S = 30.0
+# How servers answer a body in a coding that they do not speak: by a word for it, or by finding no JSON.
+NO_CODING = (400, 415, 422)
 # Types without a form in JSON.
 BINARY_ONLY = {"FP16", "BF16"}
 
@@ -45,7 +47,9 @@ class Answer:
     def refused(self, *statuses: int) -> str:
         """The text of an error with one of ``statuses``; what is wrong with it is noted."""
         wanted = " or ".join(map(str, statuses))
-        note(self.status in statuses, f"{self.status} instead of {wanted}: {self.body[:300]!r}")
+        # Of the two, 422 says the same in other words, as FastAPI does.
+        status = 400 if self.status == 422 else self.status
+        note(status in statuses, f"{self.status} instead of {wanted}: {self.body[:300]!r}")
         if self.status < 400:
             return ""
         kind = self.headers.get("Content-Type", "")
@@ -59,14 +63,21 @@ class Answer:
         note(good, f'an error that is no {{"error"}}: {self.body[:300]!r}')
         return str(text)
 
+    def head(self) -> Any:
+        """The JSON of an inference's answer."""
+        return self._parts()[0]
+
     def outputs(self) -> dict[str, NDArray[Any]]:
         """The tensors of an inference's answer."""
+        return tensors_of(*self._parts())
+
+    def _parts(self) -> tuple[Any, bytes]:
         require(self.status == 200, f"status {self.status}: {self.body[:300]!r}")
         body = self.body
         if (coding := self.headers.get("Content-Encoding")) in ("gzip", "deflate"):
             body = zlib.decompress(body, 31 if coding == "gzip" else 15)
-        head = int(self.headers.get(LENGTH, len(body)))
-        return tensors_of(json.loads(body[:head]), body[head:])
+        length = int(self.headers.get(LENGTH, len(body)))
+        return json.loads(body[:length]), body[length:]
 
 
 class Http:
@@ -74,6 +85,8 @@ class Http:
 
     def __init__(self, target: Target) -> None:
         self._headers = target.headers
+        self._binary = target.binary
+        self._used = False
         host, _, port = target.http.rpartition(":")
         if target.http_tls is None:
             self._connection = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
@@ -105,8 +118,20 @@ class Http:
         sent = {**self._headers, **(headers or {})}
         if chunked:
             sent["Transfer-Encoding"] = "chunked"
-        self._connection.request(method, path, body, sent, encode_chunked=chunked)
+        asked = (method, path, body, sent)
+        try:
+            return self._answer(*asked, encode_chunked=chunked)
+        except ConnectionError:
+            self._connection.close()
+            if chunked or not self._used:  # the body is gone, or nothing has been answered yet
+                raise
+        note(False, "it closed a connection after an answer that did not say so")
+        return self._answer(*asked)
+
+    def _answer(self, *asked: Any, **how: Any) -> Answer:
+        self._connection.request(*asked, **how)
         response = self._connection.getresponse()
+        self._used = True
         return Answer(response.status, response.headers, response.read())
 
     def infer(
@@ -125,12 +150,14 @@ class Http:
         return self.ask("POST", f"{path_of(model)}/infer", body, sent | dict(headers or {}))
 
     def send(self, sample: Sample, **how: Any) -> Answer:
-        """``sample`` by ``request``."""
-        body, length = request(sample, **how)
-        return self.infer(sample.model, body, length)
+        """``sample`` by ``request``; in binary form, unless told otherwise, where the server has that."""
+        return self.infer(sample.model, *self.request(sample, **how))
+
+    def request(self, sample: Sample, **how: Any) -> tuple[bytes, int | None]:
+        return request(sample, **{"binary": self._binary, **how})
 
     def extensions(self) -> list[str]:
-        return list(self.ask("GET", "/v2").json()["extensions"])
+        return list(self.ask("GET", "/v2").json().get("extensions") or ())
 
 
 def path_of(model: str) -> str:
@@ -186,7 +213,7 @@ def tensors_of(head: Any, data: bytes) -> dict[str, NDArray[Any]]:
     found, start = {}, 0
     for output in head["outputs"]:
         name, datatype, shape = output["name"], output["datatype"], output["shape"]
-        size = output.get("parameters", {}).get("binary_data_size")
+        size = (output.get("parameters") or {}).get("binary_data_size")
         if size is None:
             values = np.array(output["data"], triton_to_np_dtype(datatype)).reshape(-1)
         else:

@@ -41,10 +41,6 @@ TRITON: Known = {
     "grpc: health service": {
         "an answer instead of NOT_FOUND": "it says SERVING of any service; grpc.health.v1 says NOT_FOUND"
     },
-    "grpc: health watch": {
-        "UNIMPLEMENTED": "its health.proto has no Watch, which balancers ask for"
-    },
-    "grpc: reflection": {"UNIMPLEMENTED": "it has none; grpcurl needs it"},
     "grpc: unknown names": _NO_NAME,
     "grpc: wrong tensors": {
         "more raw contents than inputs: an answer": "what is left over belongs to some input: it is lost in "

@@ -25,9 +25,9 @@ def samples_of(
     target: Target, models: Sequence[str] = (), seed: int = 1
 ) -> tuple[tuple[Sample, ...], dict[str, str]]:
     """A request for each of ``models``, by default all that the index of ``target`` has ready; those with
-    most tensors first. And, by name, why others are left out: they do not answer a made-up request. Asks by
-    HTTP where that is spoken, else by gRPC. Raises OSError, HTTPException, RpcError, and Deviation where the
-    server has no index."""
+    most tensors first. They are in binary form if ``target`` has that. And, by name, why others are left out:
+    they do not answer a made-up request. Asks by HTTP where that is spoken, else by gRPC. Raises OSError,
+    HTTPException, RpcError, and Deviation where the server has no index."""
     found, left_out = [], {}
     random = np.random.default_rng(seed)
     with Http(target) if target.http else Grpc(target) as ask:

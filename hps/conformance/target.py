@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,8 @@ from tritonclient.utils import np_to_triton_dtype
 from hps.client import Tls
 
 Protocol = Literal["http", "grpc"]
+T = TypeVar("T")
+_SETTLES_S, _PAUSE_S = 10.0, 0.05
 _NOTED: ContextVar[list[str]] = ContextVar("noted")
 
 
@@ -47,7 +50,8 @@ class Sample:
 class Target:
     """A server: ``host:port`` of its protocols, and requests it can answer. The first sample is the one that
     most checks send. ``headers`` (``x-api-key``, say) go with every request. The certificates of each
-    protocol, None where it is spoken in plain text."""
+    protocol, None where it is spoken in plain text. ``binary``: whether its HTTP has tensors in binary
+    form."""
 
     http: str
     grpc: str
@@ -55,6 +59,7 @@ class Target:
     headers: Mapping[str, str] = field(default_factory=dict)
     http_tls: Tls | None = None
     grpc_tls: Tls | None = None
+    binary: bool = True
 
     @property
     def sample(self) -> Sample:
@@ -127,6 +132,12 @@ def note(holds: object, text: str) -> None:
         _NOTED.get().append(text)
 
 
+def needs(offered: object, what: str) -> None:
+    """Raises NotOffered unless ``offered``."""
+    if not offered:
+        raise NotOffered(what)
+
+
 def require(holds: object, text: str) -> None:
     """Raises Deviation with ``text`` unless ``holds``."""
     if not holds:
@@ -136,6 +147,24 @@ def require(holds: object, text: str) -> None:
 def unknown_version(versions: Collection[str]) -> str:
     """One that is not among a model's ``versions``, of which there may be several, or none that it tells."""
     return next(str(number) for number in count(77) if str(number) not in versions)
+
+
+def settled(read: Callable[[], T], wanted: Callable[[T], bool]) -> T:
+    """What ``read`` gives once it is ``wanted``, or at last: servers may count a request after its answer."""
+    end = time.monotonic() + _SETTLES_S
+    while not wanted(found := read()) and time.monotonic() < end:
+        time.sleep(_PAUSE_S)
+    return found
+
+
+def steady(read: Callable[[], T]) -> T:
+    """What ``read`` gives twice in a row: what went before is counted then."""
+    last = read()
+    time.sleep(_PAUSE_S)
+    while (found := read()) != last:
+        last = found
+        time.sleep(_PAUSE_S)
+    return found
 
 
 def same(

@@ -11,7 +11,11 @@ from hps.conformance.checks import CHECKS
 from hps.conformance.known import TRITON
 
 # What a server does not offer, and why.
-TRITON_LACKS = {"http: raw bodies": "a lookup has HPS's KEYS and NUMKEYS beside its features there"}
+TRITON_LACKS = {
+    "http: raw bodies": "a lookup has HPS's KEYS and NUMKEYS beside its features there",
+    "grpc: health watch": "its health.proto has no Watch, which balancers ask for",
+    "grpc: reflection": "it has none; grpcurl needs it",
+}
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)

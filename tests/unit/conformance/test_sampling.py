@@ -7,12 +7,15 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import numpy as np
 import pytest
+from tritonclient.grpc import service_pb2 as pb
 from typer.testing import CliRunner
 
 from hps.cli.conformance import _judged, app
 from hps.conformance import Deviation, Target
 from hps.conformance.checks import CHECKS
+from hps.conformance.grpc_wire import is_raw, tensors_of
 from hps.conformance.http_checks import SUITE
 from hps.conformance.known import known_of, reasons
 from hps.conformance.sampling import samples_of
@@ -26,6 +29,8 @@ ABOUT = {
     "/v2/models/good": {**MODEL, "name": "good", "versions": ["77", "latest"]},
     "/v2/models/bare": {**MODEL, "name": "bare"},
     "/v2/models/bad": {**MODEL, "name": "bad", "versions": ["1"]},
+    "/v2/models/json": {**MODEL, "name": "json", "versions": None},
+    "/v2": {"name": "odd", "version": "1", "extensions": []},
 }
 READY = {
     *("/v2/health/live", "/v2/health/ready", "/v2/models/good/ready", "/v2/models/bare/ready"),
@@ -35,7 +40,8 @@ INFERS = {"/v2/models/good/infer", "/v2/models/bare/infer"}
 
 
 class Odd(BaseHTTPRequestHandler):
-    """``good`` has versions with names, ``bare`` tells none, ``bad`` answers nothing; there is no index."""
+    """``good`` has versions with names, ``bare`` tells none, ``bad`` answers nothing, ``json`` has tensors in
+    JSON alone, and closes the connection after what it refuses; there is no index."""
 
     protocol_version = "HTTP/1.1"
 
@@ -43,12 +49,27 @@ class Odd(BaseHTTPRequestHandler):
         self.answer(ABOUT.get(self.path, {} if self.path in READY else None))
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.answer({} if self.path in INFERS else None)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.path == "/v2/models/json/infer":
+            self.answer_json(body)
+        else:
+            self.answer({} if self.path in INFERS else None)
 
-    def answer(self, told: object) -> None:
+    def answer_json(self, body: bytes) -> None:
+        try:
+            asked = json.loads(body)
+            (tensor,) = asked["inputs"]
+            flat = np.ravel(tensor["data"]).tolist()
+        except (ValueError, LookupError):
+            self.answer({"error": "no JSON"}, 422)
+            self.close_connection = True
+            return
+        output = {**tensor, "name": "y", "data": flat, "parameters": None}
+        self.answer({"model_name": "json", "id": asked.get("id", "made up"), "outputs": [output]})
+
+    def answer(self, told: object, status: int = 200) -> None:
         body = json.dumps(told if told is not None else {"error": "none such"}).encode()
-        self.send_response(200 if told is not None else 404)
+        self.send_response(status if told is not None else 404)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -80,6 +101,36 @@ def test_versions_are_several_named_or_not_told(odd):
     for sample in samples:
         HEALTH.run(Target(odd, "", (sample,)))
     assert unknown_version(["77", "latest", "78"]) == "79"
+
+
+def test_a_server_of_the_protocol_without_extensions_is_not_accused_of_lacking_them(odd):
+    done = CliRunner().invoke(app, [odd, "--model", "json", "--json"])
+    verdicts = {row["check"]: row["verdict"] for row in json.loads(done.stdout)}
+    for check in ("forms agree", "request ids", "compressed answers", "parameters"):
+        assert verdicts[f"http: {check}"] == "as it should"
+    lacks = {check for check, verdict in verdicts.items() if verdict == "not offered"}
+    assert lacks >= {
+        *("http: server metadata", "http: model configuration", "http: compressed requests"),
+        *("http: raw bodies", "http: lengths that lie", "http: repository index"),
+        *("http: tritonclient http", "http: tritonclient http aio", "http: statistics only grow"),
+    }
+    found = {row["check"]: row["found"] for row in json.loads(done.stdout)}
+    closed = "it closed a connection after an answer that did not say so"
+    assert set(found["http: two forms of one tensor"]) <= {
+        closed,
+        "an error of the type ''",
+    }, "422 is as good as 400"
+
+
+def test_grpc_outputs_may_have_protobufs_types():
+    answer = pb.ModelInferResponse(model_name="m")
+    output = answer.outputs.add(name="y", datatype="FP32", shape=[2, 1])
+    output.contents.fp32_contents.extend([1.5, 2.5])
+    assert not is_raw(answer)
+    np.testing.assert_array_equal(tensors_of(answer)["y"], np.array([[1.5], [2.5]], np.float32))
+    output.shape[0] = 3
+    with pytest.raises(Deviation, match="2 elements"):
+        tensors_of(answer)
 
 
 def test_models_left_out_are_told_of(odd):
