@@ -93,7 +93,7 @@ class Connected(FollowingModels):
         }
 
     def _ready(self) -> list[Target]:
-        return [target for target in self._nodes.all if target.standing == "ready"]
+        return [target for target in self._nodes.all if target.may_serve]
 
 
 def connect(

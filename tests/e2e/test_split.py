@@ -1,6 +1,6 @@
 """Front ends, lookup nodes and ingest, each a process, and a Triton beside them: the way of a model from its
-import to scores, updates, and replicas that are replaced, killed and given another version while requests come.
-No request fails."""
+import to scores, updates, and replicas that are replaced, killed and given another version while requests
+come. No request fails."""
 
 import json
 import re
@@ -288,7 +288,7 @@ def test_dashboards_find_what_they_show_and_no_alert_is_raised(
     ]
     targets = {part.admin: {} for part in deployment.parts}
     with looking_at(program("prometheus"), tmp_path, targets) as prometheus:
-        with load(deployment, model) as running, ExitStack() as stack:
+        with load(deployment, model), ExitStack() as stack:
             ask = by_http(model.name, unknown, stack)(deployment.frontends[0].http)
             ask()
             until(lambda: len(prometheus.ask("hps_lookup_keys_total")) > 0)

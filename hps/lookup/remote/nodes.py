@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import grpc
 
 from hps.config.secrets import Secret
 from hps.lookup.remote.addresses import Address, Addresses, Resolve
-from hps.lookup.remote.targets import Certificates, Target
+from hps.lookup.remote.targets import LATE_S, Certificates, Target
 from hps.workers import Repeated
 
 log = logging.getLogger(__name__)
@@ -97,8 +98,8 @@ class Nodes:
 
     @property
     def problem(self) -> str:
-        """Why none can be asked; empty when one is ready."""
-        if any(target.standing == "ready" for target in self.all):
+        """Why none can be asked; empty when one is ready, or late."""
+        if any(target.may_serve for target in self.all):
             return ""
         found = [*self._addresses.problems.values()]
         found += [f"{target.address}: {target.problem}" for target in self.all]
@@ -192,6 +193,8 @@ class Nodes:
             if target.looked(asked) and not self._closed:
                 self._changed.set()
                 self._wake.set()
+                if target.standing == "unreachable" and target.may_serve:
+                    self.later(LATE_S, partial(self.look, tell=True))
         finally:
             self._looks.pop(target, None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -15,6 +16,8 @@ from hps.lookup.remote.unary import Cancel, Told
 from hps.v1 import lookup_pb2 as pb
 
 Standing = Literal["ready", "not ready", "unreachable"]
+LATE_S = 5.0
+"""For how long a node that has not answered in time, and was ready before, counts as one that serves."""
 
 
 class Certificates(NamedTuple):
@@ -56,6 +59,7 @@ class Target:
         self.standing: Standing = "unreachable"
         self.problem = "not asked yet"
         """Why it is not ready."""
+        self._late_until = 0.0
         self.models: Mapping[tuple[str, int], Served] = {}
         """What it serves, by model and version, as it said last."""
         self.answers: Counter[str] = Counter()
@@ -118,7 +122,12 @@ class Target:
     def looked(self, asked: Any) -> bool:
         """Note what `look` found; whether anything has changed."""
         before = self.standing, self.problem, self.models
-        if asked.code() is grpc.StatusCode.OK:
+        code = asked.code()
+        if code is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            self._late_until = 0.0
+        elif self.standing == "ready":
+            self._late_until = time.monotonic() + LATE_S
+        if code is grpc.StatusCode.OK:
             told = asked.result()
             self.models = {
                 (each.model, each.version): Served(each.digest, each.former) for each in told.models
@@ -129,8 +138,14 @@ class Target:
         else:
             # What it served last stays known: it may be this process that is slow.
             self.standing = "unreachable"
-            self.problem = f"{asked.code().name}: {shortened(asked.details() or '')}"
+            self.problem = f"{code.name}: {shortened(asked.details() or '')}"
         return before != (self.standing, self.problem, self.models)
+
+    @property
+    def may_serve(self) -> bool:
+        """Whether it is ready, or was a moment ago and is only late: so are all nodes at once when it is this
+        process that is held up, which is no reason to say that it can't answer."""
+        return self.standing == "ready" or time.monotonic() < self._late_until
 
     def lacks(self, model: str, version: int) -> None:
         """It does not serve that any more: not to be asked for it until it says otherwise."""
