@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import resource
 import socket
 import zlib
 from contextlib import ExitStack, contextmanager
@@ -107,6 +108,16 @@ def test_clients_that_never_finish_do_not_hold_up_the_others(ask, small_server):
     check_still_right(ask, small_server)
 
 
+@pytest.fixture
+def many_open_files():
+    """As many as this process may have: connections of its own."""
+    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
+
+
+@pytest.mark.usefixtures("many_open_files")
 def test_a_client_that_connects_without_end_leaves_files_to_others(tmp_path):
     """To other clients, and to the store: rows are written meanwhile."""
     most = 512
