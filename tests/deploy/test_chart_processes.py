@@ -34,6 +34,7 @@ from tests.deploy.charts import (
     values_file,
 )
 from tests.integration.conftest import write_models
+from tests.support.certificates import made
 
 CHECKPOINTS = (
     "lookup.checkpoints.enabled=true,lookup.checkpoints.volume.persistentVolumeClaim.claimName=c"
@@ -141,6 +142,33 @@ def test_helm_test_finds_what_is_not(running: Pods) -> None:
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_helm_test_shows_its_certificate(tmp_path: Path) -> None:
+    (test,) = Rendered("external").of("Pod")
+    (container,) = test["spec"]["containers"]
+    root = made(tmp_path, "ca")
+    files = dict(
+        zip(("tls.key", "tls.crt"), made(tmp_path, "tls", ["IP:127.0.0.1"], root), strict=True)
+    )
+    (tls,) = [each["value"] for each in container["env"] if each["name"] == "HPS_TLS"]
+    http, admin = free_ports(2)
+    shown = {"certificate_file": str(files["tls.crt"]), "key_file": str(files["tls.key"])}
+    settings = {
+        "models": {"repository": str(FOLDER)},
+        "tiers": {"rocksdb": {"path": str(tmp_path / "rocksdb")}},
+        "server": {
+            "http": {"port": http, "tls": {**shown, "client_ca_file": str(root[1])}},
+            "grpc": None,
+            "admin": {"port": admin},
+        },
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "hps.cli.main", "serve", "--config", f"{tmp_path}/config.yaml"]
+    with serving(command, admin, ready_path="/v2/health/ready"):
+        env = {**os.environ, "HPS_TLS": tls.replace("/tls/", f"{tmp_path}/")}
+        printed = run([*verify(container), f"https://127.0.0.1:{http}"], env)
+    assert printed.splitlines()[-1] == "hps is well"
 
 
 @pytest.mark.parametrize("role", ["lookup", "frontend"])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -43,7 +44,7 @@ class Shell:
         # By `source`, so that variables stay; what is run reads nothing of what we send.
         self._process.stdin.write(". ./script < /dev/null\necho; echo --$?--\n")
         self._process.stdin.flush()
-        said = []
+        said: list[str] = []
         for line in self._process.stdout:
             if re.fullmatch(r"--\d+--\n", line):
                 return "".join(said).removesuffix("\n")
@@ -115,9 +116,8 @@ def test_the_page_runs(program: Callable[[str], str], page: str, shell: Shell) -
                 says(shell, command, said)
                 ran += 1
         elif block.startswith("…"):
-            for line in block.splitlines():
-                if " INFO " in line:
-                    until(lambda line=line: resembles([line], logs(shell)), _SLOW_S)
+            told = [line for line in block.splitlines() if " INFO " in line]
+            until(partial(logged, shell, told), _SLOW_S)
         elif named := re.findall(r"`([a-z]+\.(?:yaml|properties|json|py))`", before):
             (shell.folder / named[-1]).write_text(block)
         elif not block.startswith("ALERTS"):
@@ -180,5 +180,6 @@ def pattern(line: str) -> str:
     return made
 
 
-def logs(shell: Shell) -> str:
-    return "".join(file.read_text() for file in shell.folder.glob("*.log"))
+def logged(shell: Shell, lines: list[str]) -> bool:
+    logs = "".join(file.read_text() for file in shell.folder.glob("*.log"))
+    return resembles(lines, logs)

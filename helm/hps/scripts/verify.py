@@ -27,7 +27,7 @@ DTYPES = {
 def main(http: str, admin: str | None) -> None:
     key = os.environ.get("HPS_API_KEY")
     files = dict(part.split("=", 1) for part in os.environ.get("HPS_TLS", "").split(",") if part)
-    tls = Tls(**files) if files else None
+    tls = Tls(files.get("ca"), files.get("certificate"), files.get("key")) if files else None
     with Client(http, api_key=key, tls=tls) as client, Admin(http, api_key=key, tls=tls) as asking:
         require(client.ready(), f"{http} is not ready")
         models = [
