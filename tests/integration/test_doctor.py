@@ -408,6 +408,14 @@ def test_a_port_that_cannot_be_had_is_told_with_what_to_do() -> None:
     assert (found.verdict, "stop what listens there" in found.mend) == ("FAIL", True)
 
 
+def test_a_port_of_a_server_that_is_silent_may_be_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "_PATIENCE_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        taken = HttpSettings(host="127.0.0.1", port=silent.getsockname()[1])
+        found = ports.port("http port", taken)
+    assert (found.verdict, "ask again" in found.mend) == ("WARN", True)
+
+
 def test_a_redis_that_is_a_replica_or_cannot_save_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 from hps.cli.diagnosis.check import Check, attempt
 from hps.cli.diagnosis.validity import file
-from hps.errors import HpsError, Unauthenticated, Unsupported
+from hps.errors import DeadlineExceeded, HpsError, Unauthenticated, Unsupported
 
 if TYPE_CHECKING:
     from hps.client import Tls
     from hps.config.schema import Settings
     from hps.config.server_settings import Listener
 
+_PATIENCE_S = 5.0
 _OPENED = {"lookup": ("grpc", "admin"), "ingest": ("admin",)}
 
 
@@ -75,6 +76,10 @@ def port(name: str, at: Listener, api_key: str | None = None, tls: Tls | None = 
         if at.tls is not None:
             mend = "give --tls, to see whether it is hps"
             return Check(name, "WARN", f"{host}:{number} is taken: {error}", mend)
+        if isinstance(error, DeadlineExceeded):
+            mend = f"ask again, if that is hps at work; else stop it, or set {setting}.port"
+            found = f"{host}:{number} is taken by what said nothing for {_PATIENCE_S:g} s"
+            return Check(name, "WARN", found, mend)
     mend = f"stop what listens there, or set {setting}.port"
     return Check(name, "FAIL", f"{host}:{number} cannot be had: {reason}", mend)
 
@@ -93,7 +98,7 @@ def is_ours(at: Listener, api_key: str | None, tls: Tls | None) -> bool:
     from hps.client import Client
 
     used = tls if at.tls else None
-    with Client(url_of(at), api_key=api_key, timeout_s=2, retries=0, tls=used) as client:
+    with Client(url_of(at), api_key=api_key, timeout_s=_PATIENCE_S, retries=0, tls=used) as client:
         return client.is_hps()
 
 

@@ -47,6 +47,10 @@ class GrpcTransport:
             ("grpc.max_reconnect_backoff_ms", _RECONNECT_MS),
             ("grpc.keepalive_time_ms", 10_000),
             ("grpc.keepalive_timeout_ms", 2_000),
+            (
+                "grpc.http2.ping_timeout_ms",
+                2_000,
+            ),  # of gRPC's own: see hps/lookup/remote/connection.py
         ]
         self._clients = [
             grpc.InferenceServerClient(url, channel_args=options, **_tls(tls))

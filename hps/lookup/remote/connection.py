@@ -25,6 +25,9 @@ OPTIONS: dict[str, int] = {
     # on to it for a quarter of an hour. Nodes allow for it (`services.frontend.grpc.port`).
     "grpc.keepalive_time_ms": 10_000,
     "grpc.keepalive_timeout_ms": 5000,
+    # The same for gRPC's own pings, which measure bandwidth: while one of these is on its way none is sent
+    # to keep the connection alive, so that one lost with them would be kept for a minute.
+    "grpc.http2.ping_timeout_ms": 5000,
     "grpc.http2.max_pings_without_data": 0,
     "grpc.per_message_compression": 0,  # vectors don't get smaller
     # One connection each, even where several are of one address.

@@ -76,7 +76,8 @@ class Network:
 
 
 def test_a_connection_that_was_lost_is_given_up(small, monkeypatch):
-    soon = {"grpc.keepalive_time_ms": 300, "grpc.keepalive_timeout_ms": 2000}
+    soon = {"keepalive_time_ms": 300, "keepalive_timeout_ms": 2000, "http2.ping_timeout_ms": 2000}
+    soon = {f"grpc.{name}": ms for name, ms in soon.items()}
     monkeypatch.setattr(connection, "OPTIONS", connection.OPTIONS | soon)
     with (
         running(small) as node,
