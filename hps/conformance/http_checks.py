@@ -60,8 +60,9 @@ def server_metadata(target: Target) -> None:
     with Http(target) as http:
         about = http.ask("GET", "/v2").json()
     require(isinstance(about["name"], str) and isinstance(about["version"], str), f"{about}")
+    known = "binary_tensor_data" in (about.get("extensions") or ())
+    require(target.binary or not known, "it tells of binary_tensor_data and refuses binary tensors")
     needs(target.binary, "binary_tensor_data, which Triton's clients cannot do without")
-    known = "binary_tensor_data" in about["extensions"]
     require(known, "it has tensors in binary form and does not tell of binary_tensor_data")
 
 

@@ -158,10 +158,11 @@ def settled(read: Callable[[], T], wanted: Callable[[T], bool]) -> T:
 
 
 def steady(read: Callable[[], T]) -> T:
-    """What ``read`` gives twice in a row: what went before is counted then."""
+    """What ``read`` gives twice in a row, or at last where others ask, too: what went before is counted."""
+    end = time.monotonic() + _SETTLES_S
     last = read()
     time.sleep(_PAUSE_S)
-    while (found := read()) != last:
+    while (found := read()) != last and time.monotonic() < end:
         last = found
         time.sleep(_PAUSE_S)
     return found

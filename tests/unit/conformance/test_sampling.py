@@ -122,6 +122,14 @@ def test_a_server_of_the_protocol_without_extensions_is_not_accused_of_lacking_t
     }, "422 is as good as 400"
 
 
+def test_who_tells_of_binary_tensors_and_refuses_them_differs(odd, monkeypatch):
+    told = {"name": "odd", "version": "1", "extensions": ["binary_tensor_data"]}
+    monkeypatch.setitem(ABOUT, "/v2", told)
+    metadata = next(check for check in SUITE.checks if check.name == "http: server metadata")
+    with pytest.raises(Deviation, match="refuses binary tensors"):
+        metadata.run(Target(odd, "", (), binary=False))
+
+
 def test_grpc_outputs_may_have_protobufs_types():
     answer = pb.ModelInferResponse(model_name="m")
     output = answer.outputs.add(name="y", datatype="FP32", shape=[2, 1])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 
 import numpy as np
 import pytest
 
 from hps.conformance import Deviation, NotOffered, Sample, Target
+from hps.conformance import target as target_module
 from hps.conformance.checks import CHECKS
 from hps.conformance.http_wire import Answer, request, tensors_of
-from hps.conformance.target import Suite, note, require, same
+from hps.conformance.target import Suite, note, require, same, steady
 
 TARGET = Target("none:1", "none:2", ())
 
@@ -36,6 +38,13 @@ def test_a_check_goes_on_after_what_is_noted_and_ends_at_what_is_required():
     with pytest.raises(Deviation) as caught:
         made.run(TARGET)
     assert caught.value.found == ("first", "second", "third")
+
+
+def test_counts_that_never_stand_still_are_not_waited_for(monkeypatch):
+    monkeypatch.setattr(target_module, "_SETTLES_S", 0.2)
+    counts = itertools.count()
+    assert steady(lambda: next(counts)) > 0
+    assert steady(lambda: 3) == 3
 
 
 def test_what_is_not_offered_is_no_deviation():
