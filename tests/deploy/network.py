@@ -28,7 +28,8 @@ def peers(rendered: Rendered) -> dict[str, Peer]:
     found = {}
     for each in templates:
         labels = each["metadata"]["labels"]
-        containers = each["spec"]["containers"] + each["spec"].get("initContainers", [])
+        # Without sidecars' ports: before Kubernetes 1.33 a name of theirs is found by nothing.
+        containers = each["spec"]["containers"]
         listed = [port for container in containers for port in container.get("ports", [])]
         ports = {port["name"]: port["containerPort"] for port in listed}
         found[labels["app.kubernetes.io/component"]] = Peer(labels, ports=ports)

@@ -326,9 +326,13 @@ def test_selectors_find_the_pods_of_their_role_alone(rendered: Rendered) -> None
     for service in rendered.of("Service"):
         ports = {port["targetPort"] for port in service["spec"]["ports"]}
         for role in found(service["spec"]["selector"]):
-            own = {port["name"] for port in main_container(rendered.servers()[role])["ports"]}
-            # Of pods that have one.
-            assert ports - {"triton-metrics"} <= own, (service["metadata"]["name"], role)
+            # Of containers: before Kubernetes 1.33 no service finds a sidecar's port by name.
+            listed = main_container(rendered.servers()[role])["ports"]
+            named = {port["name"] for port in listed}
+            assert {p for p in ports if isinstance(p, str)} <= named, (
+                service["metadata"]["name"],
+                role,
+            )
 
 
 def test_who_finds_whom_by_name(rendered: Rendered) -> None:
@@ -447,7 +451,9 @@ def test_scrapers_find_all_servers_as_a_job_that_alerts_know(name: str) -> None:
     rendered = Rendered(name)
     (monitor,) = rendered.of("ServiceMonitor")
     selector = monitor["spec"]["selector"]["matchLabels"].items()
-    (service,) = [s for s in rendered.of("Service") if selector <= s["metadata"]["labels"].items()]
+    service, *beside = [
+        s for s in rendered.of("Service") if selector <= s["metadata"]["labels"].items()
+    ]
     assert service["metadata"]["name"] == f"{rendered.prefix}-metrics"
     (rule,) = rendered.of("PrometheusRule")
     (down,) = [
@@ -460,15 +466,23 @@ def test_scrapers_find_all_servers_as_a_job_that_alerts_know(name: str) -> None:
     assert pattern is not None
     job = service["metadata"]["labels"][monitor["spec"]["jobLabel"]]
     assert re.fullmatch(pattern[1], job), f"HpsDown never fires for job {job}"
-    ours, *tritons = monitor["spec"]["endpoints"]
-    assert [ours["port"], *(each["port"] for each in tritons)] == [
-        each["name"] for each in service["spec"]["ports"]
+    asked = monitor["spec"]["endpoints"]
+    assert [each["port"] for each in asked] == [
+        port["name"] for each in (service, *beside) for port in each["spec"]["ports"]
     ]
-    assert len(tritons) == (name == "everything")
-    for each in tritons:
-        (renamed,) = [r for r in each["relabelings"] if r["targetLabel"] == "job"]
-        assert not re.fullmatch(pattern[1], renamed["replacement"])
-        assert "tlsConfig" not in each  # its own port has no certificates
+    assert len(beside) == (name == "everything")
+    for each, endpoint in zip(beside, asked[1:], strict=True):
+        job = each["metadata"]["labels"][monitor["spec"]["jobLabel"]]
+        assert job == "triton"
+        assert not re.fullmatch(pattern[1], job)
+        assert each["spec"]["selector"]["app.kubernetes.io/component"] == "frontend"
+        assert "tlsConfig" not in endpoint  # its own port has no certificates
+
+
+def test_relabelings_may_be_nothing() -> None:
+    values = ("--values", values_file("everything"))
+    done = helm_template(*values, "--set", "metrics.serviceMonitor.relabelings=null")
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_triton_beside_the_server_outlives_it() -> None:
@@ -515,6 +529,17 @@ def test_tools_beside_a_server_know_its_certificates(name: str) -> None:
             shown = (tls["certificate_file"], tls["key_file"])
             own = shown if "client_ca_file" in tls else (None, None)
             assert given == Tls("/etc/hps/tls/ca.crt", *own)
+
+
+def test_certificates_for_tools_may_be_others() -> None:
+    values = ("--values", values_file("external"))
+    own = "extraEnv[0].name=HPS_TLS,extraEnv[0].value=ca=/other/ca.crt"
+    done = helm_template(*values, "--set", own.replace("ca=/", "ca\\=/"))
+    assert done.returncode == 0, done.stderr
+    for each in objects(done.stdout):
+        if each["kind"] in ("StatefulSet", "Deployment"):
+            env = [e for e in main_container(each)["env"] if e["name"] == "HPS_TLS"]
+            assert env == [{"name": "HPS_TLS", "value": "ca=/other/ca.crt"}]
 
 
 def test_keys_are_made_where_none_are_given() -> None:

@@ -36,6 +36,8 @@ from tests.deploy.charts import (
 from tests.integration.conftest import write_models
 from tests.support.certificates import made
 
+# What is started for the first test counts as that test's time.
+pytestmark = pytest.mark.timeout(900)
 CHECKPOINTS = (
     "lookup.checkpoints.enabled=true,lookup.checkpoints.volume.persistentVolumeClaim.claimName=c"
 )

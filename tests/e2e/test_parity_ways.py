@@ -58,7 +58,7 @@ def with_triton(published, triton, tmp_path_factory):
     settings = {
         "models": {"repository": str(published / "models")},
         "tiers": {"rocksdb": {"path": str(tmp_path_factory.mktemp("dense") / "rocksdb")}},
-        "dense": {"triton": {"url": triton.grpc}},
+        "dense": {"triton": {"url": triton.grpc, "timeout_ms": 60_000}},
     }
     with hps.open(settings) as node:
         yield node

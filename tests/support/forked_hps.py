@@ -29,7 +29,7 @@ LOADED = (
     *("hps.cli.main", "hps.cli.progress", "hps.cli.serve", "hps.cli.ingest", "hps.cli.predict"),
     *("hps.cli.doctor", "hps.cli.diagnosis.configured", "hps.cli.tables", "hps.config.validation"),
     *("hps.tiers.rocksdb", "hps.tiers.redis", "hps.updates.kafka"),
-    *("onnxruntime", "rich.console", "rich.table", "rich.text", "typer.core"),
+    *("rich.console", "rich.table", "rich.text", "typer.core"),
 )
 PATIENCE_S = 120.0
 

@@ -230,9 +230,11 @@ lacks it. */}}
     {{- toYaml . | nindent 4 }}
     {{- end }}
   {{- $env := concat $values.extraEnv $own.extraEnv }}
+  {{- $given := dict }}
+  {{- range $env }}{{ $_ := set $given .name true }}{{ end }}
   {{- /* Not an argument: for whatever is run beside the server, as `kubectl exec … hps doctor`, too. */}}
   {{- $env = prepend $env (dict "name" "HPS__SERVER__ROLE" "value" (ternary "all" .role $whole)) }}
-  {{- if $values.tls.enabled }}
+  {{- if and $values.tls.enabled (not (hasKey $given "HPS_TLS")) }}
   {{- $env = append $env (dict "name" "HPS_TLS" "value" (include "hps.tls.tools" (dict "folder" "/etc/hps/tls" "mtls" $values.tls.mtls))) }}
   {{- end }}
   {{- $grouped := hasKey (dig "updates" "kafka" dict $values.config) "group" }}
