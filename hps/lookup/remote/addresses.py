@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _MANY = "dns:///"
 
@@ -61,6 +61,15 @@ class Addresses:
 def addresses_of(host: str) -> list[str]:
     """By the system's resolver: IPv4, where the name has such and this machine, too; else IPv6. Both would
     be every node twice where nodes have both. Raises OSError."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
+    try:
+        found = _resolved(host, socket.AI_ADDRCONFIG)
+    except OSError:
+        found = []
+    if all(sockaddr[0] == "::1" for *_, sockaddr in found):
+        found = _resolved(host, 0)  # to the flag, 127.0.0.1 is no address that this machine has
     ipv4 = [each for each in found if each[0] == socket.AF_INET]
     return [str(sockaddr[0]) for *_, sockaddr in ipv4 or found]
+
+
+def _resolved(host: str, flags: int) -> list[Any]:
+    return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)

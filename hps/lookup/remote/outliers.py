@@ -123,8 +123,10 @@ class Outliers:
         log.warning("lookup node %s fails; it is left out for %.3g s", target.address, out_s)
 
     def _does_better(self, record: _Record, nodes: Sequence[Target]) -> bool:
-        """Whether another node that is not out fails half as often, at most. With the lock held."""
-        records = [self._records.get(each) for each in nodes if each not in self._out]
+        """Whether another node that is not out, and answers, fails half as often, at most. With the lock
+        held."""
+        answer = [each for each in nodes if each.standing == "ready" and each.answers["OK"]]
+        records = [self._records.get(each) for each in answer if each not in self._out]
         others = [each for each in records if each is not record]
         return any(each is None or 2 * each.share <= record.share for each in others)
 

@@ -25,9 +25,9 @@ class Versions:
     def follow(self, report: Mapping[str, Any], _deadline: float) -> dict[str, Any]:
         """By ``(model, version, token)``: ``serve`` these, and have those of ``open`` ready."""
         served = dict(map(_of, report["serves"]))
-        ready = [target for target in self._nodes.all if target.standing == "ready"]
+        serving = [target for target in self._nodes.all if target.may_serve]
         votes: dict[str, Counter[int]] = {}
-        for target in ready:
+        for target in serving:
             for (model, version), told in target.models.items():
                 if not told.former:
                     votes.setdefault(model, Counter())[version] += 1
@@ -39,7 +39,7 @@ class Versions:
                 serve.append(_entry(model, stated))
                 continue
             wanted = served.get(model)
-            if ready:  # while no node can say, what was served is served on
+            if serving:  # while no node can say, what was served is served on
                 wanted = _most(votes.get(model), wanted)
             if wanted is not None:
                 serve.append(_entry(model, wanted))

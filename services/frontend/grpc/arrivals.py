@@ -36,6 +36,8 @@ _RECEIVE, _SEND = "receive_message", "send_status_from_server"  # grpc's names o
 _LARGE, _LARGE_AT_ONCE = 65_536, 32
 # How long a request may take to come; looked at so often.
 _PATIENCE_S, _LOOK_S = 60.0, 1.0
+# Who calls is looked at again when the request came so long after its call: a key may be no longer good.
+_KNOWN_S = 1.0
 _MOST_DETAILS = 2048
 _EXPECTED = {
     "_unary_response_in_pool": [
@@ -231,9 +233,12 @@ class Arrivals(ThreadPoolExecutor):
             finished = received(message_event)
             request, state.request = state.request, None
             try:
-                if self._expected.pop(call, None) is None:
-                    pass  # it came too late
-                elif request is None:
+                since = self._expected.pop(call, None)
+                if since is None:
+                    return finished  # it came too late
+                if time.monotonic() - since > _KNOWN_S:
+                    call.caller = None
+                if request is None:
                     call.incomplete()
                 elif isinstance(behavior, Direct):
                     if len(request) <= _LARGE:

@@ -304,7 +304,7 @@ class Protocol(HttpToolsProtocol):
         """Called every so many seconds: hang up when nothing has come or gone for too long, and when a head,
         or a body that nobody waits for, has been coming since the last time."""
         coming = self._requests if self._is_coming() else 0
-        if coming and coming == self._coming:
+        if coming and coming == self._coming and not self.transport.is_closing():
             self.transport.close()
             return
         self._coming = coming
@@ -329,6 +329,8 @@ class Protocol(HttpToolsProtocol):
         return self._reads == "head" and self.transport.get_write_buffer_size() > 0
 
     def _is_answering(self) -> bool:
+        if self.pipeline:  # ``cycle`` is a later request's, which is not read on until then
+            return True
         cycle = self.cycle
         return not self._is_idle() and (cycle.response_started or not cycle.more_body)
 

@@ -1,6 +1,6 @@
 """What `lookup.nodes` stands for."""
 
-from socket import AF_INET, AF_INET6, SOCK_STREAM
+from socket import AF_INET, AF_INET6, AI_ADDRCONFIG, SOCK_STREAM
 
 import pytest
 
@@ -49,6 +49,13 @@ def test_by_the_systems_resolver():
     assert "127.0.0.1" in addresses_of("127.0.0.1")
 
 
+def infos(addresses):
+    """As the system's resolver tells them."""
+    return [
+        (AF_INET6 if ":" in each else AF_INET, SOCK_STREAM, 6, "", (each, 0)) for each in addresses
+    ]
+
+
 @pytest.mark.parametrize(
     ("known", "taken"),
     [
@@ -57,10 +64,18 @@ def test_by_the_systems_resolver():
     ],
 )
 def test_nodes_that_have_both_kinds_of_address_count_once(monkeypatch, known, taken):
-    def resolved(*_asked, **_options):
-        return [
-            (AF_INET6 if ":" in each else AF_INET, SOCK_STREAM, 6, "", (each, 0)) for each in known
-        ]
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_asked, **_options: infos(known))
+    assert addresses_of("replicas") == taken
+
+
+@pytest.mark.parametrize("without_ipv4", [OSError(-9, "Address family"), infos(["::1"])])
+def test_this_machine_where_it_has_no_other_ipv4_address(monkeypatch, without_ipv4):
+    def resolved(*_asked, flags, **_options):
+        if not flags & AI_ADDRCONFIG:
+            return infos(["::1", "127.0.0.1"])
+        if isinstance(without_ipv4, OSError):
+            raise without_ipv4
+        return without_ipv4
 
     monkeypatch.setattr("socket.getaddrinfo", resolved)
-    assert addresses_of("replicas") == taken
+    assert addresses_of("localhost") == ["127.0.0.1"]

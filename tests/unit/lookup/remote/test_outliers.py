@@ -1,5 +1,6 @@
 """Which nodes are left out, for how long, and how many."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import grpc
@@ -31,7 +32,7 @@ class Setup:
 
 class Node(SimpleNamespace):
     def __init__(self, address):
-        super().__init__(address=address, in_flight=0)
+        super().__init__(address=address, in_flight=0, standing="ready", answers=Counter(OK=1))
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
@@ -110,6 +111,16 @@ def test_what_all_do_says_nothing_of_one(three):
         three.tell(node, OK, 6)
     three.tell(slow, LATE)
     assert three.picked() == {node.address for node in others}
+
+
+@pytest.mark.parametrize("idle", [{"standing": "not ready"}, {"answers": Counter()}])
+def test_one_that_is_not_asked_is_no_example(three, idle):
+    """It starts still, or has other models."""
+    vars(three.nodes[2]).update(idle)
+    for _ in range(10):
+        for node in three.nodes[:2]:
+            three.tell(node, LATE)
+    assert len(three.picked()) == 3
 
 
 def test_one_that_has_just_come_back_is_no_example(three):

@@ -9,10 +9,10 @@ from hps.lookup.remote.targets import Served
 from hps.lookup.remote.versions import Versions
 
 
-def node(standing="ready", former=(), **models):
+def node(standing="ready", former=(), late=False, **models):
     told = {of: Served(0, False) for of in models.items()}
     told |= {of: Served(0, True) for of in former}
-    return SimpleNamespace(standing=standing, models=told)
+    return SimpleNamespace(standing=standing, may_serve=standing == "ready" or late, models=told)
 
 
 def follow(nodes, serves=(), chosen=None):
@@ -45,6 +45,14 @@ def test_only_nodes_that_take_lookups_say():
     assert follow([away, ends, node(m=1, former=[("m", 2)])], ["m/2"])[0] == ["m/1"]
     assert follow([away, ends], ["m/1", "n/4"])[0] == ["m/1", "n/4"]
     assert follow([away, ends]) == ([], [])
+
+
+def test_nodes_that_are_late_say_what_they_said_last():
+    late = {"standing": "unreachable", "late": True}
+    assert follow([node(**late, m=1), node(**late, m=1, n=1), node(m=2)], ["m/1", "n/1"]) == (
+        ["m/1", "n/1"],
+        ["m/2"],
+    )
 
 
 def test_models_that_no_node_serves_go():

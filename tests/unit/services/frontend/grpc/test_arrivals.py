@@ -87,6 +87,7 @@ def test_messages_of_strangers_are_not_waited_for(serve, key_guard, method):
 
 
 def test_a_callers_key_is_looked_at_once(serve, key_guard, monkeypatch):
+    monkeypatch.setattr(module, "_KNOWN_S", 600.0)
     asked = []
     check = key_guard.check
     monkeypatch.setattr(key_guard, "check", lambda *args: (asked.append(1), check(*args))[1])
@@ -97,6 +98,26 @@ def test_a_callers_key_is_looked_at_once(serve, key_guard, monkeypatch):
         client.infer("words.lookup", [keys("left", 1)], headers={"x-api-key": "r" * 16})
         with pytest.raises(triton.InferenceServerException, match="UNAUTHENTICATED"):
             client.infer("words.lookup", [keys("left", 1)])
+
+
+@pytest.mark.parametrize("method", [f"{SERVICE}/ModelInfer", "hps.v1.Lookup/Lookup"])
+def test_a_key_that_went_bad_before_the_request_came(serve, key_guard, monkeypatch, method):
+    monkeypatch.setattr(module, "_KNOWN_S", -1.0)
+    server, revoked = serve(key_guard).server, threading.Event()
+
+    def request():
+        revoked.wait()
+        yield b""
+
+    with grpc.insecure_channel(server.url) as channel:
+        key = [("x-api-key", "r" * 16)]
+        call = channel.stream_unary(f"/{method}").future(request(), timeout=60, metadata=key)
+        until(lambda: server.arrivals._expected)
+        monkeypatch.setattr(key_guard._keys, "authenticate", lambda _key: None)
+        revoked.set()
+        with pytest.raises(grpc.RpcError) as caught:
+            call.result()
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 @pytest.mark.parametrize("method", ["ModelInfer", "RepositoryModelLoad"])

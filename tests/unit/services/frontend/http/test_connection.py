@@ -223,19 +223,22 @@ def test_what_comes_drop_by_drop_is_not_waited_for(http, admin, answered):
     http.run(scenario)
 
 
-def test_half_a_head_does_not_cost_the_answer_before_it(small, http):
+@pytest.mark.parametrize("cut", [20, -5])
+def test_half_a_request_does_not_cost_the_answer_before_it(small, http, cut):
+    """Half its head, half its body."""
+
     async def scenario():
         small.store.gate.clear()
         protocol, wire = http.connect()
         await http.read(protocol, http.request([12]))
         request = http.request([1])
-        await http.read(protocol, request[:20])
+        await http.read(protocol, request[:cut])
         for _ in range(3):
             protocol.sweep(10)
         assert not wire.closed
         small.store.gate.set()
         await http.until(lambda: wire.statuses == [200])
-        await http.read(protocol, request[20:])
+        await http.read(protocol, request[cut:])
         await http.until(lambda: wire.statuses == [200, 200])
 
     http.run(scenario)
@@ -314,6 +317,24 @@ def test_a_client_that_never_reads_its_answers_is_cut_off(http, waits):
         assert wire.aborted
         protocol.connection_lost(None)
         await asyncio.sleep(0.01)
+
+    http.run(scenario)
+
+
+def test_one_that_has_begun_another_request_is_cut_off_too(http):
+    async def scenario():
+        protocol, wire = http.connect()
+        await http.read(protocol, http.request([1] * 3000))
+        wire.unsent = 50_000
+        await http.read(protocol, http.request([1])[:20])
+        for _ in range(8):
+            protocol.sweep(10)
+            assert not wire.aborted
+        protocol.sweep(10)
+        assert wire.closed
+        for _ in range(8):
+            protocol.sweep(10)
+        assert wire.aborted
 
     http.run(scenario)
 
