@@ -44,14 +44,22 @@ def echo():
     server.stop(0).wait()
 
 
+def run_until(least, address, method, messages, connections):
+    """A run with at least so many answers: as long as this machine takes for them."""
+    for seconds in (0.5, 5.0, 50.0):
+        seen = grpc_closed(address, method, messages, connections, seconds)
+        if len(seen.statuses) >= least:
+            return seen
+    raise AssertionError(seen)
+
+
 @pytest.mark.parametrize(
     "message", [b"10", b"300000", b"10 " + bytes(16_000), b"10 " + bytes(900_000)]
 )
 def test_calls_are_answered(echo, message):
-    seen = grpc_closed(echo, "/test/Echo", [message], 3, 2.0)
-    assert len(seen.statuses) >= 6
+    seen = run_until(6, echo, "/test/Echo", [message], 3)
     assert seen.goodput > 0
-    assert max(seen.latencies) < seen.wall_s
+    assert max(seen.latencies) <= seen.wall_s
 
 
 def test_calls_that_are_refused(echo):
@@ -61,8 +69,7 @@ def test_calls_that_are_refused(echo):
 
 
 def test_calls_that_are_refused_unread(echo):
-    seen = grpc_closed(echo, "/test/Deaf", [bytes(2_000_000)], 1, 1.0)
-    assert len(seen.statuses) > 1  # on one connection
+    seen = run_until(2, echo, "/test/Deaf", [bytes(2_000_000)], 1)  # on one connection
     assert set(seen.statuses) == {grpc.StatusCode.UNAVAILABLE.value[0]}
 
 

@@ -116,6 +116,8 @@ def test_a_server_of_the_protocol_without_extensions_is_not_accused_of_lacking_t
     }
     found = {row["check"]: row["found"] for row in json.loads(done.stdout)}
     closed = "it closed a connection after an answer that did not say so"
+    assert verdicts["http: two forms of one tensor"] == "differs"
+    assert found["http: two forms of one tensor"]
     assert set(found["http: two forms of one tensor"]) <= {
         closed,
         "an error of the type ''",
