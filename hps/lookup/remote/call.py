@@ -36,6 +36,7 @@ class Call:
         "failure",
         "headers",
         "message",
+        "nobody_since",
         "of",
         "out",
         "profile",
@@ -62,6 +63,8 @@ class Call:
         self.profile = profile
         self.tried: list[Target] = []
         self.failure = ""
+        self.nobody_since: float | None = None
+        """Since when no node has answered, although all were tried."""
         self.attempt: Attempt | None = None
         """What a node was asked last; set before it is asked, since it may fail, and another node be asked on
         another thread, before whoever asked knows how to end it."""

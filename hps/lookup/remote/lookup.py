@@ -87,7 +87,7 @@ class RemoteLookup:
         """``in_flight``: lookups under way, beyond which they are refused. ``retries``: how many other nodes
         may be asked, as long as the ``budget`` lasts. ``timeout_s``: of a request without a deadline.
         ``attempt_s``: how long one node is waited for while another one may be asked; never more than half of
-        the time that is left.
+        the time that is left. Once all have been tried, half of that time it is.
         """
         self.model = model = candidates.model
         self._candidates = candidates
@@ -189,7 +189,9 @@ class RemoteLookup:
         alone = len(ready) + len(others) == 1
         is_last = alone or len(call.tried) >= self._retries or self._budget.is_spent
         if not is_last:
-            left_s = min(left_s / 2, self._attempt_s)
+            left_s /= 2
+            if call.nobody_since is None:  # else there is less to hope for from others
+                left_s = min(left_s, self._attempt_s)
         call.tried.append(target)
         call.attempt = attempt = Attempt(target, now, is_last)
         told = partial(self._told, call, attempt)
@@ -250,8 +252,11 @@ class RemoteLookup:
     def _give_up(self, call: Call) -> None:
         """No node answered. It may be a moment when one is gone and the other one's connection is new: all
         are tried again, for a while."""
-        until = min(call.deadline, call.started + _PATIENCE_S) - _PAUSE_S
-        again = time.monotonic() < until and self._budget.spend()
+        now = time.monotonic()
+        if call.nobody_since is None:
+            call.nobody_since = now
+        until = min(call.deadline, call.nobody_since + _PATIENCE_S) - _PAUSE_S
+        again = now < until and self._budget.spend()
         call.tried.clear()
         if not again or not self._candidates.nodes.later(_PAUSE_S, partial(self._ask, call)):
             call.fail(Unavailable(self._nobody(call)))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hps.lookup.base import Feature, LookupModel
-from hps.lookup.remote import RemoteLookup
+from hps.lookup.remote import RemoteLookup, lookup
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest
 
 
@@ -18,8 +18,10 @@ class Node:
         self.address, self.in_flight = address, 0
         self.meanwhile = meanwhile
         self.cancelled = 0
+        self.timeouts = []
 
-    def start(self, _message, _timeout_s, _headers, told):
+    def start(self, _message, timeout_s, _headers, told):
+        self.timeouts.append(timeout_s)
         self.meanwhile(told)
         return self.cancel
 
@@ -34,13 +36,13 @@ class Node:
 def asking():
     """Starts a lookup at these nodes."""
 
-    def ask(*nodes):
+    def ask(*nodes, deadline=None):
         feature = Feature("f", EmbeddingTable.make("t", 2, model="m", version=1), hotness=1)
         model = LookupModel("m", 1, {"t": feature.table}, {"f": feature}, 8)
-        several = SimpleNamespace(look=lambda: None)
+        several = SimpleNamespace(look=lambda: None, later=lambda _pause_s, then: then() or True)
         candidates = SimpleNamespace(model=model, ready=nodes, others=(), nodes=several)
         keys = JaggedKeys(np.array([1]), 1)
-        return RemoteLookup(candidates).submit(LookupRequest({"f": keys}))
+        return RemoteLookup(candidates).submit(LookupRequest({"f": keys}, deadline=deadline))
 
     return ask
 
@@ -51,6 +53,23 @@ def test_the_last_that_was_asked_is_cancelled(asking):
     answer = asking(fails, works)
     assert answer.cancel()
     assert works.cancelled == 1
+
+
+def test_a_node_that_was_late_is_asked_again_when_the_other_one_is_gone(asking, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(lookup, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def late(told):
+        if len(held_up.timeouts) == 1:
+            now[0] += held_up.timeouts[0]
+            told(grpc.StatusCode.DEADLINE_EXCEEDED, "late", None)
+
+    held_up = Node("held up", late)
+    gone = Node("gone", lambda told: told(grpc.StatusCode.UNAVAILABLE, "refused", None))
+    answer = asking(held_up, gone, deadline=10.0)
+    assert held_up.timeouts == [1.0, 4.5]
+    assert not answer.done()
+    answer.cancel()
 
 
 def test_what_is_cancelled_while_it_begins_does_not_go_on(asking):
