@@ -17,11 +17,13 @@ from hps.cuda.loader import cupy
 from hps.dense.onnx import OnnxModel
 from hps.devices import device_count
 from hps.errors import BadRequest, ConfigError, DeadlineExceeded
+from hps.given import jagged
 from hps.metric_names import FEATURE_KEYS, GPU_MEMORY_TOTAL, LOOKUP_KEYS
 from hps.models.writer import write_version
+from hps.profile import Profile
 from hps.tiers import gpu_memory, gpu_space
 from hps.tiers.gpu_memory import Memory
-from hps.types import JaggedKeys, Source, version_now
+from hps.types import JaggedKeys, PredictRequest, Source, version_now
 from hps.updates.snapshot import read_hot_keys
 from tests.support import twin_device
 from tests.support.waiting import until
@@ -165,6 +167,18 @@ def test_rows_on_the_gpu_give_the_scores_of_rows_on_the_host(pair, batch):
         same(node.predict("m", *asked), plain.predict("m", *asked))
     assert cache.pooled == pooled + 3
     assert len(cache.fetched) == fetched  # one launch each, nothing else
+
+
+def test_a_profile_tells_what_the_device_did(both):
+    node, _ = both
+    features, dense = request_of(np.arange(200), 7)
+    profile = Profile()
+    request = PredictRequest(jagged(features), dense, origin=profile)
+    node.model("m").pipeline.predict(request)
+    (device,) = [part for part in profile.parts if part.name == "device"]
+    rows, network = device.parts
+    assert (rows.name, network.name) == ("rows", "network")
+    assert 0 < rows.ns + network.ns <= device.ns
 
 
 @pytest.mark.parametrize("first", [0, HELD - 100])
