@@ -409,7 +409,7 @@ def test_doctor_names_each_fault_and_its_mend(
     checks = {check["name"]: check for check in done.json}
     assert checks["http port"]["verdict"] == "OK"
     assert "served by hps" in checks["http port"]["found"]
-    assert checks["admin port"]["verdict"] == "FAIL"
+    assert checks["admin port"]["verdict"] == "WARN"  # who is silent may be hps
     assert "server.admin.port" in checks["admin port"]["mend"]
     assert checks["model words"]["verdict"] == "FAIL"
     assert "no version 7" in checks["model words"]["found"]

@@ -122,13 +122,14 @@ def test_hps_conformance(target_of, server):
     assert done.exit_code == 0, differs
     assert found["http: forms agree"]["verdict"] == "as it should"
     assert "http: load and unload" not in found
-    reflection = found["grpc: reflection"]
     if server == "ours":
         assert not any(row["verdict"] == "known" for row in found.values())
     else:
-        assert (reflection["verdict"], reflection["why"]) == (
+        assert found["grpc: reflection"]["verdict"] == "not offered"
+        health = found["grpc: health service"]
+        assert (health["verdict"], health["why"]) == (
             "known",
-            ["it has none; grpcurl needs it"],
+            ["it says SERVING of any service; grpc.health.v1 says NOT_FOUND"],
         )
         assert CliRunner().invoke(app, [f"grpc://{target.grpc}", "--strict"]).exit_code == 1
 
