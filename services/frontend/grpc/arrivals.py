@@ -108,8 +108,13 @@ class Direct:
 
     role: Role | None = "read"
 
-    def __init__(self, begin: Begin, arrivals: Arrivals) -> None:
+    def __init__(
+        self, begin: Begin, arrivals: Arrivals, refuses: Callable[[bytes], bool] | None = None
+    ) -> None:
+        """``refuses`` says of a large message whether ``begin`` would refuse it at once: under overload most
+        are, and threads that tell so would take turns with those that answer."""
         self.begin = begin
+        self.refuses = refuses
         self.experimental_thread_pool = arrivals
 
     def refuse(self, error: HpsError) -> None:
@@ -241,7 +246,9 @@ class Arrivals(ThreadPoolExecutor):
                 if request is None:
                     call.incomplete()
                 elif isinstance(behavior, Direct):
-                    if len(request) <= _LARGE:
+                    if len(request) <= _LARGE or (
+                        behavior.refuses is not None and behavior.refuses(request)
+                    ):
                         behavior.begin(request, call)
                     else:
                         super(Arrivals, self).submit(call.take, behavior.begin, request)

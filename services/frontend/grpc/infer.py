@@ -93,6 +93,16 @@ class Inference:
         else:
             self._begin(message, reply, started, caller)
 
+    def refuses(self, message: bytes) -> bool:
+        """Whether there is no room for ``message``, or no model."""
+        try:
+            endpoint = self._route(address(message)).entry.endpoint
+            if endpoint.is_busy:
+                endpoint.require_room(len(message))
+        except HpsError:
+            return True
+        return False
+
     def stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """``ModelStreamInfer``: one answer or error message for each request, in their order."""
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import grpc
@@ -17,6 +18,7 @@ from hps.config.admission_settings import AdmissionSettings
 from hps.config.server_settings import ServerSettings
 from hps.v1 import lookup_pb2
 from services.frontend.auth import OpenGuard
+from services.frontend.grpc import arrivals
 from services.frontend.grpc.callers import address_of
 from services.frontend.http.app import data_app
 from services.frontend.state import State
@@ -78,6 +80,27 @@ def test_an_overloaded_model_refuses_at_once_and_answers_the_others(small, slow,
         assert call.result().outputs[0].name == "score"
     until(lambda: line.running == 0)
     assert refused(small) == {"queue_full": 80}
+
+
+def test_large_requests_are_refused_without_a_thread_of_their_own(small, slow, stub, monkeypatch):
+    monkeypatch.setattr(arrivals, "_LARGE", 8)
+    service = stub()
+    line = small.state.entries["ctr"].endpoint
+    taken = [service.ModelInfer.future(predict(), timeout=60) for _ in range(5)]
+    until(lambda: (line.running, line.waiting) == (2, 3))
+    asked, require_room = [], type(line).require_room
+
+    def noted(self, size=0):
+        asked.append(threading.current_thread().name)
+        require_room(self, size)
+
+    monkeypatch.setattr(type(line), "require_room", noted)
+    for call in [service.ModelInfer.future(predict(), timeout=60) for _ in range(9)]:
+        assert call.code() is grpc.StatusCode.UNAVAILABLE
+    slow.leave.set()
+    assert all(call.result().outputs for call in taken)
+    assert asked
+    assert not any(name.startswith("grpc-large") for name in asked)
 
 
 def test_lookups_for_other_nodes_wait_in_the_same_line(small, stub):
