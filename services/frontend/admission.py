@@ -4,8 +4,9 @@ Each name has a line of its own, so that one model's load does not hold up anoth
 nobody else's time, such as a lookup of rows in memory, is answered where it comes and stands in no line;
 health, metadata and administration never do.
 
-A request is refused when it comes rather than after a wait: where it would wait for longer than it may, by
-what each place in the line has taken of late, it costs least then and its client can still ask elsewhere.
+A request is refused when it comes rather than after a wait: where it would wait for longer than it may, if
+those under way take as long as others have of late, it costs least then and its client can still ask
+elsewhere.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from services.frontend.endpoints import Endpoint, Output
 from services.frontend.errors import Overloaded
 from services.frontend.room import Expiry, Room
 
-# How much of what is known of waiting the latest wait makes up.
-_LATEST = 0.25
+# How much of what is known of the work's time the latest makes up.
+_LATEST = 0.1
 
 
 class Admission:
@@ -81,6 +82,7 @@ class Line:
         self.name = endpoint.name
         self.version = endpoint.version
         self.raw_input = endpoint.raw_input
+        self.is_long = endpoint.is_long
         self._endpoint = endpoint
         self.most_running = running
         self._most_waiting = settings.queue
@@ -89,9 +91,14 @@ class Line:
         self._expiry = shared.expiry
         self._observe = metrics.histogram(m.QUEUE_SECONDS, endpoint.name).observe
         self._line: deque[_Waiting] = deque()
-        self._place_s = 0.0
         self._lock = threading.Lock()
         self.running = 0
+        # When those under way began, and how long one takes. Which of them has ended is not looked at: the
+        # first mostly has, and the sum of their times is the same.
+        self._begun: list[float] = []
+        self._work_s = 0.0
+        # The same with those that are over when they begin, as what waits may be.
+        self._turn_s = 0.0
 
     @property
     def waiting(self) -> int:
@@ -120,8 +127,7 @@ class Line:
                 "server.admission.queue); retry later, or ask another replica",
                 "queue_full",
             )
-        # One may always wait: it tells how long that takes now.
-        if places and (places + 1) * self._place_s > self._max_wait_s:
+        if self._wait_s(places) > self._max_wait_s:
             raise Overloaded(
                 f"overloaded: a request to '{self.name}' would wait longer than {limit_ms:g} ms "
                 "(server.admission.max_wait_ms); retry later, or ask another replica",
@@ -129,10 +135,25 @@ class Line:
             )
         self._room.require(size)
 
+    def _wait_s(self, ahead: int) -> float:
+        """How long a request would wait behind ``ahead`` others in the line."""
+        begun = (*self._begun,)  # others end meanwhile
+        ahead -= max(0, self.most_running - len(begun))
+        if ahead < 0:
+            return 0.0
+        rounds, place = divmod(ahead, self.most_running)
+        left_s = self._work_s  # of one that is about to begin
+        if place < len(begun):
+            left_s = max(0.0, begun[place] + self._work_s - time.monotonic())
+        return left_s + rounds * self._turn_s
+
     def submit(self, call: Call, deadline: float) -> Future[Any]:
         """See ``Endpoint.submit``. Raises ``Overloaded`` when the request may not wait."""
         if self.running < self.most_running and not self._line:
-            return self._began(self._endpoint.submit(call, deadline))
+            if not self._endpoint.is_long:
+                return self._began(self._endpoint.submit(call, deadline))
+            if self._has_entered():
+                return self._submitted(call, deadline)
         size = sum(array.nbytes for array in call.inputs.values())
         return self._wait(partial(self._endpoint.submit, call, deadline), size, deadline)
 
@@ -142,17 +163,52 @@ class Line:
             return self._began(start())
         return self._wait(start, size, deadline)
 
+    def _has_entered(self) -> bool:
+        with self._lock:
+            if self._line or self.running >= self.most_running:
+                return False
+            self._enter()
+            return True
+
+    def _submitted(self, call: Call, deadline: float) -> Future[Any]:
+        """What the endpoint makes of a request that counts as running."""
+        try:
+            work = self._endpoint.submit(call, deadline)
+        except BaseException:
+            self._leave_at_once()
+            self._begin()
+            raise
+        work.add_done_callback(self._end)
+        return work
+
     def _began(self, work: Future[Any]) -> Future[Any]:
         if not work.done():
             with self._lock:
-                self.running += 1
+                self._enter()
             work.add_done_callback(self._end)
         return work
+
+    def _enter(self) -> None:
+        self.running += 1
+        self._begun.append(time.monotonic())
+
+    def _leave(self) -> None:
+        self.running -= 1
+        took_s = time.monotonic() - self._begun.pop(0)
+        self._work_s += _LATEST * (took_s - self._work_s)
+        self._turn_s += _LATEST * (took_s - self._turn_s)
+
+    def _leave_at_once(self) -> None:
+        """One that had entered took no time."""
+        with self._lock:
+            self.running -= 1
+            self._begun.pop()
+            self._turn_s -= _LATEST * self._turn_s
 
     def _wait(self, start: Callable[[], Future[Any]], size: int, deadline: float) -> Future[Any]:
         with self._lock:
             self.require_room(size)
-            waiting = _Waiting(self, start, deadline, size, len(self._line) + 1)
+            waiting = _Waiting(self, start, deadline, size)
             self._line.append(waiting)
             self._room.add(size)
         waiting.add_done_callback(self._give_up)
@@ -162,7 +218,7 @@ class Line:
 
     def _end(self, _: Future[Any]) -> None:
         with self._lock:
-            self.running -= 1
+            self._leave()
         self._begin()
 
     def _begin(self) -> None:
@@ -175,8 +231,7 @@ class Line:
                 continue
             if work is not None:
                 waiting.copy(work)
-            with self._lock:
-                self.running -= 1
+            self._leave_at_once()
 
     def _next(self) -> _Waiting | None:
         """The next request; it counts as running."""
@@ -185,7 +240,7 @@ class Line:
                 waiting = self._line.popleft()
                 self._room.add(-waiting.size)
                 if waiting.set_running_or_notify_cancel():
-                    self.running += 1
+                    self._enter()
                     break
             else:
                 return None
@@ -195,7 +250,6 @@ class Line:
     def _learn(self, waiting: _Waiting) -> None:
         waited_s = time.monotonic() - waiting.since
         waiting.queued_ns = int(waited_s * 1e9)
-        self._place_s += _LATEST * (waited_s / waiting.places - self._place_s)
         self._observe(waited_s)
 
     def _start(self, waiting: _Waiting) -> Future[Any] | None:
@@ -246,14 +300,12 @@ class _Waiting(Future[Any]):
         start: Callable[[], Future[Any]],
         deadline: float,
         size: int,
-        places: int,
     ) -> None:
         super().__init__()
         self.queued_ns = 0  # for the statistics
         self.start = start
         self.deadline = deadline
         self.size = size
-        self.places = places
         self.since = time.monotonic()
         self.work: Future[Any] | None = None
         self._of = line

@@ -29,6 +29,8 @@ class Endpoint(Protocol):
     version: str
     raw_input: str | None
     """The only input, for raw requests; None when there are several."""
+    is_long: bool
+    """Whether no request is answered while it is submitted."""
 
     @property
     def rules(self) -> Mapping[str, InputRule]:

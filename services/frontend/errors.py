@@ -93,10 +93,15 @@ STATUS: dict[type[HpsError], Status] = {
 
 def status_of(error: HpsError) -> Status:
     """The status of the nearest class in ``STATUS``."""
-    for kind in type(error).__mro__:
-        if kind in STATUS:
-            return STATUS[kind]
-    return STATUS[HpsError]
+    kind = type(error)
+    found = _OF_KIND.get(kind)
+    if found is None:
+        found = next((STATUS[base] for base in kind.__mro__ if base in STATUS), STATUS[HpsError])
+        _OF_KIND[kind] = found
+    return found
+
+
+_OF_KIND: dict[type[HpsError], Status] = {}
 
 
 def http_status(error: HpsError) -> int:

@@ -28,6 +28,8 @@ class LookupEndpoint:
     """Embedding lookup in two forms: a tensor per feature, or HPS's ``KEYS`` and ``NUMKEYS``, which
     go by the model's tables in their order and come back as one flat ``OUTPUT0``."""
 
+    is_long = False
+
     def __init__(self, served: ServedModel, name: str, engine: Lookup | None = None) -> None:
         """``engine`` answers in place of the model's own."""
         self.name = name

@@ -21,6 +21,8 @@ Scores = Callable[[PredictRequest], Future[PredictResult]]
 class RankingEndpoint:
     """Features and dense inputs in, the network's named outputs out."""
 
+    is_long = True
+
     def __init__(self, served: ServedModel, scores: Scores | None = None) -> None:
         """``scores`` answers in place of the model's own pipeline."""
         dense = served.spec.dense

@@ -25,7 +25,7 @@ from grpc._cython import cygrpc
 
 from hps.config.auth import Role
 from hps.errors import HpsError
-from services.frontend.grpc.ending import abort, code_of
+from services.frontend.grpc.ending import Trailers, abort, code_of, trailers_of
 from services.frontend.grpc.looking import Looking
 from services.frontend.grpc.unsent import NOTED, Unsent
 
@@ -96,6 +96,10 @@ class Reply(Protocol):
     def waits_for(self, future: Future[Any]) -> None:
         """``future`` is cancelled when the client is gone."""
 
+    def go_on(self, work: Callable[[], None], size: int) -> None:
+        """Do ``work``, the rest of what is to be done with a request of ``size`` bytes: here, or on another
+        thread what would hold up the one that receives. It neither raises nor waits."""
+
 
 Begin = Callable[[bytes, Reply], None]
 May = Callable[[grpc.ServicerContext, Role], str | None]
@@ -103,18 +107,15 @@ May = Callable[[grpc.ServicerContext, Role], str | None]
 
 
 class Direct:
-    """A unary behavior that answers by a ``Reply``, at once or later. ``begin`` neither raises nor waits, and
-    refuses callers whom it does not know, whatever their message."""
+    """A unary behavior that answers by a ``Reply``, at once or later. ``begin`` neither raises nor waits,
+    refuses callers whom it does not know, whatever their message, and does by `Reply.go_on` what takes long
+    with a large one. Whom there is no room for is refused before that: threads that tell so would take turns
+    with those that answer."""
 
     role: Role | None = "read"
 
-    def __init__(
-        self, begin: Begin, arrivals: Arrivals, refuses: Callable[[bytes], bool] | None = None
-    ) -> None:
-        """``refuses`` says of a large message whether ``begin`` would refuse it at once: under overload most
-        are, and threads that tell so would take turns with those that answer."""
+    def __init__(self, begin: Begin, arrivals: Arrivals) -> None:
         self.begin = begin
-        self.refuses = refuses
         self.experimental_thread_pool = arrivals
 
     def refuse(self, error: HpsError) -> None:
@@ -160,6 +161,9 @@ class Awaited:
         if self._gone:
             future.cancel()
 
+    def go_on(self, work: Callable[[], None], size: int) -> None:
+        work()
+
     def result(self) -> bytes:
         """The answer, or what was to be told instead; the next request may begin then."""
         try:
@@ -188,9 +192,9 @@ class Pooled:
 
 
 class Arrivals(ThreadPoolExecutor):
-    """Takes unary calls from grpc. Those of a ``Direct`` behavior begin on the server's own thread, large
-    ones on others, since nothing else is received meanwhile; what is not ``Direct`` runs on ``pool``, which
-    never waits for a request. Calls whose request does not come for ``_PATIENCE_S`` are ended; those of
+    """Takes unary calls from grpc. Those of a ``Direct`` behavior begin on the server's own thread, and large
+    ones go on on others, since nothing else is received meanwhile; what is not ``Direct`` runs on ``pool``,
+    which never waits for a request. Calls whose request does not come for ``_PATIENCE_S`` are ended; those of
     callers who may not make them are not received at all: a message can be large."""
 
     def __init__(self, pool: ThreadPoolExecutor, may: May | None = None) -> None:
@@ -201,7 +205,7 @@ class Arrivals(ThreadPoolExecutor):
         self._may = may
         self._expected: dict[_Call, float] = {}  # calls without a request, and since when
         self._looking = Looking(self._end_late, lambda: _LOOK_S, "grpc-expected")
-        self._unsent = Unsent()
+        self.unsent = Unsent()
         if not KNOWN:
             log.warning(
                 "grpc %s is not as expected inside: calls run on its threads, which is slower",
@@ -218,7 +222,7 @@ class Arrivals(ThreadPoolExecutor):
         in_pool, event, state, behavior, _, deserializer, serializer = args
         if isinstance(behavior, Direct):
             state.condition = _Guarded()  # no other thread has seen the call yet
-        call = _Call(event, state, self._unsent)
+        call = _Call(event, state, self)
         role = getattr(behavior, "role", None)  # health's are grpc's own
         if self._may and role:
             call.caller = self._may(call.context, role)
@@ -246,12 +250,7 @@ class Arrivals(ThreadPoolExecutor):
                 if request is None:
                     call.incomplete()
                 elif isinstance(behavior, Direct):
-                    if len(request) <= _LARGE or (
-                        behavior.refuses is not None and behavior.refuses(request)
-                    ):
-                        behavior.begin(request, call)
-                    else:
-                        super(Arrivals, self).submit(call.take, behavior.begin, request)
+                    behavior.begin(request, call)
                 else:
                     pooled = self._pool.submit(
                         fn, in_pool, event, state, behavior, lambda: request, None, serializer
@@ -268,6 +267,10 @@ class Arrivals(ThreadPoolExecutor):
             state.due.add(_RECEIVE)
         return call  # type: ignore[return-value]  # all that grpc does with it is done below
 
+    def apart(self, work: Callable[[], None]) -> None:
+        """Do ``work`` on a thread of its own."""
+        super().submit(work)
+
     def _end_late(self) -> bool:
         too_old = time.monotonic() - _PATIENCE_S
         for call, since in self._expected.copy().items():
@@ -281,12 +284,12 @@ class Arrivals(ThreadPoolExecutor):
 class _Call:
     """One unary call, and what grpc takes for the future of its answer; a real one costs as much."""
 
-    __slots__ = ("_context", "_event", "_has_ended", "_on_end", "_state", "_unsent", "caller")
+    __slots__ = ("_arrivals", "_context", "_event", "_has_ended", "_on_end", "_state", "caller")
 
-    def __init__(self, event: Any, state: Any, unsent: Unsent) -> None:
+    def __init__(self, event: Any, state: Any, arrivals: Arrivals) -> None:
         self._event = event
         self._state = state
-        self._unsent = unsent
+        self._arrivals = arrivals
         self.caller: str | None = None
         self._context: grpc.ServicerContext | None = None
         self._on_end: Callable[[Any], object] | None = None
@@ -321,7 +324,7 @@ class _Call:
                     operations.append(_server._get_initial_metadata_operation(state, None))
                 sent = _server._send_status_from_server(state, _SEND)
                 if len(message) > NOTED:
-                    sent = self._unsent.noted(self._event.call, len(message), sent)
+                    sent = self._arrivals.unsent.noted(self._event.call, len(message), sent)
                 self._event.call.start_server_batch(operations, sent)
                 state.statused = True
                 state.due.add(_SEND)
@@ -329,10 +332,16 @@ class _Call:
         if on_end is not None:
             on_end(self)
 
-    def take(self, begin: Begin, request: bytes) -> None:
-        """``begin``, whatever comes of it."""
+    def go_on(self, work: Callable[[], None], size: int) -> None:
+        if size > _LARGE:
+            self._arrivals.apart(partial(self._do, work))
+        else:
+            work()
+
+    def _do(self, work: Callable[[], None]) -> None:
+        """``work``, whatever comes of it."""
         try:
-            begin(request, self)
+            work()
         except BaseException:
             self.failed()
 
@@ -342,16 +351,19 @@ class _Call:
         self.abort(cygrpc.StatusCode.internal, "internal error")
 
     def fail(self, error: HpsError) -> None:
-        self.abort(code_of(error, self.context).value[0], str(error))
+        self.abort(code_of(error).value[0], str(error), trailers_of(error))
 
-    def abort(self, code: Any, details: str) -> None:
+    def abort(self, code: Any, details: str, trailers: Trailers = None) -> None:
         """End with a status of grpc's, unless there is one already."""
+        shown = details.encode()
+        if len(shown) > _MOST_DETAILS:
+            # Trailers have a largest size, each byte of these may take three; beyond it clients get another
+            # error.
+            shown = shown[:_MOST_DETAILS].decode(errors="ignore").encode()
         with self._state.condition:
             if not self._state.statused:
-                # Trailers have a largest size, each byte of these may take three; beyond it clients get
-                # another error.
-                shown = details.encode()[:_MOST_DETAILS].decode(errors="ignore")
-                _server._abort(self._state, self._event.call, code, shown.encode())
+                self._state.trailing_metadata = trailers
+                _server._abort(self._state, self._event.call, code, shown)
         self.ended()
 
     def incomplete(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -91,3 +92,6 @@ class Counted:
 
     def waits_for(self, future: Future[Any]) -> None:
         self._reply.waits_for(future)
+
+    def go_on(self, work: Callable[[], None], size: int) -> None:
+        self._reply.go_on(work, size)

@@ -8,10 +8,13 @@ from hps import metric_names as m
 from hps.errors import HpsError
 from hps.metrics import Metrics
 from hps.tracing import Origin
-from services.frontend.errors import refused_for, status_of, told
+from services.frontend.errors import is_refusal, refused_for, status_of, told
 from services.frontend.grpc.arrivals import Reply
 from services.frontend.grpc.named import named
 from services.frontend.state import Entry, State
+
+# On whose behalf a request was that is refused unseen, where nothing is told of it.
+_NOBODY = Origin("", "", "")
 
 
 def fail(
@@ -27,6 +30,8 @@ def fail(
     """Answer a request for ``entry``, None when that is not known, that began at ``started`` (ns) with what
     went wrong. ``known_as``: its id; ``origin``: as far as it was known by then."""
     endpoint = None if entry is None else entry.endpoint
+    if origin is None and is_refusal(error) and not state.observer.watches:
+        origin = _NOBODY
     if origin is None:
         model = "" if endpoint is None else endpoint.name
         origin = state.observer.begin(model, started, *named(known_as, reply.context))

@@ -93,16 +93,6 @@ class Inference:
         else:
             self._begin(message, reply, started, caller)
 
-    def refuses(self, message: bytes) -> bool:
-        """Whether there is no room for ``message``, or no model."""
-        try:
-            endpoint = self._route(address(message)).entry.endpoint
-            if endpoint.is_busy:
-                endpoint.require_room(len(message))
-        except HpsError:
-            return True
-        return False
-
     def stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """``ModelStreamInfer``: one answer or error message for each request, in their order."""
         try:
@@ -139,7 +129,6 @@ class Inference:
         """Start answering a request that may be made."""
         route: Route | None = None
         known_as = ""
-        origin: Origin | None = None
         try:
             to = address(message)
             known_as = to.id
@@ -148,16 +137,27 @@ class Inference:
                 reply = Counted(reply, self._clients, caller)
             if route.entry.endpoint.is_busy:
                 route.entry.endpoint.require_room(len(message))
+            reply.go_on(partial(self._submit, message, to, route, reply, started), len(message))
+        except Exception as error:
+            entry = None if route is None else route.entry
+            fail(error, reply, self._state, "infer", entry, started, known_as)
+
+    def _submit(
+        self, message: bytes, to: Address, route: Route, reply: Reply, started: int
+    ) -> None:
+        """Hand on a request that there is room for."""
+        origin: Origin | None = None
+        endpoint = route.entry.endpoint
+        try:
             call = route.parser.parse(message, to)
             if call.form.elsewhere is not None:
-                self._take(call.form.elsewhere, call, route.entry.endpoint, reply.context)
+                self._take(call.form.elsewhere, call, endpoint, reply.context)
             parsed = perf_counter_ns()
             origin = identify(call, route.entry.name, reply.context, started, self._state.observer)
             deadline = deadline_of(reply.context, call.form.timeout_us * 1e-6 or self._timeout_s)
-            future = route.entry.endpoint.submit(call, deadline)
+            future = endpoint.submit(call, deadline)
         except Exception as error:
-            entry = None if route is None else route.entry
-            fail(error, reply, self._state, "infer", entry, started, known_as, origin)
+            fail(error, reply, self._state, "infer", route.entry, started, to.id, origin)
             return
         end = partial(self._end, reply, route, call, started, parsed)
         self._pending.add(future, deadline, reply, end)

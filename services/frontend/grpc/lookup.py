@@ -118,7 +118,9 @@ class LookupService:
 
     def begin(self, message: bytes, reply: Reply) -> None:
         """``Lookup``."""
-        started = perf_counter_ns()
+        reply.go_on(partial(self._begin, message, reply, perf_counter_ns()), len(message))
+
+    def _begin(self, message: bytes, reply: Reply, started: int) -> None:
         entry: Entry | None = None
         origin: Origin | None = None
         try:

@@ -74,7 +74,7 @@ class GrpcServer(GrpcPort):
         return {
             **generated.by_name,
             "ModelInfer": grpc.unary_unary_rpc_method_handler(
-                Direct(inference.begin, self.arrivals, inference.refuses)
+                Direct(inference.begin, self.arrivals)
             ),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(
                 Pooled(inference.stream, streams)

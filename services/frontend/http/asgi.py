@@ -29,13 +29,15 @@ class Application(Protocol):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
-    def known(self, request: bytes) -> Head | None: ...
+    def known(self, request: bytes) -> tuple[Head | None, int]: ...
 
     def read(self, scope: Mapping[str, Any], body_size: int, text: bytes) -> Head | None: ...
 
     def begin(self, head: Head, body: bytes, peer: Peer) -> Inference: ...
 
-    def refusal(self, scope: Mapping[str, Any]) -> Reply | None: ...
+    def early_refusal(self, scope: Mapping[str, Any]) -> Reply | None: ...
+
+    def refusal(self, head: Head, peer: Peer) -> Reply | None: ...
 
     def refuse(self, head: Head, error: Exception) -> Reply: ...
 
@@ -49,8 +51,8 @@ class Plain:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
 
-    def known(self, request: bytes) -> Head | None:
-        return None
+    def known(self, request: bytes) -> tuple[Head | None, int]:
+        return None, 0
 
     def read(self, scope: Mapping[str, Any], body_size: int, text: bytes) -> Head | None:
         return None
@@ -58,7 +60,10 @@ class Plain:
     def begin(self, head: Head, body: bytes, peer: Peer) -> Inference:
         raise AssertionError("no head is known")
 
-    def refusal(self, scope: Mapping[str, Any]) -> Reply | None:
+    def early_refusal(self, scope: Mapping[str, Any]) -> Reply | None:
+        return None
+
+    def refusal(self, head: Head, peer: Peer) -> Reply | None:
         return None
 
     def refuse(self, head: Head, error: Exception) -> Reply:

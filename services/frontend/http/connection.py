@@ -19,6 +19,7 @@ from services.frontend.http.asgi import EXTENSIONS, GONE, Application
 from services.frontend.http.cycle import Cycle, go_on
 from services.frontend.http.errors import error_body, error_headers
 from services.frontend.http.head import Head
+from services.frontend.http.infer import HEAD_BYTES
 from services.frontend.http.peer import PEER, Peer
 from services.frontend.http.response import Reply
 from services.frontend.http.waiting import Waiting
@@ -60,6 +61,13 @@ class Protocol(HttpToolsProtocol):
     _heard, _swept, _unsent, _silent = 0, -1, 0, 0
     # Answers beyond this size are handed over in pieces.
     _copied_bytes: float = _COPIED_BYTES
+    # What came when the connection was last between two requests, and how much since, with that.
+    _start, _came = b"", 0
+    _first: RequestResponseCycle | None = None
+    """The request that began then; ``_is_known``: its head was."""
+    _is_known = False
+    # Bytes that are still to come of a body that nobody reads.
+    _unwanted = 0
     # Requests that began; the one that was still coming at the last sweep.
     _requests, _coming = 0, 0
     of_port: Connections | None = None
@@ -81,24 +89,68 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._heard += 1
-        is_start = self._reads == "nothing"
-        if is_start and self._is_idle() and not self._last:
-            head = self.app.known(data)
-            if head is not None and self._answer(head, data[len(data) - head.body_size :]):
+        if self._unwanted and not (data := self._drop(data)):
+            return
+        goes_on = self._reads == "body"
+        if self._reads == "nothing":
+            self._is_known = False
+            if self._is_idle() and not self._last and self._take_known(data):
                 return
+            self._start, self._came, self._first = data[:HEAD_BYTES], 0, None
+        self._came += len(data)
         self._receiving, self._ended = True, False
         self._parse(data)
         while self._begun is not None:  # answering one may begin the next of a pipeline
             (cycle, app), self._begun = self._begun, None
-            if cycle.more_body or not self._answer_parsed(cycle, data if is_start else b""):
+            if cycle.more_body or not self._answer_parsed(cycle):
                 super()._start_asgi_task(cycle, app)
         self._receiving = False
+        if self._reads == "nothing":
+            if goes_on and not self._is_known:
+                self._learn()
+            self._start, self._first = b"", None  # which hold on to the request
         if self._reads == "head" and not self._ended:  # else most of it is the request before
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
                 self._refuse(431, f"the request's head has more than {MAX_HEAD_BYTES} bytes")
         elif self._head_bytes:
             self._head_bytes = 0
+
+    def _take_known(self, data: bytes) -> bool:
+        """Answer a request with a head that was read before; False: the parser must see it."""
+        head, came = self.app.known(data)
+        self._is_known = head is not None
+        if head is None or came > head.body_size:
+            return False
+        if head.is_crowded and not self.flow.write_paused:
+            reply = self.app.refusal(head, self.peer)
+            if reply is not None:
+                self.write_reply(reply, keep_alive=True)
+                self.server_state.total_requests += 1
+                self._unwanted = head.body_size - came
+                if self._unwanted:
+                    self._reads = "body"
+                    self._requests += 1
+                return True
+        return came == head.body_size and self._answer(head, data[len(data) - came :])
+
+    def _learn(self) -> None:
+        """Have the head known of a request that came in pieces, the last of them just now, if all that came
+        is this request: another's head must not be taken for its own."""
+        size = self._start.find(b"\r\n\r\n") + 4
+        first, body_size = self._first, self._came - size
+        if first is None or first is not self.cycle or not first.keep_alive:
+            return
+        if (b"content-length", b"%d" % body_size) in first.scope["headers"]:
+            self.app.read(first.scope, body_size, self._start[:size])
+
+    def _drop(self, data: bytes) -> bytes:
+        """``data`` without what it has of a body that nobody reads."""
+        size = min(len(data), self._unwanted)
+        self._unwanted -= size
+        if not self._unwanted:
+            self._reads = "nothing"
+        return data[size:]
 
     def _parse(self, data: bytes) -> None:
         """Feed the parser. It stops at a request that asks for another protocol (``Upgrade: h2c``, as
@@ -136,6 +188,8 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         if type(self.cycle) is RequestResponseCycle:
             self._adopt(self.cycle)
+        if self._first is None:
+            self._first = self.cycle
         if self._begun is not None and self._begun[0] is self.cycle:
             self._refuse_early(self.cycle)
 
@@ -152,20 +206,19 @@ class Protocol(HttpToolsProtocol):
         """Answer a request there is no room for when its head is there; its body is dropped as it comes. Not
         where the answer is the connection's last: the client would lose it."""
         if cycle.keep_alive and isinstance(cycle, Cycle) and not self.flow.write_paused:
-            reply = self.app.refusal(cycle.scope)
+            reply = self.app.early_refusal(cycle.scope)
             if reply is not None:
                 self._begun = None
                 cycle.finish(reply)
 
     # -- answering ---------------------------------------------------------------------------------
 
-    def _answer_parsed(self, cycle: RequestResponseCycle, data: bytes) -> bool:
-        """Answer an inference request that is all there; False: the application must. ``data``: what
-        came last, if the connection was between two requests then. Only bytes that are this request,
-        from its first to its last, may teach what its head says."""
-        size = len(data) - len(cycle.body)
-        is_alone = cycle.keep_alive and data.find(b"\r\n\r\n") + 4 == size
-        head = self.app.read(cycle.scope, len(cycle.body), data[:size] if is_alone else b"")
+    def _answer_parsed(self, cycle: RequestResponseCycle) -> bool:
+        """Answer an inference request that is all there; False: the application must. Only bytes that are
+        this request, from its first to its last, may teach what its head says."""
+        size = self._came - len(cycle.body)
+        is_alone = cycle.keep_alive and self._start.find(b"\r\n\r\n") + 4 == size
+        head = self.app.read(cycle.scope, len(cycle.body), self._start[:size] if is_alone else b"")
         return head is not None and self._answer(head, bytes(cycle.body), cycle)
 
     def _answer(self, head: Head, body: bytes, cycle: RequestResponseCycle | None = None) -> bool:

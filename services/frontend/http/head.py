@@ -48,6 +48,11 @@ class Head:
         self._name(headers)
 
     @property
+    def is_crowded(self) -> bool:
+        """Whether as many requests to its model are worked at as may be."""
+        return self.route is not None and self.route.entry.endpoint.is_busy
+
+    @property
     def comes_again(self) -> bool:
         """Whether the same bytes may be expected again, and mean the same then."""
         return self.headers.keys().isdisjoint(_PASSING)

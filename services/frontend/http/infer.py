@@ -28,7 +28,7 @@ from services.frontend.state import State
 
 _INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 # Heads that are kept; longer ones are not worth their memory.
-_HEADS_KEPT, _HEAD_BYTES = 1024, 2048
+_HEADS_KEPT, HEAD_BYTES = 1024, 2048
 
 
 class InferApp:
@@ -94,16 +94,16 @@ class InferApp:
             return
         await inference(scope, receive, send)
 
-    def known(self, request: bytes) -> Head | None:
-        """The head of ``request``, if it was read before and what follows is its body and no more."""
+    def known(self, request: bytes) -> tuple[Head | None, int]:
+        """The head that ``request`` begins with, if it was read before, and how many bytes follow it."""
         size = request.find(b"\r\n\r\n") + 4
         head = self._heads.get(request[:size])
         if head is None:
             text, own = apart(request[:size])
             if not own or (head := self._heads.get(text)) is None:
-                return None
+                return None, 0
             head = head.named(own)
-        return head if len(request) - size == head.body_size else None
+        return head, len(request) - size
 
     def read(self, scope: Mapping[str, Any], body_size: int, text: bytes) -> Head | None:
         """The head of a request that is there with its body, to be kept if ``text``, its bytes, may come
@@ -114,7 +114,7 @@ class InferApp:
         head = Head(route, dict(scope["headers"]))
         if b"content-encoding" in head.headers:
             return None
-        if text.startswith(b"POST ") and len(text) <= _HEAD_BYTES and head.comes_again:
+        if text.startswith(b"POST ") and len(text) <= HEAD_BYTES and head.comes_again:
             if len(self._heads) >= _HEADS_KEPT:
                 self._heads.clear()
             head.body_size = body_size
@@ -138,18 +138,24 @@ class InferApp:
                 self._clients.undo(client)
             raise
 
-    def refusal(self, scope: Mapping[str, Any]) -> Reply | None:
-        """The answer to a request whose head is there, when there is no room for it. Its body need not be
-        looked at then."""
+    def early_refusal(self, scope: Mapping[str, Any]) -> Reply | None:
+        """As `refusal`, for a request whose head was not read before."""
         route = self._routes.get(scope["path"]) if scope["method"] == "POST" else None
         if route is None or not route.entry.endpoint.is_busy:
             return None
         head = Head(route, dict(scope["headers"]))
         if b"expect" in head.headers:  # its body may come or not
             return None
+        head.body_size = _announced(head.headers)
+        return self.refusal(head, peer_of(scope))
+
+    def refusal(self, head: Head, peer: Peer) -> Reply | None:
+        """The answer to a request whose head is there, when there is no room for it. Its body need not be
+        looked at then."""
+        assert head.route is not None
         try:
-            self._check(head, peer_of(scope))
-            route.entry.endpoint.require_room(_announced(head.headers))
+            self._check(head, peer)
+            head.route.entry.endpoint.require_room(head.body_size)
         except Overloaded as error:
             return self.refuse(head, error)
         except HpsError:

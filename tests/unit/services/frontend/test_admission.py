@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from weakref import ref
 
 import numpy as np
@@ -15,6 +16,7 @@ from hps.config.admission_settings import AdmissionSettings, ClientSettings
 from hps.errors import BadRequest, DeadlineExceeded, Unavailable
 from hps.metrics import Metrics
 from hps.workers import Done
+from services.frontend import admission
 from services.frontend.admission import Admission
 from services.frontend.call import Call, Form
 from services.frontend.clients import Clients
@@ -30,6 +32,7 @@ class Works:
     """An endpoint whose work ends when the test says so. A call without inputs is answered at once."""
 
     name, version, raw_input, rules = "m", "1", None, {}
+    is_long = False
 
     def __init__(self):
         self.begun, self.lock = [], threading.Lock()
@@ -154,33 +157,145 @@ def test_bytes_are_bounded_over_all_lines(made):
         other.require_room(1)
 
 
-def test_who_would_wait_too_long_is_refused_at_once(made):
-    works, line, *_ = made(max_wait_ms=60_000)
+def _clock(monkeypatch):
+    """``clock[0]``: what the line takes for now."""
+    clock = [time.monotonic()]
+    monkeypatch.setattr(admission, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    return clock
+
+
+def test_who_would_wait_too_long_is_refused_at_once(made, monkeypatch):
+    """By how long those under way will still take, and those that wait before it."""
+    clock = _clock(monkeypatch)
+    _, line, *_ = made(running=2, max_wait_ms=30_000)
+    line._work_s = line._turn_s = 40.0
     line.submit(call(), FAR)
-    waits = [line.submit(call(), FAR) for _ in range(2)]
-    for each in waits:
-        each.since -= 45  # as if it had come then
-    works.end()
-    waits[1].since += 45
-    line._place_s = 25.0  # as if each place had taken that long
+    clock[0] += 5
     line.submit(call(), FAR)
-    with pytest.raises(Overloaded, match="would wait longer than 60000 ms") as refused:
+    clock[0] += 1  # the first is over in 34 s
+    with pytest.raises(Overloaded, match="would wait longer than 30000 ms") as refused:
         line.submit(call(), FAR)
     assert refused.value.reason == "queue_wait"
-
-
-def test_one_may_always_wait_and_tells_how_long_it_takes(made):
-    works, line, *_ = made(max_wait_ms=60_000)
-    line._place_s = 1e6
+    clock[0] += 4  # 30 s
     line.submit(call(), FAR)
+    with pytest.raises(Overloaded):  # behind that one: 35 s, when the second is over
+        line.require_room()
+    clock[0] += 5
+    line.submit(call(), FAR)
+    with pytest.raises(Overloaded):  # the third of the line: the first place again, 25 + 40 s
+        line.require_room()
+    assert line.waiting == 2
+
+
+def test_who_takes_longer_than_others_may_be_over_at_any_time(made, monkeypatch):
+    clock = _clock(monkeypatch)
+    _, line, *_ = made(max_wait_ms=10_000)
+    line._work_s = 40.0
     line.submit(call(), FAR)
     with pytest.raises(Overloaded):
-        line.submit(call(), FAR)
-    for _ in range(60):
-        works.end()
-        line.submit(call(), FAR)
+        line.require_room()
+    clock[0] += 100
     line.submit(call(), FAR)
-    assert line.waiting == 2
+    assert line.waiting == 1
+
+
+def test_what_is_over_when_it_begins_is_not_waited_for(made, monkeypatch):
+    """Short requests behind a long one go all at once."""
+    clock = _clock(monkeypatch)
+    works, line, *_ = made(max_wait_ms=10_000)
+    line._work_s = line._turn_s = 4.0
+    for _ in range(30):
+        line.submit(call(), FAR)
+        line.submit(Call(Form(), {}), FAR)
+        line.submit(Call(Form(), {}), FAR)
+        clock[0] += 4
+        works.end()
+    line.submit(call(), FAR)
+    for _ in range(4):  # 4 s each would be too long
+        line.submit(Call(Form(), {}), FAR)
+    assert line.waiting == 4
+
+
+def test_nobody_is_refused_for_a_wait_while_a_place_is_free(made, monkeypatch):
+    _clock(monkeypatch)
+    _, line, *_ = made(running=2, max_wait_ms=10_000)
+    line._work_s = line._turn_s = 40.0
+    line.submit(call(), FAR)
+    line.require_room()  # as if the second had ended since somebody found the line busy
+    assert [line._wait_s(ahead) for ahead in range(4)] == [0, 40, 40, 80]
+    line.submit(call(), FAR)
+    with pytest.raises(Overloaded):
+        line.require_room()
+
+
+def test_a_line_learns_how_long_work_takes(made, monkeypatch):
+    """One that took long once is not believed to for ever, though all are refused meanwhile."""
+    clock = _clock(monkeypatch)
+    works, line, *_ = made(max_wait_ms=10_000)
+    line._work_s = 1e3
+    for _ in range(60):
+        line.submit(call(), FAR)
+        clock[0] += 5
+        works.end()
+    assert 5 < line._work_s < 10
+    line.submit(call(), FAR)
+    line.submit(call(), FAR)
+    assert line.waiting == 1
+
+
+def test_work_that_ends_while_it_begins_is_counted_out(made):
+    works, line, *_ = made(running=2)
+    line.submit(call(), FAR)
+    line.submit(call(), FAR)
+    answers = [line.submit(Call(Form(), {}), FAR) for _ in range(3)]
+    works.end()
+    assert [each.result(0) for each in answers] == ["at once"] * 3
+    works.end()
+    assert (line.running, line._begun) == (0, [])
+
+
+def test_long_work_takes_its_place_before_it_is_submitted(made, monkeypatch):
+    """Others that come meanwhile, on other threads, wait."""
+    monkeypatch.setattr(Works, "is_long", True)
+    works, line, *_ = made()
+    submit, let_on, submitting = works.submit, threading.Event(), threading.Event()
+
+    def slowly(asked, deadline):
+        submitting.set()
+        assert let_on.wait(60)
+        return submit(asked, deadline)
+
+    works.submit = slowly
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(line.submit, call("first"), FAR)
+        assert submitting.wait(60)
+        second = line.submit(call("second"), FAR)
+        assert (line.running, line.waiting) == (1, 1)
+        let_on.set()
+        answer = first.result(60)
+    works.end()
+    works.end()
+    assert (answer.result(0), second.result(0)) == ("first", "second")
+    assert (line.running, line._begun) == (0, [])
+
+
+def test_long_work_that_cannot_be_submitted_gives_its_place_back(made, monkeypatch):
+    monkeypatch.setattr(Works, "is_long", True)
+    works, line, *_ = made()
+    submit = works.submit
+
+    def fails(asked, deadline):
+        works.submit = submit
+        waits.append(line.submit(call("other"), FAR))
+        raise BadRequest("no")
+
+    waits: list[Future[str]] = []
+    works.submit = fails
+    with pytest.raises(BadRequest):
+        line.submit(call(), FAR)
+    works.end()
+    assert waits[0].result(0) == "other"
+    assert (line.running, line._begun) == (0, [])
 
 
 def test_what_has_waited_too_long_is_refused(made):

@@ -263,7 +263,7 @@ def test_answers_that_nobody_takes_are_dropped(serve, monkeypatch, limit):
     asked.raw_input_contents.append(np.array(values).tobytes())
     with closing(Http2Client(server.server.url)) as deaf:
         deaf.call(f"/{SERVICE}/ModelInfer", asked.SerializeToString())
-        noted = server.server.arrivals._unsent._answers
+        noted = server.server.arrivals.unsent._answers
         until(lambda: noted)
         with triton.InferenceServerClient(server.server.url) as client:
             client.infer("words.lookup", [keys("left", *values)])

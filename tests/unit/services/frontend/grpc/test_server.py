@@ -194,7 +194,8 @@ def test_deadlines(client, small):
     assert code == "StatusCode.DEADLINE_EXCEEDED"
     code, message = refused(client.infer, "words.lookup", waiting, timeout=20_000)
     assert code == "StatusCode.DEADLINE_EXCEEDED"
-    assert "server.request_timeout_ms" in message
+    # Of 20 ms a stalled machine may leave nothing for the lookup to begin in.
+    assert "server.request_timeout_ms" in message or "for a thread" in message
     small.store.gate.set()
     assert client.infer("words.lookup", waiting).as_numpy("left").tolist() == [row(12, 3)]
 

@@ -362,3 +362,31 @@ def test_heads_of_a_model_that_stays_are_read_anew_but_its_requests_are_known(sm
         assert next(iter(app._heads.values())).route is head.route
 
     http.run(scenario)
+
+
+@pytest.mark.parametrize("between", ["", "\r\n"], ids=["nothing", "an empty line"])
+@pytest.mark.parametrize("size", [1, 40])
+def test_a_request_in_pieces_teaches_its_own_head_alone(small, http, connect, size, between):
+    """Wherever two requests are cut, and whatever comes between them."""
+
+    async def scenario():
+        one = http.binary([1], more="X-First: 1\r\n")
+        other = http.request([1, 2], path="/v2/models/words/infer", more="X-Other: 1\r\n")
+        both = one + between.encode() + other
+        app = small.app()
+        known = set()
+        for cut in range(1, len(both)):
+            app._heads.clear()
+            protocol, wire = connect(app)
+            for piece in (both[:cut], both[cut : cut + size], both[cut + size :]):
+                if piece:
+                    await http.read(protocol, piece)
+            await http.until(lambda wire=wire: wire.statuses == [200, 200])
+            for text, head in app._heads.items():
+                assert text in (one[: -head.body_size], other[: -head.body_size])
+                assert text.split()[1].decode() in head.route.paths
+                assert (b"x-first" in head.headers) == (b"X-First" in text)
+                known.add(text)
+        assert len(known) == 2
+
+    http.run(scenario)

@@ -8,6 +8,7 @@ from hps import metric_names as m
 from hps.config import Settings
 from hps.config.admission_settings import AdmissionSettings, ClientSettings
 from hps.config.server_settings import ServerSettings
+from hps.errors import Unauthenticated
 from services.frontend.auth import OpenGuard
 from services.frontend.http.app import data_app
 from services.frontend.state import State
@@ -102,6 +103,111 @@ def test_a_refused_request_is_not_waited_for(small, slow, limited, http):
         assert wire.statuses == [503, 200]
 
     http.run(head_alone)
+
+
+async def crowded(http, app, slow, more=""):
+    """A connection on which a request came in pieces, as a large one does, so that its head is known; and the
+    wire of another one, whose request takes the only place."""
+    slow.leave.set()
+    protocol, wire = http.connect(app)
+    data = predict(http, more=more)
+    for piece in (data[:150], data[150:200], data[200:]):
+        await http.read(protocol, piece)
+    await http.until(lambda: wire.statuses)
+    assert wire.statuses == [200]
+    assert len(app._heads) == 1
+    slow.leave.clear()
+    busy, taken = http.connect(app)
+    await http.read(busy, data)
+    return protocol, wire, taken
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40, None], ids=["head", "a byte", "pieces", "whole"])
+def test_a_known_request_is_refused_unread(small, slow, limited, http, monkeypatch, cut):
+    """The parser sees nothing of it, and the connection goes on with the next one."""
+    app = limited(running=1, queue=0)
+
+    async def refuse():
+        protocol, wire, taken = await crowded(http, app, slow)
+        parsed = []
+        monkeypatch.setattr(type(protocol), "_parse", lambda self, data: parsed.append(data))
+        data = predict(http)
+        head, _, body = data.partition(b"\r\n\r\n")
+        first = data if cut is None else head + b"\r\n\r\n" + body[:cut]
+        assert await http.read(protocol, first) == [200, 503]
+        rest = data[len(first) :]
+        for piece in filter(None, (rest[:50], rest[50:])):
+            await http.read(protocol, piece)
+        assert await http.read(protocol, data) == [200, 503, 503]
+        assert not parsed
+        monkeypatch.undo()
+        slow.leave.set()
+        await http.until(lambda: taken.statuses)
+        await http.until(lambda: line_of(app).running == 0)
+        await http.read(protocol, data[:160])
+        await http.read(protocol, data[160:])
+        await http.until(lambda: len(wire.statuses) == 4)
+        assert wire.statuses == [200, 503, 503, 200]
+
+    http.run(refuse)
+    assert refused(small) == {"queue_full": 2}
+
+
+def test_what_follows_a_body_that_nobody_reads_is_answered(small, slow, limited, http):
+    """Though it comes with the body's last bytes."""
+    app = limited(running=1, queue=0)
+
+    async def refuse():
+        protocol, wire, taken = await crowded(http, app, slow)
+        data = predict(http)
+        assert await http.read(protocol, data[:-30]) == [200, 503]
+        health = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+        await http.read(protocol, data[-30:] + health)
+        await http.until(lambda: len(wire.statuses) == 3)
+        assert wire.statuses == [200, 503, 200]
+        slow.leave.set()
+        await http.until(lambda: taken.statuses)
+
+    http.run(refuse)
+
+
+def test_a_body_that_nobody_reads_and_that_stops_ends_its_connection(small, slow, limited, http):
+    app = limited(running=1, queue=0)
+
+    async def stop():
+        protocol, wire, taken = await crowded(http, app, slow)
+        await http.read(protocol, predict(http)[:-30])
+        protocol.sweep(10)
+        assert not wire.closed
+        protocol.sweep(10)
+        assert wire.closed
+        slow.leave.set()
+        await http.until(lambda: taken.statuses)
+
+    http.run(stop)
+
+
+def test_a_key_that_is_no_longer_good_is_told_so_though_there_is_no_room(
+    small, slow, limited, http, key_guard, monkeypatch
+):
+    """With a head that was read when it was."""
+    app = limited(key_guard, running=1, queue=0)
+
+    def refuses(*_):
+        raise Unauthenticated("the key is no longer good")
+
+    async def ask():
+        more = f"X-API-Key: {'r' * 16}\r\n"
+        protocol, wire, taken = await crowded(http, app, slow, more)
+        assert await http.read(protocol, predict(http, more=more)) == [200, 503]
+        monkeypatch.setattr(key_guard, "check", refuses)
+        await http.read(protocol, predict(http, more=more))
+        await http.until(lambda: len(wire.statuses) == 3)
+        assert wire.statuses == [200, 503, 401]
+        slow.leave.set()
+        await http.until(lambda: taken.statuses)
+
+    http.run(ask)
 
 
 def test_bodies_that_are_coming_hold_room(small, limited, http):
