@@ -42,6 +42,14 @@ def is_alive(process: Entry) -> bool:
     return start is not None and start == process["start"]
 
 
+def _size(file: Path) -> int:
+    """In bytes; 0 when it has been removed meanwhile, with its table."""
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
 def _start_of(pid: int) -> int | None:
     """When the process began, in ticks since the machine did; None when it ended."""
     try:
@@ -181,13 +189,13 @@ class Segments:
 
     def facts(self) -> dict[str, Any]:
         """Where it is, its size, its owner, and how many processes read it."""
-        size = sum(file.stat().st_size for file in self.path.glob("*.table"))
+        size = sum(map(_size, self.path.glob("*.table")))
         owner = self._owner["pid"]
         return {"path": str(self.path), "bytes": size, "owner": owner, "readers": self._readers()}
 
     def _readers(self) -> int:
         living = 0
-        for file in self.path.glob("readers/*"):
+        for file in self.path.glob("readers/[!.]*"):  # not those being written
             with contextlib.suppress(FileNotFoundError):
                 if is_alive(json.loads(file.read_bytes())):
                     living += 1

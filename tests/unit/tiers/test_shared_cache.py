@@ -199,6 +199,16 @@ def test_size_owner_and_readers_are_told(tmp_path):
     cache.close()
 
 
+def test_facts_are_told_while_tables_go_and_readers_come(tmp_path):
+    cache, reader = owned(tmp_path), attached(tmp_path)
+    before = cache.facts()
+    (tmp_path / "hps.c" / "gone.table").symlink_to("removed")  # between its being listed and looked at
+    (tmp_path / "hps.c" / "readers" / f".1-2-3.{os.getpid()}").touch()  # of one that is being written
+    assert cache.facts() == before
+    reader.close()
+    cache.close()
+
+
 def test_too_little_room_is_told_with_both_sizes_before_anything_is_there(tmp_path, monkeypatch):
     monkeypatch.setattr(
         cpu_segments.os, "statvfs", lambda _: type("Disk", (), {"f_bavail": 4, "f_frsize": 4096})
