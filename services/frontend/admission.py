@@ -87,6 +87,10 @@ class Line:
         self.most_running = running
         self._most_waiting = settings.queue
         self._max_wait_s = settings.max_wait_ms / 1e3
+        self._too_long = (
+            f"overloaded: a request to '{self.name}' would wait longer than {settings.max_wait_ms:g} ms "
+            "(server.admission.max_wait_ms); retry later, or ask another replica"
+        )
         self._room = shared.room
         self._expiry = shared.expiry
         self._observe = metrics.histogram(m.QUEUE_SECONDS, endpoint.name).observe
@@ -120,20 +124,21 @@ class Line:
 
     def require_room(self, size: int = 0) -> None:
         """Raises ``Overloaded`` when a request of ``size`` bytes would be refused now."""
-        places, limit_ms = len(self._line), self._max_wait_s * 1e3
+        if (refusal := self.refusal(size)) is not None:
+            raise refusal
+
+    def refusal(self, size: int = 0) -> Overloaded | None:
+        """What `require_room` raises, if it does: to be told costs less than to catch it."""
+        places = len(self._line)
         if places >= self._most_waiting and self.running >= self.most_running:
-            raise Overloaded(
+            return Overloaded(
                 f"overloaded: Exceeds maximum queue size ({places} requests to '{self.name}' wait already, "
                 "server.admission.queue); retry later, or ask another replica",
                 "queue_full",
             )
         if self._wait_s(places) > self._max_wait_s:
-            raise Overloaded(
-                f"overloaded: a request to '{self.name}' would wait longer than {limit_ms:g} ms "
-                "(server.admission.max_wait_ms); retry later, or ask another replica",
-                "queue_wait",
-            )
-        self._room.require(size)
+            return Overloaded(self._too_long, "queue_wait")
+        return self._room.refusal(size)
 
     def _wait_s(self, ahead: int) -> float:
         """How long a request would wait behind ``ahead`` others in the line."""

@@ -125,14 +125,13 @@ def is_retried(error: HpsError) -> bool:
 REFUSED = {401: "unauthenticated", 403: "forbidden", 413: "too_large", 503: "unavailable"}
 
 
-def is_refusal(error: BaseException) -> bool:
-    """Whether ``error`` only says that there were too many requests."""
-    return isinstance(error, Overloaded | TooManyRequests)
+# Errors that only say that there were too many requests.
+REFUSALS = (Overloaded, TooManyRequests)
 
 
 def refused_for(error: BaseException) -> str | None:
     """Why a request that ends with ``error`` was refused before it was looked at; None when it was not."""
-    if isinstance(error, Overloaded | TooManyRequests):
+    if isinstance(error, REFUSALS):
         return error.reason
     return REFUSED.get(http_status(error)) if isinstance(error, HpsError) else None
 

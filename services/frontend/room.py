@@ -26,12 +26,18 @@ class Room:
     def require(self, size: int, own: int = 0) -> None:
         """Raises ``Overloaded`` unless ``size`` more bytes may be held; ``own`` of what is held are the
         request's already. A request larger than all there is may come alone."""
+        if (refusal := self.refusal(size, own)) is not None:
+            raise refusal
+
+    def refusal(self, size: int, own: int = 0) -> Overloaded | None:
+        """What `require` raises, if it does."""
         if self.held > own and self.held + size > self.most:
-            raise Overloaded(
+            return Overloaded(
                 f"overloaded: waiting requests hold {self.held} bytes (server.admission.queue_bytes); "
                 "retry later, or ask another replica",
                 "queue_bytes",
             )
+        return None
 
     def add(self, size: int) -> None:
         """Hold ``size`` bytes more, or fewer if negative."""

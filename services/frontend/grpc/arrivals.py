@@ -25,7 +25,7 @@ from grpc._cython import cygrpc
 
 from hps.config.auth import Role
 from hps.errors import HpsError
-from services.frontend.grpc.ending import Trailers, abort, code_of, trailers_of
+from services.frontend.grpc.ending import Trailers, abort, ending_of
 from services.frontend.grpc.looking import Looking
 from services.frontend.grpc.unsent import NOTED, Unsent
 
@@ -351,7 +351,8 @@ class _Call:
         self.abort(cygrpc.StatusCode.internal, "internal error")
 
     def fail(self, error: HpsError) -> None:
-        self.abort(code_of(error).value[0], str(error), trailers_of(error))
+        ending = ending_of(error)
+        self.abort(ending.number, str(error), ending.trailers)
 
     def abort(self, code: Any, details: str, trailers: Trailers = None) -> None:
         """End with a status of grpc's, unless there is one already."""

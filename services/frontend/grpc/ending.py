@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import grpc
 
 from hps.errors import HpsError
@@ -13,18 +15,32 @@ Trailers = tuple[tuple[str, str], ...] | None
 _PUSHBACK = (("grpc-retry-pushback-ms", str(RETRY_AFTER_S * 1000)),)
 
 
-def code_of(error: HpsError) -> grpc.StatusCode:
-    """The status that ``error`` has in gRPC."""
-    return grpc.StatusCode[status_of(error).grpc]
+class Ending(NamedTuple):
+    """How calls end that fail with one kind of error: the status and its number, and what says when such a
+    call may be repeated."""
+
+    code: grpc.StatusCode
+    number: int
+    trailers: Trailers
 
 
-def trailers_of(error: HpsError) -> Trailers:
-    """Where the call may be repeated, when."""
-    return _PUSHBACK if is_retried(error) else None
+def ending_of(error: HpsError) -> Ending:
+    """How a call ends that fails with ``error``."""
+    kind = type(error)
+    found = _OF_KIND.get(kind)
+    if found is None:
+        code = grpc.StatusCode[status_of(error).grpc]
+        found = Ending(code, code.value[0], _PUSHBACK if is_retried(error) else None)
+        _OF_KIND[kind] = found
+    return found
+
+
+_OF_KIND: dict[type[HpsError], Ending] = {}
 
 
 def abort(error: HpsError, context: grpc.ServicerContext) -> None:
     """End a call on the thread it has: raises what grpc knows by."""
-    if (trailers := trailers_of(error)) is not None:
+    code, _, trailers = ending_of(error)
+    if trailers is not None:
         context.set_trailing_metadata(trailers)
-    context.abort(code_of(error), str(error))
+    context.abort(code, str(error))

@@ -8,13 +8,10 @@ from hps import metric_names as m
 from hps.errors import HpsError
 from hps.metrics import Metrics
 from hps.tracing import Origin
-from services.frontend.errors import is_refusal, refused_for, status_of, told
+from services.frontend.errors import REFUSALS, refused_for, status_of, told
 from services.frontend.grpc.arrivals import Reply
 from services.frontend.grpc.named import named
 from services.frontend.state import Entry, State
-
-# On whose behalf a request was that is refused unseen, where nothing is told of it.
-_NOBODY = Origin("", "", "")
 
 
 def fail(
@@ -29,9 +26,12 @@ def fail(
 ) -> None:
     """Answer a request for ``entry``, None when that is not known, that began at ``started`` (ns) with what
     went wrong. ``known_as``: its id; ``origin``: as far as it was known by then."""
+    if origin is None and isinstance(error, REFUSALS) and not state.observer.watches:
+        # Nobody hears of it but its client: in overload most of what is done is this.
+        count_failure(error, state.metrics, method, entry, started)
+        reply.fail(error)
+        return
     endpoint = None if entry is None else entry.endpoint
-    if origin is None and is_refusal(error) and not state.observer.watches:
-        origin = _NOBODY
     if origin is None:
         model = "" if endpoint is None else endpoint.name
         origin = state.observer.begin(model, started, *named(known_as, reply.context))

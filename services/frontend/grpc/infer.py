@@ -135,9 +135,11 @@ class Inference:
             route = self._route(to)
             if self._clients is not None:
                 reply = Counted(reply, self._clients, caller)
-            if route.entry.endpoint.is_busy:
-                route.entry.endpoint.require_room(len(message))
-            reply.go_on(partial(self._submit, message, to, route, reply, started), len(message))
+            endpoint, size = route.entry.endpoint, len(message)
+            if endpoint.is_busy and (refusal := endpoint.refusal(size)) is not None:
+                fail(refusal, reply, self._state, "infer", route.entry, started, known_as)
+                return
+            reply.go_on(partial(self._submit, message, to, route, reply, started), size)
         except Exception as error:
             entry = None if route is None else route.entry
             fail(error, reply, self._state, "infer", entry, started, known_as)

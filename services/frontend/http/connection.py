@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from services.frontend.errors import is_refusal
+from services.frontend.errors import REFUSALS
 from services.frontend.http.asgi import EXTENSIONS, GONE, Application
 from services.frontend.http.cycle import Cycle, go_on
 from services.frontend.http.errors import error_body, error_headers
@@ -227,7 +227,7 @@ class Protocol(HttpToolsProtocol):
         try:
             inference = self.app.begin(head, body, self.peer)
         except Exception as error:
-            if self.flow.write_paused or not is_refusal(error):
+            if self.flow.write_paused or not isinstance(error, REFUSALS):
                 return False
             reply: Reply | None = self.app.refuse(head, error)
         else:

@@ -155,12 +155,10 @@ class InferApp:
         assert head.route is not None
         try:
             self._check(head, peer)
-            head.route.entry.endpoint.require_room(head.body_size)
-        except Overloaded as error:
-            return self.refuse(head, error)
         except HpsError:
-            pass  # told in the ordinary way
-        return None
+            return None  # told in the ordinary way
+        refusal = head.route.entry.endpoint.refusal(head.body_size)
+        return None if refusal is None else self.refuse(head, refusal)
 
     def refuse(self, head: Head, error: Exception) -> Reply:
         """The answer to a request that could not be begun."""

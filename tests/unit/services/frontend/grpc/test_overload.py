@@ -88,13 +88,13 @@ def test_large_requests_are_refused_without_a_thread_of_their_own(small, slow, s
     line = small.state.entries["ctr"].endpoint
     taken = [service.ModelInfer.future(predict(), timeout=60) for _ in range(5)]
     until(lambda: (line.running, line.waiting) == (2, 3))
-    asked, require_room = [], type(line).require_room
+    asked, refusal = [], type(line).refusal
 
     def noted(self, size=0):
         asked.append(threading.current_thread().name)
-        require_room(self, size)
+        return refusal(self, size)
 
-    monkeypatch.setattr(type(line), "require_room", noted)
+    monkeypatch.setattr(type(line), "refusal", noted)
     for call in [service.ModelInfer.future(predict(), timeout=60) for _ in range(9)]:
         assert call.code() is grpc.StatusCode.UNAVAILABLE
     slow.leave.set()
