@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 from grpc import _server
@@ -25,7 +25,8 @@ from grpc._cython import cygrpc
 
 from hps.config.auth import Role
 from hps.errors import HpsError
-from services.frontend.grpc.ending import Trailers, abort, ending_of
+from services.frontend.grpc.behaviors import Direct
+from services.frontend.grpc.ending import Trailers, ending_of
 from services.frontend.grpc.looking import Looking
 from services.frontend.grpc.unsent import NOTED, Unsent
 
@@ -80,115 +81,8 @@ class _Guarded(_RLock):  # type: ignore[misc]
     def notify_all(self) -> None: ...
 
 
-class Reply(Protocol):
-    """Where the answer to one request goes: ``answer`` or ``fail``, once, from any thread."""
-
-    caller: str | None
-    """Who calls, "" when that was not asked; None: it has not been looked at yet."""
-
-    @property
-    def context(self) -> grpc.ServicerContext: ...
-
-    def answer(self, message: bytes) -> None: ...
-
-    def fail(self, error: HpsError) -> None: ...
-
-    def waits_for(self, future: Future[Any]) -> None:
-        """``future`` is cancelled when the client is gone."""
-
-    def go_on(self, work: Callable[[], None], size: int) -> None:
-        """Do ``work``, the rest of what is to be done with a request of ``size`` bytes: here, or on another
-        thread what would hold up the one that receives. It neither raises nor waits."""
-
-
-Begin = Callable[[bytes, Reply], None]
 May = Callable[[grpc.ServicerContext, Role], str | None]
 """Who calls; None when they may not do what needs a role."""
-
-
-class Direct:
-    """A unary behavior that answers by a ``Reply``, at once or later. ``begin`` neither raises nor waits,
-    refuses callers whom it does not know, whatever their message, and does by `Reply.go_on` what takes long
-    with a large one. Whom there is no room for is refused before that: threads that tell so would take turns
-    with those that answer."""
-
-    role: Role | None = "read"
-
-    def __init__(self, begin: Begin, arrivals: Arrivals) -> None:
-        self.begin = begin
-        self.experimental_thread_pool = arrivals
-
-    def refuse(self, error: HpsError) -> None:
-        """Tell all further calls ``error``."""
-        self.begin = lambda _message, reply: reply.fail(error)
-
-    def __call__(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        """On a thread of its own, which waits."""
-        reply = Awaited(context)
-        self.begin(message, reply)
-        try:
-            return reply.result()
-        except HpsError as error:
-            abort(error, context)
-            raise AssertionError("abort raises") from None
-
-
-class Awaited:
-    """The answer to a request that a thread waits for. Of a stream's requests, each uses it in turn."""
-
-    def __init__(self, context: grpc.ServicerContext) -> None:
-        self.context = context
-        self.caller: str | None = None  # a stream may outlive its caller's key
-        self._result: Future[bytes] = Future()
-        self._future: Future[Any] | None = None
-        self._gone = False
-        if not context.add_callback(self._cancel):
-            self._gone = True
-
-    def _cancel(self) -> None:
-        self._gone = True
-        if (future := self._future) is not None:
-            future.cancel()
-
-    def answer(self, message: bytes) -> None:
-        self._result.set_result(message)
-
-    def fail(self, error: HpsError) -> None:
-        self._result.set_exception(error)
-
-    def waits_for(self, future: Future[Any]) -> None:
-        self._future = future
-        if self._gone:
-            future.cancel()
-
-    def go_on(self, work: Callable[[], None], size: int) -> None:
-        work()
-
-    def result(self) -> bytes:
-        """The answer, or what was to be told instead; the next request may begin then."""
-        try:
-            return self._result.result()
-        finally:
-            self._result, self._future = Future(), None
-
-
-class Pooled:
-    """A behavior that grpc runs on the threads of ``experimental_thread_pool``. ``role``: whom it answers,
-    whatever the message; None: everybody."""
-
-    def __init__(
-        self, behavior: Callable[..., Any], pool: ThreadPoolExecutor, role: Role | None = None
-    ) -> None:
-        self._behavior = behavior
-        self.role = role
-        self.experimental_thread_pool = pool
-
-    def refuse(self, error: HpsError) -> None:
-        """Tell all further calls ``error``."""
-        self._behavior = lambda _request, context: abort(error, context)
-
-    def __call__(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return self._behavior(request, context)
 
 
 class Arrivals(ThreadPoolExecutor):

@@ -15,7 +15,7 @@ from hps.errors import HpsError
 from services.frontend.auth import Guard
 from services.frontend.certificates import caller_names
 from services.frontend.clients import Clients
-from services.frontend.grpc.arrivals import Reply
+from services.frontend.grpc.replies import Reply
 
 # What grpc calls them.
 _COMMON, _ALTERNATIVE = "x509_common_name", "x509_subject_alternative_name"

@@ -9,8 +9,8 @@ from hps.errors import HpsError
 from hps.metrics import Metrics
 from hps.tracing import Origin
 from services.frontend.errors import REFUSALS, refused_for, status_of, told
-from services.frontend.grpc.arrivals import Reply
 from services.frontend.grpc.named import named
+from services.frontend.grpc.replies import Reply
 from services.frontend.state import Entry, State
 
 

@@ -18,7 +18,8 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
-from services.frontend.grpc.arrivals import KNOWN, Pooled
+from services.frontend.grpc.arrivals import KNOWN
+from services.frontend.grpc.behaviors import Pooled
 from services.frontend.grpc.push import push
 from services.frontend.grpc.service import SERVICE
 from services.server_state import ServerState

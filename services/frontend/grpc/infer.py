@@ -19,12 +19,12 @@ from hps.metrics import Metrics
 from hps.tracing import Origin
 from services.frontend.admission import Line
 from services.frontend.auth import Guard
-from services.frontend.grpc.arrivals import Awaited, Reply
 from services.frontend.grpc.callers import Counted, address_of, caller_of, check
 from services.frontend.grpc.ending import abort
 from services.frontend.grpc.failures import count_failure, fail
 from services.frontend.grpc.named import identify
 from services.frontend.grpc.pending import Pending, deadline_of
+from services.frontend.grpc.replies import Awaited, Reply
 from services.frontend.grpc.request import Address, GrpcCall, Parser, address
 from services.frontend.grpc.response import Encoder
 from services.frontend.grpc.streams import Stream, Streams

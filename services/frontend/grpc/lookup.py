@@ -21,13 +21,15 @@ from hps.types import LookupRequest, LookupResult
 from hps.v1 import lookup_pb2 as pb
 from services.frontend.auth import Guard
 from services.frontend.call import Call, Form
-from services.frontend.grpc.arrivals import Arrivals, Direct, Reply
+from services.frontend.grpc.arrivals import Arrivals
+from services.frontend.grpc.behaviors import Direct
 from services.frontend.grpc.callers import Counted, caller_of
 from services.frontend.grpc.failures import fail
 from services.frontend.grpc.methods import handlers_of
 from services.frontend.grpc.named import begun, named
 from services.frontend.grpc.pending import Pending, deadline_of
 from services.frontend.grpc.question import Question
+from services.frontend.grpc.replies import Reply
 from services.frontend.grpc.wire import field
 from services.frontend.state import Entry, State
 from services.frontend.statistics import queued_ns

@@ -12,8 +12,8 @@ import grpc
 
 from hps.errors import DeadlineExceeded, HpsError
 from services.frontend.errors import Cancelled
-from services.frontend.grpc.arrivals import Reply
 from services.frontend.grpc.looking import Looking
+from services.frontend.grpc.replies import Reply
 
 log = logging.getLogger(__name__)
 

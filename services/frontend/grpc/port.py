@@ -19,7 +19,8 @@ from hps.config.server_settings import GrpcListener, ServerSettings
 from hps.errors import ConfigError, Unavailable
 from services.frontend.auth import Guard
 from services.frontend.grpc.age import age_options
-from services.frontend.grpc.arrivals import Arrivals, Direct, Pooled
+from services.frontend.grpc.arrivals import Arrivals
+from services.frontend.grpc.behaviors import Direct, Pooled
 from services.frontend.grpc.callers import may
 from services.frontend.grpc.credentials import credentials
 from services.frontend.grpc.health import Health

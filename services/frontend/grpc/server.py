@@ -14,7 +14,7 @@ from tritonclient.grpc.service_pb2_grpc import add_GRPCInferenceServiceServicer_
 
 from hps.config.server_settings import GrpcSettings, ServerSettings
 from services.frontend.auth import Guard
-from services.frontend.grpc.arrivals import Direct, Pooled
+from services.frontend.grpc.behaviors import Direct, Pooled
 from services.frontend.grpc.infer import Inference
 from services.frontend.grpc.lookup import SERVICE as LOOKUP
 from services.frontend.grpc.lookup import LookupService, lookup_handlers

@@ -1,0 +1,71 @@
+"""Where the answer to a request goes, and one that a thread waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import grpc
+
+from hps.errors import HpsError
+
+
+class Reply(Protocol):
+    """Where the answer to one request goes: ``answer`` or ``fail``, once, from any thread."""
+
+    caller: str | None
+    """Who calls, "" when that was not asked; None: it has not been looked at yet."""
+
+    @property
+    def context(self) -> grpc.ServicerContext: ...
+
+    def answer(self, message: bytes) -> None: ...
+
+    def fail(self, error: HpsError) -> None: ...
+
+    def waits_for(self, future: Future[Any]) -> None:
+        """``future`` is cancelled when the client is gone."""
+
+    def go_on(self, work: Callable[[], None], size: int) -> None:
+        """Do ``work``, the rest of what is to be done with a request of ``size`` bytes: here, or on another
+        thread what would hold up the one that receives. It neither raises nor waits."""
+
+
+class Awaited:
+    """The answer to a request that a thread waits for. Of a stream's requests, each uses it in turn."""
+
+    def __init__(self, context: grpc.ServicerContext) -> None:
+        self.context = context
+        self.caller: str | None = None  # a stream may outlive its caller's key
+        self._result: Future[bytes] = Future()
+        self._future: Future[Any] | None = None
+        self._gone = False
+        if not context.add_callback(self._cancel):
+            self._gone = True
+
+    def _cancel(self) -> None:
+        self._gone = True
+        if (future := self._future) is not None:
+            future.cancel()
+
+    def answer(self, message: bytes) -> None:
+        self._result.set_result(message)
+
+    def fail(self, error: HpsError) -> None:
+        self._result.set_exception(error)
+
+    def waits_for(self, future: Future[Any]) -> None:
+        self._future = future
+        if self._gone:
+            future.cancel()
+
+    def go_on(self, work: Callable[[], None], size: int) -> None:
+        work()
+
+    def result(self) -> bytes:
+        """The answer, or what was to be told instead; the next request may begin then."""
+        try:
+            return self._result.result()
+        finally:
+            self._result, self._future = Future(), None
