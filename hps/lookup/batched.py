@@ -85,7 +85,9 @@ class _Lookups:
         return None if found is None else (found, fit)
 
     def size(self, request: LookupRequest) -> Size:
-        return keys_size(request.features)
+        size = keys_size(request.features)
+        # Keys by table are one sample, however many; what a batch may hold goes by their number.
+        return size._replace(samples=1) if request.by_table else size
 
     def deadline(self, request: LookupRequest) -> float | None:
         return request.deadline
@@ -166,11 +168,11 @@ class Together(Generic[Request, Result]):
 
 
 def keys_size(features: Mapping[str, JaggedKeys]) -> Size:
-    """Samples and keys of a request."""
+    """Samples and keys of a request by feature."""
     rows = keys = 0
     for each in features.values():
         rows, keys = max(rows, each.batch), keys + len(each.keys)
-    return Size(rows, keys)
+    return Size(rows, keys, rows)
 
 
 __all__ = ["BatchedLookup", "Together", "keys_size"]

@@ -41,10 +41,12 @@ class Bounds:
 
 
 class Size(NamedTuple):
-    """What a request adds to a batch."""
+    """What a request adds to a batch. ``samples`` are what it counts as where batches are told of; they bound
+    nothing."""
 
     rows: int
     keys: int
+    samples: int
 
 
 class Work(Protocol[Taken, Result]):
@@ -105,7 +107,7 @@ class Batcher(Generic[Request, Result]):
             return self._work.alone(request)
         kind, request = joined
         size, deadline = self._work.size(request), self._work.deadline(request)
-        waiting = _Waiting(request, size, deadline, time.monotonic() + self._bounds.delay_s)
+        waiting = _Waiting(request, size, deadline, self._bounds.delay_s)
         with self._changed:
             line = self._lines.get(kind)
             if line is None:
@@ -193,7 +195,9 @@ class Batcher(Generic[Request, Result]):
             error = Unavailable("the batch was cancelled") if cancelled else run.exception()
         if error is None:
             results = [run.result()] if alone else run.result()
+            execution = iter((sum([each.size.samples for each in batch]),))
             for each, result in zip(batch, results, strict=True):
+                each.future.execution = execution
                 each.future.set_result(result)
         elif alone or is_of_the_server(error) or not isinstance(error, Exception):
             for each in batch:
@@ -282,22 +286,35 @@ class _Line:
         self.keys += sign * waiting.size.keys
 
 
+class _Answer(Future[Any]):
+    """The answer to a request that waited for its batch, with what statistics are to know of it."""
+
+    queued_ns = 0
+    """How long it waited."""
+    execution: Iterator[int] | None = None
+    """Gives the samples of the whole batch, to the first of its requests for which it is asked: which of them
+    are answered is not known before, as their time may be up by then."""
+
+
 class _Waiting:
     """A request that waits for its batch. ``due``: when it may begin, though the batch is not full."""
 
-    __slots__ = ("deadline", "due", "future", "request", "size")
+    __slots__ = ("deadline", "due", "future", "request", "since", "size")
 
-    def __init__(self, request: Any, size: Size, deadline: float | None, due: float) -> None:
+    def __init__(self, request: Any, size: Size, deadline: float | None, delay_s: float) -> None:
         self.request = request
         self.size = size
         self.deadline = deadline
-        self.due = due
-        self.future: Future[Any] = Future()
+        self.since = time.monotonic()
+        self.due = self.since + delay_s
+        self.future = _Answer()
 
     def starts(self, now: float) -> bool:
         """Whether anybody still waits for it. Those whose time is up are told so."""
         if not self.future.set_running_or_notify_cancel():
             return False
+        # It may have come after `now`.
+        self.future.queued_ns = max(0, int((now - self.since) * 1e9))
         if self.deadline is None or now <= self.deadline:
             return True
         self.future.set_exception(

@@ -37,7 +37,7 @@ class Works:
         return None if request.kind is None else (request.kind, request)
 
     def size(self, request):
-        return Size(request.rows, request.rows)
+        return Size(request.rows, request.rows, request.rows)
 
     def deadline(self, request):
         return request.deadline
@@ -101,6 +101,41 @@ def test_batches_keep_their_bounds_and_the_order_of_requests():
     assert [answer.result(0).rows for answer in answers] == sizes
 
 
+def executions(answers):
+    """The samples of the batches that ``answers`` came of, each told once, in the order of the answers."""
+    told = (next(answer.execution, None) for answer in answers)
+    return [samples for samples in told if samples is not None]
+
+
+def test_a_batch_is_told_of_once():
+    works = Works()
+    batcher = Batcher(works, Bounds(rows=7, keys=100))
+    alone = batcher.submit(Asked())
+    answers = [batcher.submit(Asked(size)) for size in (4, 2, 1, 6)]
+    gone = batcher.submit(Asked())
+    assert gone.cancel()
+    while works.futures:
+        works.end()
+    assert not hasattr(alone, "execution")
+    assert executions(reversed(answers)) == [6, 7]
+    assert executions(answers) == []
+
+
+def test_how_long_a_request_waited_is_told():
+    works = Works()
+    batcher = Batcher(works, LARGE)
+    batcher.submit(Asked())
+    since = time.monotonic_ns()
+    first = batcher.submit(Asked())
+    time.sleep(0.02)
+    second = batcher.submit(Asked())
+    works.end()
+    ended = time.monotonic_ns()
+    time.sleep(0.02)  # of work
+    works.end()
+    assert 19_000_000 <= first.queued_ns - second.queued_ns <= first.queued_ns <= ended - since
+
+
 def test_kinds_are_not_mixed_and_none_is_starved():
     works = Works()
     batcher = Batcher(works, LARGE)
@@ -136,6 +171,7 @@ def test_a_fault_fails_its_own_request_alone(at_once):
         works.end()
     assert answers[0].result(0) is asked[0]
     assert answers[2].result(0) is asked[2]
+    assert executions((answers[0], answers[2])) == [1, 1]  # each was tried alone
     with pytest.raises(BadRequest, match="yours"):
         answers[1].result(0)
     assert batcher.is_idle
@@ -313,6 +349,20 @@ def test_prepared_lookups_join_batches(make_world):
         rows = world.row(world.tables["user"], keys)
         np.testing.assert_array_equal(answer.result(60).vectors["user"], rows)
     assert seen == [3]
+
+
+def test_samples_are_those_of_requests_though_bounds_go_by_keys(make_world):
+    world = make_world()
+    batched = BatchedLookup(world.engine, Bounds(rows=8, keys=100))
+    held(world, batched)
+    keys = JaggedKeys.dense([1, 2, 3])
+    asked = [LookupRequest({"user": keys, "item": keys}, by_table=True) for _ in range(3)]
+    asked += [LookupRequest({"user": keys, "item": keys}) for _ in range(2)]
+    answers = [batched.submit(each) for each in asked]
+    world.store.leave.set()
+    for answer in answers:
+        answer.result(60)
+    assert executions(answers) == [2, 1, 6]
 
 
 def test_a_timer_serves_many_threads():
