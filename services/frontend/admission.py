@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from services.frontend.datatypes import InputRule
 from services.frontend.endpoints import Endpoint, Output
 from services.frontend.errors import Overloaded
 from services.frontend.room import Expiry, Room
+from services.frontend.statistics import execution, queued_ns
 
 # How much of what is known of the work's time the latest makes up.
 _LATEST = 0.1
@@ -307,7 +308,8 @@ class _Waiting(Future[Any]):
         size: int,
     ) -> None:
         super().__init__()
-        self.queued_ns = 0  # for the statistics
+        self.queued_ns = 0  # for the statistics, as the next
+        self.execution: Iterator[int] | None = None
         self.start = start
         self.deadline = deadline
         self.size = size
@@ -330,6 +332,8 @@ class _Waiting(Future[Any]):
     def copy(self, work: Future[Any]) -> None:
         """Be answered as ``work`` was."""
         self.work = None  # which holds on to this
+        self.queued_ns += queued_ns(work)
+        self.execution = execution(work)
         try:
             if (error := work.exception()) is not None:
                 self.set_exception(error)

@@ -32,7 +32,7 @@ from services.frontend.grpc.wire import field
 from services.frontend.places import Elsewhere
 from services.frontend.shared_memory import Regions
 from services.frontend.state import Entry, State
-from services.frontend.statistics import queued_ns
+from services.frontend.statistics import execution, queued_ns
 
 # Set by clients that want the first error of a stream as the stream's own (Triton's extension).
 _STRICT_STREAM = ("triton_grpc_error", "true")
@@ -188,7 +188,7 @@ class Inference:
             answer = route.encode(call, result)
             done = perf_counter_ns()
             route.entry.statistics.succeeded(
-                call.batch, started, parsed, inferred, done, queued_ns(future)
+                call.batch, started, parsed, inferred, done, queued_ns(future), execution(future)
             )
             route.observe_ok((done - started) * 1e-9)
             if call.origin is not None:

@@ -14,7 +14,7 @@ from services.frontend.http.body import COMPRESS_FROM_BYTES, compress, in_task
 from services.frontend.http.failures import fail
 from services.frontend.http.head import Head, repeatable
 from services.frontend.http.response import Reply
-from services.frontend.statistics import queued_ns
+from services.frontend.statistics import execution, queued_ns
 
 if TYPE_CHECKING:
     from services.frontend.http.infer import InferApp
@@ -165,12 +165,17 @@ class Inference:
         """The statistics know of an answer that is ready to be sent."""
         route = self._head.route
         assert route is not None
-        done, started = perf_counter_ns(), self._started
+        call, done, started = self._call, perf_counter_ns(), self._started
         route.entry.statistics.succeeded(
-            self._call.batch, started, self._parsed, inferred, done, queued_ns(self.future)
+            call.batch,
+            started,
+            self._parsed,
+            inferred,
+            done,
+            queued_ns(self.future),
+            execution(self.future),
         )
         route.observe_ok((done - started) * 1e-9)
-        call = self._call
         if call.origin is not None:
             self._state.observer.answered(
                 "http",

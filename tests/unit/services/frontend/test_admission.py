@@ -22,7 +22,7 @@ from services.frontend.call import Call, Form
 from services.frontend.clients import Clients
 from services.frontend.errors import Overloaded, TooManyRequests, http_status, status_of
 from services.frontend.room import Expiry
-from services.frontend.statistics import queued_ns
+from services.frontend.statistics import execution, queued_ns
 from tests.support.waiting import until
 
 FAR = 1e12
@@ -89,6 +89,25 @@ def test_work_is_bounded_and_the_rest_waits_in_order(made):
     assert (line.running, line.waiting, shared.room.held) == (0, 0, 0)
     assert sum(metrics.histogram(m.QUEUE_SECONDS, "m").read()[0]) == 3
     assert [queued_ns(future) > 0 for future in futures] == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_waited_in_the_line_tells_also_of_its_batch(made, at_once):
+    """Of the batch's execution, and of the wait for both."""
+    works, line, *_ = made()
+    line.submit(call(), FAR)
+    batched: Future[str] = Future()
+    batched.queued_ns, batched.execution = 10**15, iter((7,))
+    if at_once:
+        batched.set_result("batched")
+    waits = line.admit(lambda: batched, 1, FAR)
+    assert (queued_ns(waits), execution(waits)) == (0, None)
+    works.end()
+    if not at_once:
+        batched.set_result("batched")
+    assert waits.result(0) == "batched"
+    assert queued_ns(waits) > 10**15
+    assert next(execution(waits)) == 7
 
 
 def test_another_kind_of_request_stands_in_the_same_line(made):

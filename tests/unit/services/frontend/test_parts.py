@@ -102,6 +102,31 @@ def test_a_request_that_waited_for_its_turn_is_queued_meanwhile():
     assert total.as_json("m", "1") == stats.as_json("m", "1")
 
 
+def test_requests_of_a_batch_are_one_execution():
+    stats = Statistics()
+    one, other = iter((5,)), iter((0,))
+    stats.succeeded(2, 10, 20, 140, 150, queued=70, execution=one)
+    stats.succeeded(3, 10, 20, 240, 250, execution=one)
+    stats.succeeded(5, 10, 20, 40, 80)
+    stats.succeeded(0, 10, 20, 40, 80, execution=other)
+    stats.succeeded(0, 10, 20, 40, 80, execution=other)
+    found = stats.as_json("m", "1")
+    assert (found["inference_count"], found["execution_count"]) == (10, 3)
+    told = [
+        (each["batch_size"], each["compute_infer"]["count"], each["compute_infer"]["ns"])
+        for each in found["batch_stats"]
+    ]
+    assert told == [(0, 1, 20), (5, 2, 50 + 20)]
+    # The times of all requests are in the totals.
+    assert found["inference_stats"]["compute_infer"] == {"count": 5, "ns": 50 + 220 + 3 * 20}
+    total = Statistics()
+    for _ in range(2):
+        total.add(stats.numbers())
+    twice = total.as_json("m", "1")
+    assert (twice["inference_count"], twice["execution_count"]) == (20, 6)
+    assert [each["compute_infer"]["count"] for each in twice["batch_stats"]] == [2, 4]
+
+
 def test_progress_is_seen_and_can_be_cut_off():
     tasks = []
     progress = LoadProgress(tasks, NoProgress())

@@ -7,6 +7,13 @@ import time
 
 import pytest
 
+from hps.config import Settings
+from hps.config.admission_settings import BatchingSettings
+from hps.config.server_settings import ServerSettings
+from services.frontend.auth import OpenGuard
+from services.frontend.http.app import data_app
+from services.frontend.state import State
+
 PATH = "/v2/models/words.lookup/infer"
 LEFT = {"name": "left", "shape": [1, 2], "datatype": "INT64", "data": [1, 99]}
 GOOD = {"inputs": [LEFT]}
@@ -106,3 +113,28 @@ def test_refusals_are_counted(small, ask, key_guard):
     text = small.node.metrics.render().decode()
     assert 'hps_requests_refused_total{reason="too_large"} 1.0' in text
     assert 'hps_requests_refused_total{reason="unauthenticated"} 1.0' in text
+
+
+def test_requests_of_a_batch_are_one_execution(small, http):
+    settings = ServerSettings(batching=BatchingSettings(at_once=1))
+    state = State(settings=Settings(server=settings))
+    state.serve(small.node)
+    app, entry = data_app(state, settings, OpenGuard()), state.entries["words.lookup"]
+
+    async def together():
+        small.store.gate.clear()
+        wires = []
+        for keys in ([15], [1, 2], [15, 3, 4]):
+            protocol, wire = http.connect(app)
+            wires.append(wire)
+            await http.read(protocol, http.binary(keys))
+        assert entry.endpoint.running == 3
+        small.store.gate.set()
+        await http.until(lambda: all(wire.statuses for wire in wires))
+        assert [wire.statuses for wire in wires] == [[200]] * 3
+
+    http.run(together)
+    stats = entry.statistics.as_json("words.lookup", "1")
+    assert (stats["inference_count"], stats["execution_count"]) == (6, 2)
+    found = {each["batch_size"]: each["compute_infer"]["count"] for each in stats["batch_stats"]}
+    assert found == {1: 1, 5: 1}

@@ -1,0 +1,117 @@
+"""What the statistics tell of requests over gRPC that were answered together."""
+
+from __future__ import annotations
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
+
+from hps.config import Settings
+from hps.config.admission_settings import AdmissionSettings, BatchingSettings
+from hps.config.server_settings import ServerSettings
+from hps.errors import Unavailable
+from services.frontend.state import State
+from tests.support.waiting import until
+
+
+@pytest.fixture
+def batches(small, serve):
+    """A client of a server that answers one batch at a time."""
+    settings = ServerSettings(
+        batching=BatchingSettings(at_once=1), admission=AdmissionSettings(running=64)
+    )
+    small.state = State(settings=Settings(server=settings))
+    small.state.serve(small.node)
+    with grpc.insecure_channel(serve().server.url) as channel:
+        yield GRPCInferenceServiceStub(channel)
+        small.store.gate.set()
+
+
+def request(model, **inputs):
+    asked = pb.ModelInferRequest(model_name=model)
+    for name, values in inputs.items():
+        values = np.array(values, np.float32 if name == "dense" else np.int64)
+        datatype = "FP32" if name == "dense" else "INT64"
+        asked.inputs.add(name=name, datatype=datatype, shape=values.shape)
+        asked.raw_input_contents.append(values.tobytes())
+    return asked
+
+
+def prediction(n):
+    keys = [[15]] * n
+    dense = [[1, 2, 3]] * n
+    return request("ctr", user=keys, item=keys, history=keys, dense=dense)
+
+
+def lookup(n):
+    return request("words.lookup", left=[[15]] * n)
+
+
+def by_table(n):
+    return request("words.lookup", KEYS=[[15] * n], NUMKEYS=[[n, 0]])
+
+
+def ask(small, stub, *requests):
+    """The first begins alone, the others are a batch when it is done; their calls."""
+    small.store.gate.clear()
+    line = small.state.entries[requests[0].model_name].endpoint
+    calls = []
+    for each in requests:
+        calls.append(stub.ModelInfer.future(each, timeout=60))
+        until(lambda: line.running == len(calls))
+    return calls
+
+
+def told(stub, model):
+    """Samples, executions, requests, and how many executions there were of each size."""
+    asked = pb.ModelStatisticsRequest(name=model)
+    (found,) = stub.ModelStatistics(asked, timeout=60).model_stats
+    sizes = {each.batch_size: each.compute_infer.count for each in found.batch_stats}
+    requests = found.inference_stats.success.count
+    return found.inference_count, found.execution_count, requests, sizes
+
+
+@pytest.mark.parametrize("make", [prediction, lookup])
+def test_a_batch_is_one_execution(small, batches, make):
+    calls = ask(small, batches, make(3), make(1), make(2), make(4))
+    small.store.gate.set()
+    for call in calls:
+        call.result(60)
+    model = make(1).model_name
+    assert told(batches, model) == (10, 2, 4, {3: 1, 7: 1})
+    batches.ModelInfer(make(3), timeout=60)
+    assert told(batches, model) == (13, 3, 5, {3: 2, 7: 1})
+
+
+def test_keys_by_table_are_one_sample(small, batches):
+    batches.ModelInfer(by_table(0), timeout=60)  # answered at once
+    calls = ask(small, batches, by_table(5), by_table(2), by_table(3))
+    small.store.gate.set()
+    for call in calls:
+        call.result(60)
+    assert told(batches, "words.lookup") == (4, 3, 4, {1: 2, 2: 1})
+
+
+@pytest.mark.parametrize("wrong", [1, 2])
+def test_a_batch_is_counted_though_one_of_its_requests_fails_later(
+    small, batches, wrong, monkeypatch
+):
+    line = small.state.entries["ctr"].endpoint
+    outputs = line.outputs
+
+    def picky(call, result):
+        if call.id == "wrong":
+            raise Unavailable("too late")
+        return outputs(call, result)
+
+    monkeypatch.setattr(line, "outputs", picky)
+    asked = [prediction(n) for n in (5, 1, 2)]
+    asked[wrong].id = "wrong"
+    calls = ask(small, batches, *asked)
+    small.store.gate.set()
+    assert calls.pop(wrong).code() is grpc.StatusCode.UNAVAILABLE
+    for call in calls:
+        call.result(60)
+    assert told(batches, "ctr") == (8 - wrong, 2, 2, {5: 1, 3: 1})
