@@ -23,7 +23,10 @@ TRITON: tuple[MetricSpec, ...] = (
         "Samples that were answered, batches by their size.",
     ),
     MetricSpec(
-        "nv_inference_exec_count", "counter", _OF_MODEL, "Executions: requests that were answered."
+        "nv_inference_exec_count",
+        "counter",
+        _OF_MODEL,
+        "Executions of requests that were answered; those of a batch are one.",
     ),
     MetricSpec(
         "nv_inference_pending_request_count",

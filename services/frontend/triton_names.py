@@ -29,7 +29,7 @@ _SUCCESSES = ("200", "OK")
 _TOLD = {
     "nv_inference_request_success": ("success_count", 1),
     "nv_inference_count": ("inferences", 1),
-    "nv_inference_exec_count": ("success_count", 1),
+    "nv_inference_exec_count": ("executions", 1),
     "nv_inference_request_duration_us": ("success_ns", 1000),
     "nv_inference_queue_duration_us": ("queue_ns", 1000),
     "nv_inference_compute_input_duration_us": ("input_ns", 1000),

@@ -11,7 +11,8 @@ def test_counts_times_and_reasons():
     statistics = Statistics()
     # In ns: 1 µs of parsing, 5 of waiting, 20 of work, 3 of writing.
     statistics.succeeded(4, 0, 1_000, 26_000, 29_000, 5_000)
-    statistics.succeeded(2, 0, 1_000, 26_000, 29_000, 5_000)
+    # The next was in a batch whose execution another has counted.
+    statistics.succeeded(2, 0, 1_000, 26_000, 29_000, 5_000, iter(()))
     failed = {"503": 1, "UNAVAILABLE": 2, "499": 3, "INTERNAL": 4, "400": 5, "504": 6}
     seconds = {("http", "infer", "ctr", "7", code): ([n], 0.1) for code, n in failed.items()}
     seconds["http", "infer", "ctr", "7", "200"] = ([2], 0.1)
@@ -39,7 +40,7 @@ def test_counts_times_and_reasons():
     assert {name: values["ctr", "7"] for name, values in told.items()} == {
         "nv_inference_request_success": 2,
         "nv_inference_count": 6,
-        "nv_inference_exec_count": 2,
+        "nv_inference_exec_count": 1,
         "nv_inference_pending_request_count": 3,
         "nv_inference_request_duration_us": 58,
         "nv_inference_queue_duration_us": 10,
