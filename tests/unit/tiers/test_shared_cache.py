@@ -202,8 +202,9 @@ def test_size_owner_and_readers_are_told(tmp_path):
 def test_facts_are_told_while_tables_go_and_readers_come(tmp_path):
     cache, reader = owned(tmp_path), attached(tmp_path)
     before = cache.facts()
-    (tmp_path / "hps.c" / "gone.table").symlink_to("removed")  # between its being listed and looked at
-    (tmp_path / "hps.c" / "readers" / f".1-2-3.{os.getpid()}").touch()  # of one that is being written
+    # Removed between its being listed and looked at; and of a reader that is being written.
+    (tmp_path / "hps.c" / "gone.table").symlink_to("removed")
+    (tmp_path / "hps.c" / "readers" / f".1-2-3.{os.getpid()}").touch()
     assert cache.facts() == before
     reader.close()
     cache.close()
