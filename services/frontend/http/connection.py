@@ -4,38 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import (
-    STATUS_LINE,
-    HttpToolsProtocol,
-    RequestResponseCycle,
-)
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from services.frontend.errors import REFUSALS
 from services.frontend.http.asgi import EXTENSIONS, GONE, Application
 from services.frontend.http.cycle import Cycle, go_on
-from services.frontend.http.errors import error_body, error_headers
 from services.frontend.http.head import Head
 from services.frontend.http.infer import HEAD_BYTES
-from services.frontend.http.peer import PEER, Peer
+from services.frontend.http.lasting import Lasting
+from services.frontend.http.peer import PEER
 from services.frontend.http.response import Reply
 from services.frontend.http.waiting import Waiting
-from services.frontend.open_files import Connections
 
-# An idle keep-alive connection is closed after this time, and one whose client reads nothing of its
-# answer; a connection on which a request has begun but does not go on, after one to two sweeps.
-KEEP_ALIVE_S = 75
-# An idle connection of a server that stops is closed after this time: a request may be on its way.
-LINGER_S = 0.5
 MAX_HEAD_BYTES = 64 << 10
 # Up to this size, an answer is joined for the socket more quickly than it is handed over in pieces.
 _COPIED_BYTES = 16 << 10
 
 
-class Protocol(HttpToolsProtocol):
+class Protocol(Lasting):
     """uvicorn's HTTP/1.1 with a bound on the size of a head, our error shape for what is no HTTP, no
     timer and no task for a request that can be answered at once.
 
@@ -45,20 +34,13 @@ class Protocol(HttpToolsProtocol):
     """
 
     app: Application
-    peer: Peer
-    _reads: Literal["nothing", "head", "body"] = "nothing"
     _receiving = False
     _begun: tuple[RequestResponseCycle, Any] | None = None
     _head_bytes = 0
     _ended = False
-    _last = False
-    _give_up: Callable[[], None] | None = None
     # Lines that each answer has, and the headers they were made of.
     _opening = b""
     _dated: Any = None
-    # Arrivals; how many there were at the last sweep, what the client had not taken then, and the sweeps
-    # since without a change of either.
-    _heard, _swept, _unsent, _silent = 0, -1, 0, 0
     # Answers beyond this size are handed over in pieces.
     _copied_bytes: float = _COPIED_BYTES
     # What came when the connection was last between two requests, and how much since, with that.
@@ -68,22 +50,11 @@ class Protocol(HttpToolsProtocol):
     _is_known = False
     # Bytes that are still to come of a body that nobody reads.
     _unwanted = 0
-    # Requests that began; the one that was still coming at the last sweep.
-    _requests, _coming = 0, 0
-    of_port: Connections | None = None
-    """Those of the port, whose own class says so."""
-    _entered = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.peer = Peer(self.client, transport)
         if self.scheme == "https":  # which takes pieces for bytes
             self._copied_bytes = math.inf
-        if self.of_port is not None:
-            self._entered = self.of_port.enter(self.peer.host)
-            if not self._entered:
-                self._refuse(503, "too many connections; close some, or ask another replica")
-                self.loop.call_later(LINGER_S, transport.abort)
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -199,9 +170,6 @@ class Protocol(HttpToolsProtocol):
         self._reads, self._ended = "nothing", True
         super().on_message_complete()
 
-    def _is_idle(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
-
     def _refuse_early(self, cycle: RequestResponseCycle) -> None:
         """Answer a request there is no room for when its head is there; its body is dropped as it comes. Not
         where the answer is the connection's last: the client would lose it."""
@@ -314,86 +282,3 @@ class Protocol(HttpToolsProtocol):
         self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        if self._entered and self.of_port is not None:
-            self.of_port.leave(self.peer.host)
-        if self._give_up is not None:
-            self._give_up()
-
-    def when_gone(self, give_up: Callable[[], None]) -> None:
-        """Have ``give_up`` called when the client hangs up before the request at hand is answered."""
-        self._give_up = give_up
-        if self.transport.is_closing():
-            give_up()
-
-    # -- ending ------------------------------------------------------------------------------------
-
-    def shutdown(self) -> None:
-        """The server stops: the next answer is the connection's last, and says so."""
-        self.leave()
-        if self._is_idle():
-            self.loop.call_later(LINGER_S, self._hang_up)
-
-    def leave(self) -> None:
-        """The next answer is the connection's last, whenever it comes."""
-        self._last = True
-        if not self._is_idle():
-            self.cycle.keep_alive = False
-
-    def _hang_up(self) -> None:
-        if self._is_idle():
-            self.transport.close()
-            if self.scheme == "https":
-                self.loop.call_later(LINGER_S, self._break_off)
-
-    def _break_off(self) -> None:
-        """TLS waits for the client to say goodbye, which one that is idle does not."""
-        if not self.transport.get_write_buffer_size():
-            self.transport.abort()
-
-    def sweep(self, every_s: float) -> None:
-        """Called every so many seconds: hang up when nothing has come or gone for too long, and when a head,
-        or a body that nobody waits for, has been coming since the last time."""
-        coming = self._requests if self._is_coming() else 0
-        if coming and coming == self._coming and not self.transport.is_closing():
-            self.transport.close()
-            return
-        self._coming = coming
-        now = self._heard, self.transport.get_write_buffer_size()
-        unsent = now[1]
-        if now != (self._swept, self._unsent) or (self._is_answering() and not unsent):
-            (self._swept, self._unsent), self._silent = now, 0
-            return
-        self._silent += 1
-        waits_for_request = self._reads == "nothing" and self._heard
-        if self._silent >= (
-            math.ceil(KEEP_ALIVE_S / every_s) if waits_for_request or unsent else 1
-        ):
-            # What is closed would wait until the client has taken all that was sent.
-            (self.transport.abort if unsent else self.transport.close)()
-
-    def _is_coming(self) -> bool:
-        """A head behind a request that is being answered may take its time, one behind an answer that is not
-        taken may not."""
-        if self._is_idle():
-            return self._reads != "nothing"
-        return self._reads == "head" and self.transport.get_write_buffer_size() > 0
-
-    def _is_answering(self) -> bool:
-        if self.pipeline:  # ``cycle`` is a later request's, which is not read on until then
-            return True
-        cycle = self.cycle
-        return not self._is_idle() and (cycle.response_started or not cycle.more_body)
-
-    def _refuse(self, status: int, message: str) -> None:
-        """Answer what the parser could not read, unless an answer is on its way already; hang up."""
-        cycle = self.cycle
-        if cycle is None or cycle.response_complete or not cycle.response_started:
-            body = error_body(message)
-            lines = [STATUS_LINE[status]]
-            for name, value in [*error_headers(status, body), (b"connection", b"close")]:
-                lines += (name, b": ", value, b"\r\n")
-            self.transport.write(b"".join([*lines, b"\r\n", body]))
-        self.transport.close()
