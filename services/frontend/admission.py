@@ -227,17 +227,22 @@ class Line:
             self._leave()
         self._begin()
 
+    def _end_of(self, waiting: _Waiting, work: Future[Any]) -> None:
+        """Its place is given back before its client hears of it, which may ask again at once."""
+        with self._lock:
+            self._leave()
+        waiting.copy(work)
+        self._begin()
+
     def _begin(self) -> None:
         """Begin what may begin. Not recursive: it may be done when it has begun."""
         while (waiting := self._next()) is not None:
             work = self._start(waiting)
-            if work is not None and not work.done():
-                work.add_done_callback(waiting.copy)
-                work.add_done_callback(self._end)
-                continue
-            if work is not None:
+            if work.done():
+                self._leave_at_once()
                 waiting.copy(work)
-            self._leave_at_once()
+            else:
+                work.add_done_callback(partial(self._end_of, waiting))
 
     def _next(self) -> _Waiting | None:
         """The next request; it counts as running."""
@@ -258,16 +263,17 @@ class Line:
         waiting.queued_ns = int(waited_s * 1e9)
         self._observe(waited_s)
 
-    def _start(self, waiting: _Waiting) -> Future[Any] | None:
-        """What will answer; None when there will be no answer."""
+    def _start(self, waiting: _Waiting) -> Future[Any]:
+        """What will answer, or has failed."""
         try:
             if time.monotonic() > waiting.deadline:
                 raise DeadlineExceeded("the deadline passed while the request waited for its turn")
             waiting.work = work = waiting.start()
             return work
         except BaseException as error:  # whatever it was, the caller must hear of it
-            waiting.set_exception(error)
-            return None
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
 
     def _give_up(self, future: Future[Any]) -> None:
         """A request whose client no longer waits leaves the line."""

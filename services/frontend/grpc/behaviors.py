@@ -19,8 +19,8 @@ Begin = Callable[[bytes, Reply], None]
 class Direct:
     """A unary behavior that answers by a ``Reply``, at once or later. ``begin`` neither raises nor waits,
     refuses callers whom it does not know, whatever their message, and does by `Reply.go_on` what takes long
-    with a large one. Whom there is no room for is refused before that: threads that tell so would take turns
-    with those that answer."""
+    with a large one. Where it can be told before that there is no room, it is: threads that do would take
+    turns with those that answer."""
 
     role: Role | None = "read"
 

@@ -82,15 +82,22 @@ class Counted:
         self._reply = reply
         self._clients = clients
         self._client = caller or address_of(reply.context)
+        self._has_left = False
         clients.enter(self._client)
 
     def answer(self, message: bytes) -> None:
-        self._clients.leave(self._client)
+        self._leave(None)
         self._reply.answer(message)
 
     def fail(self, error: HpsError) -> None:
-        self._clients.leave(self._client, error)
+        self._leave(error)
         self._reply.fail(error)
+
+    def _leave(self, error: HpsError | None) -> None:
+        """Once: an answer that can't be sent is told as a failure."""
+        if not self._has_left:
+            self._has_left = True
+            self._clients.leave(self._client, error)
 
     def waits_for(self, future: Future[Any]) -> None:
         self._reply.waits_for(future)

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from services.frontend.logs import log
+
 # Looks that find nothing before the thread goes: another would be begun soon after.
 _IDLE_LOOKS = 50
 
@@ -23,7 +25,11 @@ class Looking:
 
     def begin(self) -> None:
         if self._runs.acquire(blocking=False):
-            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+            try:
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+            except RuntimeError as error:  # tried again when more is added, which goes on meanwhile
+                self._runs.release()
+                log.error("%s does not run: %s", self._name, error)
 
     def _run(self) -> None:
         idle = 0

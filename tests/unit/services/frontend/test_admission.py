@@ -247,6 +247,25 @@ def test_nobody_is_refused_for_a_wait_while_a_place_is_free(made, monkeypatch):
         line.require_room()
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_who_asks_again_when_answered_finds_the_place_free(made, monkeypatch, at_once):
+    """Work that was shorter than others is known to be over by the time its client hears of it."""
+    clock = _clock(monkeypatch)
+    works, line, *_ = made(max_wait_ms=10_000)
+    line.submit(call(), FAR)
+    waits = line.submit(Call(Form(), {}) if at_once else call(), FAR)
+    asked = []
+    waits.add_done_callback(lambda _: asked.append(line.submit(call("again"), FAR)))
+    line._work_s = line._turn_s = 400.0
+    clock[0] += 40
+    works.end()
+    if not at_once:
+        clock[0] += 25
+        works.end()
+    assert [name for name, _ in works.begun] == ["again"]
+    assert (line.running, line.waiting) == (1, 0)
+
+
 def test_a_line_learns_how_long_work_takes(made, monkeypatch):
     """One that took long once is not believed to for ever, though all are refused meanwhile."""
     clock = _clock(monkeypatch)

@@ -64,3 +64,22 @@ def test_a_look_that_fails_is_not_the_last(left, monkeypatch):
         looks.begin()
         until(lambda: not running("third"))
     assert len(failed) == 2
+
+
+def test_without_a_thread_what_is_added_next_tries_again(left, monkeypatch, caplog):
+    def look():
+        left.clear()
+        return False
+
+    def none(_thread):
+        raise RuntimeError("can't start new thread")
+
+    looks = Looking(look, lambda: 0.001, "fourth")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", none)
+        left.append(1)
+        looks.begin()
+    assert "fourth does not run: can't start new thread" in caplog.text
+    assert left
+    looks.begin()
+    until(lambda: not left)

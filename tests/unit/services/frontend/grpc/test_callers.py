@@ -1,0 +1,28 @@
+"""Clients whose requests are counted."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from hps.config.admission_settings import ClientSettings
+from hps.errors import Unavailable
+from services.frontend.clients import Clients
+from services.frontend.grpc.callers import Counted
+
+
+def test_an_answer_that_cannot_be_sent_and_is_told_as_a_failure_is_one_request():
+    told = []
+
+    def answer(_message):
+        raise RuntimeError("can't start new thread")
+
+    clients = Clients(ClientSettings(running=1))
+    reply = SimpleNamespace(context=None, caller="me", answer=answer, fail=told.append)
+    counted = Counted(reply, clients, "me")
+    with pytest.raises(RuntimeError):
+        counted.answer(b"")
+    counted.fail(Unavailable("not sent"))
+    assert len(told) == 1
+    assert clients._known["me"].running == 0
