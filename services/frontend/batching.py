@@ -6,6 +6,7 @@ from hps import metric_names as m
 from hps.batched_pipeline import BatchedPipeline
 from hps.config.admission_settings import BatchingSettings
 from hps.config.server_settings import ServerSettings
+from hps.lookup.base import Lookup
 from hps.lookup.batched import BatchedLookup
 from hps.lookup.batching import Bounds
 from hps.metrics import Metrics
@@ -18,9 +19,10 @@ from services.frontend.ranking_endpoint import RankingEndpoint
 
 def endpoints(
     served: ServedModel, settings: ServerSettings, metrics: Metrics
-) -> list[tuple[Endpoint, ModelInfo]]:
-    """What answers to ``<m>`` and ``<m>.lookup``."""
-    engine, pipeline, lookup_name = served.engine, served.pipeline, f"{served.name}.lookup"
+) -> tuple[list[tuple[Endpoint, ModelInfo]], Lookup]:
+    """What answers to ``<m>`` and ``<m>.lookup``, and what looks up for the latter."""
+    pipeline, lookup_name = served.pipeline, f"{served.name}.lookup"
+    engine: Lookup = served.engine
     if settings.batching is not None:
         bounds = _bounds(settings.batching, served, settings.max_keys)
         engine = BatchedLookup(
@@ -28,12 +30,12 @@ def endpoints(
         )
     lookup = LookupEndpoint(served, lookup_name, engine), lookup_info(served)
     if pipeline is None:
-        return [(LookupEndpoint(served, served.name, engine), tables_info(served)), lookup]
+        return [(LookupEndpoint(served, served.name, engine), tables_info(served)), lookup], engine
     scores = pipeline.submit
     if settings.batching is not None:
         observe = metrics.histogram(m.BATCH_REQUESTS, served.name).observe
         scores = BatchedPipeline(pipeline, served.engine.features, bounds, observe).submit
-    return [(RankingEndpoint(served, scores), ranking_info(served)), lookup]
+    return [(RankingEndpoint(served, scores), ranking_info(served)), lookup], engine
 
 
 def _bounds(settings: BatchingSettings, served: ServedModel, max_keys: int) -> Bounds:

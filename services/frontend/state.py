@@ -10,6 +10,7 @@ from typing import Any
 
 from hps.config import Settings
 from hps.errors import NotFound, Unavailable
+from hps.lookup.base import Lookup
 from hps.metric_triton import TRITON
 from hps.metrics import Metrics
 from hps.open_models import OpenModels, ServedModel
@@ -35,8 +36,12 @@ class Entry:
     """One name (``<m>`` or ``<m>.lookup``) with what answers it and what is counted of it, however it is
     asked: what belongs to one protocol is kept by that protocol."""
 
-    def __init__(self, served: ServedModel, endpoint: Line, info: ModelInfo) -> None:
+    def __init__(
+        self, served: ServedModel, endpoint: Line, info: ModelInfo, lookup: Lookup
+    ) -> None:
         self.served = served
+        self.lookup = lookup
+        """The model's, batched where the settings say so."""
         self.endpoint = endpoint
         self.info = info
         self.freshness = served.freshness
@@ -137,9 +142,10 @@ class State(ServerState[OpenModels]):
         settings = self._settings
         threads = max(settings.tiers.lookup_threads, settings.dense.runs)
         running = threads if settings.server.batching is None else max(threads, _BATCHED)
+        found, lookup = endpoints(served, settings.server, metrics)
         return [
-            Entry(served, self.admission.line(endpoint, running, metrics), info)
-            for endpoint, info in endpoints(served, settings.server, metrics)
+            Entry(served, self.admission.line(endpoint, running, metrics), info, lookup)
+            for endpoint, info in found
         ]
 
     def own_statistics(self) -> dict[str, dict[str, Any]]:

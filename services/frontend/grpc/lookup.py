@@ -32,7 +32,7 @@ from services.frontend.grpc.question import Question
 from services.frontend.grpc.replies import Reply
 from services.frontend.grpc.wire import field
 from services.frontend.state import Entry, State
-from services.frontend.statistics import queued_ns
+from services.frontend.statistics import execution, queued_ns
 
 SERVICE = "hps.v1.Lookup"
 _LOOKUP = ".lookup"
@@ -155,7 +155,9 @@ class LookupService:
                 asked = LookupRequest(
                     features, deadline, question.report, None, question.by_table, origin
                 )
-                start = partial(entry.served.engine.submit, asked)
+                # What a profile tells is of its request alone.
+                engine = entry.served.engine if request.profile else entry.lookup
+                start = partial(engine.submit, asked)
             future = entry.endpoint.admit(start, len(message), deadline)
         except Exception as error:
             fail(error, reply, self._state, "lookup", entry, started, origin=origin)
@@ -183,7 +185,9 @@ class LookupService:
             answer = question.answer(result, stale_s)
             done = perf_counter_ns()
             batch, queued = question.batch, queued_ns(future)
-            entry.statistics.succeeded(batch, started, parsed, inferred, done, queued)
+            entry.statistics.succeeded(
+                batch, started, parsed, inferred, done, queued, execution(future)
+            )
             question.observe((done - started) * 1e-9)
             if isinstance(origin, Profile):
                 answer += field(_PROFILE, _profiled(origin, started, parsed, inferred, done))

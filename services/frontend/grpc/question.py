@@ -63,12 +63,10 @@ class Question:
             if each.name in known:
                 raise BadRequest(f"{shown(each.name)} stands twice in the request")
             known.add(each.name)
-        sizes = [
-            each.keys.stop - each.keys.start if self.by_table else each.batch
-            for each in self._names
-        ]
-        self.batch = max(sizes, default=0)
-        """Samples, for statistics; every key of a table is one."""
+        self.batch = max((each.batch for each in self._names), default=0)
+        """Samples, for statistics; keys by table are one, however many."""
+        if self.by_table and self._names:
+            self.batch = 1
         self._head = self._told(LookupResult({}), 0)
 
     def _name(self, given: Any) -> _Name:
@@ -99,7 +97,7 @@ class Question:
         keys = np.zeros(self._keys, _INT64)
         features = {each.name: JaggedKeys(keys[each.keys], each.batch) for each in self._names}
         request = LookupRequest(features, None, self.report, by_table=self.by_table)
-        self.prepared = self.entry.served.engine.prepare(request)
+        self.prepared = self.entry.lookup.prepare(request)
 
     def keys(self, request: Any) -> list[KeyArray]:
         """Those of each name, ``(n,)``, read-only. Raises ``BadRequest``."""

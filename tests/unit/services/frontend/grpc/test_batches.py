@@ -14,18 +14,21 @@ from hps.config.server_settings import ServerSettings
 from hps.errors import Unavailable
 from services.frontend.state import State
 from tests.support.waiting import until
+from tests.unit.services.frontend.grpc.test_lookup import Client, keys, question
 
 
 @pytest.fixture
 def batches(small, serve):
-    """A client of a server that answers one batch at a time."""
+    """A client of a server that answers one batch at a time; ``lookup`` is that of `hps.v1`."""
     settings = ServerSettings(
         batching=BatchingSettings(at_once=1), admission=AdmissionSettings(running=64)
     )
     small.state = State(settings=Settings(server=settings))
     small.state.serve(small.node)
     with grpc.insecure_channel(serve().server.url) as channel:
-        yield GRPCInferenceServiceStub(channel)
+        stub = GRPCInferenceServiceStub(channel)
+        stub.lookup = Client(channel).lookup
+        yield stub
         small.store.gate.set()
 
 
@@ -53,13 +56,13 @@ def by_table(n):
     return request("words.lookup", KEYS=[[15] * n], NUMKEYS=[[n, 0]])
 
 
-def ask(small, stub, *requests):
+def ask(small, ask_for, *requests, model=None):
     """The first begins alone, the others are a batch when it is done; their calls."""
     small.store.gate.clear()
-    line = small.state.entries[requests[0].model_name].endpoint
+    line = small.state.entries[model or requests[0].model_name].endpoint
     calls = []
     for each in requests:
-        calls.append(stub.ModelInfer.future(each, timeout=60))
+        calls.append(ask_for.future(each, timeout=60))
         until(lambda: line.running == len(calls))
     return calls
 
@@ -75,7 +78,7 @@ def told(stub, model):
 
 @pytest.mark.parametrize("make", [prediction, lookup])
 def test_a_batch_is_one_execution(small, batches, make):
-    calls = ask(small, batches, make(3), make(1), make(2), make(4))
+    calls = ask(small, batches.ModelInfer, make(3), make(1), make(2), make(4))
     small.store.gate.set()
     for call in calls:
         call.result(60)
@@ -87,11 +90,41 @@ def test_a_batch_is_one_execution(small, batches, make):
 
 def test_keys_by_table_are_one_sample(small, batches):
     batches.ModelInfer(by_table(0), timeout=60)  # answered at once
-    calls = ask(small, batches, by_table(5), by_table(2), by_table(3))
+    calls = ask(small, batches.ModelInfer, by_table(5), by_table(2), by_table(3))
     small.store.gate.set()
     for call in calls:
         call.result(60)
     assert told(batches, "words.lookup") == (4, 3, 4, {1: 2, 2: 1})
+
+
+@pytest.mark.parametrize("report", [False, True])
+def test_lookups_for_other_nodes_are_batched(small, batches, report):
+    asked = [
+        question("words", keys("left", *mine, batch=2), version=1, report=report)
+        for mine in ((15, 16), (16, 17), (18, 15))
+    ]
+    calls = ask(small, batches.lookup, *asked, model="words.lookup")
+    small.store.gate.set()
+    answers = [call.result(60) for call in calls]
+    assert told(batches, "words.lookup") == (6, 2, 3, {2: 1, 4: 1})
+    for answer, each in zip(answers, asked, strict=True):
+        alone = batches.lookup(each, timeout=60)
+        assert (answer.vectors, answer.versions) == (alone.vectors, alone.versions)
+        assert len(answer.sources) == 2 * report
+        assert not answer.defaulted
+
+
+def test_keys_by_table_for_other_nodes_are_one_sample_too(small, batches):
+    asked = [
+        question("words", keys("left", *range(15, 15 + n)), by_table=True, version=1)
+        for n in (5, 2, 3)
+    ]
+    calls = ask(small, batches.lookup, *asked, model="words.lookup")
+    small.store.gate.set()
+    answers = [call.result(60) for call in calls]
+    assert told(batches, "words.lookup") == (3, 2, 3, {1: 1, 2: 1})
+    for answer, each in zip(answers, asked, strict=True):
+        assert answer.vectors == batches.lookup(each, timeout=60).vectors
 
 
 @pytest.mark.parametrize("wrong", [1, 2])
@@ -109,7 +142,7 @@ def test_a_batch_is_counted_though_one_of_its_requests_fails_later(
     monkeypatch.setattr(line, "outputs", picky)
     asked = [prediction(n) for n in (5, 1, 2)]
     asked[wrong].id = "wrong"
-    calls = ask(small, batches, *asked)
+    calls = ask(small, batches.ModelInfer, *asked)
     small.store.gate.set()
     assert calls.pop(wrong).code() is grpc.StatusCode.UNAVAILABLE
     for call in calls:
