@@ -177,8 +177,8 @@ def test_bytes_are_bounded_over_all_lines(made):
 
 
 def _clock(monkeypatch):
-    """``clock[0]``: what the line takes for now."""
-    clock = [time.monotonic()]
+    """``clock[0]``: what the line takes for now; a whole number of seconds, whose sums are exact."""
+    clock = [float(int(time.monotonic()))]
     monkeypatch.setattr(admission, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     return clock
 
