@@ -42,7 +42,9 @@ def model(
     preset: Annotated[
         Preset, typer.Option(help="hugectr: 26 tables and 13 dense numbers.")
     ] = Preset.none,
-    tables: Annotated[int, typer.Option(min=1, max=1000, help="With a feature each.")] = 2,
+    tables: Annotated[
+        int | None, typer.Option(min=1, max=1000, help="With a feature each.", show_default="2")
+    ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Of each table.")] = 100_000,
     dim: Annotated[int, typer.Option(min=1, help="Values per row.")] = 16,
     hotness: Annotated[
@@ -51,7 +53,9 @@ def model(
     ragged: Annotated[
         bool, typer.Option("--ragged", help="As many as a request brings, instead.")
     ] = False,
-    dense: Annotated[int, typer.Option(min=0, help="Dense numbers; 0: no network.")] = 4,
+    dense: Annotated[
+        int | None, typer.Option(min=0, help="Dense numbers; 0: no network.", show_default="4")
+    ] = None,
     seed: SeedOption = 1,
 ) -> None:
     """Write a model of random rows, and a small network over them."""
@@ -59,8 +63,14 @@ def model(
     from hps.errors import ConfigError
     from hps.generate.model import model_spec, write_model
 
-    if preset is Preset.hugectr:
-        tables, dense = 26, 13
+    usual = (26, 13) if preset is Preset.hugectr else (2, 4)
+    if preset is not Preset.none and (tables or usual[0], dense or usual[1]) != usual:
+        raise ConfigError(
+            f"--preset {preset} has {usual[0]} tables, and {usual[1]} dense numbers or, with --dense 0, no "
+            "network; leave it out for others"
+        )
+    tables = usual[0] if tables is None else tables
+    dense = usual[1] if dense is None else dense
     if ragged and hotness is not None:
         raise ConfigError("--ragged leaves the hotness to requests; leave --hotness out")
     spec = model_spec(name, tables, dim, None if ragged else hotness or 1, dense, 65_536)

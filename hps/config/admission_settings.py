@@ -21,7 +21,7 @@ class BatchingSettings(Strict):
 
 
 class ClientSettings(Strict):
-    """What one client may ask, known by its API key or else by its address."""
+    """What one client may ask, known by its API key or else by its address; of each worker as much."""
 
     running: int | None = Field(None, ge=1)
     """Requests at a time, waiting ones included; more get 429. null: any number."""

@@ -91,12 +91,15 @@ class Arrivals(ThreadPoolExecutor):
     which never waits for a request. Calls whose request does not come for ``_PATIENCE_S`` are ended; those of
     callers who may not make them are not received at all: a message can be large."""
 
-    def __init__(self, pool: ThreadPoolExecutor, may: May | None = None) -> None:
-        """``may`` says who may call; None: everybody."""
+    def __init__(self, pool: ThreadPoolExecutor, most: int, may: May | None = None) -> None:
+        """``most`` ``Direct`` calls are taken at a time; others share what grpc takes beyond them. ``may``
+        says who may call; None: everybody."""
         # Its own threads are for what would hold up the server's.
         super().__init__(_LARGE_AT_ONCE, "grpc-large")
         self._pool = pool
+        self._most = most
         self._may = may
+        self.open: set[_Call] = set()  # those of a ``Direct`` behavior
         self._expected: dict[_Call, float] = {}  # calls without a request, and since when
         self._looking = Looking(self._end_late, lambda: _LOOK_S, "grpc-expected")
         self.unsent = Unsent()
@@ -114,9 +117,17 @@ class Arrivals(ThreadPoolExecutor):
                 return super().submit(fn, *args, **kwargs)
             return self._pool.submit(fn, *args, **kwargs)
         in_pool, event, state, behavior, _, deserializer, serializer = args
+        call = _Call(event, state, self)
         if isinstance(behavior, Direct):
             state.condition = _Guarded()  # no other thread has seen the call yet
-        call = _Call(event, state, self)
+            if len(self.open) >= self._most:
+                call.abort(
+                    cygrpc.StatusCode.resource_exhausted,
+                    f"{self._most} calls are under way, which is all that is taken; retry later, or ask "
+                    "another replica",
+                )
+                return call  # type: ignore[return-value]  # as below
+            self.open.add(call)
         role = getattr(behavior, "role", None)  # health's are grpc's own
         if self._may and role:
             call.caller = self._may(call.context, role)
@@ -285,6 +296,7 @@ class _Call:
 
     def _over(self) -> Callable[[Any], object] | None:
         """Whom to tell that it has ended, without the lock that is held here."""
+        self._arrivals.open.discard(self)
         self._has_ended = True
         on_end, self._on_end = self._on_end, None
         return on_end

@@ -27,9 +27,11 @@ from services.frontend.grpc.health import Health
 from services.frontend.open_files import most_connections
 from services.server_state import ServerState
 
-# Threads for what is quick, and for what keeps a thread: reflection, a stream. Calls at a time: beyond that
-# grpc refuses them with RESOURCE_EXHAUSTED.
-_QUICK, _OTHERS, _CALLS = 16, 8, 4096
+# Threads for what is quick, and for what keeps a thread: reflection, a stream.
+_QUICK, _OTHERS = 16, 8
+# Requests and lookups at a time, and calls beside them: health's among others. More are refused with
+# RESOURCE_EXHAUSTED.
+_REQUESTS, _BESIDE = 4096, 512
 # How long a connection may be silent at its beginning, and be without a call.
 _HANDSHAKE_MS, _IDLE_MS = 20_000, 300_000
 _PINGS_MS = 5000
@@ -59,11 +61,12 @@ class GrpcPort:
         self._drain_s = settings.drain_s
         quick = ThreadPoolExecutor(_QUICK, "grpc-quick")
         others = ThreadPoolExecutor(_OTHERS, "grpc-others")
-        self.arrivals = Arrivals(quick, partial(may, guard) if guard.enabled else None)
+        known = partial(may, guard) if guard.enabled else None
+        self.arrivals = Arrivals(quick, _REQUESTS, known)
         self._pools = [quick, others, self.arrivals]
         self._server = grpc.server(
             others,
-            maximum_concurrent_rpcs=_CALLS,
+            maximum_concurrent_rpcs=_REQUESTS + _BESIDE,
             options=[
                 ("grpc.max_receive_message_length", settings.max_body_bytes),
                 ("grpc.max_send_message_length", -1),

@@ -43,6 +43,21 @@ def models(tmp_path_factory):
     return root
 
 
+@pytest.mark.parametrize("asked", [["--tables", 5], ["--dense", 4]])
+def test_a_preset_is_as_it_is(tmp_path, asked):
+    words = ["generate", "model", "m", "--preset", "hugectr", "--repository", tmp_path, *asked]
+    done = CliRunner().invoke(main, list(map(str, words)))
+    assert done.exit_code == 2
+    assert "--preset hugectr has 26 tables, and 13 dense numbers" in done.output
+
+
+def test_a_preset_without_a_network(tmp_path):
+    small = ["--rows", 5, "--dim", 2, "--dense", 0]
+    run("model", "m", "--repository", tmp_path, "--preset", "hugectr", *small)
+    version = Repository(tmp_path).open("m")
+    assert (len(version.spec.tables), version.spec.dense) == (26, None)
+
+
 def test_the_model_is_served_and_answers(models, tmp_path):
     made = Requests(Repository(models).open("ctr"), Recipe(batch=3))
     settings = {

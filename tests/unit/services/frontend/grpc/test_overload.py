@@ -18,7 +18,7 @@ from hps.config.admission_settings import AdmissionSettings
 from hps.config.server_settings import ServerSettings
 from hps.v1 import lookup_pb2
 from services.frontend.auth import OpenGuard
-from services.frontend.grpc import arrivals
+from services.frontend.grpc import arrivals, port
 from services.frontend.grpc.callers import address_of
 from services.frontend.http.app import data_app
 from services.frontend.state import State
@@ -160,6 +160,41 @@ def test_deadlines_and_clients_that_leave_while_they_wait(small, slow, stub):
     slow.leave.set()
     assert all(call.result().outputs for call in taken)
     assert slow.runs == 2
+
+
+def test_a_request_has_so_much_time_in_the_line(small, slow, stub):
+    """By its parameter `timeout`, in microseconds, whatever the call's deadline."""
+    service = stub()
+    line = small.state.entries["ctr"].endpoint
+    taken = [service.ModelInfer.future(predict(), timeout=60) for _ in range(2)]
+    until(lambda: line.running == 2)
+    hasty = predict()
+    hasty.parameters["timeout"].int64_param = 50_000
+    late = service.ModelInfer.future(hasty, timeout=60)
+    assert late.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    until(lambda: line.waiting == 0)
+    slow.leave.set()
+    assert all(call.result().outputs for call in taken)
+    assert slow.runs == 2
+
+
+@pytest.mark.skipif(not arrivals.KNOWN, reason="calls run on grpc's threads")
+def test_requests_take_no_call_from_health_and_the_like(small, slow, stub, monkeypatch):
+    monkeypatch.setattr(port, "_REQUESTS", 2)
+    monkeypatch.setattr(port, "_BESIDE", 1)
+    service = stub()
+    line = small.state.entries["ctr"].endpoint
+    for _ in range(2):
+        slow.leave.clear()
+        taken = [service.ModelInfer.future(predict(), timeout=60) for _ in range(2)]
+        until(lambda: line.running == 2)
+        more = service.ModelInfer.future(predict(), timeout=60)
+        assert more.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "2 calls are under way" in more.details()
+        assert service.ServerReady(pb.ServerReadyRequest(), timeout=60).ready
+        slow.leave.set()
+        assert all(call.result().outputs for call in taken)
+        until(lambda: line.running == 0)
 
 
 def test_a_client_that_asks_too_much(small, slow, stub, key_guard):
