@@ -52,7 +52,7 @@ class TritonSettings(Strict):
     timeout_ms: float = Field(1_000.0, gt=0)
     """Longest wait for one run, a request's own deadline permitting."""
     retries: int = Field(2, ge=0, le=10)
-    """How often a run is repeated that found Triton unavailable; other failures are not."""
+    """How often a run is repeated that found Triton unavailable or lacking the model, or was cut off."""
     shared_memory: Literal["none", "system", "cuda"] = "none"
     """Send tensors through memory shared with a Triton on this machine that allows it; `cuda`: a GPU's."""
     fallback: bool = False

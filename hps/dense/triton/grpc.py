@@ -17,6 +17,7 @@ from hps.dense.triton.transport import (
     Placed,
     arrays_of,
     info_of,
+    microseconds,
     on_behalf,
     tensors_in,
     tensors_out,
@@ -93,6 +94,7 @@ class GrpcTransport:
                 request_id=request_id,
                 headers=headers or None,
                 client_timeout=timeout_s,
+                timeout=microseconds(timeout_s),
             )
         except InferenceServerException as error:
             raise told(error) from None

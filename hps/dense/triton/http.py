@@ -22,6 +22,7 @@ from hps.dense.triton.transport import (
     Placed,
     arrays_of,
     info_of,
+    microseconds,
     on_behalf,
     tensors_in,
     tensors_out,
@@ -75,7 +76,7 @@ class HttpTransport:
             tensors_in(self._http, inputs, shared),
             outputs=tensors_out(self._http, outputs, shared),
             request_id=request_id,
-            timeout=int(timeout_s * 1e6),
+            timeout=microseconds(timeout_s),
         )
         if length is not None:
             headers[_HEADER_LENGTH] = str(length)

@@ -29,7 +29,8 @@ class TritonModel:
 
     A Triton that cannot be reached at the start is asked for what it serves before its first run;
     ``expected`` (inputs, outputs) stand for it until then. ``timeout_s`` bounds a run that has no earlier
-    deadline; runs that find Triton unavailable are repeated up to ``retries`` times within it.
+    deadline; runs that end as `Unreachable` (Triton is not available or does not know the model yet, or the
+    connection is lost: a run has no side effects) are repeated up to ``retries`` times within it, no others.
     """
 
     def __init__(

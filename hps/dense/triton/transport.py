@@ -1,6 +1,7 @@
 """How Triton is asked, and what its clients' tensors and errors are here.
 
-Errors are Triton's: `Unreachable` for what may be better a moment later or elsewhere, anything else as it is.
+Errors are Triton's: `Unreachable` for what may be better a moment later or elsewhere (`told` says what that
+is), anything else as it is.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from hps.errors import DeadlineExceeded, DenseModelError, ModelError, NotFound
 from hps.tracing import current
 
 _TOO_LATE = "StatusCode.DEADLINE_EXCEEDED"
+# Triton's words for a request whose `timeout` passed in its queue; its status is UNAVAILABLE.
+_EXPIRED = "Request timeout expired"
 _UNREACHABLE = {"StatusCode.UNAVAILABLE", "503"}
 _NOT_FOUND = {"StatusCode.NOT_FOUND", "404"}
 # gRPC's own codes for what goes wrong on the way are not among them.
@@ -31,7 +34,8 @@ _NO_CONNECTION = ("failed to connect to all addresses", "DNS resolution failed")
 
 
 class Unreachable(DenseModelError):
-    """Nobody answers there, or Triton says that it cannot at the moment."""
+    """Nobody answers there, the connection was lost, or Triton says that it cannot at the moment or does not
+    know the model (yet). A run has no side effects: whoever has asked may ask again."""
 
 
 class NotReached(Unreachable):
@@ -85,8 +89,8 @@ class Transport(Protocol):
         shared: Placed | None = None,
     ) -> dict[str, NDArray[Any]]:
         """The ``outputs`` for ``inputs`` (name, datatype, array). What is ``shared`` is read and written
-        there, and not among the arrays returned. Raises `Unreachable`, `DeadlineExceeded`,
-        `DenseModelError`."""
+        there, and not among the arrays returned. Triton is told ``timeout_s``, too, and need not run what
+        waited longer in its queue. Raises `Unreachable`, `DeadlineExceeded`, `DenseModelError`."""
         ...
 
     def register(self, region: str, key: str | OnDevice, size: int, timeout_s: float) -> None:
@@ -102,6 +106,11 @@ def on_behalf() -> tuple[str, dict[str, str]]:
     """The id of the request that is worked for, and what Triton is told of its trace."""
     origin = current()
     return ("", {}) if origin is None else (origin.request_id, origin.headers())
+
+
+def microseconds(timeout_s: float) -> int:
+    """``timeout_s`` as a request's parameter ``timeout``, of which 0 says that there is none."""
+    return max(1, int(timeout_s * 1e6))
 
 
 def tensors_in(
@@ -155,11 +164,15 @@ def info_of(name: str, datatype: str, shape: Sequence[int]) -> TensorInfo:
 
 
 def told(error: Exception, describing: str | None = None) -> Exception:
-    """Triton's clients' errors as ours."""
+    """Triton's clients' errors as ours. What may be better a moment later is `Unreachable`: a Triton that
+    says it is not available or that does not know the model, no connection, and one lost in mid-call. A
+    request whose time was up in Triton's queue is late, whatever status that has."""
     if isinstance(error, InferenceServerException):
         status, message = error.status(), error.message()
         if status == _TOO_LATE:
             return DeadlineExceeded("Triton did not answer within the request's time")
+        if _EXPIRED in message:
+            return DeadlineExceeded("the request's time was up while it waited in Triton's queue")
         if describing is not None and (
             status in _NOT_FOUND or (status == "400" and "unknown model" in message)
         ):

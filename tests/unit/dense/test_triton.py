@@ -410,6 +410,30 @@ def test_a_gpus_memory_is_told_by_its_handle(monkeypatch):
     grpc.close()
 
 
+@pytest.mark.parametrize(("timeout_s", "timeout_us"), [(2.5, 2_500_000), (1e-7, 1)])
+def test_triton_is_told_how_long_its_answer_is_waited_for(monkeypatch, timeout_s, timeout_us):
+    inputs = [("x", "FP32", rows(1)["x"])]
+    asked: list[Any] = []
+
+    def keep(*arguments, request=None, **_):
+        asked.extend(arguments or [request])
+        raise AWAY
+
+    by_http = HttpTransport("there:1", "n", "")
+    monkeypatch.setattr(by_http, "_ask", keep)
+    with pytest.raises(Unreachable):
+        by_http.infer(inputs, ["y"], timeout_s)
+    *_, limit, body, headers = asked
+    head = json.loads(body[: int(headers["inference-header-content-length"])])
+    assert (limit, head["parameters"]["timeout"]) == (timeout_s, timeout_us)
+    by_grpc = GrpcTransport("there:1", "n", "", channels=1)
+    monkeypatch.setattr(by_grpc._clients[0], "_client_stub", SimpleNamespace(ModelInfer=keep))
+    with pytest.raises(Unreachable):
+        by_grpc.infer(inputs, ["y"], timeout_s)
+    assert asked[-1].parameters["timeout"].int64_param == timeout_us
+    by_grpc.close()
+
+
 @pytest.mark.parametrize("error", [AWAY, LATE])
 def test_a_triton_that_does_not_answer_does_not_end_the_start(triton, opened, error):
     triton.faults["describe"] = [error]
@@ -502,6 +526,17 @@ def test_runs_are_repeated_where_triton_is_unavailable_and_only_there(triton, op
 def test_a_run_that_finds_the_network_not_loaded_yet_is_repeated(status):
     error = InferenceServerException("Request for unknown model: 'n' is not found", status)
     assert isinstance(told(error), Unreachable)
+
+
+@pytest.mark.parametrize("status", ["StatusCode.UNAVAILABLE", "503", "400"])
+def test_a_run_whose_time_was_up_in_tritons_queue_is_late_and_not_repeated(triton, opened, status):
+    error = told(InferenceServerException("in ensemble 'n', Request timeout expired", status))
+    assert isinstance(error, DeadlineExceeded)
+    network = opened(retries=2)
+    triton.faults["infer"] = [error]
+    with pytest.raises(DeadlineExceeded, match="in Triton's queue"):
+        doubled(network, 1)
+    assert len(triton.runs) == 1
 
 
 def test_http_keeps_the_deadline_of_each_call_and_no_connection_it_cut_off():
