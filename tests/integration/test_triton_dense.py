@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from urllib.request import urlopen
 
 import numpy as np
 import psutil
@@ -16,7 +18,9 @@ from benchmarks.peers.process import free_ports
 from benchmarks.peers.triton import start_triton
 from hps.config import configuration_from
 from hps.config.server_settings import GrpcSettings, ServerSettings
-from hps.errors import DeadlineExceeded, ModelError, Unavailable
+from hps.dense.triton.grpc import GrpcTransport
+from hps.dense.triton.http import HttpTransport
+from hps.errors import DeadlineExceeded, DenseModelError, ModelError, Unavailable
 from hps.models.repository import Repository
 from hps.triton.export import MODEL_FILES, export_dense
 from services.frontend.auth import OpenGuard
@@ -260,6 +264,60 @@ def test_deadlines(opened, triton):
     with pytest.raises(DeadlineExceeded):
         served.pipeline.dense.predict(rows, None, time.monotonic() - 1)
     assert scores(node, asked)
+
+
+SLOW = """
+import time
+from pathlib import Path
+import triton_python_backend_utils as pb
+class TritonPythonModel:
+    def initialize(self, args):
+        self.folder = Path(args["model_repository"])
+    def execute(self, requests):
+        (self.folder / "began").touch()
+        while not (self.folder / "go").exists():
+            time.sleep(0.01)
+        return [pb.InferenceResponse([], pb.TritonError("ran")) for _ in requests]
+"""
+
+
+def test_triton_drops_runs_whose_time_is_up(exported, triton_ready, tmp_path, monkeypatch):
+    """By the exported configuration, and however it is asked; what it says then is a deadline's error."""
+    folder = tmp_path / f"{MODEL}.dense"
+    shutil.copytree(exported / folder.name, folder)
+    (folder / "1/model.py").write_text(SLOW)
+
+    def ask(transport):
+        about = transport.describe(60)
+        shapes = {tensor.name: (1, *tensor.shape[1:]) for tensor in about.inputs}
+        inputs = [(t.name, t.datatype, np.zeros(shapes[t.name], t.dtype)) for t in about.inputs]
+        transport.infer(inputs, ["score"], 60)
+
+    with start_triton(tmp_path) as server, ThreadPoolExecutor(3) as pool:
+        ways = (
+            GrpcTransport(server.grpc, folder.name, "", channels=1),
+            HttpTransport(server.address, folder.name, ""),
+        )
+        first = pool.submit(ask, ways[0])
+        until((folder / "began").exists)
+        for protocol in ("grpc", "http"):
+            # Ours would be up as soon as Triton's, and before Triton has looked.
+            monkeypatch.setattr(f"hps.dense.triton.{protocol}.microseconds", lambda _: 1)
+        waiting = [pool.submit(ask, way) for way in ways]
+
+        def pending():
+            page = urlopen(f"http://{server.metrics}/metrics", timeout=60).read().decode()
+            return re.search(r"^nv_inference_pending_request_count.* 2$", page, re.MULTILINE)
+
+        until(pending)
+        (folder / "go").touch()
+        with pytest.raises(DenseModelError, match="ran"):
+            first.result(60)
+        for late in waiting:
+            with pytest.raises(DeadlineExceeded, match="in Triton's queue"):
+                late.result(60)
+        for way in ways:
+            way.close()
 
 
 def test_a_triton_that_comes_later_and_goes(opened, exported, triton_ready):
