@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
 
 import grpc
 import numpy as np
@@ -22,6 +26,8 @@ from hps.config.environment import traces_exporter
 from hps.dense.base import TensorInfo
 from hps.dense.triton import TritonModel
 from hps.dense.triton.grpc import GrpcTransport
+from hps.dense.triton.http import HttpTransport
+from hps.dense.triton.transport import Transport
 from hps.errors import ConfigError
 from hps.meters import UpdateMeter
 from hps.metrics import Metrics
@@ -178,6 +184,35 @@ class Triton(GRPCInferenceServiceServicer):
         return answer
 
 
+class HttpTriton(BaseHTTPRequestHandler):
+    """The same by HTTP; ``server.told`` has what it is told."""
+
+    server: Any
+
+    def do_GET(self):
+        tensor = {"datatype": "FP32", "shape": [-1, 1]}
+        about = {"inputs": [{"name": "x", **tensor}], "outputs": [{"name": "y", **tensor}]}
+        self._answer({"max_batch_size": 0} if self.path.endswith("/config") else about)
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["content-length"]))
+        request = json.loads(body[: int(self.headers["inference-header-content-length"])])
+        trace = self.headers.get("traceparent"), self.headers.get("tracestate")
+        self.server.told.append((request.get("id", ""), *trace))
+        output = {"name": "y", "datatype": "FP32", "shape": [1, 1], "data": [2]}
+        self._answer({"model_name": "n", "outputs": [output]})
+
+    def _answer(self, content):
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
 @pytest.fixture
 def triton():
     made = Triton()
@@ -189,18 +224,36 @@ def triton():
     server.stop(0).wait(30)
 
 
-def test_triton_is_told_of_the_request_and_of_its_trace(spans, triton):
+@pytest.fixture
+def triton_by_http():
+    with ThreadingHTTPServer(("127.0.0.1", 0), HttpTriton) as server:
+        made: Any = server
+        made.told, made.url = [], f"127.0.0.1:{server.server_port}"
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield made
+        server.shutdown()
+        thread.join(30)
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_triton_is_told_of_the_request_and_of_its_trace(spans, protocol, request):
     x, y = TensorInfo("x", "FP32", (-1, 1)), TensorInfo("y", "FP32", (-1, 1))
-    transport = GrpcTransport(triton.url, "n", "", channels=1)
+    triton = request.getfixturevalue("triton" if protocol == "grpc" else "triton_by_http")
+    transport: Transport = (
+        GrpcTransport(triton.url, "n", "", channels=1)
+        if protocol == "grpc"
+        else HttpTransport(triton.url, "n", "")
+    )
     network = TritonModel("n", triton.url, transport, ((x,), (y,)), timeout_s=30, retries=0)
     values = {"x": np.ones((1, 1), np.float32)}
     network.predict(values)
     with Origin("r-1", CALLER, "v=1").part("dense"):
         network.predict(values)
-    request = spans.tracer.request("infer m", 0, "r-2", CALLER, "")
-    with request.part("dense"):
+    traced = spans.tracer.request("infer m", 0, "r-2", CALLER, "")
+    with traced.part("dense"):
         network.predict(values)
-    request.end()
+    traced.end()
     network.close()
     found = spans()
     asked = found["triton_infer"]
