@@ -22,7 +22,7 @@ import hps
 from hps.config import load_config
 from hps.config.server_settings import ServerSettings
 from hps.dense.base import DATATYPES
-from hps.errors import BadRequest, ConfigError, HpsError, NotFound, Unsupported
+from hps.errors import BadRequest, ConfigError, DeadlineExceeded, HpsError, NotFound, Unsupported
 from hps.lookup.batching import is_of_the_server
 from hps.lookup.merged import Merged, checked, kind
 from hps.names import hint_for
@@ -171,7 +171,9 @@ class Answering:
         self._device, self._float32 = device, float32
 
     def answer(self, asked: Sequence[Asked]) -> list[Answered | HpsError]:
-        """As ``Backend.answer``."""
+        """As ``Backend.answer``. A request whose time is up before its lookup begins has no part in it.
+        Requests that share one wait for it until the last one's time is up, and those whose time was up
+        earlier are answered, too: the vectors are there."""
         answers: list[Answered | HpsError] = [BadRequest("unanswered")] * len(asked)
         groups: dict[Hashable, list[tuple[int, Call, LookupRequest]]] = defaultdict(list)
         for index, each in enumerate(asked):
@@ -183,9 +185,17 @@ class Answering:
             except HpsError as error:
                 answers[index] = error
         for group in groups.values():
-            for (index, call, _), found in zip(
-                group, self._found([request for _, _, request in group]), strict=True
-            ):
+            now, in_time = time.monotonic(), []
+            for index, call, request in group:
+                if request.deadline is not None and request.deadline < now:
+                    late = "the deadline passed before the lookup began"
+                    answers[index] = DeadlineExceeded(late)
+                else:
+                    in_time.append((index, call, request))
+            if not in_time:
+                continue
+            requests = [request for _, _, request in in_time]
+            for (index, call, _), found in zip(in_time, self._found(requests), strict=True):
                 if isinstance(found, LookupResult):
                     answers[index] = self._answered(call, found)
                 else:
@@ -231,6 +241,7 @@ class Answering:
         return Call(form, flat)
 
     def _deadline(self, asked: Asked) -> float:
+        """From now on: Triton does not say how long a request waited in its queue."""
         return time.monotonic() + (asked.timeout_us * 1e-6 or self._timeout_s)
 
     def _answered(self, call: Call, result: LookupResult) -> Answered:

@@ -100,6 +100,38 @@ def test_what_is_too_much_for_one_lookup_is_several(backend, form, monkeypatch):
     assert isinstance(too_large, BadRequest)
 
 
+def test_a_request_whose_time_is_up_has_no_part_in_the_lookup(backend, lookups):
+    late = replace(by_table(1), timeout_us=1)
+    alone = replace(Asked({"left": np.array([[9]])}, ("left",)), timeout_us=1)
+    patient = replace(by_table(2, 3), timeout_us=60_000_000)
+    *too_late, found, usual = backend.answer([late, alone, patient, by_table(4)])
+    for answer in too_late:
+        assert isinstance(answer, DeadlineExceeded)
+    assert [each.outputs[0][1][0, 0] for each in (found, usual)] == [2, 4]
+    assert lookups == [3]
+
+
+def test_what_is_found_for_another_after_a_requests_time_is_its_answer(backend, monkeypatch):
+    """The lookup that they share may last as long as the last one's time."""
+    now, limits = 1000.0, []
+    monkeypatch.setattr("services.triton.backend.time.monotonic", lambda: now)
+    real = type(backend._served.engine).lookup
+
+    def lookup(self, request):
+        nonlocal now
+        limits.append(request.deadline)
+        now += 2
+        return real(self, replace(request, deadline=None))
+
+    monkeypatch.setattr(type(backend._served.engine), "lookup", lookup)
+    short, by_feature = by_table(1), Asked({"left": np.array([[9]])}, ("left",))
+    asked = [replace(each, timeout_us=1_000_000) for each in (short, by_feature)]
+    answer, late, other = backend.answer([*asked, by_table(2)])
+    assert limits == [1010.0]
+    assert [each.outputs[0][1][0, 0] for each in (answer, other)] == [1, 2]
+    assert isinstance(late, DeadlineExceeded)
+
+
 def test_outputs_that_are_float32_whatever_the_rows_are(small):
     for float32, dtype in (((), np.float16), (("half",), np.float32)):
         backend = Answering(small.node.models["halves"], "halves.lookup", LIMITS, float32=float32)
