@@ -218,6 +218,9 @@ class _Call:
     def answer(self, message: bytes) -> None:
         state = self._state
         with state.condition:
+            self._arrivals.open.discard(
+                self
+            )  # before the client, who may ask again, has its answer
             if state.client is not _server._CANCELLED:
                 operations = [
                     cygrpc.SendMessageOperation(message, 0),

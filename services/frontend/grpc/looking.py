@@ -22,6 +22,7 @@ class Looking:
     def __init__(self, look: Callable[[], bool], every_s: Callable[[], float], name: str) -> None:
         self._look, self._every_s, self._name = look, every_s, name
         self._runs = threading.Lock()
+        self._failed = False  # the last time, which was logged
 
     def begin(self) -> None:
         if self._runs.acquire(blocking=False):
@@ -29,9 +30,12 @@ class Looking:
                 threading.Thread(target=self._run, name=self._name, daemon=True).start()
             except RuntimeError as error:  # tried again when more is added, which goes on meanwhile
                 self._runs.release()
-                log.error("%s does not run: %s", self._name, error)
+                if not self._failed:
+                    self._failed = True
+                    log.error("%s does not run: %s", self._name, error)
 
     def _run(self) -> None:
+        self._failed = False
         idle = 0
         try:
             while idle < _IDLE_LOOKS:
