@@ -29,8 +29,8 @@ from services.server_state import ServerState
 
 # Threads for what is quick, and for what keeps a thread: reflection, a stream.
 _QUICK, _OTHERS = 16, 8
-# Requests and lookups at most at a time, and calls beside them: health's among others, which may be more where
-# requests leave room. More of either are refused with RESOURCE_EXHAUSTED.
+# Requests and lookups at most at a time, and calls beside them, health's among others, which may be more
+# where requests leave room. More of either are refused with RESOURCE_EXHAUSTED.
 _REQUESTS, _BESIDE = 4096, 512
 # How long a connection may be silent at its beginning, and be without a call.
 _HANDSHAKE_MS, _IDLE_MS = 20_000, 300_000
