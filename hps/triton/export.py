@@ -30,9 +30,6 @@ MODEL_FILES: dict[DenseKind, str] = {
 }
 """The network in the version's folder, by the backend that runs it."""
 _FILES = Path(__file__).with_name("files")
-# The longest that a request may wait in Triton's queue. Triton takes a request's own `timeout` in its place
-# where that is shorter, and looks at none where there is no such bound.
-_QUEUED_US = 3_600_000_000
 
 
 def export_dense(version: ModelVersion, repository: Path, kind: DenseKind) -> Path:
@@ -56,7 +53,7 @@ def export_dense(version: ModelVersion, repository: Path, kind: DenseKind) -> Pa
     for tensors, into in ((inputs, config.input), (outputs, config.output)):
         for tensor in tensors:
             _add(into, tensor)
-    _batched(config)
+    config.dynamic_batching.SetInParent()
     files = _write(folder, config, version.version, "dense_model.py" if kind == "python" else None)
     if ours and version.dense is not None:
         shutil.copy(version.dense, files / MODEL_FILES[kind])
@@ -100,7 +97,7 @@ def export_lookup(
         made.parameters["FORCE_CPU_ONLY_INPUT_TENSORS"].string_value = "no"
     else:
         made.instance_group.add(kind=pb.ModelInstanceGroup.KIND_CPU, count=instances)
-    _batched(made)
+    made.dynamic_batching.SetInParent()
     made.parameters["config"].string_value = str(config.absolute())
     _write(folder, made, version.version, "lookup_model.py")
     return folder
@@ -186,14 +183,6 @@ def vectors_of(feature: FeatureSpec, dim: int) -> tuple[int, ...]:
 def features_of(spec: ModelSpec) -> list[FeatureSpec]:
     """Those of ``model.yaml``; without any, one per table with the table's name."""
     return spec.features or [FeatureSpec(name=t.name, table=t.name) for t in spec.tables]
-
-
-def _batched(config: pb.ModelConfig) -> None:
-    """Requests that wait at the same time run together; one whose time is up while it waits does not run."""
-    policy = config.dynamic_batching.default_queue_policy
-    policy.timeout_action = pb.ModelQueuePolicy.REJECT
-    policy.default_timeout_microseconds = _QUEUED_US
-    policy.allow_timeout_override = True
 
 
 def _write(folder: Path, config: pb.ModelConfig, version: int, model: str | None = None) -> Path:

@@ -266,6 +266,12 @@ def test_deadlines(opened, triton):
     assert scores(node, asked)
 
 
+DROPS = """
+  default_queue_policy {
+    default_timeout_microseconds: 3600000000
+    allow_timeout_override: true
+  }
+"""
 SLOW = """
 import time
 from pathlib import Path
@@ -282,10 +288,14 @@ class TritonPythonModel:
 
 
 def test_triton_drops_runs_whose_time_is_up(exported, triton_ready, tmp_path, monkeypatch):
-    """By the exported configuration, and however it is asked; what it says then is a deadline's error."""
+    """Where its configuration says so, and however it is asked; what it says then is a deadline's error."""
     folder = tmp_path / f"{MODEL}.dense"
     shutil.copytree(exported / folder.name, folder)
     (folder / "1/model.py").write_text(SLOW)
+    config = folder / "config.pbtxt"
+    before = config.read_text()
+    config.write_text(before.replace("dynamic_batching {", "dynamic_batching {" + DROPS))
+    assert config.read_text() != before
 
     def ask(transport):
         about = transport.describe(60)

@@ -80,26 +80,6 @@ def test_networks_in_other_formats(version, tmp_path, kind):
     assert MODEL_FILES[kind] != MODEL_FILES["python"]
 
 
-QUEUED = """dynamic_batching {
-  default_queue_policy {
-    default_timeout_microseconds: 3600000000
-    allow_timeout_override: true
-  }
-}
-"""
-
-
-def test_triton_drops_what_waits_longer_than_its_time(version, tmp_path):
-    """Triton takes a request's own time where that is less than the policy's, which therefore is not 0."""
-    dense = export_dense(version, tmp_path, "tensorrt")
-    for folder in (dense, export_lookup(version, tmp_path, Path("/etc/hps.yaml"))):
-        assert QUEUED in (folder / "config.pbtxt").read_text().replace(
-            "    timeout_action: REJECT\n", ""
-        )
-        policy = config_of(folder).dynamic_batching.default_queue_policy
-        assert policy.timeout_action == pb.ModelQueuePolicy.REJECT
-
-
 @pytest.mark.parametrize("kind", ["onnxruntime", "python"])
 def test_formats_that_need_dense_onnx(version, tmp_path, kind):
     with pytest.raises(ModelError, match=r"m/1 has no dense.onnx"):
