@@ -126,7 +126,7 @@ class Arrivals(ThreadPoolExecutor):
                     f"{self._most} calls are under way, which is all that is taken; retry later, or ask "
                     "another replica",
                 )
-                return call  # type: ignore[return-value]  # as below
+                return call  # type: ignore[return-value]  # grpc takes it for a future, as below
             self.open.add(call)
         role = getattr(behavior, "role", None)  # health's are grpc's own
         if self._may and role:
@@ -218,9 +218,8 @@ class _Call:
     def answer(self, message: bytes) -> None:
         state = self._state
         with state.condition:
-            self._arrivals.open.discard(
-                self
-            )  # before the client, who may ask again, has its answer
+            # Before the client has its answer, who may ask again at once.
+            self._arrivals.open.discard(self)
             if state.client is not _server._CANCELLED:
                 operations = [
                     cygrpc.SendMessageOperation(message, 0),

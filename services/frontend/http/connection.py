@@ -51,7 +51,7 @@ class Protocol(Lasting):
     # Bytes that are still to come of a body that nobody reads.
     _unwanted = 0
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # uvicorn narrows it so, too
         super().connection_made(transport)
         if self.scheme == "https":  # which takes pieces for bytes
             self._copied_bytes = math.inf

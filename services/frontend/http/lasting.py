@@ -38,7 +38,7 @@ class Lasting(HttpToolsProtocol):
     # Sweeps since without a change of the former two.
     _silent = 0
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # uvicorn narrows it so, too
         super().connection_made(transport)
         self.peer = Peer(self.client, transport)
         if self.of_port is not None:
