@@ -98,6 +98,7 @@ class Line:
         self._line: deque[_Waiting] = deque()
         self._lock = threading.Lock()
         self.running = 0
+        self._expected = 0
         # When those under way began, and how long one takes. Which of them has ended is not looked at: the
         # first mostly has, and the sum of their times is the same.
         self._begun: list[float] = []
@@ -112,8 +113,8 @@ class Line:
 
     @property
     def is_busy(self) -> bool:
-        """Whether as many requests are worked at as may be."""
-        return self.running >= self.most_running
+        """Whether as many requests are worked at as may be, with those that are expected."""
+        return self.running + self._expected >= self.most_running
 
     @property
     def rules(self) -> Mapping[str, InputRule]:
@@ -125,19 +126,42 @@ class Line:
 
     def require_room(self, size: int = 0) -> None:
         """Raises ``Overloaded`` when a request of ``size`` bytes would be refused now."""
-        if (refusal := self.refusal(size)) is not None:
-            raise refusal
+        refusal = self.refusal(size)
+        try:
+            if refusal is not None:
+                raise refusal
+        finally:
+            del refusal  # it knows this frame, and those that hold the request
+
+    def expect(self, size: int) -> Overloaded | None:
+        """Keep a place for a request of ``size`` bytes that another thread reads first, and then hands to
+        `submit` as ``expected``, or `forget`s; or what it is refused with. Requests that came meanwhile would
+        be read in vain."""
+        with self._lock:
+            if (refusal := self.refusal(size)) is None:
+                self._expected += 1
+            return refusal
+
+    def require_bytes(self, size: int) -> None:
+        """Raises ``Overloaded`` when a request that is expected may not wait with ``size`` bytes more."""
+        self._room.require(size)
+
+    def forget(self) -> None:
+        """One that was expected does not come."""
+        with self._lock:
+            self._expected -= 1
 
     def refusal(self, size: int = 0) -> Overloaded | None:
         """What `require_room` raises, if it does: to be told costs less than to catch it."""
-        places = len(self._line)
-        if places >= self._most_waiting and self.running >= self.most_running:
+        ahead = len(self._line) + self._expected
+        waiting = ahead - max(0, self.most_running - self.running)
+        if waiting >= self._most_waiting and self.is_busy:
             return Overloaded(
-                f"overloaded: Exceeds maximum queue size ({places} requests to '{self.name}' wait already, "
+                f"overloaded: Exceeds maximum queue size ({waiting} requests to '{self.name}' wait already, "
                 "server.admission.queue); retry later, or ask another replica",
                 "queue_full",
             )
-        if self._wait_s(places) > self._max_wait_s:
+        if self._wait_s(ahead) > self._max_wait_s:
             return Overloaded(self._too_long, "queue_wait")
         return self._room.refusal(size)
 
@@ -153,15 +177,19 @@ class Line:
             left_s = max(0.0, begun[place] + self._work_s - time.monotonic())
         return left_s + rounds * self._turn_s
 
-    def submit(self, call: Call, deadline: float) -> Future[Any]:
-        """See ``Endpoint.submit``. Raises ``Overloaded`` when the request may not wait."""
+    def submit(self, call: Call, deadline: float, *, expected: bool = False) -> Future[Any]:
+        """See ``Endpoint.submit``. Raises ``Overloaded`` when the request may not wait; one that was
+        ``expected`` may."""
+        if expected:
+            self.forget()
         if self.running < self.most_running and not self._line:
             if not self._endpoint.is_long:
                 return self._began(self._endpoint.submit(call, deadline))
             if self._has_entered():
                 return self._submitted(call, deadline)
         size = sum(array.nbytes for array in call.inputs.values())
-        return self._wait(partial(self._endpoint.submit, call, deadline), size, deadline)
+        start = partial(self._endpoint.submit, call, deadline)
+        return self._wait(start, size, deadline, expected=expected)
 
     def admit(self, start: Callable[[], Future[Any]], size: int, deadline: float) -> Future[Any]:
         """As ``submit`` for another kind of request, of ``size`` bytes, which ``start`` begins."""
@@ -211,9 +239,17 @@ class Line:
             self._begun.pop()
             self._turn_s -= _LATEST * self._turn_s
 
-    def _wait(self, start: Callable[[], Future[Any]], size: int, deadline: float) -> Future[Any]:
+    def _wait(
+        self,
+        start: Callable[[], Future[Any]],
+        size: int,
+        deadline: float,
+        *,
+        expected: bool = False,
+    ) -> Future[Any]:
         with self._lock:
-            self.require_room(size)
+            if not expected:
+                self.require_room(size)
             waiting = _Waiting(self, start, deadline, size)
             self._line.append(waiting)
             self._room.add(size)

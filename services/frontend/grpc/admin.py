@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import grpc
 from google.protobuf.json_format import ParseDict
 
 from hps.config.auth import Role
 from hps.v1 import admin_pb2 as pb
+from services.frontend.grpc.replies import Context
 from services.frontend.model_control import load, unload
 from services.frontend.state import State
 
@@ -25,17 +25,17 @@ class AdminService:
     def __init__(self, state: State) -> None:
         self._state = state
 
-    def Status(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def Status(self, request: Any, context: Context) -> Any:
         return ParseDict({"status": self._state.status()}, pb.StatusResponse())
 
-    def Models(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def Models(self, request: Any, context: Context) -> Any:
         models = self._state.require_node().status()["models"]
         return ParseDict({"models": models}, pb.ModelsResponse(), ignore_unknown_fields=True)
 
-    def LoadModel(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def LoadModel(self, request: Any, context: Context) -> Any:
         version, warning = load(self._state, request.model, request.version or None)
         return pb.LoadModelResponse(version=version, warning=warning)
 
-    def UnloadModel(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def UnloadModel(self, request: Any, context: Context) -> Any:
         unload(self._state, request.model)
         return pb.UnloadModelResponse()

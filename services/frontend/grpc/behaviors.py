@@ -1,4 +1,4 @@
-"""What grpc calls for a method: on the server's own thread, or on one of a pool."""
+"""What answers the calls of a method: on the server's own thread, or on one of a pool."""
 
 from __future__ import annotations
 
@@ -9,31 +9,35 @@ from typing import Any
 import grpc
 
 from hps.config.auth import Role
-from hps.errors import HpsError
+from hps.errors import BadRequest, HpsError
+from services.frontend.errors import told
 from services.frontend.grpc.ending import abort
-from services.frontend.grpc.replies import Awaited, Reply
+from services.frontend.grpc.replies import Awaited, Context, Reply
 
 Begin = Callable[[bytes, Reply], None]
+Behavior = Callable[[Any, Context], Any]
 
 
 class Direct:
-    """A unary behavior that answers by a ``Reply``, at once or later. ``begin`` neither raises nor waits,
-    refuses callers whom it does not know, whatever their message, and does by `Reply.go_on` what takes long
-    with a large one. Where it can be told before that there is no room, it is: threads that do would take
-    turns with those that answer."""
+    """Answers the calls of a unary method by a ``Reply``, at once or later. ``begin`` neither raises nor
+    waits, refuses callers whom it does not know, whatever their message, and does by `Reply.go_on` what takes
+    long with a large one. Where it can be told before that there is no room, it is: threads that do would
+    take turns with those that answer."""
 
     role: Role | None = "read"
+    """Whom it answers, whatever the message; None: everybody."""
+    beside = False
+    """Whether its calls leave requests their room, as health's do, and are left some."""
 
-    def __init__(self, begin: Begin, arrivals: ThreadPoolExecutor) -> None:
+    def __init__(self, begin: Begin) -> None:
         self.begin = begin
-        self.experimental_thread_pool = arrivals
 
     def refuse(self, error: HpsError) -> None:
         """Tell all further calls ``error``."""
         self.begin = lambda _message, reply: reply.fail(error)
 
     def __call__(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        """On a thread of its own, which waits."""
+        """As grpc has it: on a thread, which waits."""
         reply = Awaited(context)
         self.begin(message, reply)
         try:
@@ -43,15 +47,43 @@ class Direct:
             raise AssertionError("abort raises") from None
 
 
-class Pooled:
-    """A behavior that grpc runs on the threads of ``experimental_thread_pool``. ``role``: whom it answers,
-    whatever the message; None: everybody."""
+class OnThreads(Direct):
+    """Answers with what a function returns or raises, called on the threads of ``pool``."""
 
-    def __init__(
-        self, behavior: Callable[..., Any], pool: ThreadPoolExecutor, role: Role | None = None
-    ) -> None:
+    beside = True
+
+    def __init__(self, handler: grpc.RpcMethodHandler, pool: ThreadPoolExecutor) -> None:
+        """``handler``: the function, with its messages. Its ``role``, if it has one, is this one's."""
+        super().__init__(self._submit)
+        self._behavior: Behavior = handler.unary_unary
+        self._read = handler.request_deserializer
+        self._write = handler.response_serializer
+        self._pool = pool
+        self.role = getattr(self._behavior, "role", None)
+
+    def _submit(self, message: bytes, reply: Reply) -> None:
+        self._pool.submit(self._answer, message, reply)
+
+    def _answer(self, message: bytes, reply: Reply) -> None:
+        try:
+            answer = self._write(self._behavior(self._request(message), reply.context))
+        except Exception as error:
+            reply.fail(told(error, ""))
+        else:
+            reply.answer(answer)
+
+    def _request(self, message: bytes) -> Any:
+        try:
+            return self._read(message)
+        except Exception as error:  # the class of protobuf's depends on how protobuf was built
+            raise BadRequest(f"the message is not one of the call's: {error}") from None
+
+
+class Streaming:
+    """Answers a stream's calls on the threads of ``pool``, each keeping one."""
+
+    def __init__(self, behavior: Callable[..., Any], pool: ThreadPoolExecutor) -> None:
         self._behavior = behavior
-        self.role = role
         self.experimental_thread_pool = pool
 
     def refuse(self, error: HpsError) -> None:

@@ -8,20 +8,18 @@ from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
-import grpc
-
 from hps.config.auth import Role
 from hps.errors import HpsError
 from services.frontend.auth import Guard
 from services.frontend.certificates import caller_names
 from services.frontend.clients import Clients
-from services.frontend.grpc.replies import Reply
+from services.frontend.grpc.replies import Context, Reply
 
 # What grpc calls them.
 _COMMON, _ALTERNATIVE = "x509_common_name", "x509_subject_alternative_name"
 
 
-def check(guard: Guard, context: grpc.ServicerContext, role: Role) -> str:
+def check(guard: Guard, context: Context, role: Role) -> str:
     """Who the caller is, "" when that was not asked. Raises ``Unauthenticated`` or ``Forbidden`` unless the
     caller may do what needs ``role``."""
     if not guard.enabled:
@@ -37,7 +35,7 @@ def check(guard: Guard, context: grpc.ServicerContext, role: Role) -> str:
     )
 
 
-def may(guard: Guard, context: grpc.ServicerContext, role: Role) -> str | None:
+def may(guard: Guard, context: Context, role: Role) -> str | None:
     """Who the caller is; None unless he may do what needs ``role``."""
     try:
         return check(guard, context, role)
@@ -53,7 +51,7 @@ def caller_of(reply: Reply, guard: Guard) -> str:
     return check(guard, reply.context, "read") if guard.enabled else ""
 
 
-def certificate_names(context: grpc.ServicerContext) -> set[str]:
+def certificate_names(context: Context) -> set[str]:
     """What the caller's certificate names, if it has shown one; it was verified then."""
     told = context.auth_context()
     alternative, common = (
@@ -63,7 +61,7 @@ def certificate_names(context: grpc.ServicerContext) -> set[str]:
     return caller_names(alternative, common)
 
 
-def address_of(context: grpc.ServicerContext) -> str:
+def address_of(context: Context) -> str:
     """Where the caller is, as HTTP would have it and without its port: all of its connections are one
     client's."""
     peer = unquote(context.peer())  # grpc quotes IPv6's brackets

@@ -15,7 +15,7 @@ from services.frontend.state import Entry, State
 
 
 def fail(
-    error: Exception,
+    error: BaseException,
     reply: Reply,
     state: State,
     method: str,

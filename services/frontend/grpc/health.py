@@ -18,8 +18,8 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
-from services.frontend.grpc.arrivals import KNOWN
-from services.frontend.grpc.behaviors import Pooled
+from hps.errors import NotFound
+from services.frontend.grpc import inside
 from services.frontend.grpc.push import push
 from services.frontend.grpc.service import SERVICE
 from services.server_state import ServerState
@@ -45,7 +45,7 @@ class Health:
         self._stopped = False
         self._watchers: set[_Watcher] = set()
         self.servicer = HealthServicer()
-        self.servicer.Check = Pooled(self._check, pool)
+        self.servicer.Check = self._check
         self.servicer.Watch = _NonBlocking(self._watch, pool)
         state.watch_phase(self._tell)
 
@@ -74,7 +74,7 @@ class Health:
     def _check(self, request: HealthCheckRequest, context: Any) -> HealthCheckResponse:
         status = self.status(request.service)
         if status == HealthCheckResponse.SERVICE_UNKNOWN:
-            context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service[:80]!r}")
+            raise NotFound(f"no service {request.service[:80]!r}")
         return HealthCheckResponse(status=status)
 
     def _watch(self, request: HealthCheckRequest, context: Any, send: Send) -> None:
@@ -91,7 +91,7 @@ class Health:
 
 
 def _send(context: Any, send: Send, answer: HealthCheckResponse, sent: Callable[[], None]) -> None:
-    if KNOWN:
+    if inside.KNOWN:
         push(context, answer.SerializeToString(), sent)
     else:
         send(answer)

@@ -16,20 +16,17 @@ from hps import metric_names as m
 from hps.config.server_settings import ServerSettings
 from hps.errors import HpsError, Unavailable
 from hps.metrics import Metrics
-from hps.tracing import Origin
-from services.frontend.admission import Line
 from services.frontend.auth import Guard
 from services.frontend.grpc.callers import Counted, address_of, caller_of, check
 from services.frontend.grpc.ending import abort
 from services.frontend.grpc.failures import count_failure, fail
 from services.frontend.grpc.named import identify
 from services.frontend.grpc.pending import Pending, deadline_of
-from services.frontend.grpc.replies import Awaited, Reply
+from services.frontend.grpc.replies import Awaited, Context, Reply
 from services.frontend.grpc.request import Address, GrpcCall, Parser, address
 from services.frontend.grpc.response import Encoder
 from services.frontend.grpc.streams import Stream, Streams
 from services.frontend.grpc.wire import field
-from services.frontend.places import Elsewhere
 from services.frontend.shared_memory import Regions
 from services.frontend.state import Entry, State
 from services.frontend.statistics import execution, queued_ns
@@ -136,41 +133,60 @@ class Inference:
             if self._clients is not None:
                 reply = Counted(reply, self._clients, caller)
             endpoint, size = route.entry.endpoint, len(message)
-            if endpoint.is_busy and (refusal := endpoint.refusal(size)) is not None:
+            expected, refusal = endpoint.is_long, None
+            if expected:
+                refusal = endpoint.expect(size)
+            elif endpoint.is_busy:
+                refusal = endpoint.refusal(size)
+            if refusal is not None:
                 fail(refusal, reply, self._state, "infer", route.entry, started, known_as)
                 return
-            reply.go_on(partial(self._submit, message, to, route, reply, started), size)
+            submit = partial(self._submit, message, to, route, reply, started, expected)
+            reply.go_on(submit, size)
         except Exception as error:
             entry = None if route is None else route.entry
             fail(error, reply, self._state, "infer", entry, started, known_as)
 
     def _submit(
-        self, message: bytes, to: Address, route: Route, reply: Reply, started: int
+        self,
+        message: bytes,
+        to: Address,
+        route: Route,
+        reply: Reply,
+        started: int,
+        expected: bool,
     ) -> None:
-        """Hand on a request that there is room for."""
-        origin: Origin | None = None
+        """Hand on a request that there is room for: a place, where it is ``expected``."""
         endpoint = route.entry.endpoint
         try:
-            call = route.parser.parse(message, to)
-            if call.form.elsewhere is not None:
-                self._take(call.form.elsewhere, call, endpoint, reply.context)
+            call = self._read(message, to, route, reply)
             parsed = perf_counter_ns()
-            origin = identify(call, route.entry.name, reply.context, started, self._state.observer)
+            identify(call, route.entry.name, reply.context, started, self._state.observer)
             deadline = deadline_of(reply.context, call.form.timeout_us * 1e-6 or self._timeout_s)
-            future = endpoint.submit(call, deadline)
         except Exception as error:
-            fail(error, reply, self._state, "infer", route.entry, started, to.id, origin)
+            if expected:
+                endpoint.forget()
+            fail(error, reply, self._state, "infer", route.entry, started, to.id)
+            return
+        try:
+            future = endpoint.submit(call, deadline, expected=expected)
+        except Exception as error:
+            fail(error, reply, self._state, "infer", route.entry, started, to.id, call.origin)
             return
         end = partial(self._end, reply, route, call, started, parsed)
         self._pending.add(future, deadline, reply, end)
 
-    def _take(
-        self, elsewhere: Elsewhere, call: GrpcCall, line: Line, context: grpc.ServicerContext
-    ) -> None:
-        """Have the inputs that are in shared memory."""
-        if line.is_busy:
-            line.require_room(elsewhere.size)
-        call.inputs.update(self._state.regions.take(elsewhere, address_of(context)))
+    def _read(self, message: bytes, to: Address, route: Route, reply: Reply) -> GrpcCall:
+        """The request, with the inputs that are in shared memory."""
+        call = route.parser.parse(message, to)
+        if (elsewhere := call.form.elsewhere) is not None:
+            endpoint = route.entry.endpoint
+            if endpoint.is_long:
+                endpoint.require_bytes(elsewhere.size)
+            elif endpoint.is_busy:
+                endpoint.require_room(elsewhere.size)
+            call.inputs.update(self._state.regions.take(elsewhere, address_of(reply.context)))
+        return call
 
     def _end(
         self,
@@ -182,6 +198,9 @@ class Inference:
         future: Future[Any],
     ) -> None:
         """Answer with what ``future`` has."""
+        if (failure := future.exception()) is not None:  # raised, it would hold what holds it
+            fail(failure, reply, self._state, "infer", route.entry, started, call.id, call.origin)
+            return
         try:
             result = future.result()
             inferred = perf_counter_ns()
@@ -208,7 +227,7 @@ class Inference:
         else:
             reply.answer(answer)
 
-    def _check(self, context: grpc.ServicerContext) -> str:
+    def _check(self, context: Context) -> str:
         started = perf_counter_ns()
         try:
             return check(self._guard, context, "read")

@@ -21,7 +21,6 @@ from hps.types import LookupRequest, LookupResult
 from hps.v1 import lookup_pb2 as pb
 from services.frontend.auth import Guard
 from services.frontend.call import Call, Form
-from services.frontend.grpc.arrivals import Arrivals
 from services.frontend.grpc.behaviors import Direct
 from services.frontend.grpc.callers import Counted, caller_of
 from services.frontend.grpc.failures import fail
@@ -29,7 +28,7 @@ from services.frontend.grpc.methods import handlers_of
 from services.frontend.grpc.named import begun, named
 from services.frontend.grpc.pending import Pending, deadline_of
 from services.frontend.grpc.question import Question
-from services.frontend.grpc.replies import Reply
+from services.frontend.grpc.replies import Context, Reply
 from services.frontend.grpc.wire import field
 from services.frontend.state import Entry, State
 from services.frontend.statistics import execution, queued_ns
@@ -94,7 +93,7 @@ class LookupService:
         self._keep({of: entry for of, entry in self._former.items() if entry not in gone})
         replaced.clear()
 
-    def Serving(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def Serving(self, request: Any, context: Context) -> Any:
         told = pb.ServingResponse(ready=self._state.ready)
         for former, entries in ((False, self._current), (True, self._former)):
             for (model, version), entry in entries.items():
@@ -102,7 +101,7 @@ class LookupService:
                 told.models.add(model=model, version=int(version), digest=digest, former=former)
         return told
 
-    def Describe(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def Describe(self, request: Any, context: Context) -> Any:
         return self._described(self._entry(request))
 
     def _described(self, entry: Entry) -> Any:
@@ -177,6 +176,9 @@ class LookupService:
         """Answer with what ``future`` has. ``asked``: where it is to be told of."""
         entry = question.entry
         origin = None if asked is None else asked.origin
+        if (failure := future.exception()) is not None:  # raised, it would hold what holds it
+            fail(failure, reply, self._state, "lookup", entry, started, origin=origin)
+            return
         try:
             result = future.result()
             inferred = perf_counter_ns()
@@ -220,13 +222,11 @@ class LookupService:
         return entry
 
 
-def lookup_handlers(
-    service: LookupService, guard: Guard, arrivals: Arrivals
-) -> dict[str, grpc.RpcMethodHandler]:
+def lookup_handlers(service: LookupService, guard: Guard) -> dict[str, grpc.RpcMethodHandler]:
     """Handlers for the service's calls: lookups are bytes in and bytes out."""
     return {
         **handlers_of(pb.DESCRIPTOR.services_by_name["Lookup"], service, guard),
-        "Lookup": grpc.unary_unary_rpc_method_handler(Direct(service.begin, arrivals)),
+        "Lookup": grpc.unary_unary_rpc_method_handler(Direct(service.begin)),
     }
 
 

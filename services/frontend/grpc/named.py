@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import grpc
-
 from hps.tracing import Origin, traceparent_of, tracestate_of
+from services.frontend.grpc.replies import Context
 from services.frontend.grpc.request import GrpcCall
 from services.frontend.observer import Observer
 
@@ -21,8 +20,8 @@ class Named(NamedTuple):
     tracestate: str = ""
 
 
-def named(request_id: str, context: grpc.ServicerContext) -> Named:
-    given = {name: value for name, value in context.invocation_metadata() if name in _NAMES}
+def named(request_id: str, context: Context) -> Named:
+    given = {name: str(value) for name, value in context.invocation_metadata() if name in _NAMES}
     if not given:
         return Named(request_id)
     parent = traceparent_of(given.get("traceparent", ""))
@@ -31,7 +30,7 @@ def named(request_id: str, context: grpc.ServicerContext) -> Named:
 
 
 def identify(
-    call: GrpcCall, model: str, context: grpc.ServicerContext, started: int, observer: Observer
+    call: GrpcCall, model: str, context: Context, started: int, observer: Observer
 ) -> Origin | None:
     """On whose behalf ``call`` is, where anybody cares. Its answer carries the id that it came with, in
     whichever way."""

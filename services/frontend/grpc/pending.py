@@ -8,12 +8,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-import grpc
-
 from hps.errors import DeadlineExceeded, HpsError
 from services.frontend.errors import Cancelled
 from services.frontend.grpc.looking import Looking
-from services.frontend.grpc.replies import Reply
+from services.frontend.grpc.replies import Context, Reply
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +20,7 @@ _LOOK_S = 0.01  # between looks at the time while anything waits
 End = Callable[["Future[Any]"], None]
 
 
-def deadline_of(context: grpc.ServicerContext, allowed_s: float) -> float:
+def deadline_of(context: Context, allowed_s: float) -> float:
     """An instant of ``time.monotonic``: the client's deadline, and no later than ``allowed_s`` from now."""
     remaining_s = context.time_remaining()
     if remaining_s is not None and remaining_s < allowed_s:

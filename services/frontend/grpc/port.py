@@ -20,7 +20,7 @@ from hps.errors import ConfigError, Unavailable
 from services.frontend.auth import Guard
 from services.frontend.grpc.age import age_options
 from services.frontend.grpc.arrivals import Arrivals
-from services.frontend.grpc.behaviors import Direct, Pooled
+from services.frontend.grpc.behaviors import Direct, OnThreads, Streaming
 from services.frontend.grpc.callers import may
 from services.frontend.grpc.credentials import credentials
 from services.frontend.grpc.health import Health
@@ -39,6 +39,21 @@ _PINGS_MS = 5000
 _REFUSING_S = 0.25
 
 Handlers = Mapping[str, grpc.RpcMethodHandler]
+
+
+class Generated:
+    """Takes a server's place in generated code, and keeps the handlers it is given."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, grpc.RpcMethodHandler] = {}
+
+    def add_generic_rpc_handlers(self, handlers: object) -> None:
+        pass
+
+    def add_registered_method_handlers(
+        self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler]
+    ) -> None:
+        self.by_name.update(handlers)
 
 
 class GrpcPort:
@@ -62,8 +77,9 @@ class GrpcPort:
         quick = ThreadPoolExecutor(_QUICK, "grpc-quick")
         others = ThreadPoolExecutor(_OTHERS, "grpc-others")
         known = partial(may, guard) if guard.enabled else None
-        self.arrivals = Arrivals(quick, _REQUESTS, known)
-        self._pools = [quick, others, self.arrivals]
+        self.arrivals = Arrivals(_REQUESTS, _BESIDE, known)
+        self._quick = quick
+        self._pools = [quick, others]
         self._server = grpc.server(
             others,
             maximum_concurrent_rpcs=_REQUESTS + _BESIDE,
@@ -80,34 +96,42 @@ class GrpcPort:
             ],
         )
         self.started = False
-        self._behaviors: list[Direct | Pooled] = []
+        self._unary: dict[str, Direct] = {}  # by the method's full name
+        self._behaviors: list[Direct | Streaming] = []  # of what is refused at the end
         self._stopping = asyncio.Event()
         self._at_once = asyncio.Event()
 
     def _listen(self, services: Mapping[str, Handlers]) -> None:
         """Offer ``services``, by name, beside health and reflection. ``ConfigError`` when it cannot
         listen."""
+        self._health = Health(self._state, self._quick, ("", *services))
+        generated = Generated()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, generated)
         for name, handlers in services.items():
-            taken = {method: self._taken(handler) for method, handler in handlers.items()}
-            self._server.add_registered_method_handlers(name, taken)
-        self._health = Health(self._state, self.arrivals, ("", *services))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
+            self._behaviors += self._offer(name, handlers)
+        self._offer(health.SERVICE_NAME, generated.by_name)
         if self._at.reflection:
             names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
         host = f"[{self._at.host}]" if ":" in self._at.host else self._at.host
         self.url = f"{host}:{self._port(host)}"
 
-    def _taken(self, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """``handler``, run once its request is there."""
-        behavior = handler.unary_unary or handler.stream_stream
-        if not isinstance(behavior, Direct | Pooled):
-            behavior = Pooled(behavior, self.arrivals, getattr(behavior, "role", None))
-            handler = grpc.unary_unary_rpc_method_handler(
-                behavior, handler.request_deserializer, handler.response_serializer
-            )
-        self._behaviors.append(behavior)
-        return handler
+    def _offer(self, service: str, handlers: Handlers) -> list[Direct | Streaming]:
+        """Have ``handlers`` answer the calls of ``service``; what answers them."""
+        behaviors: list[Direct | Streaming] = []
+        offered = {}
+        for name, handler in handlers.items():
+            offered[name] = handler
+            if (behavior := handler.unary_unary) is not None:
+                if not isinstance(behavior, Direct):
+                    behavior = OnThreads(handler, self._quick)
+                offered[name] = grpc.unary_unary_rpc_method_handler(behavior)
+                self._unary[f"/{service}/{name}"] = behavior
+                behaviors.append(behavior)
+            elif isinstance(handler.stream_stream, Streaming):
+                behaviors.append(handler.stream_stream)
+        self._server.add_registered_method_handlers(service, offered)
+        return behaviors
 
     def _port(self, host: str) -> int:
         """The port it listens on."""
@@ -136,7 +160,7 @@ class GrpcPort:
 
     async def serve(self) -> None:
         """Serve until ``stop``; then what was accepted is answered."""
-        self._server.start()
+        self.arrivals.start(self._server, self._unary)
         self.started = True
         await self._stopping.wait()
         self._health.stop()
@@ -150,6 +174,7 @@ class GrpcPort:
         if not waiting.done():
             self._server.stop(None)
             await waiting
+        self.arrivals.shutdown()
         for pool in self._pools:
             pool.shutdown(wait=False, cancel_futures=True)
 

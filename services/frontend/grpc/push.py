@@ -1,7 +1,7 @@
 """Messages of a stream sent without waiting for who reads it.
 
 grpc's own way keeps a thread until the client has made room for the message: one that makes none keeps it for
-good. Builds on ``grpc._server`` as `arrivals.py` does, and is not to be used unless that is ``KNOWN``.
+good. Builds on ``grpc._server``, and is not to be used unless that is ``KNOWN`` (`inside.py`).
 """
 
 from __future__ import annotations

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 import grpc
 
 from hps.errors import HpsError
+
+
+class Context(Protocol):
+    """What is asked about a call, of grpc or of a `UnaryCall`; see ``grpc.ServicerContext``."""
+
+    def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]: ...
+
+    def peer(self) -> str: ...
+
+    def auth_context(self) -> Mapping[str, Sequence[bytes]]: ...
+
+    def time_remaining(self) -> float | None: ...
 
 
 class Reply(Protocol):
@@ -18,7 +30,7 @@ class Reply(Protocol):
     """Who calls, "" when that was not asked; None: it has not been looked at yet."""
 
     @property
-    def context(self) -> grpc.ServicerContext: ...
+    def context(self) -> Context: ...
 
     def answer(self, message: bytes) -> None: ...
 

@@ -6,7 +6,6 @@ Inference is answered on the server's own thread where it can be, whatever else 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -14,32 +13,17 @@ from tritonclient.grpc.service_pb2_grpc import add_GRPCInferenceServiceServicer_
 
 from hps.config.server_settings import GrpcSettings, ServerSettings
 from services.frontend.auth import Guard
-from services.frontend.grpc.behaviors import Direct, Pooled
+from services.frontend.grpc.behaviors import Direct, Streaming
 from services.frontend.grpc.infer import Inference
 from services.frontend.grpc.lookup import SERVICE as LOOKUP
 from services.frontend.grpc.lookup import LookupService, lookup_handlers
 from services.frontend.grpc.pending import Pending
-from services.frontend.grpc.port import GrpcPort, Handlers
+from services.frontend.grpc.port import Generated, GrpcPort, Handlers
 from services.frontend.grpc.service import SERVICE, InferenceService
 from services.frontend.grpc.streams import STREAMS
 from services.frontend.state import State
 
 _STREAMS = STREAMS + 8  # some to refuse more of them
-
-
-class _Generated:
-    """Takes a server's place in generated code, and keeps the handlers it is given."""
-
-    def __init__(self) -> None:
-        self.by_name: dict[str, grpc.RpcMethodHandler] = {}
-
-    def add_generic_rpc_handlers(self, handlers: object) -> None:
-        pass
-
-    def add_registered_method_handlers(
-        self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler]
-    ) -> None:
-        self.by_name.update(handlers)
 
 
 class GrpcServer(GrpcPort):
@@ -62,21 +46,19 @@ class GrpcServer(GrpcPort):
             services[SERVICE] = self._open_inference(inference, InferenceService(state, guard))
         if settings.role != "frontend":
             lookups = LookupService(state, settings, guard, pending)
-            services[LOOKUP] = lookup_handlers(lookups, guard, self.arrivals)
+            services[LOOKUP] = lookup_handlers(lookups, guard)
         self._listen(services)
 
     def _open_inference(self, inference: Inference, service: InferenceService) -> Handlers:
-        generated = _Generated()
+        generated = Generated()
         add_GRPCInferenceServiceServicer_to_server(service, generated)
         streams = ThreadPoolExecutor(_STREAMS, "grpc-stream")
         self._pools.append(streams)
         # In bytes and out bytes: see request.py and response.py.
         return {
             **generated.by_name,
-            "ModelInfer": grpc.unary_unary_rpc_method_handler(
-                Direct(inference.begin, self.arrivals)
-            ),
+            "ModelInfer": grpc.unary_unary_rpc_method_handler(Direct(inference.begin)),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(
-                Pooled(inference.stream, streams)
+                Streaming(inference.stream, streams)
             ),
         }

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
-import grpc
 from google.protobuf.json_format import ParseDict
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceServicer
@@ -18,9 +17,8 @@ from hps import __version__
 from hps.config.auth import Role
 from hps.errors import Unsupported
 from services.frontend.auth import Guard
-from services.frontend.errors import told
 from services.frontend.grpc.callers import address_of, check
-from services.frontend.grpc.ending import abort
+from services.frontend.grpc.replies import Context
 from services.frontend.log_settings import change
 from services.frontend.log_settings import told as told_of_logs
 from services.frontend.metadata import server_metadata
@@ -29,20 +27,17 @@ from services.frontend.state import State
 
 SERVICE = "inference.GRPCInferenceService"
 
-Behavior = Callable[[Any, grpc.ServicerContext], Any]
+Behavior = Callable[[Any, Context], Any]
 
 
 def answering(guard: Guard, role: Role | None, behavior: Behavior) -> Behavior:
-    """``behavior`` for callers of ``role`` (None: all), with what it raises as the call's status."""
+    """``behavior`` for callers of ``role`` (None: all); raises ``Unauthenticated`` or ``Forbidden``."""
 
     @wraps(behavior)
-    def answer(request: Any, context: grpc.ServicerContext) -> Any:
-        try:
-            if role is not None:
-                check(guard, context, role)
-            return behavior(request, context)
-        except Exception as error:
-            abort(told(error, ""), context)
+    def answer(request: Any, context: Context) -> Any:
+        if role is not None:
+            check(guard, context, role)
+        return behavior(request, context)
 
     answer.role = role  # type: ignore[attr-defined]  # who is not one of them need not be listened to
     return answer
@@ -74,33 +69,33 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
             if method.name not in self.__dict__ and method.name not in type(self).__dict__:
                 setattr(self, method.name, answering(guard, "read", _not_offered(method.name)))
 
-    def ServerLive(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def ServerLive(self, request: Any, context: Context) -> Any:
         return pb.ServerLiveResponse(live=True)
 
-    def ServerReady(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def ServerReady(self, request: Any, context: Context) -> Any:
         return pb.ServerReadyResponse(ready=self._state.ready)
 
-    def ModelReady(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def ModelReady(self, request: Any, context: Context) -> Any:
         entry = self._state.entries.get(request.name)
         known = entry is not None and request.version in ("", entry.version)
         return pb.ModelReadyResponse(ready=known and self._state.ready)
 
-    def ServerMetadata(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def ServerMetadata(self, request: Any, context: Context) -> Any:
         state = self._state
         found = server_metadata(
             __version__, control=state.control_everywhere, shared_memory=state.regions.on
         )
         return ParseDict(found, pb.ServerMetadataResponse())
 
-    def ModelMetadata(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def ModelMetadata(self, request: Any, context: Context) -> Any:
         info = self._state.entry(request.name, request.version or None).info
         return ParseDict(info.metadata(), pb.ModelMetadataResponse(), ignore_unknown_fields=True)
 
-    def ModelConfig(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def ModelConfig(self, request: Any, context: Context) -> Any:
         info = self._state.entry(request.name, request.version or None).info
         return ParseDict({"config": info.config()}, pb.ModelConfigResponse())
 
-    def ModelStatistics(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def ModelStatistics(self, request: Any, context: Context) -> Any:
         if request.name:
             entries = [self._state.entry(request.name, request.version or None)]
         else:
@@ -109,13 +104,13 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
         told_of = self._state.statistics(entries)
         return ParseDict({"model_stats": told_of}, pb.ModelStatisticsResponse())
 
-    def RepositoryIndex(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def RepositoryIndex(self, request: Any, context: Context) -> Any:
         if request.repository_name:
             raise Unsupported("there is one repository; leave 'repository_name' out")
         models = index(self._state, only_ready=request.ready)
         return ParseDict({"models": models}, pb.RepositoryIndexResponse())
 
-    def RepositoryModelLoad(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def RepositoryModelLoad(self, request: Any, context: Context) -> Any:
         self._require_control(request, "RepositoryModelLoad")
         version = None
         if "version" in request.parameters:
@@ -124,27 +119,27 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
         load(self._state, request.model_name, version)
         return pb.RepositoryModelLoadResponse()
 
-    def RepositoryModelUnload(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def RepositoryModelUnload(self, request: Any, context: Context) -> Any:
         self._require_control(request, "RepositoryModelUnload")
         unload(self._state, request.model_name)
         return pb.RepositoryModelUnloadResponse()
 
-    def SystemSharedMemoryRegister(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def SystemSharedMemoryRegister(self, request: Any, context: Context) -> Any:
         self._state.regions.register(
             request.name, request.key, request.offset, request.byte_size, address_of(context)
         )
         return pb.SystemSharedMemoryRegisterResponse()
 
-    def SystemSharedMemoryUnregister(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def SystemSharedMemoryUnregister(self, request: Any, context: Context) -> Any:
         self._state.regions.unregister(request.name, address_of(context))
         return pb.SystemSharedMemoryUnregisterResponse()
 
-    def SystemSharedMemoryStatus(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def SystemSharedMemoryStatus(self, request: Any, context: Context) -> Any:
         found = self._state.regions.status(request.name, address_of(context))
         regions = {region["name"]: region for region in found}
         return ParseDict({"regions": regions}, pb.SystemSharedMemoryStatusResponse())
 
-    def CudaSharedMemoryUnregister(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def CudaSharedMemoryUnregister(self, request: Any, context: Context) -> Any:
         """perf_analyzer unregisters all regions, whatever kind it means to use: there are none here."""
         if request.name or not self._state.regions.on:
             raise Unsupported("CudaSharedMemoryUnregister is not offered")
@@ -158,7 +153,7 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
         if request.repository_name:
             raise Unsupported("there is one repository; leave 'repository_name' out")
 
-    def _log_settings(self, guard: Guard, request: Any, context: grpc.ServicerContext) -> Any:
+    def _log_settings(self, guard: Guard, request: Any, context: Context) -> Any:
         """Without settings, tells what they are."""
         given = {
             name: getattr(value, value.WhichOneof("parameter_choice"))
@@ -175,7 +170,7 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
 
 
 def _not_offered(name: str) -> Behavior:
-    def refuse(request: Any, context: grpc.ServicerContext) -> Any:
+    def refuse(request: Any, context: Context) -> Any:
         raise Unsupported(f"{name} is not offered")
 
     return refuse

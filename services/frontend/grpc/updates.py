@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import grpc
 from google.protobuf.json_format import ParseDict
 
 from hps.config.auth import Role
@@ -13,6 +12,7 @@ from hps.errors import BadRequest
 from hps.streams import Streams
 from hps.v1 import admin_pb2 as pb
 from services.frontend.grpc.packed import FLOAT32, INT64, numbers
+from services.frontend.grpc.replies import Context
 from services.server_state import ServerState
 
 
@@ -30,7 +30,7 @@ class UpdatesService:
     def __init__(self, state: ServerState[Any]) -> None:
         self._state = state
 
-    def Write(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def Write(self, request: Any, context: Context) -> Any:
         node = self._state.require_node()
         keys = numbers(request.table, "keys", request.keys, INT64)
         deleted = numbers(request.table, "deleted", request.deleted, INT64)
@@ -46,18 +46,18 @@ class UpdatesService:
         )
         return pb.WriteResponse(version=version, written=len(keys), deleted=len(deleted))
 
-    def Status(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def Status(self, request: Any, context: Context) -> Any:
         return self._told()
 
-    def Pause(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def Pause(self, request: Any, context: Context) -> Any:
         self._streams().pause(request.group or None)
         return self._told()
 
-    def Resume(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def Resume(self, request: Any, context: Context) -> Any:
         self._streams().resume(request.group or None)
         return self._told()
 
-    def Seek(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def Seek(self, request: Any, context: Context) -> Any:
         if not request.topic:
             raise BadRequest("'topic' is missing")
         self._streams().seek(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -151,6 +152,56 @@ def test_a_full_line_refuses(made):
     assert status_of(refused.value) == (503, "UNAVAILABLE")
     with pytest.raises(Overloaded):
         line.require_room()
+
+
+def test_a_place_is_kept_for_who_is_expected(made):
+    works, line, *_ = made(queue=1, max_wait_ms=60_000)
+    assert line.expect(1) is None
+    assert line.is_busy
+    assert line.expect(1) is None  # it would wait
+    with pytest.raises(Overloaded, match=r"1 requests to 'm' wait already"):
+        line.require_room()
+    assert "1 requests to 'm' wait already" in str(line.expect(1))
+    first, second = (line.submit(call(known_as), FAR, expected=True) for known_as in "12")
+    assert (line.running, line.waiting) == (1, 1)
+    for future in (first, second):
+        works.end()
+        future.result(0)
+    assert not line.is_busy
+
+
+def test_who_was_expected_is_not_refused_when_it_comes(made):
+    works, line, *_ = made(queue=0)
+    assert line.expect(1) is None
+    line.admit(lambda: works.submit(call("other"), FAR), 1, FAR)  # answered where it came
+    waits = line.submit(call("expected"), FAR, expected=True)
+    assert line.waiting == 1
+    works.end()
+    works.end()
+    assert waits.result(0) == "expected"
+
+
+def test_one_that_does_not_come_gives_its_place_back(made):
+    _, line, *_ = made(queue=0)
+    assert line.expect(1) is None
+    assert line.expect(1) is not None
+    line.forget()
+    assert line.expect(1) is None
+
+
+def test_refusals_hold_nothing(made):
+    """Neither frames, nor the requests in them."""
+    _, line, *_ = made(queue=0)
+    line.submit(call(), FAR)
+    gc.disable()
+    try:
+        with pytest.raises(Overloaded) as caught:
+            line.require_room()
+        error = ref(caught.value)
+        del caught
+        assert error() is None
+    finally:
+        gc.enable()
 
 
 def test_no_line_at_all(made):

@@ -14,6 +14,7 @@ import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2 as pb
 
 from services.frontend.grpc import arrivals as module
+from services.frontend.grpc import inside, unary
 from services.frontend.grpc import unsent as unsent_module
 from services.frontend.grpc.service import SERVICE
 from tests.support.http2_client import Http2Client
@@ -22,7 +23,21 @@ from tests.unit.services.frontend.grpc.test_server import keys, row
 
 
 def test_grpc_is_as_expected():
-    assert module.KNOWN
+    assert inside.KNOWN
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("_EXPECTED", {"_none": ["state"]}),
+        ("_SERVER", {"none"}),
+        ("_CALL", {"none"}),
+        ("_TOLD", "event.tag.none(event)"),
+    ],
+)
+def test_grpc_is_not_as_expected(monkeypatch, name, value):
+    monkeypatch.setattr(inside, name, value)
+    assert not inside._known()
 
 
 def test_what_memory_has_is_answered_on_the_servers_own_thread(serve, small, monkeypatch):
@@ -32,7 +47,10 @@ def test_what_memory_has_is_answered_on_the_servers_own_thread(serve, small, mon
     monkeypatch.setattr(
         endpoint,
         "submit",
-        lambda *args: (names.append(threading.current_thread().name), submit(*args))[1],
+        lambda *args, **kwargs: (
+            names.append(threading.current_thread().name),
+            submit(*args, **kwargs),
+        )[1],
     )
     with triton.InferenceServerClient(serve().server.url) as client:
         for _ in range(5):
@@ -42,7 +60,7 @@ def test_what_memory_has_is_answered_on_the_servers_own_thread(serve, small, mon
 
 
 def test_without_what_is_known_of_grpc_calls_run_on_threads(serve, monkeypatch):
-    monkeypatch.setattr(module, "KNOWN", False)
+    monkeypatch.setattr(inside, "KNOWN", False)
     with triton.InferenceServerClient(serve().server.url) as client:
         for key in (1, 12):  # in memory, in the store
             answer = client.infer("words.lookup", [keys("left", key)])
@@ -94,7 +112,8 @@ def test_a_callers_key_is_looked_at_once(serve, key_guard, monkeypatch):
     with triton.InferenceServerClient(serve(key_guard).server.url) as client:
         client.infer("words.lookup", [keys("left", 1)], headers={"x-api-key": "r" * 16})
         assert len(asked) == 1
-        monkeypatch.setattr(module, "KNOWN", False)  # on a thread, which has to look itself
+    monkeypatch.setattr(inside, "KNOWN", False)  # on a thread, which has to look itself
+    with triton.InferenceServerClient(serve(key_guard).server.url) as client:
         client.infer("words.lookup", [keys("left", 1)], headers={"x-api-key": "r" * 16})
         with pytest.raises(triton.InferenceServerException, match="UNAUTHENTICATED"):
             client.infer("words.lookup", [keys("left", 1)])
@@ -129,21 +148,22 @@ def test_refused_calls_are_over(serve, key_guard, method):
             with pytest.raises(grpc.RpcError) as caught:
                 channel.unary_unary(f"/{SERVICE}/{method}")(b"", timeout=60)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    until(lambda: running.server._server._state.active_rpc_count == 0)
+    until(lambda: not running.server._server._state.rpc_states)
+    assert not any(running.server.arrivals._open.values())
 
 
 def test_a_message_that_is_none(serve):
     with grpc.insecure_channel(serve().server.url) as channel:
         with pytest.raises(grpc.RpcError) as caught:
             channel.unary_unary(f"/{SERVICE}/ModelMetadata")(b"\xff\xff", timeout=60)
-        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_a_fault_of_ours_does_not_end_the_server(serve, small, monkeypatch):
     server = serve()
     with triton.InferenceServerClient(server.server.url) as client:
         with monkeypatch.context() as patch:
-            patch.setattr(module._Call, "answer", lambda self, message: 1 / 0)
+            patch.setattr(unary.UnaryCall, "answer", lambda self, message: 1 / 0)
             with pytest.raises(triton.InferenceServerException, match="INTERNAL"):
                 client.infer("words.lookup", [keys("left", 1)])
         client.infer("words.lookup", [keys("left", 1)])
@@ -151,16 +171,16 @@ def test_a_fault_of_ours_does_not_end_the_server(serve, small, monkeypatch):
 
 def test_calls_that_ended_are_not_counted_any_more(serve, small):
     server = serve()
-    state = server.server._server._state
+    state, requests = server.server._server._state, server.server.arrivals._open[False]
     small.store.gate.clear()
     with triton.InferenceServerClient(server.server.url) as client:
         client.infer("words.lookup", [keys("left", 1)])
         with pytest.raises(triton.InferenceServerException):
             client.infer("none", [keys("left", 1)])
         left = client.async_infer("words.lookup", [keys("left", 12)], lambda result, error: None)
-        until(lambda: state.active_rpc_count == 1)
+        until(lambda: requests)
         left.cancel()
-        until(lambda: state.active_rpc_count == 0)
+        until(lambda: not requests)
         small.store.gate.set()
     until(lambda: not state.rpc_states)
 
@@ -236,12 +256,15 @@ def test_large_requests_do_not_hold_up_the_servers_thread(serve, small, monkeypa
     monkeypatch.setattr(
         endpoint,
         "submit",
-        lambda *args: (names.append(threading.current_thread().name), submit(*args))[1],
+        lambda *args, **kwargs: (
+            names.append(threading.current_thread().name),
+            submit(*args, **kwargs),
+        )[1],
     )
-    monkeypatch.setattr(module, "_LARGE", 8)
+    monkeypatch.setattr(unary, "_LARGE", 8)
     with triton.InferenceServerClient(serve().server.url) as client:
         client.infer("words.lookup", [keys("left", 1)])
-        monkeypatch.setattr(module._Call, "answer", lambda self, message: 1 / 0)
+        monkeypatch.setattr(unary.UnaryCall, "answer", lambda self, message: 1 / 0)
         with pytest.raises(triton.InferenceServerException, match="INTERNAL"):
             client.infer("words.lookup", [keys("left", 1)])
     assert all(name.startswith("grpc-large") for name in names)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from types import SimpleNamespace
+from weakref import ref
 
 import grpc
 import numpy as np
@@ -17,8 +19,9 @@ from hps.config import Settings
 from hps.config.admission_settings import AdmissionSettings
 from hps.config.server_settings import ServerSettings
 from hps.v1 import lookup_pb2
+from services.frontend.admission import Line
 from services.frontend.auth import OpenGuard
-from services.frontend.grpc import arrivals, port
+from services.frontend.grpc import infer, inside, port, unary
 from services.frontend.grpc.callers import address_of
 from services.frontend.http.app import data_app
 from services.frontend.state import State
@@ -83,7 +86,7 @@ def test_an_overloaded_model_refuses_at_once_and_answers_the_others(small, slow,
 
 
 def test_large_requests_are_refused_without_a_thread_of_their_own(small, slow, stub, monkeypatch):
-    monkeypatch.setattr(arrivals, "_LARGE", 8)
+    monkeypatch.setattr(unary, "_LARGE", 8)
     service = stub()
     line = small.state.entries["ctr"].endpoint
     taken = [service.ModelInfer.future(predict(), timeout=60) for _ in range(5)]
@@ -101,6 +104,65 @@ def test_large_requests_are_refused_without_a_thread_of_their_own(small, slow, s
     assert all(call.result().outputs for call in taken)
     assert asked
     assert not any(name.startswith("grpc-large") for name in asked)
+
+
+def test_large_requests_have_their_places_before_they_are_read(small, slow, stub, monkeypatch):
+    """On another thread, where those that came meanwhile would be read in vain."""
+    monkeypatch.setattr(unary, "_LARGE", 8)
+    reading, read = [], threading.Event()
+    parse = infer.Parser.parse
+
+    def slowly(self, message, to):
+        reading.append(to.id)
+        assert read.wait(60)
+        return parse(self, message, to)
+
+    monkeypatch.setattr(infer.Parser, "parse", slowly)
+    service = stub()
+    taken = [service.ModelInfer.future(predict(), timeout=60) for _ in range(5)]
+    until(lambda: len(reading) == 5)  # two will be worked at, three will wait
+    for call in [service.ModelInfer.future(predict(), timeout=60) for _ in range(9)]:
+        assert call.code() is grpc.StatusCode.UNAVAILABLE
+        assert "Exceeds maximum queue size" in call.details()
+    assert len(reading) == 5
+    slow.leave.set()
+    read.set()
+    assert all(call.result().outputs for call in taken)
+    assert not small.state.entries["ctr"].endpoint.is_busy
+
+
+def test_what_cannot_be_read_gives_its_place_back(small, slow, stub):
+    service = stub(queue=0)
+    wrong = predict()
+    wrong.inputs[0].shape[0] = 7
+    for _ in range(5):
+        call = service.ModelInfer.future(wrong, timeout=60)
+        assert call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    slow.leave.set()
+    assert service.ModelInfer(predict(), timeout=60).outputs
+
+
+def test_what_waited_in_vain_holds_nothing(small, slow, stub, monkeypatch):
+    service = stub(max_wait_ms=50)
+    held = []
+    submit = Line.submit
+
+    def noted(self, call, *args, **kwargs):
+        held.append(ref(call.inputs["user"]))
+        return submit(self, call, *args, **kwargs)
+
+    taken = [service.ModelInfer.future(predict(), timeout=60) for _ in range(2)]
+    until(lambda: small.state.entries["ctr"].endpoint.running == 2)
+    monkeypatch.setattr(Line, "submit", noted)
+    gc.disable()
+    try:
+        late = service.ModelInfer.future(predict(), timeout=60)
+        assert "has waited for 50 ms" in late.details()
+        until(lambda: held[0]() is None)
+    finally:
+        gc.enable()
+    slow.leave.set()
+    assert all(call.result().outputs for call in taken)
 
 
 def test_lookups_for_other_nodes_wait_in_the_same_line(small, stub):
@@ -178,7 +240,7 @@ def test_a_request_has_so_much_time_in_the_line(small, slow, stub):
     assert slow.runs == 2
 
 
-@pytest.mark.skipif(not arrivals.KNOWN, reason="calls run on grpc's threads")
+@pytest.mark.skipif(not inside.KNOWN, reason="calls run on grpc's threads")
 def test_requests_take_no_call_from_health_and_the_like(small, slow, stub, monkeypatch):
     monkeypatch.setattr(port, "_REQUESTS", 2)
     monkeypatch.setattr(port, "_BESIDE", 1)

@@ -240,8 +240,8 @@ def test_a_stream_keeps_nothing_of_what_it_answered(serve, small):
     endpoint = small.state.entries["words.lookup"].endpoint
     submit = type(endpoint).submit
 
-    def counted(self, call, deadline):
-        future = submit(self, call, deadline)
+    def counted(self, *args, **kwargs):
+        future = submit(self, *args, **kwargs)
         kept.append(weakref.ref(future))
         return future
 
