@@ -10,9 +10,10 @@ from weakref import ReferenceType, ref
 
 from services.frontend.errors import Overloaded
 from services.frontend.logs import log
+from services.frontend.looking import Looking
 
-# A thread that nothing needs for so long ends.
-_IDLE_S = 10.0
+# Between two looks at what waits, at least.
+_LEAST_S = 0.001
 
 
 class Room:
@@ -80,54 +81,41 @@ class Expiring(Protocol):
 
 
 class Expiry:
-    """Ends what has waited for ``after_s``, on a thread of its own while there is any. What ends sooner
-    is not kept until then: whoever has it wait holds it, and what it holds."""
+    """Ends what has waited for ``after_s``. What ends sooner is not kept until then: whoever has it wait
+    holds it, and what it holds. Any thread may call it."""
 
     def __init__(self, after_s: float) -> None:
         self._after_s = after_s
-        self._line: deque[tuple[float, ReferenceType[Expiring]]] = deque()
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._line: deque[ReferenceType[Expiring]] = deque()
+        # What is added while it sleeps is not due before it wakes: nobody has to wake it.
+        self._looking = Looking(self._end_late, self._next_s, "hps-expiry")
 
     def add(self, waiting: Expiring) -> None:
         """``waiting`` has just begun to wait."""
-        with self._changed:
-            self._line.append((waiting.since + self._after_s, ref(waiting)))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="hps-expiry", daemon=True)
-                self._thread.start()
-            elif len(self._line) == 1:
-                self._changed.notify()
+        self._line.append(ref(waiting))
+        self._looking.begin()
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while self._line and _has_ended(self._line[0][1]):
-                    self._line.popleft()
-                if not self._line:
-                    if not self._changed.wait(_IDLE_S) and not self._line:
-                        self._thread = None
-                        return
-                    continue
-                due, late = self._line[0]
-                left_s = due - time.monotonic()
-                if left_s > 0:
-                    self._changed.wait(left_s)
-                    continue
-                self._line.popleft()
-            _expire(late)
+    def _next_s(self) -> float:
+        """Until the first is due."""
+        found = self._line[0]() if self._line else None
+        left_s = self._after_s
+        if found is not None:
+            left_s += found.since - time.monotonic()
+        return max(_LEAST_S, left_s)
+
+    def _end_late(self) -> bool:
+        while self._line:
+            found = self._line[0]()
+            if found is not None and not found.has_ended:
+                if found.since + self._after_s > time.monotonic():
+                    return True
+                _expire(found)
+            self._line.popleft()
+        return False
 
 
-def _has_ended(waiting: ReferenceType[Expiring]) -> bool:
-    found = waiting()
-    return found is None or found.has_ended
-
-
-def _expire(late: ReferenceType[Expiring]) -> None:
-    found = late()
-    if found is None:
-        return
+def _expire(late: Expiring) -> None:
     try:
-        found.expire()
+        late.expire()
     except Exception:  # the others still have to be ended
         log.exception("a request that waited too long could not be refused")

@@ -25,10 +25,10 @@ from grpc._cython import cygrpc
 from hps.config.auth import Role
 from services.frontend.grpc import inside
 from services.frontend.grpc.behaviors import Direct
-from services.frontend.grpc.looking import Looking
 from services.frontend.grpc.replies import Context
 from services.frontend.grpc.unary import NOTHING, Told, UnaryCall
 from services.frontend.grpc.unsent import Unsent
+from services.frontend.looking import Looking
 
 log = logging.getLogger(__name__)
 

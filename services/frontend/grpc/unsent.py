@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from services.frontend.grpc.looking import Looking
+from services.frontend.looking import Looking
 
 # Smaller answers are not looked at: as many as there can be calls take 64 MiB.
 NOTED = 16_384

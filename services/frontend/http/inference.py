@@ -140,7 +140,8 @@ class Inference:
         except (Exception, asyncio.CancelledError) as error:
             if not self._gone:
                 await fail(error, head, self._state, send, self._started, origin=self._call.origin)
-            return error
+            # What raised it holds on to the request, and its future to it.
+            return error.with_traceback(None)
         if WHOLE in scope.get("extensions", ()):
             await send({"type": WHOLE, "reply": reply})
             return None

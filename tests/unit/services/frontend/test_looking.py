@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from services.frontend.grpc import looking as module
-from services.frontend.grpc.looking import Looking
+from services.frontend import looking as module
+from services.frontend.looking import Looking
 from tests.support.waiting import until
 
 
