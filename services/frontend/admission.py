@@ -140,16 +140,23 @@ class Line:
         with self._lock:
             if (refusal := self.refusal(size)) is None:
                 self._expected += 1
+                self._room.add(size)
             return refusal
 
     def require_bytes(self, size: int) -> None:
         """Raises ``Overloaded`` when a request that is expected may not wait with ``size`` bytes more."""
         self._room.require(size)
 
-    def forget(self) -> None:
-        """One that was expected does not come."""
+    def forget(self, size: int) -> None:
+        """One of ``size`` bytes that was expected does not come."""
         with self._lock:
+            self._has_come(size)
+
+    def _has_come(self, size: int | None) -> None:
+        """One has that was expected, if it was."""
+        if size is not None:
             self._expected -= 1
+            self._room.add(-size)
 
     def refusal(self, size: int = 0) -> Overloaded | None:
         """What `require_room` raises, if it does: to be told costs less than to catch it."""
@@ -177,15 +184,13 @@ class Line:
             left_s = max(0.0, begun[place] + self._work_s - time.monotonic())
         return left_s + rounds * self._turn_s
 
-    def submit(self, call: Call, deadline: float, *, expected: bool = False) -> Future[Any]:
+    def submit(self, call: Call, deadline: float, *, expected: int | None = None) -> Future[Any]:
         """See ``Endpoint.submit``. Raises ``Overloaded`` when the request may not wait; one that was
-        ``expected`` may."""
-        if expected:
-            self.forget()
+        ``expected``, with so many bytes, has its place."""
         if self.running < self.most_running and not self._line:
-            if not self._endpoint.is_long:
+            if expected is None and not self._endpoint.is_long:
                 return self._began(self._endpoint.submit(call, deadline))
-            if self._has_entered():
+            if self._has_entered(expected):
                 return self._submitted(call, deadline)
         size = sum(array.nbytes for array in call.inputs.values())
         start = partial(self._endpoint.submit, call, deadline)
@@ -197,10 +202,11 @@ class Line:
             return self._began(start())
         return self._wait(start, size, deadline)
 
-    def _has_entered(self) -> bool:
+    def _has_entered(self, expected: int | None) -> bool:
         with self._lock:
             if self._line or self.running >= self.most_running:
                 return False
+            self._has_come(expected)
             self._enter()
             return True
 
@@ -245,11 +251,14 @@ class Line:
         size: int,
         deadline: float,
         *,
-        expected: bool = False,
+        expected: int | None = None,
     ) -> Future[Any]:
         with self._lock:
-            if not expected:
+            self._has_come(expected)
+            if expected is None:
                 self.require_room(size)
+            else:
+                self._room.require(size)
             waiting = _Waiting(self, start, deadline, size)
             self._line.append(waiting)
             self._room.add(size)

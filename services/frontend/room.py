@@ -27,8 +27,12 @@ class Room:
     def require(self, size: int, own: int = 0) -> None:
         """Raises ``Overloaded`` unless ``size`` more bytes may be held; ``own`` of what is held are the
         request's already. A request larger than all there is may come alone."""
-        if (refusal := self.refusal(size, own)) is not None:
-            raise refusal
+        refusal = self.refusal(size, own)
+        try:
+            if refusal is not None:
+                raise refusal
+        finally:
+            del refusal  # it knows this frame, and those that hold the request
 
     def refusal(self, size: int, own: int = 0) -> Overloaded | None:
         """What `require` raises, if it does."""

@@ -1,4 +1,4 @@
-"""Unary calls taken from grpc, each answered on the thread that received its request if possible.
+"""Calls with one request taken from grpc, each answered on the thread that received its request if possible.
 
 grpc's threaded server hands each call to a thread, which then waits until the server's own thread has
 received the request: a client that sends none keeps a thread, and every answer costs the interpreter's lock
@@ -39,20 +39,41 @@ _PATIENCE_S, _LOOK_S = 60.0, 1.0
 # Who calls is looked at again when the request came so long after its call: a key may be no longer good.
 _KNOWN_S = 1.0
 
-May = Callable[[Context, Role], str | None]
-"""Who calls; None when they may not do what needs a role."""
+May = Callable[[Context, Role], str]
+"""Who calls; raises ``Unauthenticated`` or ``Forbidden`` when they may not do what needs a role."""
+
+
+class _Taken:
+    """Calls that are under way, bounded."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.open: set[UnaryCall] = set()
+
+    def enter(self, call: UnaryCall) -> bool:
+        """Whether there was room; if not, it is told so."""
+        if len(self.open) < self._most:
+            self.open.add(call)
+            return True
+        call.abort(
+            cygrpc.StatusCode.resource_exhausted,
+            f"{self._most} calls are under way, which is all that is taken; retry later, or ask another "
+            "replica",
+        )
+        return False
 
 
 class Arrivals:
-    """Takes the calls of a server's unary methods. Calls whose request does not come for ``_PATIENCE_S`` are
-    ended; those of callers who may not make them are not received at all: a message can be large."""
+    """Takes the calls of a server's methods that have one request. Calls whose request does not come for
+    ``_PATIENCE_S`` are ended; those of callers who may not make them are not received at all: a message can
+    be large."""
 
     def __init__(self, most: int, beside: int, may: May | None = None) -> None:
-        """``most`` calls are taken at a time, and ``beside`` of the methods that are ``Direct.beside`` them.
-        ``may`` says who may call; None: everybody."""
+        """``most`` calls are taken at a time, and ``beside`` of the methods that are ``Direct.beside`` them,
+        once their requests are there. ``may`` says who may call; None: everybody."""
         self._may = may
-        self._most = {False: most, True: beside}
-        self._open: dict[bool, set[UnaryCall]] = {False: set(), True: set()}
+        self.requests, self.beside = _Taken(most), _Taken(beside)
+        self._most_expected = most + beside
         self._expected: dict[UnaryCall, float] = {}  # calls without a request, and since when
         self._looking = Looking(self._end_late, lambda: _LOOK_S, "grpc-expected")
         self._threads = ThreadPoolExecutor(_LARGE_AT_ONCE, "grpc-large")
@@ -65,6 +86,9 @@ class Arrivals:
                 "grpc %s is not as expected inside: calls run on its threads, which is slower",
                 grpc.__version__,
             )
+            for behavior in methods.values():
+                if not behavior.beside:
+                    behavior.experimental_thread_pool = self._threads
             server.start()
             return
         state = server._state
@@ -78,20 +102,20 @@ class Arrivals:
     def take(self, call: UnaryCall) -> None:
         """``call`` has come."""
         behavior = call.behavior
-        taken, most = self._open[behavior.beside], self._most[behavior.beside]
-        if len(taken) >= most:
+        if not behavior.beside and not self.requests.enter(call):
+            return
+        if self._may and behavior.role:
+            try:
+                call.caller = self._may(call, behavior.role)
+            except Exception as error:
+                behavior.reject(error, call)
+                return
+        if len(self._expected) >= self._most_expected:
             call.abort(
                 cygrpc.StatusCode.resource_exhausted,
-                f"{most} calls are under way, which is all that is taken; retry later, or ask another "
-                "replica",
+                f"{self._most_expected} calls wait for their requests; retry later",
             )
             return
-        taken.add(call)
-        if self._may and behavior.role:
-            call.caller = self._may(call, behavior.role)
-            if call.caller is None:
-                behavior.begin(b"", call)
-                return
         self._expected[call] = time.monotonic()
         self._looking.begin()
         call.receive()
@@ -103,11 +127,11 @@ class Arrivals:
             return False
         if self._may and time.monotonic() - since > _KNOWN_S:
             call.caller = None
-        return True
+        return not call.behavior.beside or self.beside.enter(call)
 
     def left(self, call: UnaryCall) -> None:
-        """``call`` has its answer."""
-        self._open[call.behavior.beside].discard(call)
+        """``call`` is no longer one of those that are taken."""
+        (self.beside if call.behavior.beside else self.requests).open.discard(call)
 
     def apart(self, work: Callable[[], None]) -> None:
         """Do ``work`` on a thread of its own."""

@@ -35,14 +35,6 @@ def check(guard: Guard, context: Context, role: Role) -> str:
     )
 
 
-def may(guard: Guard, context: Context, role: Role) -> str | None:
-    """Who the caller is; None unless he may do what needs ``role``."""
-    try:
-        return check(guard, context, role)
-    except Exception:  # the server's thread asks; who answers the call finds it again
-        return None
-
-
 def caller_of(reply: Reply, guard: Guard) -> str:
     """Who asks to read: as was found just before the message was received, else as `check` finds
     now."""

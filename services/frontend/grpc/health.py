@@ -8,26 +8,24 @@ moment of a change stopped the whole server.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
-from hps.errors import NotFound
-from services.frontend.grpc import inside
-from services.frontend.grpc.push import push
+from hps.errors import BadRequest, NotFound
+from services.frontend.errors import TooManyRequests
+from services.frontend.grpc.behaviors import Pushing
+from services.frontend.grpc.replies import Pushed
 from services.frontend.grpc.service import SERVICE
 from services.server_state import ServerState
 
 # At a time. Each is memory, and work at every change.
 WATCHERS = 1024
-
-Send = Callable[[HealthCheckResponse | None], None]
 
 
 class Health:
@@ -46,7 +44,7 @@ class Health:
         self._watchers: set[_Watcher] = set()
         self.servicer = HealthServicer()
         self.servicer.Check = self._check
-        self.servicer.Watch = _NonBlocking(self._watch, pool)
+        self.servicer.Watch = Pushing(self._watch)
         state.watch_phase(self._tell)
 
     def stop(self) -> None:
@@ -77,39 +75,28 @@ class Health:
             raise NotFound(f"no service {request.service[:80]!r}")
         return HealthCheckResponse(status=status)
 
-    def _watch(self, request: HealthCheckRequest, context: Any, send: Send) -> None:
-        if len(self._watchers) >= WATCHERS:
-            context.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)
-            context.set_details(f"{WATCHERS} watch already; use Check")
-            send(None)
+    def _watch(self, message: bytes, call: Pushed) -> None:
+        """Until the client is gone, or all are told to go."""
+        try:
+            service = HealthCheckRequest.FromString(message).service
+        except Exception as error:  # the class of protobuf's depends on how protobuf was built
+            call.fail(BadRequest(f"the message is no HealthCheckRequest: {error}"))
             return
-        watcher = _Watcher(self, request.service, partial(_send, context, send), context.cancel)
+        if len(self._watchers) >= WATCHERS:
+            call.fail(TooManyRequests(f"{WATCHERS} watch already; use Check", "streams"))
+            return
+        watcher = _Watcher(self, service, call)
         self._watchers.add(watcher)
-        if not context.add_callback(lambda: self._watchers.discard(watcher)):
-            self._watchers.discard(watcher)
+        call.when_gone(partial(self._watchers.discard, watcher))
         watcher.tell()
-
-
-def _send(context: Any, send: Send, answer: HealthCheckResponse, sent: Callable[[], None]) -> None:
-    if inside.KNOWN:
-        push(context, answer.SerializeToString(), sent)
-    else:
-        send(answer)
-        sent()
 
 
 class _Watcher:
     """Somebody who is told of changes. What came and went while a slow one was being told is left out."""
 
-    def __init__(
-        self,
-        health: Health,
-        service: str,
-        send: Callable[[HealthCheckResponse, Callable[[], None]], None],
-        end: Callable[[], None],
-    ) -> None:
-        self._health, self._service, self._send = health, service, send
-        self.end = end
+    def __init__(self, health: Health, service: str, call: Pushed) -> None:
+        self._health, self._service, self._call = health, service, call
+        self.end = call.cancel
         self._told = -1
         self._telling = False
         self._lock = threading.Lock()
@@ -122,24 +109,8 @@ class _Watcher:
                 return  # who is told something is looked at again after it
             self._told = status
             self._telling = True
-        self._send(HealthCheckResponse(status=status), self._sent)
+        self._call.push(HealthCheckResponse(status=status).SerializeToString(), self._sent)
 
     def _sent(self) -> None:
         self._telling = False
         self.tell()
-
-
-class _NonBlocking:
-    """A stream's behavior that returns at once and sends later, run on ``pool``."""
-
-    experimental_non_blocking = True
-
-    def __init__(self, behavior: Callable[..., None], pool: ThreadPoolExecutor) -> None:
-        self._behavior = behavior
-        self.experimental_thread_pool = pool
-
-    def __call__(
-        self, request: Any, context: Any, send_response_callback: Send | None = None
-    ) -> None:
-        assert send_response_callback is not None
-        self._behavior(request, context, send_response_callback)

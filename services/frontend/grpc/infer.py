@@ -133,9 +133,10 @@ class Inference:
             if self._clients is not None:
                 reply = Counted(reply, self._clients, caller)
             endpoint, size = route.entry.endpoint, len(message)
-            expected, refusal = endpoint.is_long, None
-            if expected:
-                refusal = endpoint.expect(size)
+            expected = size if endpoint.is_long else None
+            refusal = None
+            if expected is not None:
+                refusal = endpoint.expect(expected)
             elif endpoint.is_busy:
                 refusal = endpoint.refusal(size)
             if refusal is not None:
@@ -154,9 +155,9 @@ class Inference:
         route: Route,
         reply: Reply,
         started: int,
-        expected: bool,
+        expected: int | None,
     ) -> None:
-        """Hand on a request that there is room for: a place, where it is ``expected``."""
+        """Hand on a request that there is room for: a place, where so many bytes are ``expected``."""
         endpoint = route.entry.endpoint
         try:
             call = self._read(message, to, route, reply)
@@ -164,8 +165,8 @@ class Inference:
             identify(call, route.entry.name, reply.context, started, self._state.observer)
             deadline = deadline_of(reply.context, call.form.timeout_us * 1e-6 or self._timeout_s)
         except Exception as error:
-            if expected:
-                endpoint.forget()
+            if expected is not None:
+                endpoint.forget(expected)
             fail(error, reply, self._state, "infer", route.entry, started, to.id)
             return
         try:
@@ -198,10 +199,11 @@ class Inference:
         future: Future[Any],
     ) -> None:
         """Answer with what ``future`` has."""
-        if (failure := future.exception()) is not None:  # raised, it would hold what holds it
-            fail(failure, reply, self._state, "infer", route.entry, started, call.id, call.origin)
-            return
+        entry = route.entry
         try:
+            if (failure := future.exception()) is not None:  # raised, it would hold what holds it
+                fail(failure, reply, self._state, "infer", entry, started, call.id, call.origin)
+                return
             result = future.result()
             inferred = perf_counter_ns()
             answer = route.encode(call, result)

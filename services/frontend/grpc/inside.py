@@ -1,5 +1,5 @@
-"""What `arrivals.py` and `push.py` need of grpc's inside, which is not its public interface, and whether it
-is as they expect."""
+"""What `arrivals.py` needs of grpc's inside, which is not its public interface, and whether it is as
+expected."""
 
 from __future__ import annotations
 
@@ -8,42 +8,31 @@ import inspect
 from grpc import _server
 from grpc._cython import cygrpc
 
-_EXPECTED = {
-    "_process_event_and_continue": ["state", "event"],
-    "_send_message": ["state", "token"],
-    "_get_initial_metadata_operation": ["state", "metadata"],
-    "_Context": ["rpc_event", "state", "request_deserializer"],
-    "_ServerState": [
-        "completion_queue",
-        "server",
-        "generic_handlers",
-        "interceptor_pipeline",
-        "thread_pool",
-        "maximum_concurrent_rpcs",
-    ],
+# Of its server's state.
+_STATE = {
+    "completion_queue",
+    "due",
+    "lock",
+    "registered_method_handlers",
+    "rpc_states",
+    "server",
+    "stage",
 }
-_SERVER = {"lock", "due", "rpc_states", "stage", "registered_method_handlers"}
-_CALL = {"due", "statused", "client", "condition", "initial_metadata_allowed"}
 # What becomes of an event whose tag grpc's server does not know for one of its own.
 _TOLD = "rpc_state, callbacks = event.tag(event)"
 
 
 def _known() -> bool:
-    for name, parameters in _EXPECTED.items():
-        found = getattr(_server, name, None)
-        if found is None or list(inspect.signature(found).parameters) != parameters:
-            return False
     try:
-        source = inspect.getsource(_server._process_event_and_continue)
-        server = inspect.getsource(_server._ServerState)
-    except OSError:
+        told = inspect.getsource(_server._process_event_and_continue)
+        state = inspect.getsource(_server._ServerState)
+    except (AttributeError, OSError):
         return False
     return (
-        _TOLD in source
-        and all(f"self.{name} =" in server for name in _SERVER)
+        _TOLD in told
+        and all(f"self.{name} =" in state for name in _STATE)
+        and hasattr(_server, "_ServerStage")
         and hasattr(_server._ServerStage, "STARTED")
-        and hasattr(_server, "_CANCELLED")
-        and vars(_server._RPCState()).keys() >= _CALL
         and hasattr(cygrpc.Server, "request_registered_call")
     )
 

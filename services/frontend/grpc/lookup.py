@@ -176,10 +176,10 @@ class LookupService:
         """Answer with what ``future`` has. ``asked``: where it is to be told of."""
         entry = question.entry
         origin = None if asked is None else asked.origin
-        if (failure := future.exception()) is not None:  # raised, it would hold what holds it
-            fail(failure, reply, self._state, "lookup", entry, started, origin=origin)
-            return
         try:
+            if (failure := future.exception()) is not None:  # raised, it would hold what holds it
+                fail(failure, reply, self._state, "lookup", entry, started, origin=origin)
+                return
             result = future.result()
             inferred = perf_counter_ns()
             freshness = entry.freshness

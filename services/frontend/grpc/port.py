@@ -18,10 +18,11 @@ from grpc_reflection.v1alpha import reflection
 from hps.config.server_settings import GrpcListener, ServerSettings
 from hps.errors import ConfigError, Unavailable
 from services.frontend.auth import Guard
+from services.frontend.grpc import inside
 from services.frontend.grpc.age import age_options
 from services.frontend.grpc.arrivals import Arrivals
 from services.frontend.grpc.behaviors import Direct, OnThreads, Streaming
-from services.frontend.grpc.callers import may
+from services.frontend.grpc.callers import check
 from services.frontend.grpc.credentials import credentials
 from services.frontend.grpc.health import Health
 from services.frontend.open_files import most_connections
@@ -29,8 +30,8 @@ from services.server_state import ServerState
 
 # Threads for what is quick, and for what keeps a thread: reflection, a stream.
 _QUICK, _OTHERS = 16, 8
-# Requests and lookups at most at a time, and calls beside them, health's among others, which may be more
-# where requests leave room. More of either are refused with RESOURCE_EXHAUSTED.
+# Requests and lookups at most at a time, and calls beside them, health's among others; as many streams are
+# taken as those. More of either are refused with RESOURCE_EXHAUSTED.
 _REQUESTS, _BESIDE = 4096, 512
 # How long a connection may be silent at its beginning, and be without a call.
 _HANDSHAKE_MS, _IDLE_MS = 20_000, 300_000
@@ -76,13 +77,14 @@ class GrpcPort:
         self._drain_s = settings.drain_s
         quick = ThreadPoolExecutor(_QUICK, "grpc-quick")
         others = ThreadPoolExecutor(_OTHERS, "grpc-others")
-        known = partial(may, guard) if guard.enabled else None
+        known = partial(check, guard) if guard.enabled else None
         self.arrivals = Arrivals(_REQUESTS, _BESIDE, known)
         self._quick = quick
         self._pools = [quick, others]
         self._server = grpc.server(
             others,
-            maximum_concurrent_rpcs=_REQUESTS + _BESIDE,
+            # Of those that grpc itself takes.
+            maximum_concurrent_rpcs=_BESIDE if inside.KNOWN else _REQUESTS + _BESIDE,
             options=[
                 ("grpc.max_receive_message_length", settings.max_body_bytes),
                 ("grpc.max_send_message_length", -1),
@@ -96,7 +98,7 @@ class GrpcPort:
             ],
         )
         self.started = False
-        self._unary: dict[str, Direct] = {}  # by the method's full name
+        self._one_request: dict[str, Direct] = {}  # by the method's full name
         self._behaviors: list[Direct | Streaming] = []  # of what is refused at the end
         self._stopping = asyncio.Event()
         self._at_once = asyncio.Event()
@@ -126,10 +128,13 @@ class GrpcPort:
                 if not isinstance(behavior, Direct):
                     behavior = OnThreads(handler, self._quick)
                 offered[name] = grpc.unary_unary_rpc_method_handler(behavior)
-                self._unary[f"/{service}/{name}"] = behavior
-                behaviors.append(behavior)
-            elif isinstance(handler.stream_stream, Streaming):
-                behaviors.append(handler.stream_stream)
+            elif (behavior := handler.unary_stream) is not None:
+                offered[name] = grpc.unary_stream_rpc_method_handler(behavior)
+            else:
+                behavior = handler.stream_stream
+            behaviors.append(behavior)
+            if isinstance(behavior, Direct):
+                self._one_request[f"/{service}/{name}"] = behavior
         self._server.add_registered_method_handlers(service, offered)
         return behaviors
 
@@ -160,7 +165,7 @@ class GrpcPort:
 
     async def serve(self) -> None:
         """Serve until ``stop``; then what was accepted is answered."""
-        self.arrivals.start(self._server, self._unary)
+        self.arrivals.start(self._server, self._one_request)
         self.started = True
         await self._stopping.wait()
         self._health.stop()
@@ -172,7 +177,7 @@ class GrpcPort:
         await asyncio.wait({waiting, at_once}, return_when=asyncio.FIRST_COMPLETED)
         at_once.cancel()
         if not waiting.done():
-            self._server.stop(None)
+            await asyncio.to_thread(self._server.stop, None)  # it waits
             await waiting
         self.arrivals.shutdown()
         for pool in self._pools:

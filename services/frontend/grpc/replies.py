@@ -44,6 +44,22 @@ class Reply(Protocol):
         thread what would hold up the one that receives. It neither raises nor waits."""
 
 
+class Pushed(Protocol):
+    """Where the answers to a request go of which there are several, from any thread."""
+
+    def push(self, message: bytes, pushed: Callable[[], None]) -> None:
+        """Begin to send ``message``, the only one under way. ``pushed`` is called when it is gone, on
+        whichever thread; not when the call has ended."""
+
+    def when_gone(self, on_gone: Callable[[], object]) -> None:
+        """``on_gone`` is called when the client is gone."""
+
+    def fail(self, error: HpsError) -> None: ...
+
+    def cancel(self) -> None:
+        """No more answers."""
+
+
 class Awaited:
     """The answer to a request that a thread waits for. Of a stream's requests, each uses it in turn."""
 

@@ -5,7 +5,6 @@ What is told of models is what HTTP tells of them: protobuf's JSON form of the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
@@ -17,6 +16,7 @@ from hps import __version__
 from hps.config.auth import Role
 from hps.errors import Unsupported
 from services.frontend.auth import Guard
+from services.frontend.grpc.behaviors import Behavior
 from services.frontend.grpc.callers import address_of, check
 from services.frontend.grpc.replies import Context
 from services.frontend.log_settings import change
@@ -26,8 +26,6 @@ from services.frontend.model_control import index, load, unload
 from services.frontend.state import State
 
 SERVICE = "inference.GRPCInferenceService"
-
-Behavior = Callable[[Any, Context], Any]
 
 
 def answering(guard: Guard, role: Role | None, behavior: Behavior) -> Behavior:

@@ -1,4 +1,4 @@
-"""One unary call, as `arrivals.py` takes it from grpc."""
+"""One call with one request, as `arrivals.py` takes it from grpc."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ NOTHING: Told = (None, ())
 
 
 class UnaryCall:
-    """A `Reply`, and its own context. What grpc tells of it, it tells on its own thread, by calling
-    ``_received``, ``_closed`` or ``_sent``; it is over when all that was asked of grpc has been told.
+    """A `Reply` and a `Pushed`, and its own context. What grpc tells of it, it tells on its own thread, by
+    calling ``_received``, ``_closed``, ``_pushed`` or ``_sent``; none of them raises, which would end that
+    thread. The call is over when it has its answer, or its client is gone, and all that was asked of grpc has
+    been told.
 
     grpc is asked whether the client is gone when the call has to wait, else with its answer.
     """
@@ -47,9 +49,11 @@ class UnaryCall:
         "_asked",
         "_event",
         "_has_answer",
+        "_has_headers",
+        "_is_gone",
         "_listens",
         "_lock",
-        "_waits_for",
+        "_on_gone",
         "behavior",
         "caller",
     )
@@ -61,9 +65,10 @@ class UnaryCall:
         self.caller: str | None = None
         self._lock = threading.Lock()  # of what follows
         self._asked = 0  # of grpc, and not told yet
-        self._has_answer = False
+        self._has_headers = self._has_answer = False
         self._listens = False  # whether grpc was asked to tell when the client is gone
-        self._waits_for: Future[Any] | None = None
+        self._is_gone = False
+        self._on_gone: Callable[[], object] | None = None
 
     # Its context.
 
@@ -90,28 +95,30 @@ class UnaryCall:
 
     def receive(self) -> None:
         """Have its request."""
-        self._asked = 1
+        with self._lock:
+            self._asked += 1
         operations = (cygrpc.ReceiveMessageOperation(0),)
         self._event.call.start_server_batch(operations, self._received)
 
     def _received(self, event: Any) -> Told:
         told = self._told()
         try:
-            if self._arrivals.has_come(self):  # else too late
+            if self._arrivals.has_come(self):
                 message = event.batch_operations[0].message()
                 if message is None:
                     self.abort(
                         cygrpc.StatusCode.unimplemented,
-                        f"{self._event.call_details.method!r} requires exactly one request message.",
+                        "the call requires exactly one request message",
                     )
                 else:
                     self.behavior.begin(message, self)
-        except BaseException:  # which would end the server's thread
+        except BaseException:
             self.failed()
         return told
 
     def go_on(self, work: Callable[[], None], size: int) -> None:
         if size > _LARGE:
+            self._listen()
             self._arrivals.apart(partial(self._do, work))
         else:
             work()
@@ -124,24 +131,68 @@ class UnaryCall:
             self.failed()
 
     def waits_for(self, future: Future[Any]) -> None:
-        self._waits_for = future
+        self.when_gone(future.cancel)
+
+    def when_gone(self, on_gone: Callable[[], object]) -> None:
+        """``on_gone`` is called when the client is gone, in place of what was to be called before."""
+        self._on_gone = on_gone
+        self._listen()
+        if self._is_gone:
+            self._on_gone = None
+            on_gone()
+
+    def _listen(self) -> None:
         with self._lock:
             if self._listens:
-                return  # it has its answer
+                return
             self._listens = True
             self._asked += 1
         operations = (cygrpc.ReceiveCloseOnServerOperation(0),)
         self._event.call.start_server_batch(operations, self._closed)
 
     def _closed(self, event: Any) -> Told:
-        if event.batch_operations[0].cancelled() and self._waits_for is not None:
-            self._waits_for.cancel()
-        return self._told()
+        if event.batch_operations[0].cancelled():
+            with self._lock:
+                self._has_answer = self._is_gone = True  # nobody waits for one
+        told = self._told()
+        on_gone, self._on_gone = self._on_gone, None
+        if self._is_gone and on_gone is not None:
+            try:
+                on_gone()
+            except BaseException:
+                log.exception("a call whose client is gone could not be stopped")
+        return told
+
+    def push(self, message: bytes, pushed: Callable[[], None]) -> None:
+        """Begin to send one of several answers, the only one under way, without waiting for who reads it.
+        ``pushed`` is called when it is gone, on the server's own thread; not when the call has ended. Such
+        calls are not counted among those that are taken."""
+        self._arrivals.left(self)
+        with self._lock:
+            if self._has_answer:
+                return
+            self._asked += 1
+            headers = () if self._has_headers else (_HEADERS,)
+            self._has_headers = True
+        operations = (*headers, cygrpc.SendMessageOperation(message, 0))
+        self._event.call.start_server_batch(operations, partial(self._pushed, pushed))
+
+    def _pushed(self, pushed: Callable[[], None], event: Any) -> Told:
+        told = self._told()
+        if event.success:
+            try:
+                pushed()
+            except BaseException:
+                self.failed()
+        return told
 
     # How it ends.
 
     def answer(self, message: bytes) -> None:
-        self._end((cygrpc.SendMessageOperation(message, 0), _OK, _HEADERS), len(message))
+        self._end((cygrpc.SendMessageOperation(message, 0), _OK), len(message))
+
+    def cancel(self) -> None:
+        self._event.call.cancel()
 
     def failed(self) -> None:
         """End after a fault of ours."""
@@ -154,30 +205,32 @@ class UnaryCall:
 
     def abort(self, code: Any, details: str, trailers: Trailers = None) -> None:
         """End with a status of grpc's, unless it has its answer."""
-        shown = details.encode()
+        shown = details.encode(errors="replace")
         if len(shown) > _MOST_DETAILS:
             # Trailers have a largest size, each byte of these may take three; beyond it clients get another
             # error.
             shown = shown[:_MOST_DETAILS].decode(errors="ignore").encode()
-        self._end((cygrpc.SendStatusFromServerOperation(trailers, code, shown, 0), _HEADERS))
+        self._end((cygrpc.SendStatusFromServerOperation(trailers, code, shown, 0),))
 
     def _end(self, operations: tuple[Any, ...], size: int = 0) -> None:
-        """Its one answer, of ``size`` bytes."""
+        """Its last answer, of ``size`` bytes, if anybody waits for it. The work is done, for whomever."""
         with self._lock:
-            if self._has_answer:
-                return
-            self._has_answer = True
-            self._asked += 1
-            if not self._listens:
+            is_late = self._has_answer
+            if not is_late:
+                self._has_answer = True
+                self._asked += 1
+                headers = () if self._has_headers else (_HEADERS,)
+                close = () if self._listens else (_CLOSE,)
                 self._listens = True
-                operations = (*operations, _CLOSE)
         # Before the client has its answer, who may ask again at once.
         self._arrivals.left(self)
+        if is_late:
+            return
         call = self._event.call
         sent: Callable[[Any], Any] = self._sent
         if size > NOTED:
             sent = self._arrivals.unsent.noted(call, size, sent)
-        call.start_server_batch(operations, sent)
+        call.start_server_batch((*headers, *operations, *close), sent)
 
     def _sent(self, _: Any) -> Told:
         return self._told()

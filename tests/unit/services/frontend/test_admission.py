@@ -162,7 +162,7 @@ def test_a_place_is_kept_for_who_is_expected(made):
     with pytest.raises(Overloaded, match=r"1 requests to 'm' wait already"):
         line.require_room()
     assert "1 requests to 'm' wait already" in str(line.expect(1))
-    first, second = (line.submit(call(known_as), FAR, expected=True) for known_as in "12")
+    first, second = (line.submit(call(known_as), FAR, expected=1) for known_as in "12")
     assert (line.running, line.waiting) == (1, 1)
     for future in (first, second):
         works.end()
@@ -174,18 +174,33 @@ def test_who_was_expected_is_not_refused_when_it_comes(made):
     works, line, *_ = made(queue=0)
     assert line.expect(1) is None
     line.admit(lambda: works.submit(call("other"), FAR), 1, FAR)  # answered where it came
-    waits = line.submit(call("expected"), FAR, expected=True)
+    waits = line.submit(call("expected"), FAR, expected=1)
     assert line.waiting == 1
     works.end()
     works.end()
     assert waits.result(0) == "expected"
 
 
+def test_the_bytes_of_the_expected_are_held(made):
+    _, line, shared, _ = made(running=2, queue_bytes=100 * 2**20)
+    mib = [n * 2**20 for n in range(101)]
+    assert line.expect(mib[80]) is None
+    assert f"hold {mib[80]} bytes" in str(line.expect(mib[80]))
+    line.submit(call(size=mib[80]), FAR, expected=mib[80])
+    assert shared.room.held == 0
+    line.submit(call(), FAR)
+    assert [line.expect(mib[40]), line.expect(mib[40])] == [None, None]
+    with pytest.raises(Overloaded, match=f"hold {mib[40]} bytes"):  # larger than its message
+        line.submit(call(size=mib[90]), FAR, expected=mib[40])
+    line.forget(mib[40])
+    assert shared.room.held == 0
+
+
 def test_one_that_does_not_come_gives_its_place_back(made):
     _, line, *_ = made(queue=0)
     assert line.expect(1) is None
     assert line.expect(1) is not None
-    line.forget()
+    line.forget(1)
     assert line.expect(1) is None
 
 

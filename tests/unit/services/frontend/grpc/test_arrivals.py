@@ -13,8 +13,9 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2 as pb
 
+from hps.errors import BadRequest
 from services.frontend.grpc import arrivals as module
-from services.frontend.grpc import inside, unary
+from services.frontend.grpc import inside, port, unary
 from services.frontend.grpc import unsent as unsent_module
 from services.frontend.grpc.service import SERVICE
 from tests.support.http2_client import Http2Client
@@ -27,16 +28,15 @@ def test_grpc_is_as_expected():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("_EXPECTED", {"_none": ["state"]}),
-        ("_SERVER", {"none"}),
-        ("_CALL", {"none"}),
-        ("_TOLD", "event.tag.none(event)"),
-    ],
+    ("name", "value"), [("_STATE", {"none"}), ("_TOLD", "event.tag.none(event)")]
 )
 def test_grpc_is_not_as_expected(monkeypatch, name, value):
     monkeypatch.setattr(inside, name, value)
+    assert not inside._known()
+
+
+def test_grpc_lacks_what_is_expected(monkeypatch):
+    monkeypatch.delattr(inside._server, "_process_event_and_continue")
     assert not inside._known()
 
 
@@ -68,6 +68,28 @@ def test_without_what_is_known_of_grpc_calls_run_on_threads(serve, monkeypatch):
         assert client.is_server_live()
         with pytest.raises(triton.InferenceServerException, match="NOT_FOUND"):
             client.infer("none", [keys("left", 1)])
+        with pytest.raises(triton.InferenceServerException, match="NOT_FOUND"):
+            client.get_model_metadata("none")
+
+
+def test_without_it_many_calls_without_a_request_leave_health_its_threads(serve, monkeypatch):
+    monkeypatch.setattr(inside, "KNOWN", False)
+    gate = threading.Event()
+
+    def nothing():
+        gate.wait(60)
+        yield from ()
+
+    with grpc.insecure_channel(serve().server.url) as channel:
+        waiting = [
+            channel.stream_unary(f"/{SERVICE}/ModelInfer").future(nothing()) for _ in range(20)
+        ]
+        assert channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=60) == b"\x08\x01"
+        watched = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"")
+        assert next(watched) == b"\x08\x01"
+        watched.cancel()
+        gate.set()
+        assert all(call.exception(timeout=60) for call in waiting)
 
 
 @pytest.mark.parametrize("method", ["ModelInfer", "ServerLive"])
@@ -149,7 +171,8 @@ def test_refused_calls_are_over(serve, key_guard, method):
                 channel.unary_unary(f"/{SERVICE}/{method}")(b"", timeout=60)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
     until(lambda: not running.server._server._state.rpc_states)
-    assert not any(running.server.arrivals._open.values())
+    assert not running.server.arrivals.requests.open
+    assert not running.server.arrivals.beside.open
 
 
 def test_a_message_that_is_none(serve):
@@ -171,7 +194,7 @@ def test_a_fault_of_ours_does_not_end_the_server(serve, small, monkeypatch):
 
 def test_calls_that_ended_are_not_counted_any_more(serve, small):
     server = serve()
-    state, requests = server.server._server._state, server.server.arrivals._open[False]
+    state, requests = server.server._server._state, server.server.arrivals.requests.open
     small.store.gate.clear()
     with triton.InferenceServerClient(server.server.url) as client:
         client.infer("words.lookup", [keys("left", 1)])
@@ -180,9 +203,10 @@ def test_calls_that_ended_are_not_counted_any_more(serve, small):
         left = client.async_infer("words.lookup", [keys("left", 12)], lambda result, error: None)
         until(lambda: requests)
         left.cancel()
-        until(lambda: not requests)
+        until(lambda: not state.rpc_states)
+        assert requests  # somebody still works for it
         small.store.gate.set()
-    until(lambda: not state.rpc_states)
+        until(lambda: not requests)
 
 
 SERVER = """
@@ -225,7 +249,7 @@ def test_calls_without_a_request_hold_up_nobody_and_end(serve, monkeypatch):
         gate.wait(60)
         yield from ()
 
-    health = "/grpc.health.v1.Health/Check"
+    health, watch = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
     reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
     with (
         grpc.insecure_channel(server.server.url) as channel,
@@ -235,6 +259,7 @@ def test_calls_without_a_request_hold_up_nobody_and_end(serve, monkeypatch):
             channel.stream_unary(method).future(nothing())
             for method in [health] * 20 + [f"/{SERVICE}/ModelInfer"] * 20
         ]
+        unasked = [channel.stream_stream(watch)(nothing()) for _ in range(40)]
         watching = [channel.stream_stream(reflection)(nothing()) for _ in range(20)]
         assert client.is_server_live()
         check = channel.unary_unary(health)
@@ -244,9 +269,85 @@ def test_calls_without_a_request_hold_up_nobody_and_end(serve, monkeypatch):
             with pytest.raises(grpc.RpcError) as caught:
                 call.result(60)
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        for stream in unasked:
+            assert stream.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         gate.set()
         for stream in watching:
             stream.cancel()
+
+
+def test_calls_that_wait_for_their_requests_take_no_room_of_healths(serve, monkeypatch):
+    monkeypatch.setattr(port, "_REQUESTS", 6)
+    monkeypatch.setattr(port, "_BESIDE", 2)
+    url, gate = serve().server.url, threading.Event()
+
+    def nothing():
+        gate.wait(60)
+        yield from ()
+
+    health = "/grpc.health.v1.Health/Check"
+    with grpc.insecure_channel(url) as channel, triton.InferenceServerClient(url) as client:
+        waiting = [channel.stream_unary(health).future(nothing()) for _ in range(7)]
+        assert channel.unary_unary(health)(b"", timeout=60) == b"\x08\x01"
+        client.infer("words.lookup", [keys("left", 1)])
+        waiting += [channel.stream_unary(health).future(nothing()) for _ in range(9)]
+        until(lambda: sum(call.done() for call in waiting) == 8)
+        refused = [call for call in waiting if call.done()]
+        assert {call.code() for call in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        gate.set()
+
+
+def test_a_call_whose_work_cannot_be_stopped_does_not_end_the_server(serve, small, monkeypatch):
+    server = serve()
+
+    def broken(*_):
+        raise RuntimeError("broken")
+
+    small.store.gate.clear()
+    with triton.InferenceServerClient(server.server.url) as client:
+        monkeypatch.setattr(unary.UnaryCall, "waits_for", lambda self, _: self.when_gone(broken))
+        left = client.async_infer("words.lookup", [keys("left", 12)], lambda result, error: None)
+        until(lambda: server.server.arrivals.requests.open)
+        left.cancel()
+        until(lambda: not server.server._server._state.rpc_states)
+        small.store.gate.set()
+        client.infer("words.lookup", [keys("left", 1)])
+
+
+def test_what_cannot_be_told_of_a_fault_is_told_as_far_as_it_can(serve, monkeypatch):
+    server = serve()
+
+    def broken(*_, **_only):
+        raise BadRequest("lone: \udcff")
+
+    monkeypatch.setattr("services.frontend.grpc.service.index", broken)
+    with (
+        triton.InferenceServerClient(server.server.url) as client,
+        pytest.raises(triton.InferenceServerException, match=r"INVALID_ARGUMENT.*lone: \?"),
+    ):
+        client.get_model_repository_index(client_timeout=60)
+    until(lambda: not server.server.arrivals.beside.open)
+
+
+def test_a_stranger_is_refused_by_what_was_found_of_him(serve, key_guard, small, monkeypatch):
+    """His call is not made when his key becomes good meanwhile."""
+    url, made = serve(key_guard).server.url, []
+    monkeypatch.setattr("services.frontend.grpc.service.load", lambda *args: made.append(args))
+    check = key_guard.check
+    asked = []
+
+    def once(*args):
+        asked.append(1)
+        if len(asked) == 1:
+            return check(*args)
+        return "somebody"
+
+    monkeypatch.setattr(key_guard, "check", once)
+    with grpc.insecure_channel(url) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.unary_unary(f"/{SERVICE}/RepositoryModelLoad")(b"", timeout=60)
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert made == []
 
 
 def test_large_requests_do_not_hold_up_the_servers_thread(serve, small, monkeypatch):

@@ -21,6 +21,7 @@ from hps.v1.lookup_pb2 import ServingRequest
 from services.frontend.grpc import port as port_module
 from services.frontend.state import State
 from tests.support.waiting import until
+from tests.unit.services.frontend.grpc.test_overload import predict
 
 CLIENTS, CALLS = 6, 40
 # What a client has to say to be told that a server is not ready any more.
@@ -199,6 +200,36 @@ def test_our_client_asks_again_where_a_call_was_cut_off(serve):
         first.join()
     for client in clients:
         client.close()
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("beside", [False, True])
+def test_work_that_cannot_be_stopped_does_not_hold_up_the_end(
+    slow, serve, monkeypatch, at_once, beside
+):
+    running = serve(drain_s=60.0 if at_once else 0.2)
+    began, leave = threading.Event(), threading.Event()
+
+    def stuck(*_, **_only):
+        began.set()
+        leave.wait(60)
+        return []
+
+    monkeypatch.setattr("services.frontend.grpc.service.index", stuck)
+    with grpc.insecure_channel(running.server.url) as channel:
+        stub = GRPCInferenceServiceStub(channel)
+        if beside:
+            call = stub.RepositoryIndex.future(pb.RepositoryIndexRequest(), timeout=600)
+            assert began.wait(60)
+        else:
+            call = stub.ModelInfer.future(predict(), timeout=600)
+            until(lambda: slow.runs)
+        running.stop()
+        running.stop(at_once=at_once)
+        running.join()
+        assert call.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
+    leave.set()
+    slow.leave.set()
 
 
 def test_who_watches_its_health_does_not_hold_up_the_end(serve):
