@@ -22,6 +22,7 @@ import pytest
 
 import hps
 from benchmarks.peers.hps_server import Hps, start_hps
+from benchmarks.peers.perf_analyzer import perf_analyzer
 from hps.client import Admin, Client, Tls
 from hps.errors import Unsupported
 from hps.native import COMPILED
@@ -168,6 +169,21 @@ def test_grpc_is_answered_by_workers_too(server):
 def _count(client: Any) -> int:
     told = client.get_inference_statistics("words.lookup", as_json=True)
     return int(told["model_stats"][0]["inference_stats"]["success"].get("count", 0))
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_perf_analyzer_reads_the_statistics_of_all(server, perf_analyzer_ready, protocol):
+    tritonclient = pytest.importorskip("tritonclient.grpc")
+    address = server.grpc if protocol == "grpc" else server.address
+    with tritonclient.InferenceServerClient(server.grpc) as client:
+        before = _count(client)
+        row = perf_analyzer(
+            address, "words.lookup", [], "--shape", "word:26", protocol=protocol, concurrency=8
+        )
+        assert _count(client) - before >= 200
+    assert row["Inferences/Second"] > 10
+    # By the servers' statistics, which it takes differences of, from whichever worker.
+    assert row["Server Compute Infer"] > 0
 
 
 def test_every_worker_tells_the_sums_of_all(server):

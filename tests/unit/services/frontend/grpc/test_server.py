@@ -165,6 +165,30 @@ def test_errors_have_codes_and_name_the_mend(client, small):
         assert "is not offered" in message
 
 
+def test_every_call_that_is_not_offered_says_so(serve):
+    methods = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods
+    refusing = set()
+    with grpc.insecure_channel(serve().server.url) as channel:
+        for method in {each.name for each in methods} - {"ModelStreamInfer"}:
+            try:
+                channel.unary_unary(f"/{SERVICE}/{method}")(b"", timeout=60)
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    refusing.add(method)
+    # Traces and CUDA regions are never offered, others by `server.shared_memory` and `server.model_control`.
+    assert refusing == {
+        "TraceSetting",
+        "CudaSharedMemoryRegister",
+        "CudaSharedMemoryStatus",
+        "CudaSharedMemoryUnregister",
+        "RepositoryModelLoad",
+        "RepositoryModelUnload",
+        "SystemSharedMemoryRegister",
+        "SystemSharedMemoryStatus",
+        "SystemSharedMemoryUnregister",
+    }
+
+
 def test_failures_are_counted(client, small):
     refused(client.infer, "nope", [keys("left", 1)])
     client.infer("words.lookup", [keys("left", 1)])
