@@ -143,9 +143,10 @@ class Line:
                 self._room.add(size)
             return refusal
 
-    def require_bytes(self, size: int) -> None:
-        """Raises ``Overloaded`` when a request that is expected may not wait with ``size`` bytes more."""
-        self._room.require(size)
+    def require_bytes(self, size: int, expected: int) -> None:
+        """Raises ``Overloaded`` when a request that is expected with ``expected`` bytes may not wait with
+        ``size`` more."""
+        self._room.require(size, expected)
 
     def forget(self, size: int) -> None:
         """One of ``size`` bytes that was expected does not come."""
@@ -186,7 +187,7 @@ class Line:
 
     def submit(self, call: Call, deadline: float, *, expected: int | None = None) -> Future[Any]:
         """See ``Endpoint.submit``. Raises ``Overloaded`` when the request may not wait; one that was
-        ``expected``, with so many bytes, has its place."""
+        ``expected``, with so many bytes, has its place, but may have more bytes than its message had."""
         if self.running < self.most_running and not self._line:
             if expected is None and not self._endpoint.is_long:
                 return self._began(self._endpoint.submit(call, deadline))
@@ -254,11 +255,13 @@ class Line:
         expected: int | None = None,
     ) -> Future[Any]:
         with self._lock:
-            self._has_come(expected)
-            if expected is None:
-                self.require_room(size)
-            else:
-                self._room.require(size)
+            try:
+                if expected is None:
+                    self.require_room(size)
+                else:
+                    self._room.require(size - expected, expected)
+            finally:
+                self._has_come(expected)
             waiting = _Waiting(self, start, deadline, size)
             self._line.append(waiting)
             self._room.add(size)

@@ -101,20 +101,26 @@ class Expiry:
 
     def _next_s(self) -> float:
         """Until the first is due."""
-        found = self._line[0]() if self._line else None
-        left_s = self._after_s
-        if found is not None:
-            left_s += found.since - time.monotonic()
+        if not self._line:
+            return self._after_s
+        found = self._line[0]()
+        left_s = 0.0 if found is None else found.since + self._after_s - time.monotonic()
         return max(_LEAST_S, left_s)
 
     def _end_late(self) -> bool:
+        # A thread that ends may look once more while another does already: each has what it takes.
         while self._line:
-            found = self._line[0]()
-            if found is not None and not found.has_ended:
-                if found.since + self._after_s > time.monotonic():
-                    return True
-                _expire(found)
-            self._line.popleft()
+            try:
+                first = self._line.popleft()
+            except IndexError:
+                break
+            found = first()
+            if found is None or found.has_ended:
+                continue
+            if found.since + self._after_s > time.monotonic():
+                self._line.appendleft(first)
+                return True
+            _expire(found)
         return False
 
 

@@ -103,15 +103,16 @@ class OnThreads(Direct):
 
 class Pushing(Direct):
     """Answers a call several times, whenever there is something to tell. It keeps no thread, whether its
-    client reads or not."""
+    client reads or not, but where grpc runs it: one of ``pool`` then, while the client does not read."""
 
     role = None
     beside = True
     experimental_non_blocking = True
     """Grpc's name for what returns before it has answered."""
 
-    def __init__(self, begin: Callable[[bytes, Pushed], None]) -> None:
+    def __init__(self, begin: Callable[[bytes, Pushed], None], pool: ThreadPoolExecutor) -> None:
         super().__init__(begin)  # type: ignore[arg-type]  # a UnaryCall is both
+        self.experimental_thread_pool = pool
 
     def __call__(  # type: ignore[override]
         self, message: bytes, context: grpc.ServicerContext, send_response_callback: Send
@@ -135,7 +136,9 @@ class _Sent:
             on_gone()
 
     def fail(self, error: HpsError) -> None:
-        self._context.set_code(ending_of(error).code)
+        ending = ending_of(error)
+        self._context.set_trailing_metadata(ending.trailers or ())
+        self._context.set_code(ending.code)
         self._context.set_details(str(error))
         self._send(None)
 

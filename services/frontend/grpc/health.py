@@ -17,7 +17,7 @@ from typing import Any
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
-from hps.errors import BadRequest, NotFound
+from hps.errors import BadRequest, NotFound, Unavailable
 from services.frontend.errors import TooManyRequests
 from services.frontend.grpc.behaviors import Pushing
 from services.frontend.grpc.replies import Pushed
@@ -37,14 +37,15 @@ class Health:
         pool: ThreadPoolExecutor,
         names: Sequence[str] = ("", SERVICE),
     ) -> None:
-        """``pool`` answers; a watcher keeps none of its threads, whether it reads what it is told or not.
+        """``pool`` answers; a watcher keeps none of its threads, whether it reads what it is told or not
+        (`Pushing`).
         ``names``: of the services; "" is the server."""
         self._state, self._names, self._pool = state, names, pool
-        self._stopped = False
+        self._stopped = self._ended = False
         self._watchers: set[_Watcher] = set()
         self.servicer = HealthServicer()
         self.servicer.Check = self._check
-        self.servicer.Watch = Pushing(self._watch)
+        self.servicer.Watch = Pushing(self._watch, pool)
         state.watch_phase(self._tell)
 
     def stop(self) -> None:
@@ -54,6 +55,7 @@ class Health:
 
     def end(self) -> None:
         """Who watches has been told: a server that ends would wait for them."""
+        self._ended = True
         for watcher in list(self._watchers):
             watcher.end()
 
@@ -88,6 +90,9 @@ class Health:
         watcher = _Watcher(self, service, call)
         self._watchers.add(watcher)
         call.when_gone(partial(self._watchers.discard, watcher))
+        if self._ended:  # perhaps after it was looked whom to tell
+            call.fail(Unavailable("the server is shutting down; ask another replica"))
+            return
         watcher.tell()
 
 

@@ -160,7 +160,7 @@ class Inference:
         """Hand on a request that there is room for: a place, where so many bytes are ``expected``."""
         endpoint = route.entry.endpoint
         try:
-            call = self._read(message, to, route, reply)
+            call = self._read(message, to, route, reply, expected)
             parsed = perf_counter_ns()
             identify(call, route.entry.name, reply.context, started, self._state.observer)
             deadline = deadline_of(reply.context, call.form.timeout_us * 1e-6 or self._timeout_s)
@@ -177,13 +177,15 @@ class Inference:
         end = partial(self._end, reply, route, call, started, parsed)
         self._pending.add(future, deadline, reply, end)
 
-    def _read(self, message: bytes, to: Address, route: Route, reply: Reply) -> GrpcCall:
+    def _read(
+        self, message: bytes, to: Address, route: Route, reply: Reply, expected: int | None
+    ) -> GrpcCall:
         """The request, with the inputs that are in shared memory."""
         call = route.parser.parse(message, to)
         if (elsewhere := call.form.elsewhere) is not None:
             endpoint = route.entry.endpoint
-            if endpoint.is_long:
-                endpoint.require_bytes(elsewhere.size)
+            if expected is not None:
+                endpoint.require_bytes(elsewhere.size, expected)
             elif endpoint.is_busy:
                 endpoint.require_room(elsewhere.size)
             call.inputs.update(self._state.regions.take(elsewhere, address_of(reply.context)))

@@ -52,7 +52,7 @@ class Pushed(Protocol):
         whichever thread; not when the call has ended."""
 
     def when_gone(self, on_gone: Callable[[], object]) -> None:
-        """``on_gone`` is called when the client is gone."""
+        """``on_gone`` is called when the client is gone, or has its last answer."""
 
     def fail(self, error: HpsError) -> None: ...
 

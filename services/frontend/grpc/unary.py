@@ -134,7 +134,8 @@ class UnaryCall:
         self.when_gone(future.cancel)
 
     def when_gone(self, on_gone: Callable[[], object]) -> None:
-        """``on_gone`` is called when the client is gone, in place of what was to be called before."""
+        """``on_gone`` is called when the client is gone or has its last answer, in place of what was to be
+        called before."""
         self._on_gone = on_gone
         self._listen()
         if self._is_gone:
@@ -154,9 +155,11 @@ class UnaryCall:
         if event.batch_operations[0].cancelled():
             with self._lock:
                 self._has_answer = self._is_gone = True  # nobody waits for one
+        else:
+            self._is_gone = True  # with its answer
         told = self._told()
         on_gone, self._on_gone = self._on_gone, None
-        if self._is_gone and on_gone is not None:
+        if on_gone is not None:
             try:
                 on_gone()
             except BaseException:
@@ -192,6 +195,7 @@ class UnaryCall:
         self._end((cygrpc.SendMessageOperation(message, 0), _OK), len(message))
 
     def cancel(self) -> None:
+        self._listen()  # by that it is over
         self._event.call.cancel()
 
     def failed(self) -> None:

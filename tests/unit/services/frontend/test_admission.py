@@ -190,9 +190,23 @@ def test_the_bytes_of_the_expected_are_held(made):
     assert shared.room.held == 0
     line.submit(call(), FAR)
     assert [line.expect(mib[40]), line.expect(mib[40])] == [None, None]
-    with pytest.raises(Overloaded, match=f"hold {mib[40]} bytes"):  # larger than its message
+    with pytest.raises(Overloaded, match=f"hold {mib[80]} bytes"):  # larger than its message
         line.submit(call(size=mib[90]), FAR, expected=mib[40])
     line.forget(mib[40])
+    assert shared.room.held == 0
+
+
+def test_an_expected_request_larger_than_all_there_is_may_come_alone(made):
+    works, line, shared, _ = made(queue_bytes=2**20)
+    assert line.expect(200) is None
+    line.require_bytes(2**21, 200)  # in shared memory
+    line.submit(call(size=2**21), FAR, expected=200)
+    assert line.expect(200) is None
+    waits = line.submit(call("large", size=2**21), FAR, expected=200)
+    assert shared.room.held == 2**21
+    works.end()
+    works.end()
+    assert waits.result(0) == "large"
     assert shared.room.held == 0
 
 
@@ -446,6 +460,34 @@ def test_one_that_cannot_be_refused_does_not_keep_the_others(caplog):
     until(lambda: good.expired)
     assert broken.expired
     assert "could not be refused" in caplog.text
+
+
+class Stays:
+    has_ended, expired = False, False
+
+    def __init__(self, since):
+        self.since = since
+
+    def expire(self):
+        self.expired = True
+
+
+def test_who_is_due_is_not_missed_for_one_that_is_gone():
+    expiry = Expiry(1000.0)
+    expiry._looking = SimpleNamespace(begin=lambda: None)
+    assert expiry._next_s() == 1000.0
+    now = time.monotonic()
+    gone, late, early = Stays(now - 900), Stays(now - 2000), Stays(now)
+    for each in (gone, late, early):
+        expiry.add(each)
+    assert 50 < expiry._next_s() < 150
+    del each, gone
+    assert expiry._next_s() < 1
+    assert expiry._end_late()
+    assert (late.expired, early.expired) == (True, False)
+    assert 900 < expiry._next_s() <= 1000
+    early.has_ended = True
+    assert not expiry._end_late()
 
 
 def test_deadlines_hold_in_the_line(made):

@@ -479,6 +479,21 @@ def test_watchers_who_read_nothing_hold_up_nobody(serve, small):
     until(lambda: not watching)
 
 
+def test_who_begins_to_watch_a_server_that_ends_does_not_hold_it_up(serve):
+    server = serve()
+    health = server.server._health
+    health.stop()
+    health.end()
+    with grpc.insecure_channel(server.server.url) as channel:
+        said = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(), timeout=60
+        )
+        with pytest.raises(grpc.RpcError) as caught:
+            next(said)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    until(lambda: not health._watchers)
+
+
 def test_watchers_have_a_largest_number(serve, monkeypatch):
     monkeypatch.setattr(health_module, "WATCHERS", 1)
     with grpc.insecure_channel(serve().server.url) as channel:
