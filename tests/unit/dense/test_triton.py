@@ -10,13 +10,20 @@ import time
 import weakref
 from base64 import b64encode
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.shared_memory import SharedMemory
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.service_pb2_grpc import (
+    GRPCInferenceServiceServicer,
+    add_GRPCInferenceServiceServicer_to_server,
+)
 from tritonclient.utils import InferenceServerException
 
 from hps.config.dense_settings import DenseSettings, TritonSettings
@@ -604,3 +611,88 @@ def test_half_an_answer_is_a_server_that_is_gone(answer):
         with pytest.raises(Unreachable):
             transport.infer([("x", "FP32", rows(1)["x"])], ["y"], 60)
         transport.close()
+
+
+class Cut:
+    """One connection at a time to ``port``, until it is `cut`."""
+
+    def __init__(self, port: int) -> None:
+        self._port, self._ends = port, []
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listening.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._accept)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            with suppress(OSError):
+                here, _ = self._listening.accept()
+                there = socket.create_connection(("127.0.0.1", self._port))
+                self._ends = [here, there]
+                pairs = (here, there), (there, here)
+                threads = [threading.Thread(target=self._pass, args=pair) for pair in pairs]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                continue
+            return
+
+    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+        self.cut()
+
+    def cut(self) -> None:
+        for end in self._ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def close(self) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        self.cut()
+        self._thread.join(60)
+
+
+def test_a_connection_that_is_lost_in_a_call_is_a_server_that_is_gone():
+    """And the next call has another connection."""
+    calls: list[int] = []
+
+    class Service(GRPCInferenceServiceServicer):
+        def ModelInfer(self, request, context):
+            calls.append(1)
+            if len(calls) == 1:
+                relay.cut()
+            answer = pb.ModelInferResponse(model_name="n")
+            answer.outputs.add(name="y", datatype="FP32", shape=[1, 2])
+            answer.raw_output_contents.append(rows(2)["x"].tobytes())
+            return answer
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    add_GRPCInferenceServiceServicer_to_server(Service(), server)
+    relay = Cut(server.add_insecure_port("127.0.0.1:0"))
+    server.start()
+    transport = GrpcTransport(relay.address, "n", "", channels=1)
+    try:
+        with pytest.raises(Unreachable):
+            transport.infer([("x", "FP32", rows(1)["x"])], ["y"], 60)
+        found = _retried(lambda: transport.infer([("x", "FP32", rows(1)["x"])], ["y"], 60))
+        assert found["y"].tolist() == [[2, 2]]
+        assert len(calls) == 2
+    finally:
+        transport.close()
+        relay.close()
+        server.stop(None)
+
+
+def _retried(call: Callable[[], Any]) -> Any:
+    """Its client may have the lost connection a moment longer."""
+    for _ in range(100):
+        try:
+            return call()
+        except Unreachable:
+            time.sleep(0.05)
+    raise AssertionError("it stayed unreachable")
