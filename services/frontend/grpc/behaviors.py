@@ -114,10 +114,10 @@ class Pushing(Direct):
         super().__init__(begin)  # type: ignore[arg-type]  # a UnaryCall is both
         self.experimental_thread_pool = pool
 
-    def __call__(  # type: ignore[override]
+    def __call__(  # type: ignore[override]  # several answers
         self, message: bytes, context: grpc.ServicerContext, send_response_callback: Send
     ) -> None:
-        self.begin(message, _Sent(context, send_response_callback))  # type: ignore[arg-type]
+        self.begin(message, _Sent(context, send_response_callback))  # type: ignore[arg-type]  # as above
 
 
 class _Sent:
