@@ -3,36 +3,19 @@
 Each name has a line of its own, so that one model's load does not hold up another's requests. What needs
 nobody else's time, such as a lookup of rows in memory, is answered where it comes and stands in no line;
 health, metadata and administration never do.
-
-A request is refused when it comes rather than after a wait: where it would wait for longer than it may, if
-those under way take as long as others have of late, it costs least then and its client can still ask
-elsewhere.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from concurrent.futures import CancelledError, Future
-from functools import partial
-from typing import Any
+from collections.abc import Container, Iterable
 
 from hps import metric_names as m
 from hps.config.admission_settings import AdmissionSettings
-from hps.errors import DeadlineExceeded, Unavailable
 from hps.metrics import Metrics
-from services.frontend.call import Call
 from services.frontend.clients import Clients
-from services.frontend.datatypes import InputRule
-from services.frontend.endpoints import Endpoint, Output
-from services.frontend.errors import Overloaded
+from services.frontend.endpoints import Endpoint
+from services.frontend.line import Line
 from services.frontend.room import Expiry, Room
-from services.frontend.statistics import execution, queued_ns
-
-# How much of what is known of the work's time the latest makes up.
-_LATEST = 0.1
 
 
 class Admission:
@@ -51,7 +34,14 @@ class Admission:
 
     def line(self, endpoint: Endpoint, running: int, metrics: Metrics) -> Line:
         """``endpoint`` behind a line; ``running`` where the settings leave it open."""
-        line = Line(endpoint, self._settings, self._settings.running or running, self, metrics)
+        line = Line(
+            endpoint,
+            self._settings,
+            self._settings.running or running,
+            self.room,
+            self.expiry,
+            metrics,
+        )
         self._lines[endpoint.name] = line
         if metrics is not self._published:
             self._published = metrics
@@ -67,331 +57,3 @@ class Admission:
 
     def _each(self, what: str) -> Iterable[tuple[tuple[str, ...], float]]:
         return [((name,), getattr(line, what)) for name, line in list(self._lines.items())]
-
-
-class Line:
-    """An `Endpoint` whose requests wait while as many are worked at as may be. Any thread may call it."""
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        settings: AdmissionSettings,
-        running: int,
-        shared: Admission,
-        metrics: Metrics,
-    ) -> None:
-        self.name = endpoint.name
-        self.version = endpoint.version
-        self.raw_input = endpoint.raw_input
-        self.is_long = endpoint.is_long
-        self._endpoint = endpoint
-        self.most_running = running
-        self._most_waiting = settings.queue
-        self._max_wait_s = settings.max_wait_ms / 1e3
-        self._too_long = (
-            f"overloaded: a request to '{self.name}' would wait longer than {settings.max_wait_ms:g} ms "
-            "(server.admission.max_wait_ms); retry later, or ask another replica"
-        )
-        self._room = shared.room
-        self._expiry = shared.expiry
-        self._observe = metrics.histogram(m.QUEUE_SECONDS, endpoint.name).observe
-        self._line: deque[_Waiting] = deque()
-        self._lock = threading.Lock()
-        self.running = 0
-        self._expected = 0
-        # When those under way began, and how long one takes. Which of them has ended is not looked at: the
-        # first mostly has, and the sum of their times is the same.
-        self._begun: list[float] = []
-        self._work_s = 0.0
-        # The same with those that are over when they begin, as what waits may be.
-        self._turn_s = 0.0
-
-    @property
-    def waiting(self) -> int:
-        """Requests in the line."""
-        return len(self._line)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether as many requests are worked at as may be, with those that are expected."""
-        return self.running + self._expected >= self.most_running
-
-    @property
-    def rules(self) -> Mapping[str, InputRule]:
-        return self._endpoint.rules
-
-    def outputs(self, call: Call, result: Any) -> list[Output]:
-        """See ``Endpoint.outputs``."""
-        return self._endpoint.outputs(call, result)
-
-    def require_room(self, size: int = 0) -> None:
-        """Raises ``Overloaded`` when a request of ``size`` bytes would be refused now."""
-        refusal = self.refusal(size)
-        try:
-            if refusal is not None:
-                raise refusal
-        finally:
-            del refusal  # it knows this frame, and those that hold the request
-
-    def expect(self, size: int) -> Overloaded | None:
-        """Keep a place for a request of ``size`` bytes that another thread reads first, and then hands to
-        `submit` as ``expected``, or `forget`s; or what it is refused with. Requests that came meanwhile would
-        be read in vain."""
-        with self._lock:
-            if (refusal := self.refusal(size)) is None:
-                self._expected += 1
-                self._room.add(size)
-            return refusal
-
-    def require_bytes(self, size: int, expected: int) -> None:
-        """Raises ``Overloaded`` when a request that is expected with ``expected`` bytes may not wait with
-        ``size`` more."""
-        self._room.require(size, expected)
-
-    def forget(self, size: int) -> None:
-        """One of ``size`` bytes that was expected does not come."""
-        with self._lock:
-            self._has_come(size)
-
-    def _has_come(self, size: int | None) -> None:
-        """One has that was expected, if it was."""
-        if size is not None:
-            self._expected -= 1
-            self._room.add(-size)
-
-    def refusal(self, size: int = 0) -> Overloaded | None:
-        """What `require_room` raises, if it does: to be told costs less than to catch it."""
-        ahead = len(self._line) + self._expected
-        waiting = ahead - max(0, self.most_running - self.running)
-        if waiting >= self._most_waiting and self.is_busy:
-            return Overloaded(
-                f"overloaded: Exceeds maximum queue size ({waiting} requests to '{self.name}' wait already, "
-                "server.admission.queue); retry later, or ask another replica",
-                "queue_full",
-            )
-        if self._wait_s(ahead) > self._max_wait_s:
-            return Overloaded(self._too_long, "queue_wait")
-        return self._room.refusal(size)
-
-    def _wait_s(self, ahead: int) -> float:
-        """How long a request would wait behind ``ahead`` others in the line."""
-        begun = (*self._begun,)  # others end meanwhile
-        ahead -= max(0, self.most_running - len(begun))
-        if ahead < 0:
-            return 0.0
-        rounds, place = divmod(ahead, self.most_running)
-        left_s = self._work_s  # of one that is about to begin
-        if place < len(begun):
-            left_s = max(0.0, begun[place] + self._work_s - time.monotonic())
-        return left_s + rounds * self._turn_s
-
-    def submit(self, call: Call, deadline: float, *, expected: int | None = None) -> Future[Any]:
-        """See ``Endpoint.submit``. Raises ``Overloaded`` when the request may not wait; one that was
-        ``expected``, with so many bytes, has its place, but may have more bytes than its message had."""
-        if self.running < self.most_running and not self._line:
-            if expected is None and not self._endpoint.is_long:
-                return self._began(self._endpoint.submit(call, deadline))
-            if self._has_entered(expected):
-                return self._submitted(call, deadline)
-        size = sum(array.nbytes for array in call.inputs.values())
-        start = partial(self._endpoint.submit, call, deadline)
-        return self._wait(start, size, deadline, expected=expected)
-
-    def admit(self, start: Callable[[], Future[Any]], size: int, deadline: float) -> Future[Any]:
-        """As ``submit`` for another kind of request, of ``size`` bytes, which ``start`` begins."""
-        if self.running < self.most_running and not self._line:
-            return self._began(start())
-        return self._wait(start, size, deadline)
-
-    def _has_entered(self, expected: int | None) -> bool:
-        with self._lock:
-            if self._line or self.running >= self.most_running:
-                return False
-            self._has_come(expected)
-            self._enter()
-            return True
-
-    def _submitted(self, call: Call, deadline: float) -> Future[Any]:
-        """What the endpoint makes of a request that counts as running."""
-        try:
-            work = self._endpoint.submit(call, deadline)
-        except BaseException:
-            self._leave_at_once()
-            self._begin()
-            raise
-        work.add_done_callback(self._end)
-        return work
-
-    def _began(self, work: Future[Any]) -> Future[Any]:
-        if not work.done():
-            with self._lock:
-                self._enter()
-            work.add_done_callback(self._end)
-        return work
-
-    def _enter(self) -> None:
-        self.running += 1
-        self._begun.append(time.monotonic())
-
-    def _leave(self) -> None:
-        self.running -= 1
-        took_s = time.monotonic() - self._begun.pop(0)
-        self._work_s += _LATEST * (took_s - self._work_s)
-        self._turn_s += _LATEST * (took_s - self._turn_s)
-
-    def _leave_at_once(self) -> None:
-        """One that had entered took no time."""
-        with self._lock:
-            self.running -= 1
-            self._begun.pop()
-            self._turn_s -= _LATEST * self._turn_s
-
-    def _wait(
-        self,
-        start: Callable[[], Future[Any]],
-        size: int,
-        deadline: float,
-        *,
-        expected: int | None = None,
-    ) -> Future[Any]:
-        with self._lock:
-            try:
-                if expected is None:
-                    self.require_room(size)
-                else:
-                    self._room.require(size - expected, expected)
-            finally:
-                self._has_come(expected)
-            waiting = _Waiting(self, start, deadline, size)
-            self._line.append(waiting)
-            self._room.add(size)
-        waiting.add_done_callback(self._give_up)
-        self._expiry.add(waiting)
-        self._begin()  # one may have ended meanwhile
-        return waiting
-
-    def _end(self, _: Future[Any]) -> None:
-        with self._lock:
-            self._leave()
-        self._begin()
-
-    def _end_of(self, waiting: _Waiting, work: Future[Any]) -> None:
-        """Its place is given back before its client hears of it, which may ask again at once."""
-        with self._lock:
-            self._leave()
-        waiting.copy(work)
-        self._begin()
-
-    def _begin(self) -> None:
-        """Begin what may begin. Not recursive: it may be done when it has begun."""
-        while (waiting := self._next()) is not None:
-            work = self._start(waiting)
-            if work.done():
-                self._leave_at_once()
-                waiting.copy(work)
-            else:
-                work.add_done_callback(partial(self._end_of, waiting))
-
-    def _next(self) -> _Waiting | None:
-        """The next request; it counts as running."""
-        with self._lock:
-            while self._line and self.running < self.most_running:
-                waiting = self._line.popleft()
-                self._room.add(-waiting.size)
-                if waiting.set_running_or_notify_cancel():
-                    self._enter()
-                    break
-            else:
-                return None
-        self._learn(waiting)
-        return waiting
-
-    def _learn(self, waiting: _Waiting) -> None:
-        waited_s = time.monotonic() - waiting.since
-        waiting.queued_ns = int(waited_s * 1e9)
-        self._observe(waited_s)
-
-    def _start(self, waiting: _Waiting) -> Future[Any]:
-        """What will answer, or has failed."""
-        try:
-            if time.monotonic() > waiting.deadline:
-                raise DeadlineExceeded("the deadline passed while the request waited for its turn")
-            waiting.work = work = waiting.start()
-            return work
-        except BaseException as error:  # whatever it was, the caller must hear of it
-            failed: Future[Any] = Future()
-            failed.set_exception(error)
-            return failed
-
-    def _give_up(self, future: Future[Any]) -> None:
-        """A request whose client no longer waits leaves the line."""
-        assert isinstance(future, _Waiting)
-        if future.cancelled():
-            self._remove(future)
-
-    def _remove(self, waiting: _Waiting) -> bool:
-        with self._lock:
-            try:
-                self._line.remove(waiting)
-            except ValueError:
-                return False
-            self._room.add(-waiting.size)
-            return True
-
-    def expire(self, waiting: _Waiting) -> None:
-        """``waiting`` has waited for as long as it may."""
-        if self._remove(waiting) and waiting.set_running_or_notify_cancel():
-            self._learn(waiting)
-            waiting.set_exception(
-                Overloaded(
-                    f"overloaded: the request to '{self.name}' has waited for {self._max_wait_s * 1e3:g} ms "
-                    "(server.admission.max_wait_ms); retry later, or ask another replica",
-                    "queue_wait",
-                )
-            )
-
-
-class _Waiting(Future[Any]):
-    """A request in a line, and the future of its answer."""
-
-    def __init__(
-        self,
-        line: Line,
-        start: Callable[[], Future[Any]],
-        deadline: float,
-        size: int,
-    ) -> None:
-        super().__init__()
-        self.queued_ns = 0  # for the statistics, as the next
-        self.execution: Iterator[int] | None = None
-        self.start = start
-        self.deadline = deadline
-        self.size = size
-        self.since = time.monotonic()
-        self.work: Future[Any] | None = None
-        self._of = line
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it waits no more."""
-        return self.running() or self.done()
-
-    def expire(self) -> None:
-        self._of.expire(self)
-
-    def cancel(self) -> bool:
-        """Wait no more, or have the work stopped if it has not begun in earnest."""
-        return super().cancel() if self.work is None else self.work.cancel()
-
-    def copy(self, work: Future[Any]) -> None:
-        """Be answered as ``work`` was."""
-        self.work = None  # which holds on to this
-        self.queued_ns += queued_ns(work)
-        self.execution = execution(work)
-        try:
-            if (error := work.exception()) is not None:
-                self.set_exception(error)
-            else:
-                self.set_result(work.result())
-        except CancelledError:
-            self.set_exception(Unavailable("the request was cancelled"))

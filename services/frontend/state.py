@@ -14,8 +14,9 @@ from hps.lookup.base import Lookup
 from hps.metric_triton import TRITON
 from hps.metrics import Metrics
 from hps.open_models import OpenModels, ServedModel
-from services.frontend.admission import Admission, Line
+from services.frontend.admission import Admission
 from services.frontend.batching import endpoints
+from services.frontend.line import Line
 from services.frontend.metadata import ModelInfo
 from services.frontend.observer import Observer
 from services.frontend.shared_memory import Regions

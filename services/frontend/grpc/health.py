@@ -22,6 +22,7 @@ from services.frontend.errors import TooManyRequests
 from services.frontend.grpc.behaviors import Pushing
 from services.frontend.grpc.replies import Pushed
 from services.frontend.grpc.service import SERVICE
+from services.frontend.grpc.wire import parsed
 from services.server_state import ServerState
 
 # At a time. Each is memory, and work at every change.
@@ -80,9 +81,9 @@ class Health:
     def _watch(self, message: bytes, call: Pushed) -> None:
         """Until the client is gone, or all are told to go."""
         try:
-            service = HealthCheckRequest.FromString(message).service
-        except Exception as error:  # the class of protobuf's depends on how protobuf was built
-            call.fail(BadRequest(f"the message is no HealthCheckRequest: {error}"))
+            service = parsed(HealthCheckRequest, message).service
+        except BadRequest as error:
+            call.fail(error)
             return
         if len(self._watchers) >= WATCHERS:
             call.fail(TooManyRequests(f"{WATCHERS} watch already; use Check", "streams"))

@@ -12,7 +12,6 @@ import grpc
 
 from hps.config.auth import Role
 from hps.config.server_settings import ServerSettings
-from hps.errors import BadRequest
 from hps.lookup.base import LookupModel
 from hps.lookup.remote.messages import described
 from hps.profile import Profile
@@ -29,7 +28,7 @@ from services.frontend.grpc.named import begun, named
 from services.frontend.grpc.pending import Pending, deadline_of
 from services.frontend.grpc.question import Question
 from services.frontend.grpc.replies import Context, Reply
-from services.frontend.grpc.wire import field
+from services.frontend.grpc.wire import field, parsed
 from services.frontend.state import Entry, State
 from services.frontend.statistics import execution, queued_ns
 
@@ -128,18 +127,18 @@ class LookupService:
             caller = caller_of(reply, self._guard)
             if (clients := self._state.admission.clients) is not None:
                 reply = Counted(reply, clients, caller)
-            request = _parsed(pb.LookupRequest, message)
+            request = parsed(pb.LookupRequest, message)
             kept = self._kept  # another when other models are served
             question = kept.get(request.asked)
             if question is None:
-                asks = _parsed(pb.Asked, request.asked)
+                asks = parsed(pb.Asked, request.asked)
                 entry = self._entry(asks)
                 question = self._question(asks, entry)
                 _keep_in_mind(kept, request.asked, question)
             entry = question.entry
             entry.freshness.require()
             keys = question.keys(request)
-            parsed = perf_counter_ns()
+            read = perf_counter_ns()
             if request.profile:
                 origin = Profile(began=started)
             else:
@@ -161,7 +160,7 @@ class LookupService:
         except Exception as error:
             fail(error, reply, self._state, "lookup", entry, started, origin=origin)
             return
-        end = partial(self._end, reply, question, asked, started, parsed)
+        end = partial(self._end, reply, question, asked, started, read)
         self._pending.add(future, deadline, reply, end)
 
     def _end(
@@ -247,11 +246,3 @@ def _profiled(profile: Profile, started: int, parsed: int, inferred: int, done: 
     profile.stage("encode", inferred, done)
     profile.ns = done - started
     return profile.packed()
-
-
-def _parsed(kind: Any, message: bytes) -> Any:
-    try:
-        return kind.FromString(message)
-    except Exception as error:  # the class of protobuf's depends on how protobuf was built
-        name = kind.DESCRIPTOR.full_name
-        raise BadRequest(f"the message is no {name}: {error}") from None

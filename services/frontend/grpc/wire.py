@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from hps.errors import BadRequest
+
 
 class Malformed(ValueError):
     """The bytes are no protobuf message."""
@@ -35,3 +39,12 @@ def content_at(message: bytes, at: int) -> tuple[int, int]:
             return place + 1, place + 1 + length
         shift += 7
     raise Malformed("it ends within a field")
+
+
+def parsed(kind: Any, message: bytes) -> Any:
+    """``message`` as one of protobuf's class ``kind``. Raises ``BadRequest``."""
+    try:
+        return kind.FromString(message)
+    except Exception as error:  # the class of protobuf's depends on how protobuf was built
+        name = kind.DESCRIPTOR.full_name
+        raise BadRequest(f"the message is no {name}: {error}") from None

@@ -11,7 +11,7 @@ import weakref
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from multiprocessing.shared_memory import SharedMemory
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +51,7 @@ from hps.errors import (
     NotFound,
     Unavailable,
 )
+from tests.support.network import Network
 
 IN, OUT = TensorInfo("x", "FP32", (-1, 2)), TensorInfo("y", "FP32", (-1, 2))
 
@@ -613,50 +614,6 @@ def test_half_an_answer_is_a_server_that_is_gone(answer):
         transport.close()
 
 
-class Cut:
-    """One connection at a time to ``port``, until it is `cut`."""
-
-    def __init__(self, port: int) -> None:
-        self._port, self._ends = port, []
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listening.getsockname()[1]}"
-        self._thread = threading.Thread(target=self._accept)
-        self._thread.start()
-
-    def _accept(self) -> None:
-        while True:
-            with suppress(OSError):
-                here, _ = self._listening.accept()
-                there = socket.create_connection(("127.0.0.1", self._port))
-                self._ends = [here, there]
-                pairs = (here, there), (there, here)
-                threads = [threading.Thread(target=self._pass, args=pair) for pair in pairs]
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
-                continue
-            return
-
-    def _pass(self, source: socket.socket, target: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                target.sendall(data)
-        self.cut()
-
-    def cut(self) -> None:
-        for end in self._ends:
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-
-    def close(self) -> None:
-        self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-        self.cut()
-        self._thread.join(60)
-
-
 def test_a_connection_that_is_lost_in_a_call_is_a_server_that_is_gone():
     """And the next call has another connection."""
     calls: list[int] = []
@@ -665,7 +622,7 @@ def test_a_connection_that_is_lost_in_a_call_is_a_server_that_is_gone():
         def ModelInfer(self, request, context):
             calls.append(1)
             if len(calls) == 1:
-                relay.cut()
+                network.cut()
             answer = pb.ModelInferResponse(model_name="n")
             answer.outputs.add(name="y", datatype="FP32", shape=[1, 2])
             answer.raw_output_contents.append(rows(2)["x"].tobytes())
@@ -673,9 +630,9 @@ def test_a_connection_that_is_lost_in_a_call_is_a_server_that_is_gone():
 
     server = grpc.server(ThreadPoolExecutor(2))
     add_GRPCInferenceServiceServicer_to_server(Service(), server)
-    relay = Cut(server.add_insecure_port("127.0.0.1:0"))
+    network = Network(server.add_insecure_port("127.0.0.1:0"))
     server.start()
-    transport = GrpcTransport(relay.address, "n", "", channels=1)
+    transport = GrpcTransport(network.address, "n", "", channels=1)
     try:
         with pytest.raises(Unreachable):
             transport.infer([("x", "FP32", rows(1)["x"])], ["y"], 60)
@@ -684,7 +641,7 @@ def test_a_connection_that_is_lost_in_a_call_is_a_server_that_is_gone():
         assert len(calls) == 2
     finally:
         transport.close()
-        relay.close()
+        network.close()
         server.stop(None)
 
 

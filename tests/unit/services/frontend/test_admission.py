@@ -17,7 +17,7 @@ from hps.config.admission_settings import AdmissionSettings, ClientSettings
 from hps.errors import BadRequest, DeadlineExceeded, Unavailable
 from hps.metrics import Metrics
 from hps.workers import Done
-from services.frontend import admission
+from services.frontend import line as module
 from services.frontend.admission import Admission
 from services.frontend.call import Call, Form
 from services.frontend.clients import Clients
@@ -259,7 +259,7 @@ def test_bytes_are_bounded_over_all_lines(made):
 def _clock(monkeypatch):
     """``clock[0]``: what the line takes for now; a whole number of seconds, whose sums are exact."""
     clock = [float(int(time.monotonic()))]
-    monkeypatch.setattr(admission, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     return clock
 
 

@@ -19,11 +19,11 @@ from hps.config import Settings
 from hps.config.admission_settings import AdmissionSettings
 from hps.config.server_settings import ServerSettings
 from hps.v1 import lookup_pb2
-from services.frontend.admission import Line
 from services.frontend.auth import OpenGuard
 from services.frontend.grpc import infer, inside, port, unary
 from services.frontend.grpc.callers import address_of
 from services.frontend.http.app import data_app
+from services.frontend.line import Line
 from services.frontend.state import State
 from tests.support.waiting import until
 

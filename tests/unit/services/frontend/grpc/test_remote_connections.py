@@ -2,8 +2,6 @@
 
 import contextlib
 import logging
-import socket
-import threading
 import time
 
 import numpy as np
@@ -18,6 +16,7 @@ from hps.tracing import Origin
 from hps.types import JaggedKeys, LookupRequest
 from services.frontend.observer import Observer
 from tests.support import redis_servers
+from tests.support.network import Network
 from tests.support.waiting import until
 from tests.unit.services.conftest import row
 from tests.unit.services.frontend.grpc.conftest import running
@@ -35,44 +34,6 @@ def asking(small, nodes):
     model = LookupModel(served.name, served.version, served.tables, served.engine.features)
     with contextlib.closing(nodes), contextlib.closing(Candidates(model, nodes)) as candidates:
         yield RemoteLookup(candidates)
-
-
-class Network:
-    """A port behind which is another. ``lose``: nothing comes through any more by the connections there are,
-    and neither side is told."""
-
-    def __init__(self, port):
-        self._to = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._open = []
-        self._lost = set()
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def lose(self):
-        self._lost |= set(self._open)
-
-    def _accept(self):
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                server = socket.create_connection(("127.0.0.1", self._to))
-                self._open += [client, server]
-                for one, other in ((client, server), (server, client)):
-                    threading.Thread(target=self._pass_on, args=(one, other), daemon=True).start()
-
-    def _pass_on(self, one, other):
-        with contextlib.suppress(OSError):
-            while data := one.recv(65536):
-                if one not in self._lost:
-                    other.sendall(data)
-            if one not in self._lost:
-                other.shutdown(socket.SHUT_RDWR)
-
-    def close(self):
-        self._listener.close()
-        for each in self._open:
-            each.close()
 
 
 def test_a_connection_that_was_lost_is_given_up(small, monkeypatch):
