@@ -1,4 +1,4 @@
-"""Writes the tables of ``docs/configuration.md`` and ``docs/ps-json.md`` from the code.
+"""Writes the generated tables of the pages in ``docs/`` from the code.
 
 ``python -m hps.config.reference docs/*.md`` renews everything between ``<!-- begin NAME -->`` and
 ``<!-- end -->``; a test holds the files against it.
@@ -22,6 +22,7 @@ from hps.config.ps_keys import KEYS, MAX_U64, REQUIRED, PsKey
 from hps.config.schema import Settings
 from hps.config.server_settings import ApiKey
 from hps.config.shape import Slot, describe, settings_of
+from hps.metric_page import metric_tables
 
 _BLOCK = re.compile(r"(<!-- begin ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _NAMES = {
@@ -138,9 +139,12 @@ def _ps_effect(key: PsKey) -> str:
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(
-        "| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |" for cells in lines
-    )
+    return "\n".join("| " + " | ".join(map(_cell, cells)) + " |" for cells in lines)
+
+
+def _cell(text: str) -> str:
+    """``text`` on one line, as a row of a Markdown table must be."""
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
@@ -149,6 +153,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "api-key": lambda: _settings(ApiKey),
     "environment": _environment,
     "ps-json": _ps_json,
+    "metrics": metric_tables,
 }
 
 

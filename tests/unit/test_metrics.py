@@ -5,7 +5,6 @@ import json
 import re
 import threading
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hps import metric_names as m
 from hps.meters import DenseMeter, LookupMeter, TierMeter, UpdateMeter
-from hps.metric_page import renewed
 from hps.metric_table import METRICS, SCORE_BUCKETS, SECONDS_BUCKETS, MetricSpec
 from hps.metrics import Metrics, Numbers
 from hps.types import EmbeddingTable, Source
@@ -386,10 +384,3 @@ def test_other_metrics_are_made_of_ours():
     )
     text = metrics.render().decode()
     assert '# TYPE nv_of_another counter\nnv_of_another{model="a"} 6.0\n' in text
-
-
-def test_the_page_of_metrics_is_in_step():
-    page = Path(__file__).parents[2] / "docs" / "metrics.md"
-    assert renewed(page.read_text()) == page.read_text(), (
-        "python -m hps.metric_page docs/metrics.md"
-    )

@@ -1,4 +1,4 @@
-"""The pages on settings and on ps.json say what the code does; the example configuration is one."""
+"""The generated tables of the pages in docs/ say what the code does; the example configuration is one."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from hps.config.validation import validate_file
 ROOT = Path(__file__).parents[3]
 CONFIGURATION = ROOT / "docs" / "configuration.md"
 PS_JSON = ROOT / "docs" / "ps-json.md"
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 EXAMPLE = ROOT / "deploy" / "config.example.yaml"
 
 
@@ -51,10 +52,10 @@ def schema_keys(schema: dict[str, Any], node: dict[str, Any], prefix: str = "") 
     return found
 
 
-@pytest.mark.parametrize("page", [CONFIGURATION, PS_JSON], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_the_page_is_what_the_code_says(page: Path) -> None:
     assert renewed(page.read_text()) == page.read_text(), (
-        "renew it: python -m hps.config.reference docs/configuration.md docs/ps-json.md"
+        "renew it: python -m hps.config.reference docs/*.md"
     )
 
 
@@ -70,6 +71,12 @@ def test_every_setting_is_on_the_page() -> None:
             shown = f"`{shown_key(key)}`"
             below = f"`{shown_key(key)}."
             assert shown in text or below in text or f"{below[:-1]}[]" in text, key
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_each_row_of_a_table_is_on_one_line(page: Path) -> None:
+    rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    assert [row for row in rows if not row.rstrip().endswith("|")] == []
 
 
 def test_every_key_of_ps_json_is_on_its_page() -> None:
