@@ -70,9 +70,10 @@ def hps_table(topic: str) -> tuple[str, str] | None:
 
 
 def record_versions(timestamps_ms: IndexArray, offsets: IndexArray) -> VersionArray:
-    """The versions (m,) of records without one of their own: timestamp, then offset mod 2^20. A record
-    without a timestamp (negative) counts as written in 1970: only rows that nobody versioned are older."""
-    milliseconds = np.maximum(timestamps_ms, 0).astype(np.uint64)
+    """The versions (m,) of records that carry none: timestamp, then offset mod 2^20. A record without a
+    timestamp (negative) counts as written in 1970: only unversioned rows are older. A timestamp that a
+    version cannot hold, as one in microseconds, gets the latest version, which `without_ahead` rejects."""
+    milliseconds = np.clip(timestamps_ms, 0, LATEST_MS - 1).astype(np.uint64)
     sequence = offsets.astype(np.uint64) & np.uint64((1 << VERSION_SEQUENCE_BITS) - 1)
     return milliseconds << np.uint64(VERSION_SEQUENCE_BITS) | sequence
 

@@ -10,6 +10,7 @@ import pytest
 
 from hps.tiers.positions import TableChanges
 from hps.types import make_version
+from hps.updates.ahead import without_ahead
 from hps.updates.codec import (
     decode_hps,
     decode_native,
@@ -106,6 +107,17 @@ def test_hps_versions_are_timestamp_and_offset():
 def test_a_record_without_a_timestamp_is_older_than_all():
     versions = record_versions(np.array([-1, NOW]), np.array([3, 3]))
     assert versions.tolist() == [3, make_version(NOW, 3)]
+
+
+@pytest.mark.parametrize("unit", [1_000, 1_000_000], ids=["microseconds", "nanoseconds"])
+def test_timestamps_that_a_version_cannot_hold_are_rejected_as_ahead(unit):
+    timestamps = np.append(NOW * unit + np.arange(1000) * 13_700 * unit, [2**44, 2**63 - 1])
+    messages = [hps_message((1, 0, 0))] * len(timestamps)
+    offsets = np.arange(len(timestamps))
+    (update,) = decode_hps(messages, "m/t", 2, timestamps_ms=timestamps, offsets=offsets).updates
+    assert without_ahead(update, ahead_s=1e9) == (None, offsets.tolist())
+    # The last one that fits is compared by its time.
+    assert record_versions(np.array([2**44 - 1]), np.array([0])).tolist() == [(2**44 - 1) << 20]
 
 
 def test_what_hps_ignores_is_ignored_and_no_fault():
