@@ -14,8 +14,8 @@ from hps.types import JaggedKeys, KeyArray, VectorArray, as_keys
 _INT64 = np.dtype(np.int64)
 
 Features = Mapping[str, Any]
-"""Keys by feature: ``JaggedKeys``, or integers ``(batch,)`` or ``(batch, hotness)`` as an array, a list
-or anything on the host with ``__dlpack__``."""
+"""Keys by feature: ``JaggedKeys``, integers ``(batch,)`` or ``(batch, hotness)`` as an array, a list or
+anything on the host with ``__dlpack__``, or a list of keys per sample."""
 
 
 def jagged(features: Features) -> dict[str, JaggedKeys]:
@@ -31,8 +31,9 @@ def jagged(features: Features) -> dict[str, JaggedKeys]:
             keys = JaggedKeys(keys.reshape(-1), len(keys))  # as most are
         elif not isinstance(keys, JaggedKeys):
             try:
-                keys = JaggedKeys.dense(as_keys(tensor(name, keys)))
-            except TypeError as error:
+                nested = isinstance(keys, list | tuple)
+                keys = JaggedKeys.of(keys if nested else tensor(name, keys))
+            except (TypeError, ValueError) as error:
                 raise BadRequest(f"feature {name!r}: {error}") from None
         found[name] = keys
     return found

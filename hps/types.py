@@ -9,7 +9,7 @@ included.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -136,10 +136,58 @@ class JaggedKeys:
         arr = as_keys(keys)
         return JaggedKeys(arr.reshape(-1), arr.shape[0])
 
+    @staticmethod
+    def from_lists(
+        keys: Sequence[Sequence[int]], weights: Sequence[Sequence[float]] | None = None
+    ) -> JaggedKeys:
+        """One list (or array) of keys per sample, of any lengths; ``weights`` has the same lengths.
+
+        Raises ``TypeError`` for keys that are not integers, ``ValueError`` for weights of other lengths.
+        Converts element by element: arrays with ``offsets`` are faster for large batches.
+        """
+        lengths = [len(bag) for bag in keys]
+        flat = as_keys([key for bag in keys for key in bag])
+        if flat.ndim != 1:
+            raise TypeError(f"a sample's keys must be one flat list, got shape {flat.shape[1:]}")
+        offsets = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        if weights is None:
+            return JaggedKeys(flat, len(lengths), offsets)
+        for i, (length, bag) in enumerate(zip(lengths, weights, strict=True)):
+            if len(bag) != length:
+                raise ValueError(f"sample {i} has {length} keys, but {len(bag)} weights")
+        factors = np.asarray([weight for bag in weights for weight in bag], np.float32)
+        return JaggedKeys(flat, len(lengths), offsets, factors)
+
+    @staticmethod
+    def of(keys: Any) -> JaggedKeys:
+        """Keys in any form: ``JaggedKeys``, integers ``(batch,)`` or ``(batch, hotness)``, or a list of
+        keys per sample. Raises ``TypeError`` or ``ValueError``."""
+        if isinstance(keys, JaggedKeys):
+            return keys
+        if _is_nested(keys):
+            if len({len(bag) for bag in keys}) > 1:
+                return JaggedKeys.from_lists(keys)
+            keys = list(keys)
+        return JaggedKeys.dense(keys)
+
+
+def _is_nested(keys: Any) -> bool:
+    """Whether ``keys`` is a list, or an array of objects, of lists or arrays."""
+    is_list = isinstance(keys, list | tuple)
+    if not is_list and not (isinstance(keys, np.ndarray) and keys.dtype == object):
+        return False
+    return all(isinstance(bag, list | tuple | np.ndarray) for bag in keys)
+
 
 def as_keys(keys: Any) -> KeyArray:
-    """Integer keys as C-contiguous int64 without changing a bit (uint64 is reinterpreted)."""
+    """Integer keys as C-contiguous int64 without changing a bit (uint64 is reinterpreted).
+
+    Raises ``TypeError`` for anything but integers of 64 bits.
+    """
     arr = np.ascontiguousarray(keys)
+    if arr.dtype.kind in "fO" and isinstance(keys, list | tuple):
+        arr = _large_integers(keys, arr)
     if arr.dtype == np.int64:
         return arr
     if arr.dtype == np.uint64:
@@ -149,6 +197,15 @@ def as_keys(keys: Any) -> KeyArray:
     if arr.size == 0:
         return arr.astype(np.int64)
     raise TypeError(f"keys must be integers, got dtype {arr.dtype}")
+
+
+def _large_integers(keys: Sequence[Any], arr: NDArray[Any]) -> NDArray[Any]:
+    """``keys`` as uint64; ``arr`` if one of them is not an integer of 64 bits. NumPy converts a list with
+    integers from 2^63 on and smaller ones to float64, ``arr``."""
+    exact = np.array(keys, object)
+    if not all(type(key) is int and -(2**63) <= key < 2**64 for key in exact.flat):
+        return arr
+    return (exact & (2**64 - 1)).astype(np.uint64)
 
 
 @dataclass(slots=True)

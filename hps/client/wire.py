@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 from hps.errors import BadRequest
 from hps.types import JaggedKeys, as_keys
 
-Keys = JaggedKeys | ArrayLike
-"""Keys of one feature: ``(batch,)`` or ``(batch, hotness)`` integers, or jagged."""
+Keys = JaggedKeys | ArrayLike | Sequence[Sequence[int]]
+"""Keys of one feature: integers ``(batch,)`` or ``(batch, hotness)``, or a list of keys per sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,10 @@ def tensors_of(features: Mapping[str, Keys]) -> dict[str, NDArray[Any]]:
     """Features as tensors: ``f [batch, hotness]``; jagged: ``f [n]``, ``f.offsets``, ``f.weights``."""
     tensors: dict[str, NDArray[Any]] = {}
     for name, keys in features.items():
-        if not isinstance(keys, JaggedKeys):
-            try:
-                keys = JaggedKeys.dense(np.asarray(keys))
-            except (TypeError, ValueError) as error:
-                raise BadRequest(f"feature {name!r}: {error}") from None
+        try:
+            keys = JaggedKeys.of(keys)
+        except (TypeError, ValueError) as error:
+            raise BadRequest(f"feature {name!r}: {error}") from None
         tensors[name] = as_keys(keys.keys)
         if keys.offsets is None:
             tensors[name] = tensors[name].reshape(keys.batch, -1 if keys.batch else 0)

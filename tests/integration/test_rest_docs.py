@@ -52,4 +52,4 @@ def test_python(small_server, code):
 
 def test_there_are_examples_of_both_kinds():
     assert len(CURLS) > 10
-    assert sum(kind == "python" for kind, _ in BLOCKS) == 7
+    assert sum(kind == "python" for kind, _ in BLOCKS) == 8
