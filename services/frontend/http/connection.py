@@ -124,28 +124,44 @@ class Protocol(Lasting):
         return data[size:]
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser. It stops at a request that asks for another protocol (``Upgrade: h2c``, as
-        Java's client does by default) and leaves out its body: that one is read again without."""
-        while True:
-            try:
-                self.parser.feed_data(data)
-                return
-            except httptools.HttpParserUpgrade as upgrade:
-                data = self._without_upgrade() + data[upgrade.args[0] :]
-                self.parser = httptools.HttpRequestParser(self)
-            except httptools.HttpParserError:
-                self._refuse(400, "Invalid HTTP request received.")
-                return
+        """Feed the parser, which stops behind each head that offers another protocol. What is left gets
+        shorter with every head, so this ends."""
+        left: bytes | memoryview = data
+        try:
+            while left:
+                left = self._feed(left)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._refuse(400, "Invalid HTTP request received.")
+
+    def _feed(self, data: bytes | memoryview) -> bytes | memoryview:
+        """Feed the parser; the bytes it has not read. It stops at a request that asks for another protocol
+        (``Upgrade: h2c``, as Java's client does by default) and leaves out its body: the head is read
+        again without the offer, once."""
+        try:
+            self.parser.feed_data(data)
+            return b""
+        except httptools.HttpParserUpgrade as upgrade:
+            left = memoryview(data)[upgrade.args[0] :]
+        if self.parser.get_method() == b"CONNECT":
+            self._refuse(400, "CONNECT is not supported: this server is not a proxy")
+            return b""
+        head = self._without_upgrade()
+        self.parser = self._new_parser()
+        self.parser.feed_data(head)
+        return left
+
+    def _new_parser(self) -> httptools.HttpRequestParser:
+        """A parser set up as uvicorn sets up a connection's first."""
+        parser = httptools.HttpRequestParser(self)
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
 
     def _without_upgrade(self) -> bytes:
-        """The head that was just read."""
+        """The head that was just read, without its offer of another protocol."""
         version = self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
         lines += [b"%b: %b" % line for line in self.headers if line[0] != b"upgrade"]
         return b"\r\n".join([*lines, b"", b""])
-
-    def _is_upgrade(self) -> bool:
-        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def on_message_begin(self) -> None:
         self._reads = "head"
@@ -153,7 +169,7 @@ class Protocol(Lasting):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        if self._is_upgrade():
+        if self.parser.should_upgrade():
             return
         self._reads = "body"
         super().on_headers_complete()
@@ -165,7 +181,7 @@ class Protocol(Lasting):
             self._refuse_early(self.cycle)
 
     def on_message_complete(self) -> None:
-        if self._is_upgrade():
+        if self.parser.should_upgrade():
             return
         self._reads, self._ended = "nothing", True
         super().on_message_complete()

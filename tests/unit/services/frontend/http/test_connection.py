@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 
+import httptools
 import pytest
 
 from services.frontend.http.connection import MAX_HEAD_BYTES, Protocol
@@ -359,15 +360,88 @@ def test_a_client_that_offers_another_protocol_is_answered_in_this_one(http, pro
     http.run(scenario)
 
 
-@pytest.mark.parametrize("more", [b"", b"Connection: upgrade\r\nUpgrade: h2c\r\n"])
-def test_no_tunnels(http, more):
+UPGRADE = b"Connection: upgrade\r\nUpgrade: h2c\r\n"
+
+
+@pytest.fixture
+def parsers(monkeypatch):
+    """Counts the parsers that connections make; more than a thousand are a loop, which it ends."""
+    made = []
+
+    def counted(protocol):
+        made.append(protocol)
+        if len(made) > 1000:
+            raise RecursionError("a head is parsed again and again")
+        return httptools_parser(protocol)
+
+    httptools_parser = httptools.HttpRequestParser
+    monkeypatch.setattr(httptools, "HttpRequestParser", counted)
+    return made
+
+
+@pytest.mark.parametrize("piece", [1 << 20, 1])
+@pytest.mark.parametrize("more", [b"", UPGRADE, b"Content-Length: 3\r\n"])
+@pytest.mark.parametrize("target", [b"/v2", b"other:80", b"*", b"/v2/models/words.lookup/infer"])
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_connect_is_refused_and_ends_the_connection(http, parsers, version, target, more, piece):
     async def scenario():
         protocol, wire = http.connect()
-        await http.read(protocol, b"CONNECT other:80 HTTP/1.1\r\nHost: other\r\n" + more + b"\r\n")
+        sent = b"CONNECT %b HTTP/%b\r\nHost: other\r\n%b\r\nabc" % (target, version, more)
+        for i in range(0, len(sent), piece):
+            if not wire.closed:
+                await http.read(protocol, sent[i : i + piece])
+        await asyncio.sleep(0)
+        assert wire.statuses == [400]
+        assert b'{"error":"CONNECT is not supported' in wire.data
+        assert wire.closed
+        assert not protocol.tasks
+
+    http.run(scenario)
+    assert len(parsers) == 1
+
+
+@pytest.mark.parametrize("piece", [1 << 20, 1])
+@pytest.mark.parametrize("offer", [b"h2c", b"websocket", b"a, b", b"", b"x\r\nUpgrade: y"])
+@pytest.mark.parametrize("body", [b"", b"Content-Length: 3\r\n", b"Transfer-Encoding: chunked\r\n"])
+@pytest.mark.parametrize("method", [b"GET", b"POST", b"OPTIONS", b"SOURCE", b"QUERY"])
+def test_an_offer_of_another_protocol_makes_one_parser(
+    http, admin, parsers, method, body, offer, piece
+):
+    async def scenario():
+        protocol, wire = http.connect(admin)
+        head = b"%b /v2 HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: %b\r\n" % (
+            method,
+            offer,
+        )
+        sent = head + body + b"\r\n"
+        if body:
+            sent += b"abc" if b"Length" in body else b"3\r\nabc\r\n0\r\nUpgrade: h2c\r\n\r\n"
+        sent += b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n"
+        for i in range(0, len(sent), piece):
+            await http.read(protocol, sent[i : i + piece])
+        await http.until(lambda: len(wire.statuses) == 2)
+        assert wire.statuses == [200 if method == b"GET" else 405, 200]
+        assert not wire.closed
+
+    http.run(scenario)
+    assert len(parsers) <= 2
+
+
+@pytest.mark.parametrize("piece", [1 << 20, 1])
+@pytest.mark.parametrize("more", [b"", UPGRADE])
+@pytest.mark.parametrize("version", [b"2.0", b"1.1"])
+def test_the_preface_of_http2_is_refused(http, parsers, version, more, piece):
+    async def scenario():
+        protocol, wire = http.connect()
+        sent = b"PRI * HTTP/%b\r\n%b\r\nSM\r\n\r\n" % (version, more)
+        for i in range(0, len(sent), piece):
+            if not wire.closed:
+                await http.read(protocol, sent[i : i + piece])
         assert wire.statuses == [400]
         assert wire.closed
 
     http.run(scenario)
+    assert len(parsers) == 1
 
 
 @pytest.mark.parametrize("behind", [0, 1])
