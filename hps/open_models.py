@@ -152,8 +152,9 @@ class OpenModels:
         }
 
     def close(self) -> None:
-        """Finish what was accepted, then release threads, files and memory. Idempotent; does nothing
-        in a process that was forked from the one that opened this, whose it stays."""
+        """Finish what was accepted, then release threads, files and memory; lookups raise ``Unavailable``
+        from then on. Idempotent; does nothing in a process that was forked from the one that opened this,
+        whose it stays."""
         if os.getpid() == self._process:
             self._resources.close()
 

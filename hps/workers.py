@@ -133,8 +133,7 @@ class Workers:
             )
         future: Future[T] = Future()
         with self._lock:
-            if self._closed:
-                raise Unavailable("the server is shutting down; ask another replica")
+            self.check_open()
             may_start = len(self._threads) < self._most_threads
             if may_start and not self._idle.acquire(blocking=False):
                 self._start()
@@ -146,6 +145,11 @@ class Workers:
                 )
             self._queue.put(_Job(future, work, deadline))
         return future
+
+    def check_open(self) -> None:
+        """Raises ``Unavailable`` once `close` was called."""
+        if self._closed:
+            raise Unavailable("the server is shutting down; ask another replica")
 
     def close(
         self, timeout_s: float | None = None, last: Callable[[], None] = lambda: None

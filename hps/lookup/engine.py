@@ -156,6 +156,8 @@ class LookupEngine:
 
     def _go_on(self, job: Job, waiting: list[Part]) -> Future[LookupResult]:
         """After the caches: answer, on a thread that may wait if a store must be asked."""
+        # Caches are cleared after the workers are closed: what they lack then is no default.
+        self._lanes.stores.check_open()
         if waiting and self._stores_block:
             run = partial(self._run_after_waiting, job, waiting, time.perf_counter())
             return self._lanes.stores.submit(run, job.request.deadline)

@@ -44,26 +44,34 @@ bool gather_parallel(const std::vector<Gather>& gathers, std::size_t threads) {
   return all;
 }
 
-// The asks' tables by whatever the caller calls them; false too when one is not there.
+// One ask, held until its rows are written: whoever drops the table meanwhile frees its memory
+// later.
+struct HeldAsk {
+  nb::object table;
+  std::optional<Buffer> keys, out;
+};
+
+// Takes each ask's table from `tables`; false too when one is not there.
 bool py_gather_all(const nb::dict& tables, const nb::list& asks, std::size_t threads) {
   const std::size_t count = nb::len(asks);
   std::vector<Gather> gathers(count);
-  std::unique_ptr<std::optional<Buffer>[]> buffers(new std::optional<Buffer>[2 * count]);
+  std::unique_ptr<HeldAsk[]> held(new HeldAsk[count]);
   std::size_t total = 0;
   for (std::size_t i = 0; i < count; ++i) {
-    const nb::handle ask = PyList_GetItem(asks.ptr(), static_cast<Py_ssize_t>(i));
+    const nb::object ask = nb::borrow(PyList_GetItem(asks.ptr(), static_cast<Py_ssize_t>(i)));
     if (!PyTuple_Check(ask.ptr()) || PyTuple_Size(ask.ptr()) != 3)
       throw std::invalid_argument("an ask is a table, keys and an out");
-    const nb::handle held = PyDict_GetItemWithError(tables.ptr(), PyTuple_GetItem(ask.ptr(), 0));
-    if (!held.is_valid()) {
+    held[i].table =
+        nb::borrow(PyDict_GetItemWithError(tables.ptr(), PyTuple_GetItem(ask.ptr(), 0)));
+    if (!held[i].table.is_valid()) {
       if (PyErr_Occurred() != nullptr) throw nb::python_error();
       return false;
     }
     const CacheTable* table = nullptr;
-    if (!nb::try_cast(held, table) || table == nullptr)
+    if (!nb::try_cast(held[i].table, table) || table == nullptr)
       throw std::invalid_argument("tables must be CacheTables");
-    const Buffer& keys = buffers[2 * i].emplace(PyTuple_GetItem(ask.ptr(), 1), false);
-    const Buffer& out = buffers[2 * i + 1].emplace(PyTuple_GetItem(ask.ptr(), 2), true);
+    const Buffer& keys = held[i].keys.emplace(PyTuple_GetItem(ask.ptr(), 1), false);
+    const Buffer& out = held[i].out.emplace(PyTuple_GetItem(ask.ptr(), 2), true);
     table->check_gather(keys, out);
     gathers[i] = {&table->table(), reinterpret_cast<const std::int64_t*>(keys.bytes()), out.bytes(),
                   keys.size(0)};

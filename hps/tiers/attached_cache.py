@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -92,9 +93,11 @@ class AttachedCache(CacheReads):
         raise self._refused(table)
 
     def close(self) -> None:
-        self._tables = {}
-        if self._registered:
-            self._registered.unlink(missing_ok=True)
+        with self._lock:
+            self._look_at = math.inf  # a late call must not attach again
+            self._tables = {}
+            if self._registered:
+                self._registered.unlink(missing_ok=True)
 
     def _refused(self, table: EmbeddingTable) -> TierError:
         return TierError(

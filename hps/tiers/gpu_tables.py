@@ -77,7 +77,8 @@ class GpuTables:
 
     def drop_table(self, table: EmbeddingTable) -> None:
         """Forget ``table``; its memory is free once the fetches under way have ended."""
-        if self._tables.pop(table, None):
+        held = self._tables.pop(table, None)  # until the device no longer reads it
+        if held is not None:
             with self._device:
                 self._writer.finish()
                 self._device.synchronize()

@@ -1,5 +1,7 @@
 """The CPU cache's compiled table against its NumPy twin: the same answers, places and victims."""
 
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from hps.native import _core as native
 from hps.native import twin_cache as twin
+from hps.native import twin_pool
 
 KEY = st.integers(-(2**63), 2**63 - 1) | st.integers(-40, 40)
 KEYS = st.lists(KEY, max_size=30)
@@ -260,3 +263,30 @@ def test_rows_by_number(dim):
             native.copy_rows(rows, wrong, out[:1])
     with pytest.raises(ValueError, match="out"):
         native.copy_rows(rows, numbers, out[:5])
+
+
+@pytest.mark.parametrize("gather_all", [native.gather_all, twin_pool.gather_all])
+def test_gather_all_holds_its_tables_for_the_whole_call(gather_all):
+    table, other = both(10)[0], both(10)[0]
+    table.write(np.arange(3), np.ones((3, 3), np.float32), np.ones(3, np.uint64), 0, False)
+    tables = {"first": table}
+    references = []
+
+    class DropsTheFirst:
+        """A name whose look-up drops another table, as `CpuCache.close` does on another thread."""
+
+        def __hash__(self):
+            if len(tables) == 2:
+                del tables["first"]
+                references.append(sys.getrefcount(table))
+            return 1
+
+    last = DropsTheFirst()
+    tables[last] = other
+    references.append(sys.getrefcount(table))
+    asks = [
+        (name, np.arange(n), np.empty((n, 3), np.float32)) for name, n in (("first", 3), (last, 0))
+    ]
+    assert gather_all(tables, asks)
+    assert references[0] == references[1]  # the dictionary's, then the call's
+    np.testing.assert_array_equal(asks[0][2], np.ones((3, 3)))

@@ -116,6 +116,17 @@ def test_tables_and_owners_come_and_go(tmp_path, monkeypatch):
     assert held(reader, [2]) == []
 
 
+def test_a_closed_reader_does_not_attach_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("hps.tiers.attached_cache.LOOK_S", 0)
+    cache, reader = owned(tmp_path), attached(tmp_path)
+    reader.close()
+    cache.add_table(TABLE, 50)  # which readers notice
+    insert(cache, [1])
+    assert held(reader, [1]) == []
+    assert cache.facts()["shared_memory"]["readers"] == 0
+    cache.close()
+
+
 def test_tables_may_go_while_others_come(tmp_path):
     """A version is let go of by a thread of its own, while the next one may be loaded."""
     cache = CpuCache({}, memory=CacheMemory(Segments("c", tmp_path)))
