@@ -116,7 +116,7 @@ class ServerSettings(Strict):
     drain_s: float = Field(10.0, ge=0)
     """How long a stopping server finishes what it has accepted."""
     docs: bool = True
-    """Serve /docs and /openapi.json on the admin port."""
+    """Serve /docs and /openapi.json on both HTTP ports; the page loads nothing from other hosts."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """`debug` also logs every request, one line each; `POST /v2/logging` changes it while the server runs."""
     log_format: Literal["text", "json"] = "text"

@@ -16,6 +16,7 @@ from services.frontend.http.admin import hot_keys_route, metrics_route, status_r
 from services.frontend.http.api import install_errors
 from services.frontend.http.asgi import App, Receive, Scope, Send
 from services.frontend.http.checkpoints import checkpoint_route
+from services.frontend.http.docs import add_docs
 from services.frontend.http.head import request_id
 from services.frontend.http.infer import InferApp
 from services.frontend.http.logging import logging_routes
@@ -80,12 +81,14 @@ def bare_api(
         title=title,
         version=__version__,
         description=about + _ERRORS,
-        docs_url="/docs" if settings.docs else None,
+        docs_url=None,
         openapi_url="/openapi.json" if settings.docs else None,
         redoc_url=None,
         redirect_slashes=False,
     )
     install_errors(api)
+    if settings.docs:
+        add_docs(api)
 
     @cache
     def openapi() -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 
 import jsonschema_rs
@@ -80,11 +82,42 @@ def test_inference_is_as_the_document_says(admin, call):
     validator(document, "InferResponse").validate(reply.json())
 
 
+def test_documentation_loads_nothing_from_other_hosts(admin, data, call):
+    for app in (admin, data):
+        page = call(app, "GET", "/docs")
+        assert page.status_code == 200
+        assert "//" not in re.sub(r"<!--.*?-->", "", page.text)
+        for path in re.findall(r'(?:src|href)="([^"]+)"', page.text):
+            loaded = call(app, "GET", f"/{path}")
+            assert (loaded.status_code, bool(loaded.content)) == (200, True), path
+        (url,) = re.findall(r"url: '([^']+)'", page.text)
+        assert call(app, "GET", f"/{url}").json()["openapi"]
+
+
+def test_documentation_allows_its_own_script_alone(admin, call):
+    page = call(admin, "GET", "/docs")
+    policy = dict(
+        rule.strip().split(" ", 1) for rule in page.headers["content-security-policy"].split(";")
+    )
+    (script,) = re.findall(r"<script>(.*?)</script>", page.text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy["default-src"] == "'none'"
+    assert policy["script-src"] == f"'self' 'sha256-{digest}'"
+    assert policy["frame-ancestors"] == "'none'"
+    assert not any("//" in sources for sources in policy.values())
+
+
+def test_documentation_is_open_where_keys_are_wanted(small, key_guard, call):
+    app = admin_app(small.state, small.settings, key_guard)
+    for path in ("/docs", "/docs/files/swagger-ui-bundle.js", "/openapi.json"):
+        assert call(app, "GET", path).status_code == 200
+
+
 def test_documentation_can_be_left_out(small, call):
     settings = ServerSettings(docs=False)
     for make in (data_app, admin_app):
         app = make(small.state, settings, OpenGuard())
-        for path in ("/docs", "/openapi.json", "/redoc"):
+        for path in ("/docs", "/docs/files/swagger-ui.css", "/openapi.json", "/redoc"):
             assert call(app, "GET", path).status_code == 404
 
 
