@@ -179,8 +179,6 @@ class ModelSpec(Strict):
     """The dense part; without one the model answers embedding lookups only."""
     max_batch_size: int = Field(65_536, ge=1)
     """Largest batch of one request."""
-    preprocess: dict[str, Any] = {}
-    """Reserved."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -16,6 +16,7 @@ from hps.config.legacy import PsJson
 from hps.config.model_schema import REMOTE_PATH
 from hps.config.ps_kafka import kafka_settings
 from hps.config.ps_keys import (
+    EVICTIONS,
     HASH_MAPS,
     KAFKA,
     MAX_U64,
@@ -92,7 +93,8 @@ def _inert_databases(reader: Reader, memory: Section, disk: Section, memory_type
         unsaid = "" if "type" in memory else " (as it is when type is left out)"
         reader.inert((V,), memory, bounds, f"{V}.type is {memory_type}{unsaid}")
     elif "overflow_margin" not in memory:
-        reader.inert((V,), memory, bounds[:1], "it acts together with overflow_margin only")
+        acting = ("num_partitions", "overflow_policy")
+        reader.inert((V,), memory, acting, "it acts together with overflow_margin only")
     if disk["type"] != "rocks_db":
         unsaid = "" if "type" in disk else " (as it is when type is left out)"
         names = ("path", "num_threads", "read_only", "initialize_after_startup")
@@ -114,9 +116,10 @@ def _unique_names(reader: Reader, models: Sequence[PsModel]) -> None:
 
 @dataclass(frozen=True)
 class _Limit:
-    """The most rows of a table that HPS's hash map would have held."""
+    """The most rows of a table that HPS's hash map would have held, and which of them made room."""
 
     rows: int
+    eviction: str | None
     key: str = f"{V}.overflow_margin"
 
 
@@ -144,8 +147,6 @@ class _Settings:
         path = str(values["path"]) if "path" in values else f"{tempfile.gettempdir()}/rocksdb"
         if "://" in path:
             self._reader.wrong((P, "path"), f"is {path}: {REMOTE_PATH}")
-        if values["num_threads"] < 1:
-            self._reader.wrong((P, "num_threads"), "expected a whole number from 1, found 0")
         load = bool(values["initialize_after_startup"]) and not values["read_only"]
         at = ("tiers", "rocksdb")
         self.set((*at, "layout"), "hps", f"{P}.type")
@@ -240,6 +241,8 @@ class _Settings:
                 self.set((*at, "cache_share"), share, f"models[].{key}")
             if limit is not None and math.ceil(_rows(folder) * share) > limit.rows:
                 self.set((*at, "cache_rows"), limit.rows, limit.key)
+                if limit.eviction is not None:
+                    self.set((*at, "cache_eviction"), limit.eviction, f"{V}.overflow_policy")
 
     def threads(self, models: Sequence[PsModel]) -> None:
         wanted = max((int(model.values["thread_pool_size"]) for model in models), default=1)
@@ -253,7 +256,8 @@ def _limit(memory: Section) -> _Limit | None:
     partitions = min(16, os.cpu_count() or 1)
     if "num_partitions" in memory:
         partitions = max(int(memory["num_partitions"]), 1)
-    return _Limit(int(memory["overflow_margin"]) * partitions)
+    eviction = EVICTIONS[memory["overflow_policy"]] if "overflow_policy" in memory else None
+    return _Limit(int(memory["overflow_margin"]) * partitions, eviction)
 
 
 def _padded(row_bytes: int) -> int:

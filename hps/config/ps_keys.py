@@ -20,10 +20,10 @@ class PsKey:
     """One key. ``default`` is HPS's documented one (in words where HPS computes it); ``ignored`` says
     why it does nothing here.
 
-    ``ignored_values`` does so for single values of an enum, by canonical name. ``aliases`` maps every
+    ``ignored_values`` is the warning for single values of an enum, by canonical name. ``aliases`` maps every
     spelling that HPS takes to the canonical one; ``items`` is the kind of a list's items. ``acts_with`` is
     the ``type`` of the section, or of the update source, with which the key acts although it is ignored with
-    others.
+    others. A number outside ``least`` and ``most``, which HPS accepts, is clamped with a warning.
     """
 
     section: str
@@ -36,6 +36,8 @@ class PsKey:
     ignored_values: Mapping[str, str] = field(default_factory=dict)
     items: Kind = "int"
     acts_with: str = ""
+    least: float | None = None
+    most: float | None = None
 
     @property
     def path(self) -> str:
@@ -80,7 +82,8 @@ PDB_TYPES = _aliases(disabled="disable none", rocks_db="rocksdb rocks")
 SOURCE_TYPES = _aliases(null="none", kafka_message_queue="kafka_mq kafka")
 POLICIES = _aliases(evict_random="random", evict_least_used="least_used", evict_oldest="oldest")
 CACHE_TYPES = _aliases(dynamic="", static="", uvm="", stochastic="")
-LRU = "the CPU cache drops the row whose last use is longest ago, as evict_oldest does"
+EVICTIONS = {"evict_random": "random", "evict_least_used": "lfu", "evict_oldest": "lru"}
+"""Values of `tiers.cpu_cache.eviction`, by HPS's policies."""
 HASH_MAPS = ("hash_map", "parallel_hash_map", "multi_process_hash_map")
 
 V, P, U, M = "volatile_db", "persistent_db", "update_source", "models[]"
@@ -110,7 +113,7 @@ KEYS: tuple[PsKey, ...] = (
     PsKey(V, "shared_memory_size", "int", 16 << 30, "Bytes of the shared memory segment.", SHARED_SIZE),
     PsKey(V, "shared_memory_name", "text", "hctr_mp_hash_map_database", "Name of the segment (`tiers.cpu_cache.shared.name`).", NOT_SHARED, acts_with=SHARED),
     PsKey(V, "shared_memory_auto_remove", "bool", True, "The last process removes the segment.", "the process that owns the cache removes it when it ends"),
-    PsKey(V, "num_node_connections", "int", 5, "Connections to each node (`tiers.redis.connections`).", NO_REDIS, acts_with=REDIS),
+    PsKey(V, "num_node_connections", "int", 5, "Connections to each node (`tiers.redis.connections`).", NO_REDIS, acts_with=REDIS, most=1024),
     PsKey(V, "max_batch_size", "int", 65_536, "Keys per transaction.", "all keys of a request are sent at once, in commands small enough for the server to answer others in between"),
     PsKey(V, "enable_tls", "bool", False, "`tiers.redis.tls`. Other than HPS, we check that the servers' certificates bear the name.", NO_REDIS, acts_with=REDIS),
     PsKey(V, "tls_ca_certificate", "path", "cacertbundle.crt", "`tiers.redis.tls.ca`: a file or a folder. The default is taken when it is there.", NO_TLS, acts_with=REDIS),
@@ -118,18 +121,17 @@ KEYS: tuple[PsKey, ...] = (
     PsKey(V, "tls_client_key", "path", "client_key.pem", "`tiers.redis.tls.key`. The default is taken when it is there.", NO_TLS, acts_with=REDIS),
     PsKey(V, "tls_server_name_identification", "text", "redis.localhost", "`tiers.redis.tls.server_name`.", NO_TLS, acts_with=REDIS),
     PsKey(V, "overflow_margin", "int", MAX_U64, "Redis: the most entries per partition (`tiers.redis.overflow_margin`). Hash maps: the CPU cache holds at most this many rows per partition (`cache_rows` of the table, when its files are larger)."),
-    PsKey(V, "overflow_policy", "enum", "evict_random", "Redis: `tiers.redis.overflow_policy`. Hash maps: `evict_oldest` is what the CPU cache does.", aliases=POLICIES,
-          ignored_values={"evict_random": LRU, "evict_least_used": LRU}, acts_with=REDIS),
+    PsKey(V, "overflow_policy", "enum", "evict_random", "Redis: `tiers.redis.overflow_policy`. Hash maps: the eviction of the tables that `overflow_margin` bounds (`cache_eviction` `random`, `lfu`, `lru`); absent: as `tiers.cpu_cache.eviction` says, `lru`.", aliases=POLICIES),
     PsKey(V, "overflow_resolution_target", "float", 0.8, "Share that stays after an eviction (`tiers.redis.overflow_resolution_target`).", "the CPU cache makes room row by row", acts_with=REDIS),
-    PsKey(V, "initial_cache_rate", "float", 1.0, "Share of the rows that is put into Redis at start (`tiers.redis.initial_cache_rate`); HPS ignores it and always puts all.", "the CPU cache is filled up to its capacity at start", acts_with=REDIS),
+    PsKey(V, "initial_cache_rate", "float", 1.0, "Share of the rows that is put into Redis at start (`tiers.redis.initial_cache_rate`); HPS ignores it and always puts all.", "the CPU cache is filled up to its capacity at start", acts_with=REDIS, least=0, most=1),
     PsKey(V, "cache_missed_embeddings", "bool", False, "Put rows found in RocksDB into Redis (`tiers.redis.cache_missed_embeddings`); default vectors never, other than in HPS.", "rows found in RocksDB are always copied into the CPU cache, default vectors never", acts_with=REDIS),
     PsKey(V, "update_filters", "list", FILTERS, ABOUT_FILTERS, NO_KAFKA, items="text", acts_with=KAFKA),
     PsKey(V, "initialize_after_startup", "bool", True, "false: the CPU cache starts empty (`tiers.cpu_cache.warm`), and nothing is put into Redis at start. HPS does not read it from JSON."),
 
     PsKey(P, "type", "enum", "disabled", "`rocks_db`: the RocksDB at `path`, in HPS's own layout (no versions: the last write wins).", aliases=PDB_TYPES,
-          ignored_values={"disabled": "every row is kept in a RocksDB of our own at tiers.rocksdb.path, because a cache may drop rows"}),
+          ignored_values={"disabled": "not as in HPS: every row is kept in a RocksDB of our own at tiers.rocksdb.path, because a cache may drop rows"}),
     PsKey(P, "path", "path", "<tmp>/rocksdb", "Folder of the database (`tiers.rocksdb.path`)."),
-    PsKey(P, "num_threads", "int", 16, "Background threads of RocksDB (`tiers.rocksdb.threads`)."),
+    PsKey(P, "num_threads", "int", 16, "Background threads of RocksDB (`tiers.rocksdb.threads`).", least=1),
     PsKey(P, "read_only", "bool", False, "Open without the right to write (`tiers.rocksdb.access`); nothing is loaded at start."),
     PsKey(P, "max_batch_size", "int", 65_536, "Keys per read.", BATCHED),
     PsKey(P, "update_filters", "list", FILTERS, ABOUT_FILTERS, NO_KAFKA, items="text", acts_with=KAFKA),
@@ -139,7 +141,7 @@ KEYS: tuple[PsKey, ...] = (
     PsKey(U, "type", "enum", "null", f"`null`: no update source. `{KAFKA}`: `updates.kafka`; the nodes together write a Redis, as in HPS (`shared_writer: nodes`).", aliases=SOURCE_TYPES),
     PsKey(U, "brokers", "text", "127.0.0.1:9092", "Kafka brokers (`updates.kafka.brokers`).", NO_KAFKA, acts_with=KAFKA),
     PsKey(U, "metadata_refresh_interval_ms", "int", 30_000, "How often new topics are looked for (`topic.metadata.refresh.interval.ms` of `updates.kafka.options`); absent: every 10 s.", NO_KAFKA, acts_with=KAFKA),
-    PsKey(U, "receive_buffer_size", "int", 262_144, "Largest message (`updates.kafka.max_message_bytes`); absent: 16 MiB.", NO_KAFKA, acts_with=KAFKA),
+    PsKey(U, "receive_buffer_size", "int", 262_144, "Largest message (`updates.kafka.max_message_bytes`); absent: 16 MiB.", NO_KAFKA, acts_with=KAFKA, most=1_000_000_000),
     PsKey(U, "poll_timeout_ms", "int", 500, "Idle time that flushes buffered keys.", AT_ONCE),
     PsKey(U, "max_batch_size", "int", 8192, "Keys per insert.", AT_ONCE),
     PsKey(U, "failure_backoff_ms", "int", 50, "Sleep before a repeated delivery.", "a store that refuses rows is tried again after 0.1 s, then after up to 5 s"),
@@ -154,7 +156,7 @@ KEYS: tuple[PsKey, ...] = (
     PsKey(M, "gpucache", "bool", True, "true: a GPU cache where there is a GPU (`tiers.gpu`), and below it the CPU cache, both sized by `gpucacheper`. false: no GPU cache (`gpu_rows` 0); with a hash map the CPU cache may hold whole tables, otherwise there is none; lookups always wait for the store."),
     PsKey(M, "gpucacheper", "float", 0.2, "The GPU cache and the CPU cache hold this share of each table's rows (`tiers.gpu.share`, `tiers.cpu_cache.share`)."),
     PsKey(M, "hit_rate_threshold", "float", 0.9, "Above 1: miss policy `wait`. Otherwise `default_then_promote` with this `min_hit_rate`."),
-    PsKey(M, "num_of_worker_buffer_in_pool", "int", 1, "Lookups at a time on each GPU (`tiers.gpu.workspaces`), when there are more than the usual four; of several models the largest counts."),
+    PsKey(M, "num_of_worker_buffer_in_pool", "int", 1, "Lookups at a time on each GPU (`tiers.gpu.workspaces`), when there are more than the usual four; of several models the largest counts.", most=64),
     PsKey(M, "num_of_refresher_buffer_in_pool", "int", 1, "Refresh workspaces.", REFRESH),
     PsKey(M, "cache_refresh_percentage_per_iteration", "float", 0.0, "Share of the cache refreshed in one step (in HPS 0 also turns the warm-up off; here `init_ec` does).", REFRESH),
     PsKey(M, "deployed_device_list", "list", [], "The GPUs, each with a copy of the cache (`tiers.gpu.devices`); of several models all that are named. HPS requires it."),
@@ -167,7 +169,7 @@ KEYS: tuple[PsKey, ...] = (
     PsKey(M, "refresh_interval", "int", 0, "Seconds between refreshes.", REFRESH),
     PsKey(M, "fuse_embedding_table", "bool", "the global one", "Fuse tables of equal vector size.", "all tables of a request are read in one batch already"),
     PsKey(M, "embedding_cache_type", "enum", "dynamic", "`dynamic`: a cache. `static`: whole tables in the GPU's memory, read-only (`gpu_static`), and in the CPU cache. `uvm`: whole tables, all but `gpucacheper` of their rows in pinned host memory (`tiers.gpu.host_bytes`).", aliases=CACHE_TYPES,
-          ignored_values={"stochastic": "it works like dynamic, as in HPS"}),
+          ignored_values={"stochastic": "works like dynamic, in HPS too"}),
     PsKey(M, "use_static_table", "bool", False, "true: as `embedding_cache_type: static`."),
     PsKey(M, "use_context_stream", "bool", True, "Run on the framework's CUDA stream.", STREAM),
     PsKey(M, "use_hctr_cache_implementation", "bool", True, "Which of two GPU caches.", ONE_CACHE),

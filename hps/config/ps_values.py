@@ -52,14 +52,13 @@ class Reader:
             value = self._value(key, raw, (*path, name))
             if value is None:
                 continue
-            values[name] = value
-            if key.acts_with and key.acts_with in kinds:
-                continue
-            if key.ignored:
+            if key.ignored and key.acts_with not in kinds:
                 self.ignored((*path, name), key.ignored)
-            elif str(value) in key.ignored_values:
-                reason = key.ignored_values[str(value)]
-                self._note((*path, f"{name}={raw}"), f"not as in HPS: {reason}")
+            else:
+                value = self._clamped(key, value, (*path, name))
+            if str(value) in key.ignored_values:
+                self._note((*path, f"{name}={raw}"), key.ignored_values[str(value)])
+            values[name] = value
         for key in known.values():
             if key.default is REQUIRED and key.name not in data:
                 self.wrong((*path, key.name), f"is missing; expected {_expected(key)}")
@@ -95,6 +94,16 @@ class Reader:
     def _note(self, path: KeyPath, message: str) -> None:
         self._notes.setdefault(message, []).append(path)
 
+    def _clamped(self, key: PsKey, value: Any, path: KeyPath) -> Any:
+        """A number within the bounds of its key; a warning names the one that was given."""
+        for bound, word, clamp in ((key.least, "at least", max), (key.most, "at most", min)):
+            if bound is not None and clamp(value, bound) != value:
+                self.differs(
+                    path, f"{value} is out of range, expected {word} {bound}; using {bound}"
+                )
+                return bound
+        return value
+
     def _value(self, key: PsKey, raw: Any, path: KeyPath) -> Any:
         """The checked value (an enum by its canonical name), or None when it is wrong."""
         if key.kind == "enum":
@@ -115,15 +124,15 @@ class Reader:
 
 def _together(paths: Sequence[KeyPath]) -> list[str]:
     """Key paths as text; the same key of several models stands once: ``models[0,1].slot_num``."""
-    models: dict[KeyPath, list[str]] = {}
+    models: dict[tuple[bool, KeyPath], list[str]] = {}
     for path in paths:
+        # A model and the top level may have keys of the same name.
         indexed = len(path) > 2 and path[0] == "models"
-        models.setdefault(path[2:] if indexed else path, []).extend(
-            [str(path[1])] if indexed else []
-        )
+        found = models.setdefault((indexed, path[2:] if indexed else path), [])
+        found += [str(path[1])] if indexed else []
     return [
-        f"models[{','.join(indices)}].{dotted(path)}" if indices else dotted(path)
-        for path, indices in models.items()
+        f"models[{','.join(indices)}].{dotted(path)}" if indexed else dotted(path)
+        for (indexed, path), indices in models.items()
     ]
 
 

@@ -124,15 +124,16 @@ def _ps_default(key: PsKey) -> str:
 
 def _ps_effect(key: PsKey) -> str:
     acts = f"**Acts** with `{key.acts_with}`" if key.acts_with else "**Acts**"
-    if key.ignored and key.acts_with:
-        return f"{key.meaning} {acts}, else **warned**: {key.ignored}."
-    if key.ignored:
+    if key.ignored and not key.acts_with:
         return f"{key.meaning} **Warned**: {key.ignored}."
-    parts = [f"{key.meaning} **Acts**."]
-    beside = f" unless the type is `{key.acts_with}`" if key.acts_with else ""
+    otherwise = f", else **warned**: {key.ignored}" if key.ignored else ""
+    parts = [f"{key.meaning} {acts}{otherwise}."]
+    parts += [f"`{value}` is **warned**: {reason}." for value, reason in key.ignored_values.items()]
+    bounds = (("Less than", key.least), ("More than", key.most))
     parts += [
-        f"`{value}` is **warned**{beside}: {reason}."
-        for value, reason in key.ignored_values.items()
+        f"{word} {bound:,} is taken as {bound:,}, **warned**."
+        for word, bound in bounds
+        if bound is not None
     ]
     return " ".join(parts)
 

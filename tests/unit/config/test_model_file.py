@@ -170,7 +170,14 @@ def test_mistakes_at_every_level_at_once(path: Path) -> None:
 def test_an_empty_file(path: Path) -> None:
     assert len(mistakes(path, "")) == 2
     assert mistakes(path, "- a") == [f"{path}: expected a mapping with name, tables, features, dense, "
-                                     "max_batch_size, preprocess, found ['a']"]  # fmt: skip
+                                     "max_batch_size, found ['a']"]  # fmt: skip
+
+
+def test_preprocessing_is_refused(path: Path) -> None:
+    """Nothing would do it."""
+    text = "name: m\ntables: [{name: t, dim: 1}]\npreprocess: {x: {log1p: true}}\n"
+    (found,) = mistakes(path, text)
+    assert "preprocess: unknown key" in found
 
 
 def test_embeddings_may_name_the_default_features(path: Path) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from hps.config import load_config
+from hps.config.ps_keys import KEYS
+from hps.config.ps_values import Reader
 
 Ps = Any
 
@@ -76,14 +78,62 @@ def test_the_default_number_of_partitions(ps: Ps) -> None:
     assert rows == min(16, os.cpu_count() or 1)
 
 
-def test_only_the_lru_policy_goes_unmentioned(ps: Ps) -> None:
-    for policy, mentioned in (
-        ("evict_oldest", False),
-        ("evict_random", True),
-        ("least_used", True),
-    ):
-        text = "\n".join(ps.load(ps.put("volatile_db.overflow_policy", policy)).warnings)
-        assert ("overflow_policy" in text) == mentioned
+@pytest.mark.parametrize(
+    ("policy", "eviction"),
+    [("evict_random", "random"), ("least_used", "lfu"), ("evict_oldest", "lru"), (None, None)],
+)
+def test_the_policy_of_a_hash_map_is_that_of_tables_the_margin_bounds(
+    ps: Ps, policy: str | None, eviction: str | None
+) -> None:
+    document = ps.put("volatile_db.num_partitions", 1, ps.put("volatile_db.overflow_margin", 30))
+    if policy is not None:
+        document["volatile_db"]["overflow_policy"] = policy
+    loaded = ps.load(document)
+    tables = (loaded.settings.models.serve or {})["m"].tables.values()
+    assert {(t.cache_rows, t.cache_eviction) for t in tables} == {(30, eviction)}
+    assert "overflow_policy" not in "\n".join(loaded.warnings)
+    loaded = ps.load(ps.put("volatile_db.overflow_margin", 1000, document))
+    assert not loaded.settings.models.serve
+
+
+def test_the_policy_of_a_hash_map_without_a_margin_is_named(ps: Ps) -> None:
+    loaded = ps.load(ps.put("volatile_db.overflow_policy", "evict_random"))
+    (warning,) = loaded.warnings
+    assert "overflow_policy: has no effect: it acts together with overflow_margin only" in warning
+
+
+CLAMPED = {
+    "volatile_db.num_node_connections": ("tiers.redis.connections", 5000, 1024),
+    "volatile_db.initial_cache_rate": ("tiers.redis.initial_cache_rate", 1.5, 1),
+    "persistent_db.num_threads": ("tiers.rocksdb.threads", 0, 1),
+    "update_source.receive_buffer_size": ("updates.kafka.max_message_bytes", 2**31, 10**9),
+    "models[].num_of_worker_buffer_in_pool": ("tiers.gpu.workspaces", 100, 64),
+}
+
+
+def test_every_bound_has_its_effect_tested() -> None:
+    bounded = {key.path for key in KEYS if key.least is not None or key.most is not None}
+    assert bounded == set(CLAMPED)
+
+
+@pytest.mark.parametrize("key", CLAMPED)
+def test_a_number_beyond_its_bounds_is_clamped_and_named(ps: Ps, key: str) -> None:
+    setting, given, expected = CLAMPED[key]
+    ps.base["volatile_db"]["type"] = "redis_cluster"
+    ps.base["update_source"] = {"type": "kafka"}
+    loaded = ps.load(ps.put(key, given))
+    found: Any = loaded.settings
+    for name in setting.split("."):
+        found = getattr(found, name)
+    assert found == expected
+    (warning,) = [w for w in loaded.warnings if key.replace("[]", "[0]") in w]
+    assert f"not as in HPS: {given} is out of range" in warning
+    assert warning.endswith(f"using {expected}")
+
+
+def test_a_cache_type_that_hps_ignores_too_is_named_without_contradiction(ps: Ps) -> None:
+    (warning,) = ps.load(ps.put("models[].embedding_cache_type", "stochastic")).warnings
+    assert warning.endswith("embedding_cache_type=stochastic: works like dynamic, in HPS too")
 
 
 def test_one_model_that_wants_no_warm_up(ps: Ps) -> None:
@@ -136,6 +186,18 @@ def test_models_that_share_an_ignored_key_share_a_line(ps: Ps) -> None:
     warnings = ps.load({**ps.base, "models": [one, {**one, "model": "n"}]}).warnings
     assert len(warnings) == 1
     assert "models[0,1].slot_num, models[0,1].label_dim: has no effect: HugeCTR" in warnings[0]
+
+
+def test_a_key_of_a_model_and_of_the_top_level_is_named_for_both(ps: Ps) -> None:
+    document = ps.put("models[].slot_num", 1) | {"slot_num": 2}
+    text = "\n".join(ps.load(document).warnings)
+    assert "models[0].slot_num: has no effect" in text
+    assert ": slot_num: unknown key" in text
+    ps.path.write_text("{}")
+    reader = Reader(ps.path)
+    for path in (("fuse",), ("models", 0, "fuse"), ("models", 2, "fuse")):
+        reader.ignored(path, "one reason")
+    assert reader.warnings() == (f"{ps.path}: fuse, models[0,2].fuse: has no effect: one reason",)
 
 
 def test_paths_start_at_the_file(ps: Ps, tmp_path: Path) -> None:

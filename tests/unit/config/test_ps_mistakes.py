@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hps.config import load_config
+from hps.config.ps_keys import KEYS
+from hps.errors import ConfigError
+
 Ps = Any
+PAGE = Path(__file__).parents[3] / "docs" / "ps-json.md"
 
 
 @pytest.mark.parametrize(
@@ -23,11 +30,6 @@ Ps = Any
             "volatile_db.update_filters",
             ["a", 1],
             ": volatile_db.update_filters: expected a list of te",
-        ),
-        (
-            "persistent_db.num_threads",
-            0,
-            ": persistent_db.num_threads: expected a whole number from 1",
         ),
         (
             "persistent_db.num_threads",
@@ -148,3 +150,27 @@ def test_two_models_of_one_name(ps: Ps) -> None:
 def test_files_that_are_no_ps_json(ps: Ps, text: str, line: str) -> None:
     (found,) = ps.mistakes(text)
     assert found.startswith(line)
+
+
+def test_every_number_that_is_refused_is_in_the_page(ps: Ps) -> None:
+    """HPS accepts most numbers, so a refusal that the page does not name is a surprise."""
+    ps.base["volatile_db"]["type"] = "redis_cluster"
+    ps.base["update_source"] = {"type": "kafka"}
+    refused = set()
+    for key in KEYS:
+        numbers: list[Any] = [0, 1, 100, 10**6, 2**64 - 1]
+        if key.kind == "float":
+            numbers = [-1, 0, 1.5, 100]
+        elif key.kind == "list" and key.items == "int":
+            numbers = [[number] * 2 for number in numbers]
+        elif key.kind != "int":
+            continue
+        for number in numbers:
+            ps.path.write_text(json.dumps(ps.put(key, number)))
+            try:
+                load_config(ps.path, environ={})
+            except ConfigError:
+                refused.add(key.name)
+    text = PAGE.read_text().partition("Refused, with exit code 2")[2].partition("<!--")[0]
+    assert sorted(name for name in refused if f"`{name}`" not in text) == []
+    assert "num_of_worker_buffer_in_pool" not in refused

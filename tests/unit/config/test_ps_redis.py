@@ -69,7 +69,7 @@ def test_every_key_acts(ps: Ps, name: str) -> None:
 
 def test_no_key_of_redis_is_forgotten() -> None:
     found = {k.name for k in KEYS if k.acts_with == "redis_cluster"}
-    beside = {"num_partitions", "overflow_margin", "initialize_after_startup"}
+    beside = {"num_partitions", "overflow_margin", "overflow_policy", "initialize_after_startup"}
     assert found | beside == {*EFFECTS, *TLS, "enable_tls"}
 
 
@@ -135,7 +135,6 @@ def test_what_cannot_be_is_refused(ps: Ps, keys: dict[str, Any], named: str) -> 
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"initial_cache_rate": 2}, "volatile_db.initial_cache_rate"),
         ({"num_partitions": 5000}, "volatile_db.num_partitions"),
         ({"overflow_resolution_target": 0}, "volatile_db.overflow_resolution_target"),
     ],
