@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hps.errors import BadRequest, NotFound, Unsupported
-from hps.given import Features, flat_keys, jagged, tensor
+from hps.given import Features, flat_keys, tensor
 from hps.open_models import OpenModels, ServedModel, deadline_in
 from hps.streams import Streams
 from hps.tier_status import hot_keys
@@ -82,7 +82,7 @@ class Node(OpenModels):
                 "this node has no GPU cache (tiers.gpu.use); lookup answers on the host"
             )
         request = LookupRequest(
-            jagged(features), deadline_in(timeout_s), want_source, by_table=by_table
+            served.keys(features, by_table), deadline_in(timeout_s), want_source, by_table=by_table
         )
         return served.freshness.mark(lookups[next(self._turn) % len(lookups)].pooled(request))
 

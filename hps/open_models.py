@@ -13,7 +13,7 @@ from typing import Any, Self
 from hps.config.model_schema import ModelSpec
 from hps.errors import BadRequest, NotFound
 from hps.given import Features, jagged, targets, tensor
-from hps.lookup.base import Lookup
+from hps.lookup.base import Lookup, inputs_of, spread
 from hps.lookup.on_device import DeviceLookup
 from hps.metrics import Metrics
 from hps.names import hint_for
@@ -21,6 +21,7 @@ from hps.pipeline import InferencePipeline
 from hps.tier_status import TierStatus, describe_table
 from hps.types import (
     EmbeddingTable,
+    JaggedKeys,
     LookupRequest,
     LookupResult,
     PredictRequest,
@@ -43,6 +44,11 @@ class ServedModel:
     on_devices: tuple[DeviceLookup, ...] = ()
     """Lookups whose vectors stay on a GPU, one per GPU."""
     freshness: Freshness = FRESH
+
+    def keys(self, features: Features, by_table: bool = False) -> Mapping[str, JaggedKeys]:
+        """A caller's keys as a request has them. Raises ``BadRequest`` for keys that are not integers."""
+        keys = jagged(features)
+        return keys if by_table else spread(keys, self.engine.features)
 
 
 @dataclass(slots=True, repr=False, kw_only=True)
@@ -99,10 +105,10 @@ class OpenModels:
         with ``__dlpack__``, C-contiguous, of the table's dtype and the result's shape.
         """
         into = None if out is None else targets(out)
-        request = LookupRequest(
-            jagged(features), deadline_in(timeout_s), want_source, into, by_table
-        )
         served = self.model(model)
+        request = LookupRequest(
+            served.keys(features, by_table), deadline_in(timeout_s), want_source, into, by_table
+        )
         served.freshness.require()
         return served.freshness.mark(served.engine.lookup(request))
 
@@ -125,7 +131,7 @@ class OpenModels:
         served.freshness.require()
         tensors = {name: tensor(name, array) for name, array in (dense or {}).items()}
         request = PredictRequest(
-            jagged(features), tensors, top_k, deadline_in(timeout_s), want_source, outputs
+            served.keys(features), tensors, top_k, deadline_in(timeout_s), want_source, outputs
         )
         return served.freshness.mark(pipeline.predict(request))
 
@@ -147,7 +153,7 @@ class OpenModels:
             "name": model.name,
             "version": model.version,
             "dense": model.pipeline is not None,
-            "features": list(model.engine.features),
+            "features": list(inputs_of(model.engine.features)),
             "tables": [describe_table(table, self.tiers) for table in model.tables.values()],
         }
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from hps.config import Configuration, Settings, apply_override
-from hps.config.model_schema import FeatureSpec, ModelSpec
+from hps.config.model_schema import ModelSpec
 from hps.config.schema import ModelOverride
 from hps.dense.base import DenseModel
 from hps.dense.choose import open_network
@@ -115,21 +115,28 @@ def open_model(version: ModelVersion, settings: Settings, resources: ExitStack) 
 
 
 def features_of(spec: ModelSpec, tables: Mapping[str, EmbeddingTable]) -> dict[str, Feature]:
-    """The features of ``model.yaml``; without any, one per table with the table's name."""
-    specs = spec.features or [FeatureSpec(name=t.name, table=t.name) for t in spec.tables]
+    """The features of ``model.yaml``, by the names of their vectors."""
     return {
-        f.name: Feature(
-            f.name, tables[f.table], f.key_offset, f.pooling, f.hotness, f.context, f.max_hotness
+        name: Feature(
+            name,
+            tables[table],
+            f.key_offset,
+            f.pooling,
+            f.hotness,
+            f.context,
+            f.max_hotness,
+            "" if name == f.name else f.name,
         )
-        for f in specs
+        for f in spec.served_features
+        for name, table in f.vectors.items()
     }
 
 
 def _table_bounds(spec: ModelSpec) -> dict[str, int]:
     """The most keys of a table in one request, where every feature on it has a bound per sample."""
     bounds: dict[str, int] = {}
-    for table in {f.table for f in spec.features}:
-        most = [f.max_hotness for f in spec.features if f.table == table]
+    for table in {table for f in spec.features for table in f.tables}:
+        most = [f.max_hotness for f in spec.features if table in f.tables]
         if None not in most:
             bounds[table] = spec.max_batch_size * sum(m for m in most if m is not None)
     return bounds

@@ -29,15 +29,17 @@ class PredictChecks:
     def __init__(self, model: str, spec: DenseSpec, features: Mapping[str, Feature]) -> None:
         self._model = model
         self._features = features
+        self._keys = {name: feature.input for name, feature in features.items()}
         self._inputs = {tensor.name: tensor for tensor in spec.inputs}
+        self._dense = {name: name for name in self._inputs}
         self._outputs = tuple(tensor.name for tensor in spec.outputs)
 
     def inputs(self, request: PredictRequest) -> tuple[Arrays, int]:
         """The dense inputs ``(batch, ...)``, converted where that loses nothing of kind, and the batch.
         Raises ``BadRequest``."""
         features = self._features
-        _same_names("feature", request.features, features, self._model)
-        _same_names("input", request.dense, self._inputs, self._model)
+        _same_names("feature", request.features, self._keys, self._model)
+        _same_names("input", request.dense, self._dense, self._model)
         sizes = [(n, k.batch, features[n].context) for n, k in request.features.items()]
         inputs = {}
         for name, array in request.dense.items():
@@ -65,13 +67,14 @@ class PredictChecks:
         return tuple(name for name in self._outputs if name in request.outputs)
 
 
-def _same_names(kind: str, got: Mapping[str, Any], expected: Mapping[str, Any], model: str) -> None:
+def _same_names(kind: str, got: Mapping[str, Any], expected: Mapping[str, str], model: str) -> None:
+    """Raises BadRequest unless ``got`` has the names ``expected``, each with what requests call it."""
     if got.keys() == expected.keys():
         return
     for name in got:
         if name not in expected:
-            raise unknown(kind, name, expected, model)
-    missing = [name for name in expected if name not in got]
+            raise unknown(kind, name, dict.fromkeys(expected.values()), model)
+    missing = dict.fromkeys(sent for name, sent in expected.items() if name not in got)
     raise BadRequest(f"the request to model {model!r} lacks {kind} {', '.join(map(repr, missing))}")
 
 

@@ -118,7 +118,14 @@ def _show(opened: ModelVersion) -> None:
         print_table(
             ("feature", "table", "key offset", "pooling", "hotness", "context"),
             [
-                (f.name, f.table, f.key_offset, f.pooling, f.hotness or "any", _yes(f.context))
+                (
+                    f.name,
+                    ", ".join(f.tables),
+                    f.key_offset,
+                    f.pooling,
+                    f.hotness or "any",
+                    _yes(f.context),
+                )
                 for f in features
             ],
         )

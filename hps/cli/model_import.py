@@ -79,8 +79,9 @@ def import_(
         typer.Option(
             "--feature",
             "-f",
-            metavar="NAME=TABLE[+OFFSET][:POOLING]",
-            help="A feature of requests; the offset is added to its keys. Repeatable.",
+            metavar="NAME=TABLE[,TABLE...][+OFFSET][:POOLING]",
+            help="A feature of requests; the offset is added to its keys. Several tables take the same "
+            "keys. Repeatable.",
         ),
     ] = None,
     spec: Annotated[

@@ -16,6 +16,8 @@ from hps.config.problems import validate
 from hps.errors import ConfigError, ModelError
 from hps.models.importers import ImportPlan, TableChoice
 
+FEATURE_FORM = "NAME=TABLE[,TABLE...][+OFFSET][:POOLING]"
+
 
 def pairs(option: str, values: Sequence[str] | None, form: str) -> dict[str, str]:
     """``["a=b"]`` -> ``{"a": "b"}``."""
@@ -50,9 +52,9 @@ def choices(
 
 
 def features(values: Sequence[str] | None) -> list[FeatureSpec]:
-    """``NAME=TABLE[+OFFSET][:POOLING]``."""
+    """``NAME=TABLE[,TABLE...][+OFFSET][:POOLING]``."""
     found = []
-    for name, text in pairs("--feature", values, "NAME=TABLE[+OFFSET][:POOLING]").items():
+    for name, text in pairs("--feature", values, FEATURE_FORM).items():
         rest, _, pooling = text.partition(":")
         table, _, offset = rest.partition("+")
         if pooling not in ("", "sum", "mean", "none"):
@@ -61,7 +63,7 @@ def features(values: Sequence[str] | None) -> list[FeatureSpec]:
             raise ConfigError(f"--feature {name}: the offset must be a number, found '{offset}'")
         data = {
             "name": name,
-            "table": table,
+            "table": table.split(",") if "," in table else table,
             "key_offset": int(offset or 0),
             "pooling": pooling or "sum",
         }
@@ -79,7 +81,8 @@ def dense_spec(plan: ImportPlan, given: Sequence[FeatureSpec], path: Path) -> De
     from hps.dense.onnx import OnnxModel
 
     stacked = [part for table in plan.tables for part, _ in table.parts]
-    names = {f.name for f in given} or {*stacked, *(t.name for t in plan.tables)}
+    names = {name for feature in given for name in feature.vectors}
+    names = names or {*stacked, *(t.name for t in plan.tables)}
     network = OnnxModel(path, "cpu")
     try:
         fed = {t.name for t in network.inputs}

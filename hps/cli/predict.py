@@ -219,19 +219,21 @@ def _one(
 
 
 def _account(target: Target, model: str, features: Features) -> dict[str, Any]:
-    """Per feature: its keys, where each row came from, and the vectors that the network takes."""
+    """Of each feature, and of each table that takes its keys: the keys, where each row came from, and the
+    vectors that the network takes."""
     found = target.lookup(model, features)
     takes = target.network_inputs(model)
-    return {
-        name: {
+    account = {}
+    for name, vectors in found.vectors.items():
+        keys = features[name.partition(".")[0]]
+        account[name] = {
             "network_input": takes.get(name),
             "keys": keys.keys,
             "offsets": keys.offsets,
             "sources": source_names(found.sources[name]),
-            "vectors": found.vectors[name],
+            "vectors": vectors,
         }
-        for name, keys in features.items()
-    }
+    return account
 
 
 def _show(report: dict[str, Any]) -> None:

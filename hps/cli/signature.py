@@ -63,18 +63,17 @@ class Signature:
 
     @staticmethod
     def of_spec(spec: ModelSpec) -> Signature:
-        features = [feature.name for feature in spec.features]
+        features = [feature.name for feature in spec.served_features]
         inputs = spec.dense.inputs if spec.dense else []
         dense = {t.name: Dense(np.dtype(NUMPY_TYPES[t.datatype]), tuple(t.shape)) for t in inputs}
-        names = features or [table.name for table in spec.tables]
-        return Signature(spec.name, tuple(names), dense, spec.max_batch_size)
+        return Signature(spec.name, tuple(features), dense, spec.max_batch_size)
 
     @staticmethod
     def of_metadata(metadata: Mapping[str, Any], max_batch: int = MAX_BATCH) -> Signature:
         """From the protocol's model metadata. Our servers name the features; of others, 64-bit
         tensors are taken for features."""
         sources = metadata.get("parameters", {}).get("source_outputs")
-        named = None if sources is None else {name.removesuffix(".source") for name in sources}
+        named = None if sources is None else {name.partition(".")[0] for name in sources}
         features: list[str] = []
         dense: dict[str, Dense] = {}
         for tensor in metadata["inputs"]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Protocol
@@ -143,9 +144,10 @@ class NodeTarget:
     def predict(self, model: str, request: PredictRequest) -> PredictResult:
         served = self.node.model(model)
         if served.pipeline is None:
-            found = served.engine.lookup(LookupRequest(request.features))
+            found = served.engine.lookup(LookupRequest(served.keys(request.features)))
             return PredictResult(found.vectors, defaulted=found.defaulted, degraded=found.degraded)
-        return served.pipeline.predict(request)
+        keys = served.keys(request.features)
+        return served.pipeline.predict(replace(request, features=keys))
 
     @contextmanager
     def submitting(self, threads: int) -> Iterator[Submit]:
@@ -153,13 +155,14 @@ class NodeTarget:
         yield lambda model, request: Done(self.predict(model, request))
 
     def lookup(self, model: str, features: Mapping[str, JaggedKeys]) -> LookupResult:
-        return self.node.model(model).engine.lookup(LookupRequest(features, want_source=True))
+        return self.node.lookup(model, features, want_source=True)
 
     def network_inputs(self, model: str) -> Mapping[str, str]:
         spec = self.node.model(model).spec
         if spec.dense is None:
             return {}
-        return {f.name: spec.dense.embeddings.get(f.name, f.name) for f in spec.features}
+        vectors = [name for feature in spec.served_features for name in feature.vectors]
+        return {name: spec.dense.embeddings.get(name, name) for name in vectors}
 
 
 @contextmanager

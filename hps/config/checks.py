@@ -79,18 +79,30 @@ def duplicates(names: Sequence[str], where: str, what: str) -> list[Finding]:
     return findings
 
 
-def names(tables: Sequence[str], features: Sequence[tuple[str, str]]) -> list[Finding]:
-    """Unique names; every feature's table exists."""
+def shared_keys(tables: Sequence[str]) -> list[Finding]:
+    """Tables that take one feature's keys: each once, none with a name that the wire uses."""
+    findings = []
+    for i, table in enumerate(tables):
+        if table in tables[:i]:
+            findings.append(Finding(("table", i), f"names table {table!r} twice"))
+        if len(tables) > 1 and f".{table}" in RESERVED_SUFFIXES:
+            message = (
+                f"vectors of table {table!r} would be called '<feature>.{table}', which is reserved"
+            )
+            findings.append(Finding(("table", i), message))
+    return findings
+
+
+def names(tables: Sequence[str], features: Sequence[tuple[str, Sequence[str]]]) -> list[Finding]:
+    """Unique names; every feature's tables exist."""
     findings = duplicates(tables, "tables", "tables")
-    if features == [(t, t) for t in tables]:
-        return findings
     findings += duplicates([name for name, _ in features], "features", "features")
-    known = set(tables)
-    for i, (name, table) in enumerate(features):
-        if table not in known:
-            message = f"feature {name!r} uses table {table!r}, which does not exist"
-            message += hint_for(table, tables, "the tables are")
-            findings.append(Finding(("features", i, "table"), message, (("tables",),)))
+    for i, (name, used) in enumerate(features):
+        for table in used:
+            if table not in tables:
+                message = f"feature {name!r} uses table {table!r}, which does not exist"
+                message += hint_for(table, tables, "the tables are")
+                findings.append(Finding(("features", i, "table"), message, (("tables",),)))
     return findings
 
 
@@ -115,16 +127,20 @@ def dense(
 
 
 def wiring(
-    features: Sequence[str], inputs: Sequence[str], embeddings: Mapping[str, str]
+    features: Sequence[str],
+    vectors: Sequence[str],
+    inputs: Sequence[str],
+    embeddings: Mapping[str, str],
 ) -> list[Finding]:
-    """Embeddings name real features; on the wire no input hides behind a feature's name."""
+    """Embeddings name real vectors; on the wire no input hides behind a feature's name."""
     findings = []
-    for feature in embeddings:
-        if feature not in features:
-            message = f"names feature {feature!r}, which does not exist"
-            message += hint_for(feature, features, "the features are")
-            findings.append(Finding(("dense", "embeddings", feature), message, (("features",),)))
-    reserved = {name + suffix for name in features for suffix in ("", *RESERVED_SUFFIXES)}
+    for name in embeddings:
+        if name not in vectors:
+            message = f"names feature {name!r}, which does not exist"
+            message += hint_for(name, vectors, "the features are")
+            findings.append(Finding(("dense", "embeddings", name), message, (("features",),)))
+    names = {*features, *vectors}
+    reserved = {name + suffix for name in names for suffix in ("", *RESERVED_SUFFIXES)}
     for i, name in enumerate(inputs):
         if name in reserved:
             message = f"input {name!r} has the name that a feature uses on the wire"

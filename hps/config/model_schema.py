@@ -28,6 +28,9 @@ Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 # Tensor and feature names travel in JSON and in response parameters; a dot is reserved for
 # `<feature>.offsets`, `.weights` and `.source`.
 FeatureName = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
+VectorName = Annotated[
+    str, StringConstraints(pattern=r"^[a-zA-Z0-9_\-]{1,120}(\.[a-zA-Z0-9_\-]{1,120})?$")
+]
 TensorName = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 Datatype = Literal[
     "BOOL", "UINT8", "INT8", "INT16", "INT32", "INT64", "UINT16", "UINT32", "UINT64",
@@ -103,12 +106,12 @@ class TableSpec(Strict):
 
 
 class FeatureSpec(Strict):
-    """One categorical field of a request; its keys select rows of a table."""
+    """One categorical field of a request; its keys select rows of a table, or of several."""
 
     name: FeatureName
     """The feature's name, on the wire too."""
-    table: Name
-    """The table its keys belong to."""
+    table: Name | Annotated[list[Name], Field(min_length=1)]
+    """The table its keys belong to, or a list of them; the vectors are called `<feature>.<table>` then."""
     key_offset: int = Field(0, ge=-(2**63), le=2**64 - 1)
     """Added (mod 2^64) to every key of this feature: several features can share one table."""
     pooling: Literal["sum", "mean", "none"] = "sum"
@@ -122,7 +125,20 @@ class FeatureSpec(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        return self.consistent(checks.hotness(self.hotness, self.max_hotness))
+        findings = checks.hotness(self.hotness, self.max_hotness)
+        return self.consistent(findings + checks.shared_keys(self.tables))
+
+    @property
+    def tables(self) -> list[str]:
+        """The tables its keys belong to."""
+        return self.table if isinstance(self.table, list) else [self.table]
+
+    @property
+    def vectors(self) -> dict[str, str]:
+        """The vectors made of its keys: name -> table."""
+        if len(self.tables) == 1:
+            return {self.name: self.tables[0]}
+        return {f"{self.name}.{table}": table for table in self.tables}
 
 
 class TensorSpec(Strict):
@@ -147,8 +163,9 @@ class DenseSpec(Strict):
 
     inputs: list[TensorSpec] = []
     """Tensors the request brings besides the features."""
-    embeddings: dict[FeatureName, TensorName] = {}
-    """Feature -> name of the network's input that takes its pooled vectors; default: the same name."""
+    embeddings: dict[VectorName, TensorName] = {}
+    """Feature (`<feature>.<table>` where it has several) -> name of the network's input that takes its pooled
+    vectors; default: the same name."""
     outputs: list[TensorSpec] = Field(min_length=1)
     """The network's named outputs, in the order they are answered."""
     ranking_output: TensorName | None = None
@@ -183,12 +200,17 @@ class ModelSpec(Strict):
     @model_validator(mode="after")
     def _check(self) -> Self:
         tables = [t.name for t in self.tables]
-        features = [(f.name, f.table) for f in self.features] or [(t, t) for t in tables]
-        findings = checks.names(tables, features)
+        findings = checks.names(tables, [(f.name, f.tables) for f in self.features])
         if self.dense is not None:
             findings += checks.wiring(
-                [name for name, _ in features],
+                [f.name for f in self.served_features],
+                [vectors for f in self.served_features for vectors in f.vectors],
                 [t.name for t in self.dense.inputs],
                 self.dense.embeddings,
             )
         return self.consistent(findings)
+
+    @property
+    def served_features(self) -> list[FeatureSpec]:
+        """``features``; without any, one per table with the table's name."""
+        return self.features or [FeatureSpec(name=t.name, table=t.name) for t in self.tables]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.config.model_schema import FeatureSpec, TensorSpec
+from hps.config.model_schema import TensorSpec
 from hps.dense.base import DATATYPES
 from hps.errors import ConfigError
 from hps.generate.keys import Draw, distribution
@@ -49,9 +49,7 @@ class Requests:
                 "--ragged is for requests by feature; KEYS and NUMKEYS are ragged anyway"
             )
         spec = version.spec
-        self._features = spec.features or [
-            FeatureSpec(name=t.name, table=t.name) for t in spec.tables
-        ]
+        self._features = spec.served_features
         if all(feature.hotness for feature in self._features):
             for option, given in (("--ragged", recipe.ragged), ("--hotness", recipe.hotness)):
                 if given:
@@ -79,11 +77,11 @@ class Requests:
             if recipe.ragged and feature.hotness is None:
                 counts = self._random.integers(1, hotness + 1, recipe.batch)
                 tensors[feature.name] = self._keys(
-                    feature.table, int(counts.sum()), feature.key_offset
+                    feature.tables[0], int(counts.sum()), feature.key_offset
                 )
                 tensors[f"{feature.name}.offsets"] = np.concatenate([[0], np.cumsum(counts)])
             else:
-                keys = self._keys(feature.table, recipe.batch * hotness, feature.key_offset)
+                keys = self._keys(feature.tables[0], recipe.batch * hotness, feature.key_offset)
                 tensors[feature.name] = keys.reshape(recipe.batch, hotness)
         for tensor in spec.dense.inputs if spec.dense else ():
             tensors[tensor.name] = self._dense(tensor)
@@ -96,7 +94,8 @@ class Requests:
         """HPS's form: as many keys of each table as its features would bring."""
         counts = dict.fromkeys(self._version.tables, 0)
         for feature in self._features:
-            counts[feature.table] += self._recipe.batch * (feature.hotness or self._hotness)
+            for table in feature.tables:
+                counts[table] += self._recipe.batch * (feature.hotness or self._hotness)
         keys = [self._keys(table, count, 0) for table, count in counts.items()]
         numbers = np.array([list(counts.values())], np.int32)
         return {"KEYS": np.concatenate(keys)[None], "NUMKEYS": numbers}

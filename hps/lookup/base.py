@@ -10,16 +10,17 @@ from typing import Protocol
 import numpy as np
 
 from hps.tracing import Origin
-from hps.types import EmbeddingTable, KeyArray, LookupRequest, LookupResult, Pooling
+from hps.types import EmbeddingTable, JaggedKeys, KeyArray, LookupRequest, LookupResult, Pooling
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A categorical field of the request: which table it selects from, and how.
+    """Vectors made of a categorical field of the request: from which table, and how.
 
     ``key_offset`` is added to every key mod 2^64. ``hotness`` is the number of keys per sample, None
     when the request decides. A ``context`` feature may come with batch 1 beside candidates.
-    ``max_hotness`` bounds the keys per sample, on average over a request.
+    ``max_hotness`` bounds the keys per sample, on average over a request. ``keys_of`` is the request's
+    name for the keys where several tables take the same; else it is ``name``.
     """
 
     name: str
@@ -29,6 +30,12 @@ class Feature:
     hotness: int | None = None
     context: bool = False
     max_hotness: int | None = None
+    keys_of: str = ""
+
+    @property
+    def input(self) -> str:
+        """The request's name for the keys."""
+        return self.keys_of or self.name
 
     def shift(self, keys: KeyArray) -> KeyArray:
         """The table's keys for this feature's keys: ``key_offset`` added mod 2^64, and of a table
@@ -36,6 +43,28 @@ class Feature:
         if self.key_offset:
             keys = (keys.view(np.uint64) + np.uint64(self.key_offset % 2**64)).view(np.int64)
         return keys if self.table.key_bits == 64 else self.table.narrow(keys)
+
+
+def inputs_of(features: Mapping[str, Feature]) -> dict[str, list[Feature]]:
+    """The features by the request's name for their keys."""
+    inputs: dict[str, list[Feature]] = {}
+    for feature in features.values():
+        inputs.setdefault(feature.input, []).append(feature)
+    return inputs
+
+
+def spread(
+    keys: Mapping[str, JaggedKeys], features: Mapping[str, Feature]
+) -> Mapping[str, JaggedKeys]:
+    """The request's ``keys`` by feature: those that several tables take once for each. Unknown names stay;
+    the lookup rejects them."""
+    if keys.keys() <= features.keys():
+        return keys
+    inputs = inputs_of(features)
+    found: dict[str, JaggedKeys] = {}
+    for name, given in keys.items():
+        found |= {feature.name: given for feature in inputs.get(name, ())} or {name: given}
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
-from hps.config.model_schema import FeatureSpec, ModelSpec
+from hps.config.model_schema import FeatureSpec
 from hps.dense.base import TensorInfo
 from hps.dense.onnx import OnnxModel
 from hps.errors import ModelError
@@ -82,7 +82,7 @@ def export_lookup(
     )
     made.input.add(name="NUMKEYS", data_type=pb.TYPE_INT32, dims=[-1], optional=True)
     made.output.add(name="OUTPUT0", data_type=pb.TYPE_FP32, dims=[-1])
-    for feature in features_of(spec):
+    for feature in spec.served_features:
         made.input.add(
             name=feature.name,
             data_type=pb.TYPE_INT64,
@@ -90,7 +90,8 @@ def export_lookup(
             optional=True,
             allow_ragged_batch=feature.hotness is None,
         )
-        _add(made.output, types[feature.name])
+        for name in feature.vectors:
+            _add(made.output, types[name])
     if gpus:
         kind = pb.ModelInstanceGroup.KIND_GPU
         made.instance_group.add(kind=kind, count=instances, gpus=gpus)
@@ -119,17 +120,17 @@ def export_ensemble(version: ModelVersion, repository: Path) -> Path:
     steps = made.ensemble_scheduling.step
     lookup = steps.add(model_name=f"{version.name}.lookup", model_version=-1)
     network = steps.add(model_name=f"{version.name}.dense", model_version=-1)
-    for feature in features_of(spec):
+    for feature in spec.served_features:
         if feature.pooling == "none" and feature.hotness is None:
             raise ModelError(
                 f"feature {feature.name!r} is not pooled and has no hotness: Triton's ensembles want as many "
                 "rows for each sample"
             )
         made.input.add(name=feature.name, data_type=pb.TYPE_INT64, dims=[feature.hotness or -1])
-        vectors = f"{feature.name}.vectors"
         lookup.input_map[feature.name] = feature.name
-        lookup.output_map[feature.name] = vectors
-        network.input_map[dense.embeddings.get(feature.name, feature.name)] = vectors
+        for name in feature.vectors:
+            lookup.output_map[name] = f"{name}.vectors"
+            network.input_map[dense.embeddings.get(name, name)] = f"{name}.vectors"
     for tensor in dense.inputs:
         _add(made.input, TensorInfo(tensor.name, tensor.datatype, tuple(tensor.shape)))
         network.input_map[tensor.name] = tensor.name
@@ -163,12 +164,13 @@ def vector_types(version: ModelVersion) -> dict[str, TensorInfo]:
     if dense is not None and version.dense is not None:
         taken = {tensor.name: tensor.datatype for tensor in OnnxModel(version.dense, "cpu").inputs}
     found = {}
-    for feature in features_of(spec):
-        table = tables[feature.table]
-        datatype = "FP16" if table.dtype == "float16" else "FP32"
-        if dense is not None and datatype == "FP16":
-            datatype = taken.get(dense.embeddings.get(feature.name, feature.name), datatype)
-        found[feature.name] = TensorInfo(feature.name, datatype, vectors_of(feature, table.dim))
+    for feature in spec.served_features:
+        for name, table_name in feature.vectors.items():
+            table = tables[table_name]
+            datatype = "FP16" if table.dtype == "float16" else "FP32"
+            if dense is not None and datatype == "FP16":
+                datatype = taken.get(dense.embeddings.get(name, name), datatype)
+            found[name] = TensorInfo(name, datatype, vectors_of(feature, table.dim))
     return found
 
 
@@ -178,11 +180,6 @@ def vectors_of(feature: FeatureSpec, dim: int) -> tuple[int, ...]:
     if feature.pooling == "none" and feature.hotness is not None:
         return (-1, feature.hotness, dim)
     return (-1, dim)
-
-
-def features_of(spec: ModelSpec) -> list[FeatureSpec]:
-    """Those of ``model.yaml``; without any, one per table with the table's name."""
-    return spec.features or [FeatureSpec(name=t.name, table=t.name) for t in spec.tables]
 
 
 def _write(folder: Path, config: pb.ModelConfig, version: int, model: str | None = None) -> Path:

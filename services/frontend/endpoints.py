@@ -6,13 +6,14 @@ dense part a ``RankingEndpoint``. They know nothing of HTTP or gRPC.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
 from hps.errors import BadRequest
+from hps.lookup.base import Feature, inputs_of
 from hps.names import hint_for
 from services.frontend.call import Call
 from services.frontend.datatypes import InputRule
@@ -46,20 +47,40 @@ class Endpoint(Protocol):
         ...
 
 
+def output_aliases(features: Mapping[str, Feature]) -> dict[str, list[str]]:
+    """Outputs that stand for several: of keys that several tables take, all vectors, or all sources."""
+    shared = {name: takers for name, takers in inputs_of(features).items() if len(takers) > 1}
+    return {
+        f"{name}{suffix}": [f"{feature.name}{suffix}" for feature in takers]
+        for name, takers in shared.items()
+        for suffix in ("", ".source")
+    }
+
+
 def asked_for(
-    call: Call, values: Mapping[str, NDArray[Any]], sources: Mapping[str, NDArray[Any]]
+    call: Call,
+    values: Mapping[str, NDArray[Any]],
+    sources: Mapping[str, NDArray[Any]],
+    aliases: Mapping[str, Sequence[str]],
 ) -> list[Output]:
     """The ``values`` and, as ``f.source``, the ``sources`` that the request names, in its order; all values
-    where it names none. What is in neither is left out."""
+    if it names none. Names that are in neither are left out. ``aliases``: see `output_aliases`."""
     if call.form.outputs is None:
         return list(values.items())
     found: list[Output] = []
-    for name in call.form.outputs:
+    for name in _named(call.form.outputs, aliases):
         if name in values:
             found.append((name, values[name]))
         elif (feature := name.removesuffix(".source")) in sources:
-            found.append((name, sources[feature].reshape(call.form.shapes[feature])))
+            shape = call.form.shapes[feature.partition(".")[0]]  # as its keys
+            found.append((name, sources[feature].reshape(shape)))
     return found
+
+
+def _named(outputs: Sequence[str], aliases: Mapping[str, Sequence[str]]) -> Sequence[str]:
+    if not aliases or aliases.keys().isdisjoint(outputs):
+        return outputs
+    return list(dict.fromkeys(each for name in outputs for each in aliases.get(name, (name,))))
 
 
 def unexpected_output(name: str, model: str, known: set[str]) -> BadRequest:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from hps.dense.base import DATATYPES
 from hps.errors import BadRequest
-from hps.lookup.base import Feature
+from hps.lookup.base import Feature, inputs_of
 from hps.types import JaggedKeys
 from services.frontend.call import Call
 from services.frontend.datatypes import INTEGERS, InputRule
@@ -16,22 +16,26 @@ _WEIGHTS = {"FP32": DATATYPES["FP32"]}
 
 
 class _Wire(NamedTuple):
-    """A feature and the names of its tensors."""
+    """The keys of a request, the names of their tensors, and the features that take them."""
 
-    feature: Feature
+    name: str
+    features: tuple[Feature, ...]
     offsets: str
     weights: str
 
 
 class FeatureInputs:
     """The features of a model as tensors: ``f [batch, hotness]``, or ``f [n]`` with ``f.offsets
-    [batch + 1]``; ``f.weights`` beside either."""
+    [batch + 1]``; ``f.weights`` beside either. Keys that several tables take are sent once."""
 
     def __init__(self, features: Mapping[str, Feature]) -> None:
         self._wires = {
-            name: _Wire(feature, f"{name}.offsets", f"{name}.weights")
-            for name, feature in features.items()
+            name: _Wire(name, tuple(takers), f"{name}.offsets", f"{name}.weights")
+            for name, takers in inputs_of(features).items()
         }
+        self.names = tuple(self._wires)
+        """The request's names for keys."""
+        self.only = self.names[0] if len(self.names) == 1 else None
         self.rules: dict[str, InputRule] = {}
         for name, wire in self._wires.items():
             self.rules[name] = InputRule(INTEGERS, is_keys=True)
@@ -39,13 +43,15 @@ class FeatureInputs:
             self.rules[wire.weights] = InputRule(_WEIGHTS)
 
     def gather(self, call: Call) -> dict[str, JaggedKeys]:
-        """The features among the call's inputs, in the request's order; sets ``call.batch``."""
+        """The features that take the call's inputs, in the request's order; sets ``call.batch``."""
         found: dict[str, JaggedKeys] = {}
         batch = 0
         for name in call.inputs:
             wire = self._wires.get(name)
             if wire is not None:
-                found[name] = keys = _jagged(wire, call)
+                keys = _jagged(wire, call)
+                for feature in wire.features:
+                    found[feature.name] = keys
                 batch = max(batch, keys.batch)
             elif name.endswith((".offsets", ".weights")) and name in self.rules:
                 owner = name.rpartition(".")[0]
@@ -58,7 +64,7 @@ class FeatureInputs:
 
 
 def _jagged(wire: _Wire, call: Call) -> JaggedKeys:
-    name, inputs, shapes = wire.feature.name, call.inputs, call.form.shapes
+    name, inputs, shapes = wire.name, call.inputs, call.form.shapes
     keys, shape = inputs[name], shapes[name]
     offsets, weights = inputs.get(wire.offsets), inputs.get(wire.weights)
     if weights is not None and len(weights) != len(keys):
@@ -72,7 +78,7 @@ def _jagged(wire: _Wire, call: Call) -> JaggedKeys:
                 f"{shape} and {shapes[wire.offsets]}"
             )
         return JaggedKeys(keys, len(offsets) - 1, offsets, weights)
-    hotness = wire.feature.hotness
+    hotness = wire.features[0].hotness
     if len(shape) == 2 or (len(shape) == 1 and hotness in (None, 1)):
         return JaggedKeys(keys, shape[0], None, weights)
     raise BadRequest(

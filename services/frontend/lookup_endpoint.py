@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hps.errors import BadRequest
-from hps.lookup.base import Lookup
+from hps.lookup.base import Lookup, Submit
 from hps.node import ServedModel
-from hps.types import JaggedKeys, LookupRequest, LookupResult
+from hps.tracing import Origin
+from hps.types import JaggedKeys, KeyArray, LookupRequest, LookupResult
 from hps.workers import Done
 from services.frontend.call import Call
 from services.frontend.datatypes import INTEGERS, InputRule
-from services.frontend.endpoints import Output, asked_for, unexpected_output
+from services.frontend.endpoints import Output, asked_for, output_aliases, unexpected_output
 from services.frontend.errors import shown
 from services.frontend.features import FeatureInputs
 
@@ -39,15 +42,16 @@ class LookupEndpoint:
         self._inputs = FeatureInputs(served.engine.features)
         self._tables = list(served.engine.tables)
         self.rules = dict(self._inputs.rules)
+        self._aliases = output_aliases(served.engine.features)
         self._outputs = {n for f in served.engine.features for n in (f, f"{f}.source")}
+        self._outputs |= self._aliases.keys()
         # A feature called KEYS wins: the model's own names come before HPS's.
         self._by_table = not {KEYS, NUMKEYS} & self.rules.keys()
         if self._by_table:
             self.rules[KEYS] = InputRule(INTEGERS, is_keys=True)
             self.rules[NUMKEYS] = InputRule(INTEGERS)
             self._outputs |= {OUTPUT0, KEYS_SOURCE}
-        features = list(served.engine.features)
-        self.raw_input = features[0] if len(features) == 1 else None
+        self.raw_input = self._inputs.only
 
     def submit(self, call: Call, deadline: float) -> Future[LookupResult]:
         """Start the lookup; see ``Endpoint.submit``. What calls of one form have in common is looked at
@@ -62,9 +66,20 @@ class LookupEndpoint:
         if not request.features:
             return Done(LookupResult({}))
         # By table, the numbers of keys are data; offsets and weights are too.
-        if form.kept and not request.by_table and len(request.features) == len(call.inputs):
-            form.prepared = self._engine.prepare(replace(request, origin=None)), call.batch
+        if form.kept and not request.by_table:
+            self._prepare(call, request)
         return self._engine.submit(request)
+
+    def _prepare(self, call: Call, request: LookupRequest) -> None:
+        """Prepare the lookup for further calls of this form, if all of its inputs are keys."""
+        features = self._engine.features
+        taken = [features[name].input for name in request.features]
+        if {*taken} != call.inputs.keys():
+            return
+        prepared = self._engine.prepare(replace(request, origin=None))
+        if len(taken) > len(call.inputs):
+            prepared = partial(_spread, prepared, [[*call.inputs].index(name) for name in taken])
+        call.form.prepared = prepared, call.batch
 
     def request(self, call: Call, deadline: float) -> LookupRequest:
         """What ``submit`` looks up. Raises ``BadRequest``."""
@@ -126,7 +141,18 @@ class LookupEndpoint:
         """Outputs that were asked for; one whose input was not sent is left out."""
         if KEYS in call.form.shapes and self._by_table:
             return _flat_outputs(call, result)
-        return asked_for(call, result.vectors, result.sources)
+        return asked_for(call, result.vectors, result.sources, self._aliases)
+
+
+def _spread(
+    prepared: Submit,
+    order: Sequence[int],
+    keys: Sequence[KeyArray],
+    deadline: float | None,
+    origin: Origin | None = None,
+) -> Future[LookupResult]:
+    """``prepared`` with the ``keys`` of a call's inputs, some for several tables: ``order`` says which."""
+    return prepared([keys[i] for i in order], deadline, origin)
 
 
 def _one_row(name: str, shape: list[int]) -> None:

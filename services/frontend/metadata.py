@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from hps.lookup.base import Feature
+from hps.lookup.base import inputs_of
 from hps.node import ServedModel
 from hps.predict_checks import TOP_K_INDEX
 from hps.types import Source
@@ -106,7 +106,7 @@ def ranking_info(served: ServedModel) -> ModelInfo:
     dense = served.spec.dense
     assert dense is not None
     inputs = [
-        *(_feature_input(feature) for feature in served.engine.features.values()),
+        *_key_inputs(served),
         *(TensorInfo(t.name, t.datatype, (-1, *t.shape[1:])) for t in dense.inputs),
     ]
     outputs = [TensorInfo(t.name, t.datatype, (-1, *t.shape[1:])) for t in dense.outputs]
@@ -114,7 +114,7 @@ def ranking_info(served: ServedModel) -> ModelInfo:
         **_common(served),
         "top_k": f"request parameter: keep the k best by '{_ranking_output(served)}' and add output "
         f"'{TOP_K_INDEX}' INT64 [k]",
-        "context": [f.name for f in served.engine.features.values() if f.context]
+        "context": [n for n, (f, *_) in inputs_of(served.engine.features).items() if f.context]
         + [t.name for t in dense.inputs if t.context],
         "lookup_model": f"{served.name}.lookup",
     }
@@ -122,9 +122,9 @@ def ranking_info(served: ServedModel) -> ModelInfo:
 
 
 def lookup_info(served: ServedModel) -> ModelInfo:
-    """``<m>.lookup``: any of the features in, as many outputs of the same names out."""
+    """``<m>.lookup``: any of the features in, their vectors out."""
     features = served.engine.features.values()
-    inputs = [_feature_input(feature, optional=True) for feature in features]
+    inputs = _key_inputs(served, optional=True)
     outputs = [
         TensorInfo(f.name, _datatype(f.table.dtype.itemsize), (-1, f.table.dim)) for f in features
     ]
@@ -176,9 +176,9 @@ def _common(served: ServedModel) -> dict[str, Any]:
         "source_codes": SOURCE_CODES,
         "source_outputs": [f"{f.name}.source" for f in features],
         "jagged_inputs": [
-            f"{f.name}.{part}"
-            for f in features
-            if f.hotness is None
+            f"{name}.{part}"
+            for name, (feature, *_) in inputs_of(served.engine.features).items()
+            if feature.hotness is None
             for part in ("offsets", "weights")
         ],
         "key_datatypes": "any integer type; UINT64 keeps its bits",
@@ -193,8 +193,11 @@ def _tables_form(served: ServedModel) -> str:
     )
 
 
-def _feature_input(feature: Feature, *, optional: bool = False) -> TensorInfo:
-    return TensorInfo(feature.name, "INT64", (-1, feature.hotness or -1), optional)
+def _key_inputs(served: ServedModel, *, optional: bool = False) -> list[TensorInfo]:
+    return [
+        TensorInfo(name, "INT64", (-1, feature.hotness or -1), optional)
+        for name, (feature, *_) in inputs_of(served.engine.features).items()
+    ]
 
 
 def _ranking_output(served: ServedModel) -> str:

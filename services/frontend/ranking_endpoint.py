@@ -12,7 +12,7 @@ from hps.predict_checks import TOP_K_INDEX
 from hps.types import PredictRequest, PredictResult
 from services.frontend.call import Call
 from services.frontend.datatypes import InputRule
-from services.frontend.endpoints import Output, asked_for, unexpected_output
+from services.frontend.endpoints import Output, asked_for, output_aliases, unexpected_output
 from services.frontend.features import FeatureInputs
 
 Scores = Callable[[PredictRequest], Future[PredictResult]]
@@ -37,9 +37,11 @@ class RankingEndpoint:
         self.rules = dict(self._inputs.rules)
         for tensor in dense.inputs:
             self.rules[tensor.name] = InputRule({tensor.datatype: DATATYPES[tensor.datatype]})
-        self._required = [*served.engine.features, *self._dense]
+        self._required = [*self._inputs.names, *self._dense]
         self._scores = {tensor.name for tensor in dense.outputs}
-        self._sources = {f"{name}.source" for name in served.engine.features}
+        aliases = output_aliases(served.engine.features)
+        self._aliases = {name: of for name, of in aliases.items() if name.endswith(".source")}
+        self._sources = {f"{name}.source" for name in served.engine.features} | self._aliases.keys()
         self._outputs = self._scores | self._sources | {TOP_K_INDEX}
         self.raw_input = self._required[0] if len(self._required) == 1 else None
 
@@ -82,7 +84,7 @@ class RankingEndpoint:
 
     def outputs(self, call: Call, result: PredictResult) -> list[Output]:
         """The network's outputs in the model's order, or what was asked for in the request's."""
-        return asked_for(call, result.outputs, result.sources)
+        return asked_for(call, result.outputs, result.sources, self._aliases)
 
 
 def _check_shape(name: str, model: str, expected: list[int], shape: list[int]) -> None:

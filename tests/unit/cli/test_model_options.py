@@ -5,9 +5,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from hps.cli.model_options import check_wiring
+from hps.cli.model_options import check_wiring, features
 from hps.config import ModelSpec
-from hps.errors import ModelError
+from hps.errors import ConfigError, ModelError
 
 SPEC = ModelSpec.model_validate(
     {
@@ -45,3 +45,16 @@ def test_a_damaged_network_is_named_by_its_own_path(tmp_path):
     with pytest.raises(ModelError) as error:
         check_wiring(SPEC, path)
     assert str(path) in str(error.value)
+
+
+def test_feature_option_takes_several_tables():
+    deep_and_wide, plain = features(["ad=deep,wide+100:mean", "user=users"])
+    assert deep_and_wide.vectors == {"ad.deep": "deep", "ad.wide": "wide"}
+    assert (deep_and_wide.key_offset, deep_and_wide.pooling) == (100, "mean")
+    assert plain.vectors == {"user": "users"}
+
+
+@pytest.mark.parametrize("value", ["ad=deep,", "ad=,deep", "ad=deep,deep", "ad=deep,offsets"])
+def test_feature_option_rejects_unusable_table_lists(value):
+    with pytest.raises(ConfigError, match="--feature ad"):
+        features([value])

@@ -66,6 +66,17 @@ MISTAKES = [
         ":6: features[0].table: feature 'user_id' uses table 'users', ",
     ),
     (
+        "table: user,",
+        "table: [user, users],",
+        ":6: features[0].table: feature 'user_id' uses table 'users', ",
+    ),
+    ("table: user,", "table: [user, user],", ":6: features[0].table[1]: names table 'user' twice"),
+    (
+        "table: user,",
+        "table: [user, url],",
+        ":11: dense.embeddings.user_id: names feature 'user_id', which does not exist; did you mean",
+    ),
+    (
         "name: clicked_urls",
         "name: user_id",
         ":8: features[2].name: two features are called 'user_id'",

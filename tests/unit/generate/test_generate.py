@@ -43,6 +43,24 @@ def models(tmp_path_factory):
     return root
 
 
+def test_keys_of_several_tables_are_drawn_once(tmp_path):
+    spec = {
+        "name": "m",
+        "tables": [{"name": "deep", "dim": 2}, {"name": "wide", "dim": 1}],
+        "features": [{"name": "ad", "table": ["deep", "wide"], "hotness": 2}],
+    }
+    tables = {
+        name: (np.arange(5), np.ones((5, dim), np.float32))
+        for name, dim in (("deep", 2), ("wide", 1))
+    }
+    write_version(tmp_path, ModelSpec.model_validate(spec), 1, tables)
+    version = Repository(tmp_path).open("m")
+    request = Requests(version, Recipe(batch=3)).one()
+    assert {name: array.shape for name, array in request.items()} == {"ad": (3, 2)}
+    by_table = Requests(version, Recipe(batch=3, form="tables")).one()
+    assert by_table["NUMKEYS"].tolist() == [[6, 6]]
+
+
 @pytest.mark.parametrize("asked", [["--tables", 5], ["--dense", 4]])
 def test_a_preset_is_as_it_is(tmp_path, asked):
     words = ["generate", "model", "m", "--preset", "hugectr", "--repository", tmp_path, *asked]

@@ -95,6 +95,23 @@ def test_rows_that_are_not_pooled_go_through_an_ensemble_by_sample(version, tmp_
     assert network.input_map["words"] == lookup.output_map["title"]
 
 
+def test_keys_of_several_tables_are_one_input_and_an_output_each(version, tmp_path):
+    data = SPEC | {
+        "features": [{"name": "user", "table": ["users", "words"]}],
+        "dense": {**SPEC["dense"], "embeddings": {"user.words": "words"}},
+    }
+    version = replace(version, spec=ModelSpec.model_validate(data))
+    config = config_of(export_lookup(version, tmp_path, Path("/etc/hps.yaml")))
+    assert [t.name for t in config.input] == ["KEYS", "NUMKEYS", "user"]
+    assert [t.name for t in config.output] == ["OUTPUT0", "user.users", "user.words"]
+    ensemble = config_of(export_ensemble(version, tmp_path))
+    assert [t.name for t in ensemble.input] == ["user", "age"]
+    lookup, network = ensemble.ensemble_scheduling.step
+    assert dict(lookup.input_map) == {"user": "user"}
+    assert network.input_map["user.users"] == lookup.output_map["user.users"]
+    assert network.input_map["words"] == lookup.output_map["user.words"]
+
+
 def test_instances_on_gpus(version, tmp_path):
     config = config_of(export_lookup(version, tmp_path, Path("/etc/hps.yaml"), 2, (0, 3)))
     (group,) = config.instance_group
