@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hps.cli.output import Output, OutputFormat, plural, print_json, say
+from hps.cli.output import Output, OutputFormat, plural, print_json, say, warn
 from hps.cli.progress import ConsoleProgress
 from hps.cli.store_open import (
     ConfigFile,
@@ -27,9 +28,11 @@ from hps.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from hps.client import Admin
-    from hps.tiers.dump import Rows
+    from hps.tiers.dump import Dump, Rows
+    from hps.tiers.rocksdb.sst import SstDump
 
 _CHECKPOINT_S = 3600.0  # another disk may be slow
 
@@ -151,13 +154,14 @@ Examples:
   hps store dump ctr user user.bin --config hps.yaml
   hps store dump ctr user user.bin --config hps.yaml --tier redis
 """
-FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The .bin file.")]
+BinFile = Annotated[Path, typer.Argument(metavar="FILE", help="The .bin file.")]
+DumpFile = Annotated[Path, typer.Argument(metavar="FILE", help="A .bin or .sst file.")]
 
 
 def dump(
     model: ModelArgument,
     table: TableArgument,
-    file: FileArgument,
+    file: BinFile,
     config: ConfigFile,
     tier: OneTierOption = None,
     overrides: SetOption = None,
@@ -190,6 +194,7 @@ def dump(
 IMPORT_EXAMPLES = """\b
 Examples:
   hps store import-dump ctr user user.bin --config hps.yaml
+  hps store import-dump ctr user user.sst --config hps.yaml
   hps store import-dump ctr user user.bin --config hps.yaml --version 2026-01-31 --tier redis
 """
 
@@ -197,31 +202,52 @@ Examples:
 def import_dump(
     model: ModelArgument,
     table: TableArgument,
-    file: FileArgument,
+    file: DumpFile,
     config: ConfigFile,
     tier: OneTierOption = None,
     version: VersionOption = None,
     overrides: SetOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
-    """Write the rows of a .bin dump of HPS into a store. Rows that are newer there stay."""
+    """Write the rows of a .bin or .sst dump of HPS into a store.
+
+    Rows that are newer there stay. A table that the store does not hold yet is created.
+    """
     import numpy as np
 
-    from hps.tiers.dump import open_dump
+    from hps.rows.tiers import name_of
     from hps.types import version_now
 
     at = version_now() if version is None else parse_version(version)
     configuration = read_config(config, overrides)
     chosen = open_models(configuration).one(model, table)
-    opened = open_dump(file)
-    with open_store(configuration, tier, writing=True) as store:
-        store.ready(chosen)
+    with _opened(file) as opened, open_store(configuration, tier, writing=True) as store:
+        store.ready(chosen, create=True)
         with work(), ConsoleProgress().task(f"importing {table}", opened.rows) as step:
             for keys, vectors in opened.read(chosen, step):
                 versions = np.full(len(keys), at, np.uint64)
                 store.tier.insert(chosen, keys, vectors, versions)
+        # Of rows without versions the last write wins.
+        overwritten = store.name == TierName.rocksdb and not store.versioned
+        overwritten = overwritten and store.record(name_of(chosen, "hps")) is None
     if output is OutputFormat.json:
         facts = {"rows": opened.rows, "version": at}
         print_json({"file": file, "table": chosen.id, "tier": store.name, **facts})
     else:
         say(f"{plural(opened.rows, 'row')} of {file} written into {chosen.id} in {store.name}")
+    if overwritten:
+        warn(
+            f"the model's files were never loaded into {chosen.id}: the next start writes them over these "
+            "rows, unless tiers.rocksdb.load is false"
+        )
+
+
+def _opened(file: Path) -> AbstractContextManager[Dump | SstDump]:
+    """A dump by its file's extension, as in HPS."""
+    if file.suffix == ".sst":
+        from hps.tiers.rocksdb import open_sst
+
+        return open_sst(file)
+    from hps.tiers.dump import open_dump
+
+    return nullcontext(open_dump(file))

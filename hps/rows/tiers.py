@@ -79,8 +79,12 @@ class RocksDbRows(TierRows):
             raise self._absent(table, str(self.tier.path))
         self.tier.check(table)
 
-    def ready(self, table: EmbeddingTable) -> None:
-        """The same before a write: a table begins with its model's files."""
+    def ready(self, table: EmbeddingTable, *, create: bool = False) -> None:
+        """The same before a write: a table begins with its model's files. ``create``: or with this write."""
+        if create and family_name(table, self.tier.layout) not in self._families():
+            if self.other_layout(table):
+                raise self._absent(table, str(self.tier.path))
+            self.tier.open_tables([table])
         self.check(table)
 
     def other_layout(self, table: EmbeddingTable) -> Layout | None:
@@ -152,7 +156,7 @@ class RedisRows(TierRows):
             raise self._absent(table, f"Redis at {', '.join(self._settings.addresses)}")
         self.tier.check(table)
 
-    def ready(self, table: EmbeddingTable) -> None:
+    def ready(self, table: EmbeddingTable, *, create: bool = False) -> None:
         """Before a write, which may be the table's first one."""
         self.tier.check(table)
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from rocksdict import Options, SstFileWriter
 from typer.testing import CliRunner, Result
 
 import hps
@@ -352,6 +353,52 @@ def test_dumps_go_out_and_in(loaded: Any, tmp_path: Path, tier: str) -> None:
     assert "name the table it was dumped from" in refused(
         "import-dump", "clicks", "items", file, "--tier", tier, *loaded, code=2
     )
+
+
+def test_a_dump_comes_into_a_table_that_was_erased(loaded: Any, tmp_path: Path) -> None:
+    file = tmp_path / "users.bin"
+    printed("dump", "clicks", "users", file, *loaded)
+    for tier in ("redis", "rocksdb"):
+        printed("erase", "clicks", "--table", "users", "--tier", tier, "--yes", *loaded)
+        printed("import-dump", "clicks", "users", file, "--tier", tier, *loaded)
+        (entry,) = printed("get", "clicks", "users", 5, "--tier", tier, *loaded)["rows"]
+        assert entry["vector"] == row(5)
+    # The dump is newer than the model's files, which a start merges with it.
+    newest = entry["version"]
+    assert [entry["how"] for entry in printed("load", "clicks", "users", *loaded)] == ["merged"]
+    (entry,) = printed("get", "clicks", "users", 5, "--tier", "rocksdb", *loaded)["rows"]
+    assert entry["version"] == newest
+    other = ("--set", "tiers.rocksdb.layout=hps", "--set", "tiers.redis.layout=hps")
+    message = refused("import-dump", "clicks", "users", file, *loaded, *other)
+    assert "set tiers.rocksdb.layout to that" in message
+
+
+@pytest.mark.parametrize("tier", ["redis", "rocksdb"])
+def test_an_sst_dump_comes_in(config: Path, tmp_path: Path, tier: str) -> None:
+    file = tmp_path / "users.sst"
+    writer = SstFileWriter(Options(raw_mode=True))
+    writer.open(str(file))
+    for key in range(100):
+        writer[struct.pack("<q", key)] = np.array(row(key), "<f4").tobytes()
+    writer.finish()
+    given = ("--config", config, "--tier", tier)
+    assert printed("import-dump", "clicks", "users", file, *given)["rows"] == 100
+    (entry,) = printed("get", "clicks", "users", 77, *given)["rows"]
+    assert entry["vector"] == row(77)
+    message = refused("import-dump", "clicks", "items", file, *given)
+    assert "name the table it was dumped from" in message
+
+
+def test_rows_that_the_next_start_writes_over_are_named(config: Path, tmp_path: Path) -> None:
+    file = tmp_path / "users.bin"
+    file.write_bytes(b"bin\0" + struct.pack("<IIIq4f", 1, 8, 16, 5, 9, 9, 9, 9))
+    given = ("--config", config, "--set", "tiers.redis=null", "--set", "tiers.rocksdb.layout=hps")
+    told = run("import-dump", "clicks", "users", file, *given)
+    assert told.exit_code == 0
+    assert "the next start writes them over these rows" in told.stderr
+    printed("load", "clicks", *given)
+    again = run("import-dump", "clicks", "users", file, *given)
+    assert (again.exit_code, again.stderr) == (0, "")
 
 
 # -- what may be in the way ------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 In reading order: ``layout`` (column families, keys, values), ``open`` and ``database`` (the folder),
 ``rows`` (reads and writes), ``high_water`` (which writes need no read), ``load`` (bulk), ``positions``
-(streams), ``tombstones``, ``space``, ``follow``, ``checkpoint`` and
-``kept``.
+(streams), ``tombstones``, ``space``, ``follow``, ``checkpoint``, ``kept`` and
+``sst`` (HPS's dumps).
 """
 
 from hps.tiers.rocksdb.checkpoint import restore
@@ -12,6 +12,7 @@ from hps.tiers.rocksdb.load import LoadRecord
 from hps.tiers.rocksdb.open import Access, Tuning
 from hps.tiers.rocksdb.rows import Scanned
 from hps.tiers.rocksdb.space import StoreFigures
+from hps.tiers.rocksdb.sst import open_sst
 from hps.tiers.rocksdb.tier import RocksDbTier
 
 __all__ = [
@@ -24,5 +25,6 @@ __all__ = [
     "Tuning",
     "bootstrap",
     "kept",
+    "open_sst",
     "restore",
 ]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from rocksdict import WriteBatch
+from rocksdict import Rdict, WriteBatch
 
 from hps.errors import TierError
 from hps.tiers.base import newest_of_each
@@ -32,6 +32,22 @@ class Scanned(NamedTuple):
     keys: KeyArray
     vectors: VectorArray
     versions: VersionArray
+
+
+def entries(data: Rdict, start: bytes | None = None) -> Iterator[tuple[list[bytes], list[bytes]]]:
+    """Keys and values of every entry from key ``start`` on, some thousand at a time. Raises RocksDB's error
+    at a damaged block."""
+    items, last = data.items(from_key=start), start
+    while some := list(islice(items, _SCAN_ROWS)):
+        names, values = map(list, zip(*some, strict=True))
+        last = names[-1]
+        yield names, values
+    # The binding's loop ends at a damaged block as it does at the end; only this tells.
+    at = data.iter()
+    at.seek_to_first() if last is None else at.seek(last)
+    if at.valid():
+        at.next()
+    at.status()
 
 
 class VersionedRows:
@@ -67,17 +83,8 @@ class VersionedRows:
             last = None
             if start is not None:
                 (last,) = family.codec.stored_keys(family.codec.codes(np.array([start], np.int64)))
-            items = family.data.items(from_key=last)
-            while some := list(islice(items, _SCAN_ROWS)):
-                names, values = zip(*some, strict=True)
-                last = names[-1]
+            for names, values in entries(family.data, last):
                 yield family.codec.keys(b"".join(names)), _decode(family, values)
-            # The binding's loop ends at a damaged block as it does at the end; only this tells.
-            at = family.data.iter()
-            at.seek_to_first() if last is None else at.seek(last)
-            if at.valid():
-                at.next()
-            at.status()
 
     def check_first(self, family: Family) -> None:
         """Raises TierError when the table's first row has another length than its dim and dtype give."""
