@@ -72,25 +72,59 @@ class Done(Future[T], Generic[T]):
 
 def then(first: Future[T], go_on: Callable[[T], Future[U]]) -> Future[U]:
     """The future of what ``go_on`` starts with the result of ``first``, on the thread that has it; the
-    errors of all three are its own. Once it is cancelled nothing more is started."""
-    answer: Future[U] = Future()
+    errors of all three are its own. Cancelled as `_Chained.cancel` says."""
+    answer = _Chained[U](first)
 
     def first_is_done(done: Future[T]) -> None:
-        if not answer.set_running_or_notify_cancel():
+        if done.cancelled() or answer.is_given_up:
+            answer.end_cancelled()
             return
         try:
-            go_on(done.result()).add_done_callback(second_is_done)
+            second = answer.stage = go_on(done.result())
         except BaseException as error:  # whatever it was, the caller must hear of it
-            answer.set_exception(error)
+            answer.end(error=error)
+        else:
+            second.add_done_callback(second_is_done)
 
     def second_is_done(done: Future[U]) -> None:
-        if (error := done.exception()) is not None:
-            answer.set_exception(error)
+        if done.cancelled():
+            answer.end_cancelled()
+        elif (error := done.exception()) is not None:
+            answer.end(error=error)
         else:
-            answer.set_result(done.result())
+            answer.end(done.result())
 
     first.add_done_callback(first_is_done)
     return answer
+
+
+class _Chained(Future[U], Generic[U]):
+    """The future of two stages, one after the other. ``stage`` is the one that is awaited."""
+
+    def __init__(self, first: Future[Any]) -> None:
+        super().__init__()
+        self.stage: Future[Any] | None = first  # until the end: stages refer to this one
+        self.is_given_up = False
+
+    def cancel(self) -> bool:
+        """Cancel the stage that is awaited, and start no other. A stage that runs can't be cancelled: it may
+        write to the caller's arrays. Then this returns False, and the future is cancelled, or done, when that
+        stage ends."""
+        self.is_given_up = True
+        stage = self.stage
+        return self.cancelled() if stage is None else stage.cancel()
+
+    def end(self, result: Any = None, error: BaseException | None = None) -> None:
+        self.stage = None
+        if error is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(result)
+
+    def end_cancelled(self) -> None:
+        self.stage = None
+        super().cancel()
+        self.set_running_or_notify_cancel()  # for those in concurrent.futures.wait()
 
 
 class Workers:

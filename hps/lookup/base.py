@@ -104,6 +104,9 @@ class Lookup(Protocol):
 
         Never waits. Raises ``BadRequest`` for a request at fault and ``Unavailable`` when too many
         lookups wait already; everything later is the future's exception.
+
+        ``request.out`` belongs to the lookup until the future is done, cancelled included: ``cancel``
+        returns False while rows are being written.
         """
         ...
 

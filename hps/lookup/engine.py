@@ -90,8 +90,7 @@ class LookupEngine:
     def submit(self, request: LookupRequest) -> Future[LookupResult]:
         """Start a lookup; see ``Lookup.submit``. A request may name any of the model's features.
 
-        The future fails with ``DeadlineExceeded`` or with what a store without a guard raised. Until
-        it is done, arrays in ``request.out`` belong to the engine.
+        The future fails with ``DeadlineExceeded`` or with what a store without a guard raised.
         """
         return traced(self.model.name, request, self._submit)
 

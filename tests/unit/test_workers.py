@@ -205,13 +205,55 @@ def test_then_hands_on_every_error(workers, fails):
         then(workers.submit(lambda: step("first")), go_on).result(60)
 
 
-def test_then_starts_nothing_more_once_cancelled(workers):
-    gate, started = threading.Event(), []
-    answer = then(workers.submit(lambda: gate.wait(60)), lambda _: started.append(1))
+def test_then_cancels_a_first_stage_that_waits_for_a_thread(workers, busy):
+    started = []
+    answer = then(workers.submit(lambda: started.append(1)), lambda _: started.append(2))
     assert answer.cancel()
-    gate.set()
+    assert answer.cancelled()
+    assert wait([answer], 0).done == {answer}
+    busy.set()
     workers.submit(lambda: None).result(60)
     assert started == []
+
+
+def test_then_is_cancelled_when_the_first_stage_that_runs_has_ended(workers):
+    gate, begun, started = threading.Event(), threading.Event(), []
+
+    def first():
+        begun.set()
+        gate.wait(60)
+
+    answer = then(workers.submit(first), lambda _: started.append(1))
+    assert begun.wait(60)
+    assert not answer.cancel()
+    assert not answer.done()
+    gate.set()
+    assert wait([answer], 60).done == {answer}
+    assert answer.cancelled()
+    assert answer.cancel()
+    assert started == []
+
+
+def test_then_cancels_a_second_stage_that_waits_for_a_thread(workers, busy):
+    answer = then(Done(1), lambda n: workers.submit(lambda: n))
+    assert answer.cancel()
+    assert answer.cancelled()
+
+
+def test_then_answers_when_a_second_stage_that_runs_is_cancelled(workers):
+    gate, begun = threading.Event(), threading.Event()
+
+    def second():
+        begun.set()
+        gate.wait(60)
+        return 2
+
+    answer = then(Done(1), lambda _: workers.submit(second))
+    assert begun.wait(60)
+    assert not answer.cancel()
+    gate.set()
+    assert answer.result(60) == 2
+    assert not answer.cancel()
 
 
 # -- Again -----------------------------------------------------------------------------------------

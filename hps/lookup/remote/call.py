@@ -76,6 +76,20 @@ class Call:
         if attempt is not None and attempt.cancel is not None:
             attempt.cancel()
 
+    def finish(self, result: LookupResult) -> None:
+        """Answer with ``result``, its vectors in ``out`` where that has arrays for them. Once the call is
+        cancelled these are the caller's; while they are written it can't be."""
+        if not self.answer.set_running_or_notify_cancel():
+            return
+        try:
+            for name, into in (self.out or {}).items():
+                into[...] = result.vectors[name]
+                result.vectors[name] = into
+        except BaseException as error:
+            self.answer.set_exception(error)
+        else:
+            self.answer.set_result(result)
+
     def fail(self, error: BaseException) -> None:
         if self.answer.set_running_or_notify_cancel():
             self.answer.set_exception(error)

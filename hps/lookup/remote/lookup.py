@@ -266,12 +266,8 @@ class RemoteLookup:
             sent, now = round(attempt.started * 1e9), time.monotonic_ns()
             call.profile.reported("node", sent, now, response.profile)
         result = timed(call.profile, "decode", call.of.result, response)
-        for name, into in (call.out or {}).items():
-            into[...] = result.vectors[name]
-            result.vectors[name] = into
         call.of.finished(time.monotonic() - call.started)
-        if call.answer.set_running_or_notify_cancel():
-            call.answer.set_result(result)
+        call.finish(result)
 
     def _ended(self, call: Call, answer: Future[LookupResult]) -> None:
         with self._lock:

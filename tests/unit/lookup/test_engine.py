@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from concurrent.futures import wait
 
 import numpy as np
 import pytest
@@ -11,10 +12,12 @@ from hps.errors import DeadlineExceeded, TierError, Unavailable
 from hps.lookup import engine as engine_module
 from hps.lookup.engine import LookupEngine
 from hps.tiers.chain import TierChain
+from hps.tiers.memory import MemoryTier
 from hps.tiers.wrappers import Guarded
 from hps.types import JaggedKeys, LookupRequest, Source, version_now
 from hps.workers import Lanes, Workers
 from tests.support.waiting import until
+from tests.unit.lookup.conftest import CACHE
 
 
 def request(**features):
@@ -305,6 +308,37 @@ def test_out_is_written_in_place(make_world, user_keys):
     for name, array in out.items():
         assert result.vectors[name] is array
         np.testing.assert_array_equal(array, expected.vectors[name])
+
+
+class WritesLate(MemoryTier):
+    """A cache whose rows arrive once it may write them."""
+
+    def __init__(self):
+        super().__init__(CACHE)
+        self.begun, self.may_write = threading.Event(), threading.Event()
+
+    def fetch(self, parts, ctx):
+        self.begun.set()
+        assert self.may_write.wait(60)
+        super().fetch(parts, ctx)
+
+
+def test_out_is_not_written_after_a_cancelled_lookup_is_done(make_world, monkeypatch):
+    monkeypatch.setattr(engine_module, "INLINE_KEYS", 0)
+    world, cache = make_world(), WritesLate()
+    world.put(cache, "user", [1, 2])
+    stores = TierChain([world.store])
+    engine = LookupEngine(world.model, TierChain([cache]), stores, world.workers)
+    out = np.zeros((2, 3), np.float32)
+    future = engine.submit(request(user=[1, 2], out={"user": out}))
+    assert cache.begun.wait(60)
+    future.cancel()
+    is_the_callers = future.done()
+    cache.may_write.set()
+    wait([future], 60)
+    world.workers.close()
+    assert not (is_the_callers and out.any())
+    assert future.cancelled()
 
 
 @pytest.mark.parametrize("weights", [None, [1, 2, 3, 4, 5, 6]])

@@ -8,7 +8,8 @@ import pytest
 
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.remote import RemoteLookup, lookup
-from hps.types import EmbeddingTable, JaggedKeys, LookupRequest
+from hps.lookup.remote.call import Call
+from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, LookupResult
 
 
 class Node:
@@ -80,3 +81,43 @@ def test_what_is_cancelled_while_it_begins_does_not_go_on(asking):
     node = Node("only", cancel)
     assert asking(node).cancelled()
     assert node.cancelled == 1
+
+
+class CancelsWhileItIsWritten:
+    """An array of a caller who cancels when the first bytes arrive."""
+
+    def __init__(self):
+        self.call = None
+        self.written_when_done = False
+
+    def __setitem__(self, _where, _rows):
+        self.call.answer.cancel()
+        self.written_when_done = self.call.answer.done()
+
+
+def answer_of(out):
+    """A call with this array for its vectors."""
+    return Call(None, b"", 0.0, 1.0, {"f": out}, None)
+
+
+def test_out_is_not_written_once_the_call_is_cancelled():
+    out = CancelsWhileItIsWritten()
+    out.call = call = answer_of(out)
+    call.finish(LookupResult({"f": np.ones(2)}))
+    assert not out.written_when_done
+    assert call.answer.result(0).vectors["f"] is out
+
+
+def test_out_of_a_cancelled_call_is_left_alone():
+    out = np.zeros(2)
+    call = answer_of(out)
+    assert call.answer.cancel()
+    call.finish(LookupResult({"f": np.ones(2)}))
+    assert not out.any()
+
+
+def test_an_out_that_cannot_be_written_fails_the_call():
+    call = answer_of(np.zeros(3))
+    call.finish(LookupResult({"f": np.ones(2)}))
+    with pytest.raises(ValueError, match="broadcast"):
+        call.answer.result(0)
