@@ -22,6 +22,7 @@ from services.frontend.grpc import inside
 from services.frontend.grpc.age import age_options
 from services.frontend.grpc.arrivals import Arrivals
 from services.frontend.grpc.behaviors import Direct, OnThreads, Streaming
+from services.frontend.grpc.call_limits import call_options
 from services.frontend.grpc.callers import check
 from services.frontend.grpc.credentials import credentials
 from services.frontend.grpc.health import Health
@@ -94,6 +95,7 @@ class GrpcPort:
                 ("grpc.max_allowed_incoming_connections", most_connections()),
                 ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
                 ("grpc.max_connection_idle_ms", _IDLE_MS),
+                *call_options(),
                 *age_options(at.max_connection_age_s, settings.drain_delay_s, settings.drain_s),
             ],
         )
