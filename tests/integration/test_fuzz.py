@@ -3,16 +3,23 @@
 Valid requests are mutated (JSON header, framing, tensors, encodings) and sent to a real server. The
 ``ask`` fixture asserts that every failure is ``{"error": text}`` with a 4xx (or the documented 501 and
 503); afterwards the server still answers a good request rightly.
+
+Whole connections are generated beside these: any method, offers of other protocols, several requests on
+one connection, cut anywhere. Whatever such a connection gets, the server answers the next good request.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import re
+import socket
 import zlib
+from contextlib import closing, suppress
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -252,6 +259,152 @@ def test_chunked_bodies(ask, small_server, chunks, request):
     pieces = chunks or [good[i : i + 7] for i in range(0, len(good), 7)]
     body = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
     ask(small_server.address, "POST", path, body, {"Transfer-Encoding": "chunked"})
+
+
+# -- connections of any bytes ----------------------------------------------------------------------
+
+# llhttp knows these; the last ones are not HTTP's, not upper case, or no method at all.
+METHODS = """GET HEAD POST PUT DELETE CONNECT OPTIONS TRACE PATCH COPY LOCK MKCOL MOVE PROPFIND PROPPATCH
+SEARCH UNLOCK BIND REBIND UNBIND ACL REPORT MKACTIVITY CHECKOUT MERGE M-SEARCH NOTIFY SUBSCRIBE UNSUBSCRIBE
+PURGE MKCALENDAR LINK UNLINK SOURCE QUERY PRI DESCRIBE ANNOUNCE SETUP PLAY PAUSE TEARDOWN GET_PARAMETER
+SET_PARAMETER REDIRECT RECORD FLUSH connect NOPE \x16\x03\x01"""
+TARGETS = """/v2 /v2/health/live /v2/models/words/infer /v2/models/words/infer?a=%00 / * other:80 http://other/v2
+[::1]:80 // /%zz /v1/status /metrics"""
+VERSIONS = [
+    "HTTP/1.1",
+    "HTTP/1.0",
+    "HTTP/2.0",
+    "HTTP/0.9",
+    "HTTP/3.0",
+    "RTSP/1.0",
+    "ICE/1.0",
+    "HTTP/1.1 x",
+    "",
+]
+PROTOCOLS = [
+    "h2c",
+    "websocket",
+    "WebSocket",
+    "h2c, websocket",
+    "HTTP/2.0",
+    "TLS/1.0",
+    "x",
+    "",
+    "a" * 300,
+]
+FIELDS = {
+    "Connection": [
+        "upgrade",
+        "Upgrade, HTTP2-Settings",
+        "keep-alive",
+        "close",
+        "keep-alive, upgrade",
+        "",
+    ],
+    "Upgrade": PROTOCOLS,
+    "upgrade": PROTOCOLS,
+    "HTTP2-Settings": ["AAMAAABkAAQAAP__", ""],
+    "Sec-WebSocket-Key": ["dGhlIHNhbXBsZSBub25jZQ=="],
+    "Sec-WebSocket-Version": ["13"],
+    "Expect": ["100-continue", "x"],
+    "TE": ["trailers"],
+    "Trailer": ["upgrade"],
+    "Transfer-Encoding": ["chunked", "identity", "gzip, chunked", "chunked, chunked", "x"],
+    "Content-Length": ["0", "3", "1000", "-1", "3, 3", "x", str(2**64), str(2**31)],
+    "Host": ["x", "", "a b"],
+    "x": ["y", "\x00", "\xff", "a\r\n b", "a" * 5000],
+}
+BODIES = [
+    b"",
+    b"abc",
+    b"3\r\nabc\r\n0\r\n\r\n",
+    b"3;x=y\r\nabc\r\n0\r\nUpgrade: h2c\r\nConnection: upgrade\r\n\r\n",
+    b"z\r\n",
+    b"ffffffffffffffff\r\nabc",
+    b"SM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00",
+]
+# As long as the server may take for a good request while others are read.
+DEADLINE_S = 15.0
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> bytes:
+    """What looks like a request, mostly one that the server could read."""
+    method = draw(st.sampled_from(["GET", "POST"]) | st.sampled_from(METHODS.split()))
+    version = draw(st.just(VERSIONS[0]) | st.sampled_from(VERSIONS))
+    lines = [f"{method} {draw(st.sampled_from(TARGETS.split()))} {version}"]
+    names = draw(st.lists(st.sampled_from(sorted(FIELDS)), max_size=5))
+    lines += [f"{name}: {draw(st.sampled_from(FIELDS[name]))}" for name in names]
+    if draw(st.booleans()):
+        lines += ["Connection: upgrade", f"Upgrade: {draw(st.sampled_from(PROTOCOLS))}"]
+    end = draw(st.just("\r\n") | st.sampled_from(["\r\n", "\n", "\r", ""]))
+    body = draw(st.sampled_from(BODIES) | st.binary(max_size=20))
+    return end.join([*lines, "", ""]).encode("latin-1") + body
+
+
+@st.composite
+def connections(draw: st.DrawFn) -> list[bytes]:
+    """What is sent on a connection, in the pieces that are sent."""
+    sent = b"".join(draw(st.lists(messages(), min_size=1, max_size=4)))
+    if draw(st.booleans()):
+        return [sent]
+    size = draw(st.sampled_from([1, 7, 50]))
+    return [sent[i : i + size] for i in range(0, len(sent), size)]
+
+
+class Fuzzed:
+    """The server, until it does not answer any more: then it is killed, as its memory may have no bound, and
+    every test of it fails."""
+
+    def __init__(self, server: Hps) -> None:
+        self._server = server
+        self._stuck_at: list[bytes] | None = None
+
+    def take(self, port: str, pieces: list[bytes]) -> None:
+        """Send ``pieces`` to a port. What is answered is right, the port answers others meanwhile, and the
+        connection ends when the client ends it."""
+        if self._stuck_at is None:
+            try:
+                self._take(getattr(self._server, port), pieces)
+            except TimeoutError:
+                self._stuck_at = pieces
+                self._server.process.kill()
+        assert self._stuck_at is None, f"no answer after {DEADLINE_S} s: {self._stuck_at}"
+
+    def _take(self, address: str, pieces: list[bytes]) -> None:
+        with closing(self._connect(address)) as connection:
+            with suppress(BrokenPipeError, ConnectionResetError):
+                for piece in pieces:
+                    connection.sendall(piece)
+            with closing(self._connect(address)) as other:
+                other.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert other.recv(1000).startswith(b"HTTP/1.1 200")
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
+            got = b""
+            with suppress(ConnectionResetError):
+                while piece := connection.recv(1 << 16):
+                    got += piece
+        for status in re.findall(rb"HTTP/1\.1 (\d+) ", got):
+            assert int(status) < 500 or int(status) in (501, 503), got
+
+    @staticmethod
+    def _connect(address: str) -> socket.socket:
+        host, _, port = address.rpartition(":")
+        connection = socket.create_connection((host, int(port)), DEADLINE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+
+
+@pytest.fixture(scope="module")
+def fuzzed(small_server: Hps) -> Fuzzed:
+    return Fuzzed(small_server)
+
+
+@given(port=st.sampled_from(["address", "admin"]), pieces=connections())
+@settings(FUZZ, max_examples=1000)
+def test_any_connection_leaves_the_server_answering(fuzzed, port, pieces):
+    fuzzed.take(port, pieces)
 
 
 def test_the_server_is_still_right(ask, small_server):

@@ -6,7 +6,6 @@ import asyncio
 import math
 from typing import Any
 
-import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from services.frontend.errors import REFUSALS
@@ -14,17 +13,16 @@ from services.frontend.http.asgi import EXTENSIONS, GONE, Application
 from services.frontend.http.cycle import Cycle, go_on
 from services.frontend.http.head import Head
 from services.frontend.http.infer import HEAD_BYTES
-from services.frontend.http.lasting import Lasting
+from services.frontend.http.parsing import Parsing
 from services.frontend.http.peer import PEER
 from services.frontend.http.response import Reply
 from services.frontend.http.waiting import Waiting
 
-MAX_HEAD_BYTES = 64 << 10
 # Up to this size, an answer is joined for the socket more quickly than it is handed over in pieces.
 _COPIED_BYTES = 16 << 10
 
 
-class Protocol(Lasting):
+class Protocol(Parsing):
     """uvicorn's HTTP/1.1 with a bound on the size of a head, our error shape for what is no HTTP, no
     timer and no task for a request that can be answered at once.
 
@@ -35,9 +33,6 @@ class Protocol(Lasting):
 
     app: Application
     _receiving = False
-    _begun: tuple[RequestResponseCycle, Any] | None = None
-    _head_bytes = 0
-    _ended = False
     # Lines that each answer has, and the headers they were made of.
     _opening = b""
     _dated: Any = None
@@ -60,6 +55,8 @@ class Protocol(Lasting):
 
     def data_received(self, data: bytes) -> None:
         self._heard += 1
+        if self._refusal is not None:
+            return
         if self._unwanted and not (data := self._drop(data)):
             return
         goes_on = self._reads == "body"
@@ -69,7 +66,7 @@ class Protocol(Lasting):
                 return
             self._start, self._came, self._first = data[:HEAD_BYTES], 0, None
         self._came += len(data)
-        self._receiving, self._ended = True, False
+        self._receiving = True
         self._parse(data)
         while self._begun is not None:  # answering one may begin the next of a pipeline
             (cycle, app), self._begun = self._begun, None
@@ -80,12 +77,6 @@ class Protocol(Lasting):
             if goes_on and not self._is_known:
                 self._learn()
             self._start, self._first = b"", None  # which hold on to the request
-        if self._reads == "head" and not self._ended:  # else most of it is the request before
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-                self._refuse(431, f"the request's head has more than {MAX_HEAD_BYTES} bytes")
-        elif self._head_bytes:
-            self._head_bytes = 0
 
     def _take_known(self, data: bytes) -> bool:
         """Answer a request with a head that was read before; False: the parser must see it."""
@@ -123,68 +114,13 @@ class Protocol(Lasting):
             self._reads = "nothing"
         return data[size:]
 
-    def _parse(self, data: bytes) -> None:
-        """Feed the parser, which stops behind each head that offers another protocol. What is left gets
-        shorter with every head, so this ends."""
-        left: bytes | memoryview = data
-        try:
-            while left:
-                left = self._feed(left)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            self._refuse(400, "Invalid HTTP request received.")
-
-    def _feed(self, data: bytes | memoryview) -> bytes | memoryview:
-        """Feed the parser; the bytes it has not read. It stops at a request that asks for another protocol
-        (``Upgrade: h2c``, as Java's client does by default) and leaves out its body: the head is read
-        again without the offer, once."""
-        try:
-            self.parser.feed_data(data)
-            return b""
-        except httptools.HttpParserUpgrade as upgrade:
-            left = memoryview(data)[upgrade.args[0] :]
-        if self.parser.get_method() == b"CONNECT":
-            self._refuse(400, "CONNECT is not supported: this server is not a proxy")
-            return b""
-        head = self._without_upgrade()
-        self.parser = self._new_parser()
-        self.parser.feed_data(head)
-        return left
-
-    def _new_parser(self) -> httptools.HttpRequestParser:
-        """A parser set up as uvicorn sets up a connection's first."""
-        parser = httptools.HttpRequestParser(self)
-        parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        return parser
-
-    def _without_upgrade(self) -> bytes:
-        """The head that was just read, without its offer of another protocol."""
-        version = self.parser.get_http_version().encode()
-        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
-        lines += [b"%b: %b" % line for line in self.headers if line[0] != b"upgrade"]
-        return b"\r\n".join([*lines, b"", b""])
-
-    def on_message_begin(self) -> None:
-        self._reads = "head"
-        self._requests += 1
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        if self.parser.should_upgrade():
-            return
-        self._reads = "body"
-        super().on_headers_complete()
+    def _head_read(self) -> None:
         if type(self.cycle) is RequestResponseCycle:
             self._adopt(self.cycle)
         if self._first is None:
             self._first = self.cycle
         if self._begun is not None and self._begun[0] is self.cycle:
             self._refuse_early(self.cycle)
-
-    def on_message_complete(self) -> None:
-        if self.parser.should_upgrade():
-            return
-        self._reads, self._ended = "nothing", True
-        super().on_message_complete()
 
     def _refuse_early(self, cycle: RequestResponseCycle) -> None:
         """Answer a request there is no room for when its head is there; its body is dropped as it comes. Not
@@ -298,3 +234,5 @@ class Protocol(Lasting):
         self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
+        else:
+            self._send_refusal()

@@ -44,7 +44,7 @@ class Lasting(HttpToolsProtocol):
         if self.of_port is not None:
             self._entered = self.of_port.enter(self.peer.host)
             if not self._entered:
-                self._refuse(503, "too many connections; close some, or ask another replica")
+                self._end_with(503, "too many connections; close some, or ask another replica")
                 self.loop.call_later(LINGER_S, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -120,13 +120,11 @@ class Lasting(HttpToolsProtocol):
         cycle = self.cycle
         return not self._is_idle() and (cycle.response_started or not cycle.more_body)
 
-    def _refuse(self, status: int, message: str) -> None:
-        """Answer what the parser could not read, unless an answer is on its way already; hang up."""
-        cycle = self.cycle
-        if cycle is None or cycle.response_complete or not cycle.response_started:
-            body = error_body(message)
-            lines = [STATUS_LINE[status]]
-            for name, value in [*error_headers(status, body), (b"connection", b"close")]:
-                lines += (name, b": ", value, b"\r\n")
-            self.transport.write(b"".join([*lines, b"\r\n", body]))
+    def _end_with(self, status: int, message: str) -> None:
+        """Send an error as the connection's last answer and close it."""
+        body = error_body(message)
+        lines = [STATUS_LINE[status]]
+        for name, value in [*error_headers(status, body), (b"connection", b"close")]:
+            lines += (name, b": ", value, b"\r\n")
+        self.transport.write(b"".join([*lines, b"\r\n", body]))
         self.transport.close()

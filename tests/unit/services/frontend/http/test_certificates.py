@@ -194,6 +194,22 @@ def test_plain_text_is_hung_up_on(serve, tls, shows):
         assert client.ready()
 
 
+def test_connect_is_refused(serve, tls, shows):
+    """As without TLS; what the client sends behind it is not read."""
+    server = serve(tls)
+    port = int(server.url.rpartition(":")[2])
+    plain = socket.create_connection(("localhost", port), 60)
+    with shows("front").context().wrap_socket(plain, server_hostname="localhost") as sock:
+        sock.sendall(b"CONNECT /v2 HTTP/1.1\r\nHost: x\r\n\r\n" + b"GET /v2 HTTP/1.1\r\n\r\n" * 99)
+        got = b""
+        while piece := sock.recv(4096):
+            got += piece
+    assert got.startswith(b"HTTP/1.1 400")
+    assert got.count(b"HTTP/1.1") == 1
+    with Client(server.url, tls=shows("front")) as client:
+        assert client.ready()
+
+
 def test_a_client_that_does_not_say_goodbye_keeps_no_server(serve, tls, shows):
     server = serve(tls)
     port = int(server.url.rpartition(":")[2])

@@ -6,11 +6,11 @@ import asyncio
 import inspect
 import json
 
-import httptools
 import pytest
 
-from services.frontend.http.connection import MAX_HEAD_BYTES, Protocol
+from services.frontend.http.connection import Protocol
 from services.frontend.http.cycle import go_on
+from services.frontend.http.parsing import MAX_HEAD_BYTES
 from services.frontend.open_files import Connections
 
 PATH = "/v2/models/words.lookup/infer"
@@ -119,19 +119,6 @@ def test_compressed_bodies_leave_the_loop_and_come_back(http):
     http.run(scenario)
 
 
-@pytest.mark.parametrize("line", [b"x: y\r\n", b"z" * 1000])
-def test_a_head_has_a_bound(http, line):
-    async def scenario():
-        protocol, wire = http.connect()
-        await http.read(protocol, b"GET /v2 HTTP/1.1\r\nx: ")
-        for _ in range(MAX_HEAD_BYTES // len(line) + 2):
-            await http.read(protocol, line)
-        assert wire.statuses[0] == 431
-        assert wire.closed
-
-    http.run(scenario)
-
-
 def test_long_bodies_do_not_count_as_heads(http):
     async def scenario():
         protocol, wire = http.connect()
@@ -143,17 +130,6 @@ def test_long_bodies_do_not_count_as_heads(http):
         await http.until(lambda: wire.statuses == [200])
         await http.read(protocol, http.request([1]))
         await http.until(lambda: wire.statuses == [200, 200])
-
-    http.run(scenario)
-
-
-def test_what_is_no_http(http):
-    async def scenario():
-        protocol, wire = http.connect()
-        await http.read(protocol, b"what?\r\n\r\n")
-        assert wire.statuses == [400]
-        assert b'{"error":"Invalid HTTP request received."}' in wire.data
-        assert wire.closed
 
     http.run(scenario)
 
@@ -280,20 +256,6 @@ def test_connections_have_an_end(http, monkeypatch):
     http.run(scenario)
 
 
-def test_the_body_before_a_head_does_not_count_as_head(http):
-    """Two requests behind each other, cut in the second one's head."""
-
-    async def scenario():
-        protocol, wire = http.connect()
-        second = http.request([1])
-        await http.read(protocol, http.request([1] * 60_000) + second[:40])
-        await http.read(protocol, second[40:])
-        await http.until(lambda: wire.statuses == [200, 200])
-        assert not wire.closed
-
-    http.run(scenario)
-
-
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_client_that_never_reads_its_answers_is_cut_off(http, waits):
     """Closing alone would keep what was not sent, and the connection, for ever. ``waits``: another
@@ -338,110 +300,6 @@ def test_one_that_has_begun_another_request_is_cut_off_too(http):
         assert wire.aborted
 
     http.run(scenario)
-
-
-@pytest.mark.parametrize("protocol_name", ["h2c", "websocket"])
-@pytest.mark.parametrize("cut", [0, 25, 90, 300, -5])
-def test_a_client_that_offers_another_protocol_is_answered_in_this_one(http, protocol_name, cut):
-    """Java's own client offers HTTP/2 with its first request, whatever its method and body."""
-    offer = f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol_name}\r\nHTTP2-Settings: AAMAAA\r\n"
-
-    async def scenario():
-        protocol, wire = http.connect()
-        first = http.binary([1, 2], more=offer)
-        await http.read(protocol, first[:cut])
-        await http.read(protocol, first[cut:] + http.binary([3], more=offer) + http.binary([4]))
-        await http.until(lambda: len(wire.statuses) == 3)
-        assert http.vectors(wire) == [[1, 2], [3], [4]]
-        await http.read(protocol, http.binary([5], more=offer) * 600)
-        await http.until(lambda: len(wire.statuses) == 603)
-        assert not wire.closed
-
-    http.run(scenario)
-
-
-UPGRADE = b"Connection: upgrade\r\nUpgrade: h2c\r\n"
-
-
-@pytest.fixture
-def parsers(monkeypatch):
-    """Counts the parsers that connections make; more than a thousand are a loop, which it ends."""
-    made = []
-
-    def counted(protocol):
-        made.append(protocol)
-        if len(made) > 1000:
-            raise RecursionError("a head is parsed again and again")
-        return httptools_parser(protocol)
-
-    httptools_parser = httptools.HttpRequestParser
-    monkeypatch.setattr(httptools, "HttpRequestParser", counted)
-    return made
-
-
-@pytest.mark.parametrize("piece", [1 << 20, 1])
-@pytest.mark.parametrize("more", [b"", UPGRADE, b"Content-Length: 3\r\n"])
-@pytest.mark.parametrize("target", [b"/v2", b"other:80", b"*", b"/v2/models/words.lookup/infer"])
-@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
-def test_connect_is_refused_and_ends_the_connection(http, parsers, version, target, more, piece):
-    async def scenario():
-        protocol, wire = http.connect()
-        sent = b"CONNECT %b HTTP/%b\r\nHost: other\r\n%b\r\nabc" % (target, version, more)
-        for i in range(0, len(sent), piece):
-            if not wire.closed:
-                await http.read(protocol, sent[i : i + piece])
-        await asyncio.sleep(0)
-        assert wire.statuses == [400]
-        assert b'{"error":"CONNECT is not supported' in wire.data
-        assert wire.closed
-        assert not protocol.tasks
-
-    http.run(scenario)
-    assert len(parsers) == 1
-
-
-@pytest.mark.parametrize("piece", [1 << 20, 1])
-@pytest.mark.parametrize("offer", [b"h2c", b"websocket", b"a, b", b"", b"x\r\nUpgrade: y"])
-@pytest.mark.parametrize("body", [b"", b"Content-Length: 3\r\n", b"Transfer-Encoding: chunked\r\n"])
-@pytest.mark.parametrize("method", [b"GET", b"POST", b"OPTIONS", b"SOURCE", b"QUERY"])
-def test_an_offer_of_another_protocol_makes_one_parser(
-    http, admin, parsers, method, body, offer, piece
-):
-    async def scenario():
-        protocol, wire = http.connect(admin)
-        head = b"%b /v2 HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: %b\r\n" % (
-            method,
-            offer,
-        )
-        sent = head + body + b"\r\n"
-        if body:
-            sent += b"abc" if b"Length" in body else b"3\r\nabc\r\n0\r\nUpgrade: h2c\r\n\r\n"
-        sent += b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n"
-        for i in range(0, len(sent), piece):
-            await http.read(protocol, sent[i : i + piece])
-        await http.until(lambda: len(wire.statuses) == 2)
-        assert wire.statuses == [200 if method == b"GET" else 405, 200]
-        assert not wire.closed
-
-    http.run(scenario)
-    assert len(parsers) <= 2
-
-
-@pytest.mark.parametrize("piece", [1 << 20, 1])
-@pytest.mark.parametrize("more", [b"", UPGRADE])
-@pytest.mark.parametrize("version", [b"2.0", b"1.1"])
-def test_the_preface_of_http2_is_refused(http, parsers, version, more, piece):
-    async def scenario():
-        protocol, wire = http.connect()
-        sent = b"PRI * HTTP/%b\r\n%b\r\nSM\r\n\r\n" % (version, more)
-        for i in range(0, len(sent), piece):
-            if not wire.closed:
-                await http.read(protocol, sent[i : i + piece])
-        assert wire.statuses == [400]
-        assert wire.closed
-
-    http.run(scenario)
-    assert len(parsers) == 1
 
 
 @pytest.mark.parametrize("behind", [0, 1])

@@ -1,0 +1,144 @@
+"""HTTP/1.1 parsing of one connection: bounded heads, no tunnels, no other protocols."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from services.frontend.http.lasting import Lasting
+
+MAX_HEAD_BYTES = 64 << 10
+"""Of a request's target and header fields, trailers included; `FIELD_BYTES` more count for each field."""
+FIELD_BYTES = 32
+"""What a field costs beside its text: as HTTP/2 counts (RFC 9113, 6.5.2)."""
+
+
+class HeadTooLarge(Exception):
+    """A request's head or trailers have more than `MAX_HEAD_BYTES`."""
+
+
+class Parsing(Lasting):
+    """A connection that feeds httptools' parser and rejects what it can't read, behind the answers to the
+    requests before it.
+
+    Parsing costs what was received: each head is parsed at most twice (the second time without its offer
+    of another protocol), has a bound in bytes and fields, and nothing behind a rejected one is parsed.
+    """
+
+    _refusal: tuple[int, str] | None = None
+    """Status and message of the connection's last answer; nothing more is read."""
+    _begun: tuple[RequestResponseCycle, Any] | None = None
+    """The request that the bytes at hand began, which is not started before all of them are parsed."""
+    # Of the request that is read: its target and fields so far, and bytes since the parser found something.
+    _head_size, _pending = 0, 0
+    _found = False
+    """Whether the last feed ended a head or a request, or had bytes of a body."""
+
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser, which stops behind each head that offers another protocol. What is left gets
+        shorter with every head, so this ends."""
+        left: bytes | memoryview = data
+        self._found = False
+        try:
+            while left:
+                left = self._feed(left)
+            self._pending = 0 if self._found else self._pending + len(data)
+            if self._pending > MAX_HEAD_BYTES:
+                raise HeadTooLarge
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade, HeadTooLarge) as error:
+            if isinstance(error.__context__ or error, HeadTooLarge):
+                self._refuse(431, f"the request's head has more than {MAX_HEAD_BYTES} bytes")
+            else:
+                self._refuse(400, "Invalid HTTP request received.")
+
+    def _feed(self, data: bytes | memoryview) -> bytes | memoryview:
+        """Feed the parser; the bytes it has not read. It stops at a request that asks for another protocol
+        (``Upgrade: h2c``, as Java's client does by default) and leaves out its body: the head is read
+        again without the offer, once."""
+        try:
+            self.parser.feed_data(data)
+            return b""
+        except httptools.HttpParserUpgrade as upgrade:
+            left = memoryview(data)[upgrade.args[0] :]
+        if self.parser.get_method() == b"CONNECT":
+            self._refuse(400, "CONNECT is not supported: this server is not a proxy")
+            return b""
+        head = self._without_upgrade()
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self.parser.feed_data(head)
+        return left
+
+    def _without_upgrade(self) -> bytes:
+        """The head that was just read, without its offer of another protocol."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%b: %b" % line for line in self.headers if line[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
+
+    # -- called by the parser ----------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._reads = "head"
+        self._requests += 1
+        self._head_size = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._add_to_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._add_to_head(len(name) + len(value) + FIELD_BYTES)
+        if self._reads == "head":  # else a trailer: no field of those that were checked
+            super().on_header(name, value)
+
+    def _add_to_head(self, size: int) -> None:
+        self._head_size += size
+        if self._head_size > MAX_HEAD_BYTES:
+            raise HeadTooLarge
+
+    def on_headers_complete(self) -> None:
+        self._found = True
+        if self.parser.should_upgrade():
+            return
+        super().on_headers_complete()
+        self._reads = "body"
+        self._head_read()
+
+    def _head_read(self) -> None:
+        """Called with the head of each request that is answered."""
+
+    def on_body(self, body: bytes) -> None:
+        self._found = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        self._reads, self._found = "nothing", True
+        super().on_message_complete()
+
+    # -- rejecting ---------------------------------------------------------------------------------
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Make this the connection's last answer, behind those to the requests before: of the one that is
+        read, it takes the place."""
+        self._refusal = status, message
+        if self._reads != "body":
+            waits = not self._is_idle()
+        elif waits := bool(self.pipeline) and self.pipeline[0][0] is self.cycle:
+            self.pipeline.popleft()
+        elif self.cycle.response_started:
+            self.transport.close()
+            return
+        self._begun = self._begun if waits else None
+        if not waits:
+            self._send_refusal()
+
+    def _send_refusal(self) -> None:
+        """End the connection with the answer that was decided on, if there is one."""
+        if self._refusal is not None:
+            self._end_with(*self._refusal)

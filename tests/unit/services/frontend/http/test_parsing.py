@@ -1,0 +1,236 @@
+"""The parser of a connection: bounded heads, no tunnels, no other protocols, rejections in order."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httptools
+import pytest
+
+from hps.config.server_settings import ServerSettings
+from services.frontend.auth import OpenGuard
+from services.frontend.http.parsing import FIELD_BYTES, MAX_HEAD_BYTES
+from services.ingest.app import ingest_app
+from services.server_state import ServerState
+
+UPGRADE = b"Connection: upgrade\r\nUpgrade: h2c\r\n"
+CHUNKED = b"POST /v2/models/words/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+MOST_FIELDS = MAX_HEAD_BYTES // FIELD_BYTES
+
+LARGE = {
+    "a long target": b"GET /%b HTTP/1.1\r\n\r\n" % (b"a" * MAX_HEAD_BYTES),
+    "a long value": b"GET /v2 HTTP/1.1\r\nx: %b\r\n\r\n" % (b"a" * MAX_HEAD_BYTES),
+    "many fields": b"GET /v2 HTTP/1.1\r\n" + b"x: y\r\n" * MOST_FIELDS + b"\r\n",
+    "an unfinished value": b"GET /v2 HTTP/1.1\r\nx: " + b"a" * 8 * MAX_HEAD_BYTES,
+    "a long trailer": CHUNKED + b"3\r\nabc\r\n0\r\nx: %b\r\n\r\n" % (b"a" * MAX_HEAD_BYTES),
+    "many trailers": CHUNKED + b"0\r\n" + b"x: y\r\n" * MOST_FIELDS + b"\r\n",
+    "an unfinished trailer": CHUNKED + b"3\r\nabc\r\n0\r\nx: " + b"a" * 8 * MAX_HEAD_BYTES,
+    "an unfinished extension": CHUNKED + b"3;" + b"a" * 8 * MAX_HEAD_BYTES,
+}
+
+
+@pytest.mark.parametrize("piece", [256 << 10, 1000])
+@pytest.mark.parametrize("sent", LARGE.values(), ids=LARGE)
+def test_a_head_or_trailers_beyond_the_bound_are_rejected(http, sent, piece):
+    async def scenario():
+        protocol, wire = http.connect()
+        for i in range(0, len(sent), piece):
+            await http.read(protocol, sent[i : i + piece])
+        assert wire.statuses == [431]
+        assert wire.closed
+
+    http.run(scenario)
+
+
+def test_trailers_are_no_fields_of_the_head(http):
+    async def scenario():
+        protocol, wire = http.connect()
+        await http.read(protocol, CHUNKED + b"3\r\nabc\r\n0\r\nAuthorization: x\r\n\r\n")
+        await http.until(lambda: wire.statuses == [400])
+        assert [name for name, _ in protocol.scope["headers"]] == [b"host", b"transfer-encoding"]
+        assert not wire.closed
+
+    http.run(scenario)
+
+
+BAD = {
+    "no request": (b"what?\r\n\r\n", 400),
+    "CONNECT": (b"CONNECT /v2 HTTP/1.1\r\n\r\n", 400),
+    "a head beyond the bound": (LARGE["many fields"], 431),
+    "a chunk without a size": (CHUNKED + b"z\r\n", 400),
+    "a second chunk without a size": (CHUNKED + b"3\r\nabc\r\nz\r\n", 400),
+}
+
+
+@pytest.mark.parametrize("piece", [1 << 20, 100])
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+def test_a_rejection_comes_behind_the_answers_before_it(small, http, bad, waits, piece):
+    """``waits``: the first of the requests before waits for the store; what follows is not answered."""
+
+    async def scenario():
+        protocol, wire = http.connect()
+        small.store.gate.clear()
+        before = [http.request([12]), http.request([1])] if waits else [http.request([1])]
+        sent = b"".join(before) + bad[0] + http.request([2])
+        for i in range(0, len(sent), piece):
+            await http.read(protocol, sent[i : i + piece])
+        if waits:
+            assert wire.statuses == []
+            assert not wire.closed
+        small.store.gate.set()
+        await http.until(lambda: wire.closed)
+        assert wire.statuses == [200] * len(before) + [bad[1]]
+        protocol.connection_lost(None)
+        await http.until(lambda: not protocol.tasks)
+
+    http.run(scenario)
+
+
+def test_a_body_that_breaks_off_behind_its_answer_gets_no_second_one(http):
+    async def scenario():
+        protocol, wire = http.connect()
+        long = CHUNKED.replace(b"/v2/models/words/infer", b"/v2")
+        await http.read(protocol, long + b"3\r\nabc\r\n")
+        await http.until(lambda: wire.statuses == [405])
+        await http.read(protocol, b"z\r\n")
+        assert wire.statuses == [405]
+        assert wire.closed
+
+    http.run(scenario)
+
+
+def test_what_is_no_http(http):
+    async def scenario():
+        protocol, wire = http.connect()
+        await http.read(protocol, b"what?\r\n\r\n")
+        assert wire.statuses == [400]
+        assert b'{"error":"Invalid HTTP request received."}' in wire.data
+        assert wire.closed
+
+    http.run(scenario)
+
+
+def test_the_body_before_a_head_does_not_count_as_head(http):
+    """Two requests behind each other, cut in the second one's head."""
+
+    async def scenario():
+        protocol, wire = http.connect()
+        second = http.request([1])
+        await http.read(protocol, http.request([1] * 60_000) + second[:40])
+        await http.read(protocol, second[40:])
+        await http.until(lambda: wire.statuses == [200, 200])
+        assert not wire.closed
+
+    http.run(scenario)
+
+
+@pytest.mark.parametrize("protocol_name", ["h2c", "websocket"])
+@pytest.mark.parametrize("cut", [0, 25, 90, 300, -5])
+def test_a_client_that_offers_another_protocol_is_answered_in_this_one(http, protocol_name, cut):
+    """Java's own client offers HTTP/2 with its first request, whatever its method and body."""
+    offer = f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol_name}\r\nHTTP2-Settings: AAMAAA\r\n"
+
+    async def scenario():
+        protocol, wire = http.connect()
+        first = http.binary([1, 2], more=offer)
+        await http.read(protocol, first[:cut])
+        await http.read(protocol, first[cut:] + http.binary([3], more=offer) + http.binary([4]))
+        await http.until(lambda: len(wire.statuses) == 3)
+        assert http.vectors(wire) == [[1, 2], [3], [4]]
+        await http.read(protocol, http.binary([5], more=offer) * 600)
+        await http.until(lambda: len(wire.statuses) == 603)
+        assert not wire.closed
+
+    http.run(scenario)
+
+
+@pytest.fixture
+def parsers(monkeypatch):
+    """Counts the parsers that connections make; more than a thousand are a loop, which it ends."""
+    made = []
+
+    def counted(protocol):
+        made.append(protocol)
+        if len(made) > 1000:
+            raise RecursionError("a head is parsed again and again")
+        return httptools_parser(protocol)
+
+    httptools_parser = httptools.HttpRequestParser
+    monkeypatch.setattr(httptools, "HttpRequestParser", counted)
+    return made
+
+
+@pytest.fixture(params=["data", "admin", "ingest"])
+def any_app(request, data, admin):
+    """What answers on a port: that for requests, the admin ports of a server and of ``hps ingest``."""
+    if request.param == "ingest":
+        return ingest_app(ServerState("ingest"), ServerSettings(), OpenGuard())
+    return {"data": data, "admin": admin}[request.param]
+
+
+@pytest.mark.parametrize("piece", [1 << 20, 1])
+@pytest.mark.parametrize("more", [b"", UPGRADE, b"Content-Length: 3\r\n"])
+@pytest.mark.parametrize("target", [b"/v2", b"other:80", b"*", b"/v2/models/words.lookup/infer"])
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_connect_is_refused_and_ends_the_connection(
+    http, any_app, parsers, version, target, more, piece
+):
+    async def scenario():
+        protocol, wire = http.connect(any_app)
+        sent = b"CONNECT %b HTTP/%b\r\nHost: other\r\n%b\r\nabc" % (target, version, more)
+        for i in range(0, len(sent), piece):
+            if not wire.closed:
+                await http.read(protocol, sent[i : i + piece])
+        await asyncio.sleep(0)
+        assert wire.statuses == [400]
+        assert b'{"error":"CONNECT is not supported' in wire.data
+        assert wire.closed
+        assert not protocol.tasks
+
+    http.run(scenario)
+    assert len(parsers) == 1
+
+
+@pytest.mark.parametrize("piece", [1 << 20, 1])
+@pytest.mark.parametrize("offer", [b"h2c", b"websocket", b"a, b", b"", b"x\r\nUpgrade: y"])
+@pytest.mark.parametrize("body", [b"", b"Content-Length: 3\r\n", b"Transfer-Encoding: chunked\r\n"])
+@pytest.mark.parametrize("method", [b"GET", b"POST", b"OPTIONS", b"SOURCE", b"QUERY"])
+def test_an_offer_of_another_protocol_makes_one_parser(
+    http, admin, parsers, method, body, offer, piece
+):
+    async def scenario():
+        protocol, wire = http.connect(admin)
+        head = b"%b /v2 HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: %b\r\n" % (
+            method,
+            offer,
+        )
+        sent = head + body + b"\r\n"
+        if body:
+            sent += b"abc" if b"Length" in body else b"3\r\nabc\r\n0\r\nUpgrade: h2c\r\n\r\n"
+        sent += b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n"
+        for i in range(0, len(sent), piece):
+            await http.read(protocol, sent[i : i + piece])
+        await http.until(lambda: len(wire.statuses) == 2)
+        assert wire.statuses == [200 if method == b"GET" else 405, 200]
+        assert not wire.closed
+
+    http.run(scenario)
+    assert len(parsers) <= 2
+
+
+@pytest.mark.parametrize("piece", [1 << 20, 1])
+@pytest.mark.parametrize("more", [b"", UPGRADE])
+@pytest.mark.parametrize("version", [b"2.0", b"1.1"])
+def test_the_preface_of_http2_is_refused(http, parsers, version, more, piece):
+    async def scenario():
+        protocol, wire = http.connect()
+        sent = b"PRI * HTTP/%b\r\n%b\r\nSM\r\n\r\n" % (version, more)
+        for i in range(0, len(sent), piece):
+            if not wire.closed:
+                await http.read(protocol, sent[i : i + piece])
+        assert wire.statuses == [400]
+        assert wire.closed
+
+    http.run(scenario)
+    assert len(parsers) == 1
