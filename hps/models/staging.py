@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hps.errors import ModelError
@@ -29,7 +29,8 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 @contextmanager
 def hidden_folder(model: Path, version: int) -> Iterator[Path]:
-    """A locked folder ``.import-<version>-<random>``, removed unless it was renamed away."""
+    """A locked folder ``.import-<version>-<random>``, removed unless it was renamed away; with the model's
+    folder, if that is empty then."""
     folder = model / f"{_PREFIX}{version}-{secrets.token_hex(4)}"
     make_folder(folder)
     lock = os.open(folder, os.O_RDONLY)
@@ -39,6 +40,8 @@ def hidden_folder(model: Path, version: int) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+        with suppress(OSError):  # it holds something
+            model.rmdir()
 
 
 def make_folder(folder: Path) -> None:

@@ -70,18 +70,25 @@ def describe(
     plan: ImportPlan,
     features: Sequence[FeatureSpec] = (),
     dense: DenseSpec | None = None,
+    defaults: Mapping[str, float | list[float]] | None = None,
 ) -> ModelSpec:
     """The model's description: the repository's ``model.yaml`` where there is one and nothing is
     given, else the source's own, else generated: one feature per table, or per stacked part with its
-    offset."""
+    offset. ``defaults``: the vector of unknown keys by table. Raises ModelError or ConfigError."""
     path = root / name / SPEC_FILE
-    if path.is_file() and not features and dense is None:
+    if path.is_file() and not features and not defaults and dense is None:
         return load_model_spec(path)
     if plan.spec is None:
         tables = [{"name": t.name, "dim": t.dim} for t in plan.tables]
         data: dict[str, Any] = {"name": name, "tables": tables}
     else:
         data = plan.spec.model_dump() | {"name": name}
+    for table, default in (defaults or {}).items():
+        described = next((t for t in data["tables"] if t["name"] == table), None)
+        if described is None:
+            names = ", ".join(t["name"] for t in data["tables"])
+            raise ModelError(f"--default names table '{table}'; the tables are {names}")
+        described["default"] = default
     if used := list(features) or _stacked_features(plan):
         data["features"] = [f.model_dump() for f in used]
     if dense is not None:

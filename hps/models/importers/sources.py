@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hps.errors import ModelError
@@ -41,19 +42,63 @@ def plan_import(
     format: str | None = None,
     model: str | None = None,
 ) -> ImportPlan:
-    """Look at a source without reading its rows. ``format`` is one of SOURCES, by default told from the
-    name; ``model`` chooses one of a ``ps.json``. Raises ModelError."""
-    if not path.exists():
-        raise ModelError(f"{path} is missing")
-    if not path.is_file() and not path.is_dir():  # to read it could take for ever
-        raise ModelError(f"{path} is neither a file nor a folder; copy what it gives into a file")
-    kind = format or detect(path)
+    """Plan an import without reading rows. ``format`` is one of SOURCES, by default inferred from the name;
+    ``model`` chooses one of a ``ps.json``. A choice may name an array of another file, ``FILE:ARRAY``, or a
+    Parquet file beside a file of arrays. Raises ModelError."""
+    kind = _kind(path, format)
     if kind == "ps.json":
         if choices:
             raise ModelError("a ps.json names its tables itself; leave --table out")
         return plan_ps_json(path, model)
+    own: list[TableChoice] = []
+    others: dict[Path, list[TableChoice]] = {}
+    for choice in choices:
+        file, array = _other_file(kind, choice)
+        if file is None or file == path:
+            own.append(choice if file is None else replace(choice, sources=array))
+        else:
+            others.setdefault(file, []).append(replace(choice, sources=array))
+    plans = [_plan(path, kind, own)]
+    plans += [_plan(file, _kind(file, None), wanted) for file, wanted in others.items()]
+    tables = [table for plan in plans for table in plan.tables]
+    order = [choice.name for choice in choices if choice.name]
+    tables.sort(key=lambda t: order.index(t.name) if t.name in order else -1)
+    names = [table.name for table in tables]
+    for name in names:
+        if names.count(name) > 1:
+            raise ModelError(f"two tables are called '{name}'; name them: --table NAME=SOURCE")
+    return ImportPlan(path, "+".join(dict.fromkeys(plan.format for plan in plans)), tuple(tables))
+
+
+def _kind(path: Path, format: str | None) -> str:
+    if not path.exists():
+        raise ModelError(f"{path} is missing")
+    if not path.is_file() and not path.is_dir():  # reading a pipe or a device might not end
+        raise ModelError(f"{path} is neither a file nor a folder; copy what it gives into a file")
+    kind = format or detect(path)
     if kind not in SOURCES:
         raise ModelError(f"no format '{kind}'; expected one of {', '.join(SOURCES)}")
+    return kind
+
+
+def _other_file(kind: str, choice: TableChoice) -> tuple[Path | None, tuple[str, ...]]:
+    """The file that ``choice`` names beside a source of this ``kind``, if any, and what to read of it."""
+    split = [source.rpartition(":") for source in choice.sources]
+    files = {Path(file) for file, _, array in split if array and Path(file).is_file()}
+    if files:
+        if len(files) > 1 or not all(Path(file) in files for file, *_ in split):
+            raise ModelError(
+                f"table '{choice.name}' stacks {', '.join(choice.sources)}; stack arrays of one file"
+            )
+        return files.pop(), tuple(array for *_, array in split)
+    if len(choice.sources) == 1 and (file := Path(choice.sources[0])).exists():
+        other = _folder_kind(file) if file.is_dir() else _SUFFIXES.get(file.suffix.lower())
+        if other not in (None, kind):
+            return file, () if other in ARRAY_FILES else (str(file),)
+    return None, ()
+
+
+def _plan(path: Path, kind: str, choices: Sequence[TableChoice]) -> ImportPlan:
     with reading(path):
         if kind == "hugectr":
             return plan_folders(path, choices)
@@ -65,17 +110,24 @@ def plan_import(
 def detect(path: Path) -> str:
     """The kind of a source. Raises ModelError for what is none."""
     if path.is_dir():
-        if (path / KEY_FILE).is_file() or any(path.glob(f"*/{KEY_FILE}")):
-            return "hugectr"
-        if any(path.glob("*.parquet")) or any(path.glob("*/*.parquet")):
-            return "parquet"
-        raise ModelError(
-            f"{path} holds neither HugeCTR tables (folders with {KEY_FILE} and emb_vector) nor Parquet "
-            "files; give the file itself"
-        )
+        kind = _folder_kind(path)
+        if kind is None:
+            raise ModelError(
+                f"{path} holds neither HugeCTR tables (folders with {KEY_FILE} and emb_vector) nor "
+                "Parquet files; give the file itself"
+            )
+        return kind
     kind = _SUFFIXES.get(path.suffix.lower())
     if kind is None:
         raise ModelError(
             f"{path}: the name does not tell the format; add --format, one of {', '.join(SOURCES)}"
         )
     return kind
+
+
+def _folder_kind(path: Path) -> str | None:
+    if (path / KEY_FILE).is_file() or any(path.glob(f"*/{KEY_FILE}")):
+        return "hugectr"
+    if any(path.glob("*.parquet")) or any(path.glob("*/*.parquet")):
+        return "parquet"
+    return None

@@ -67,6 +67,59 @@ class TestHugeCtr:
             plan_import(tmp_path / "src")
 
 
+class TestSeveralFiles:
+    @pytest.fixture
+    def npz(self, tmp_path):
+        np.savez(tmp_path / "users.npz", vectors=ROWS, ids=KEYS, more=ROWS[:, :2])
+        return tmp_path / "users.npz"
+
+    @pytest.fixture
+    def parquet(self, tmp_path):
+        data = {"id": pa.array(KEYS), "vector": pa.array(list(ROWS[:, :3]))}
+        pq.write_table(pa.table(data), tmp_path / "items.parquet")
+        return tmp_path / "items.parquet"
+
+    def test_npz_and_parquet_make_one_model(self, tmp_path, npz, parquet):
+        choices = [TableChoice("items", (str(parquet),)), TableChoice("users", ("vectors",), "ids")]
+        plan = plan_import(npz, choices)
+        assert [(t.name, t.dim, t.rows) for t in plan.tables] == [
+            ("items", 3, 10),
+            ("users", 4, 10),
+        ]
+        import_model(tmp_path / "models", "ctr", plan)
+        for table, rows in (("users", ROWS), ("items", ROWS[:, :3])):
+            keys, vectors = contents(tmp_path / "models", "ctr", table)
+            assert keys == KEYS.tolist()
+            assert vectors.tolist() == rows.tolist()
+        manifest = Repository(tmp_path / "models").open("ctr").manifest
+        assert manifest.metadata == {"source": "users.npz", "format": "npz+parquet"}
+
+    def test_parquet_is_completed_by_arrays_and_a_folder(self, tmp_path, npz, parquet):
+        folder_of(tmp_path / "0_sparse.model")
+        choices = [
+            TableChoice("items", (str(parquet),)),
+            TableChoice("users", (f"{npz}:vectors",), "ids"),
+            TableChoice("more", (f"{npz}:more",)),
+            TableChoice("sparse", (str(tmp_path / "0_sparse.model"),)),
+        ]
+        plan = plan_import(parquet, choices)
+        assert [(t.name, t.dim) for t in plan.tables] == [
+            ("items", 3),
+            ("users", 4),
+            ("more", 2),
+            ("sparse", 4),
+        ]
+
+    def test_stacked_arrays_are_of_one_file(self, npz, parquet):
+        wanted = TableChoice("all", (f"{npz}:vectors", "vectors"))
+        with pytest.raises(ModelError, match="stack arrays of one file"):
+            plan_import(parquet, [wanted])
+
+    def test_missing_array_of_another_file_names_that_file(self, npz, parquet):
+        with pytest.raises(ModelError, match=r"users\.npz: no array 'nope'.*vectors \[10, 4\]"):
+            plan_import(parquet, [TableChoice("users", (f"{npz}:nope",))])
+
+
 class TestPsJson:
     @pytest.fixture
     def ps_json(self, tmp_path):
@@ -214,7 +267,7 @@ class TestParquet:
         plan = plan_import(self.write(tmp_path / "t.parquet", columns))
         with pytest.raises(ModelError, match=said):
             import_model(tmp_path / "models", "m", plan)
-        assert not list((tmp_path / "models/m").iterdir())
+        assert not (tmp_path / "models/m").exists()
 
     def test_damage(self, tmp_path):
         path = self.write(tmp_path / "t.parquet", {"id": KEYS, "v": list(ROWS)})
