@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hps.cli.output import Output, OutputFormat, plural, print_json, say
+from hps.cli.output import Output, OutputFormat, plural, print_json, say, warn
 from hps.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,10 +28,13 @@ Examples:
   hps model import items.parquet --name ctr --table items=items.parquet --keys items=item_id
   hps model import tables.npz --name ctr --table items=vectors --keys items=ids
   hps model import emb.safetensors --name ctr --table all=fused.weight \\
-      --feature user=all+0 --feature item=all+100000:mean
+      --feature user=all+0:context --feature item=all+100000:mean:max_hotness=50
+  hps model import tables.npz --name ctr --table deep=vectors --table wide=items.parquet \\
+      --feature ad=deep,wide --default wide=-0.5
 \b
+A table's SOURCE is an array, a Parquet file or a folder; FILE:ARRAY is an array of another file.
 Row numbers become the keys unless --keys names them. The repository's model.yaml describes a second
-and later version too, unless --spec or --feature say otherwise.
+and later version too, unless --spec, --feature or --default say otherwise.
 """
 
 
@@ -52,7 +55,8 @@ def import_(
         int | None, typer.Option("--version", "-v", min=1, help="Default: the next one.")
     ] = None,
     format_: Annotated[
-        str | None, typer.Option("--format", help="Of the source; default: told from its name.")
+        str | None,
+        typer.Option("--format", help="Source format (default: inferred from the file name)."),
     ] = None,
     model: Annotated[
         str | None, typer.Option("--model", help="Only this model of a ps.json.")
@@ -79,9 +83,17 @@ def import_(
         typer.Option(
             "--feature",
             "-f",
-            metavar="NAME=TABLE[,TABLE...][+OFFSET][:POOLING]",
-            help="A feature of requests; the offset is added to its keys. Several tables take the same "
-            "keys. Repeatable.",
+            metavar="NAME=TABLE[,TABLE...][+OFFSET][:OPTION...]",
+            help="A feature of requests: its tables take the same keys, to which the offset is added. "
+            "OPTION: sum, mean or none (pooling), context, hotness=N, max_hotness=N. Repeatable.",
+        ),
+    ] = None,
+    default: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--default",
+            metavar="TABLE=VALUE[,...]",
+            help="The vector of unknown keys: one number, or as many as the table's dim. Repeatable.",
         ),
     ] = None,
     spec: Annotated[
@@ -110,24 +122,29 @@ def import_(
     from hps.cli import model_options as options
     from hps.cli.progress import ConsoleProgress
     from hps.config import load_model_spec
+    from hps.models.check import repeated_by_table, repeated_text
     from hps.models.importers import import_model
     from hps.models.importers.run import describe
+    from hps.models.repository import Repository
 
     chosen = options.choices(table, keys, vectors)
     given = options.features(feature)
+    defaults = options.defaults(default)
     notes = options.pairs("--metadata", metadata, "KEY=VALUE")
-    if spec is not None and given:
-        raise ConfigError("--spec describes the features already; leave --feature out")
+    if spec is not None and (given or defaults):
+        raise ConfigError(
+            "--spec describes features and defaults; leave --feature and --default out"
+        )
     written = []
     for plan in _plans(source, chosen, format_, model, name):
         called = name or (plan.spec.name if plan.spec else plan.source.stem)
         if spec is not None:
             described = options.renamed(load_model_spec(spec), called)
         else:
-            exists = (repository / called / "model.yaml").is_file() and not given
+            exists = (repository / called / "model.yaml").is_file() and not (given or defaults)
             generated = dense is not None and not exists
             network = options.dense_spec(plan, given, dense) if generated and dense else None
-            described = describe(repository, called, plan, given, network)
+            described = describe(repository, called, plan, given, network, defaults)
         options.check_wiring(described, dense)
         folder = import_model(
             repository,
@@ -143,12 +160,18 @@ def import_(
             progress=ConsoleProgress(),
         )
         written.append((called, int(folder.name), folder, plan))
+    repeated = [
+        repeated_by_table(Repository(repository).open(called, number))
+        for called, number, *_ in written
+    ]
     if output is OutputFormat.json:
-        print_json([_imported(*entry) for entry in written])
+        print_json([_imported(*entry) for entry in zip(written, repeated, strict=True)])
         return
-    for called, number, folder, plan in written:
+    for (called, number, folder, plan), counts in zip(written, repeated, strict=True):
         for each in plan.tables:
             say(f"{called}/{number} {each.name}: {plural(each.rows, 'row')} of dim {each.dim}")
+            if counts[each.name]:
+                warn(f"{called}/{number} {each.name}: {repeated_text(counts[each.name])}")
             for part, offset in each.parts:
                 say(f"  {part}: keys from {offset:,} (its feature has key_offset {offset})")
         say(f"Written to {folder}. Serve it: hps serve --set models.repository={repository}")
@@ -177,13 +200,22 @@ def _plans(
     return [plan_import(source, chosen, format=format_, model=model)]
 
 
-def _imported(name: str, version: int, folder: Path, plan: ImportPlan) -> dict[str, Any]:
+def _imported(
+    written: tuple[str, int, Path, ImportPlan], repeated: dict[str, int]
+) -> dict[str, Any]:
+    name, version, folder, plan = written
     return {
         "model": name,
         "version": version,
         "folder": folder,
         "tables": [
-            {"name": t.name, "rows": t.rows, "dim": t.dim, "offsets": dict(t.parts)}
+            {
+                "name": t.name,
+                "rows": t.rows,
+                "repeated_keys": repeated[t.name],
+                "dim": t.dim,
+                "offsets": dict(t.parts),
+            }
             for t in plan.tables
         ],
     }

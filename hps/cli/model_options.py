@@ -16,7 +16,8 @@ from hps.config.problems import validate
 from hps.errors import ConfigError, ModelError
 from hps.models.importers import ImportPlan, TableChoice
 
-FEATURE_FORM = "NAME=TABLE[,TABLE...][+OFFSET][:POOLING]"
+FEATURE_FORM = "NAME=TABLE[,TABLE...][+OFFSET][:OPTION...]"
+FEATURE_OPTIONS = "sum, mean, none, context, hotness=N or max_hotness=N"
 
 
 def pairs(option: str, values: Sequence[str] | None, form: str) -> dict[str, str]:
@@ -52,22 +53,45 @@ def choices(
 
 
 def features(values: Sequence[str] | None) -> list[FeatureSpec]:
-    """``NAME=TABLE[,TABLE...][+OFFSET][:POOLING]``."""
+    """``NAME=TABLE[,TABLE...][+OFFSET][:OPTION...]``; see `FEATURE_OPTIONS`."""
     found = []
     for name, text in pairs("--feature", values, FEATURE_FORM).items():
-        rest, _, pooling = text.partition(":")
-        table, _, offset = rest.partition("+")
-        if pooling not in ("", "sum", "mean", "none"):
-            raise ConfigError(f"--feature {name}: pooling is sum, mean or none, not '{pooling}'")
+        tables, *options = text.split(":")
+        table, _, offset = tables.partition("+")
         if offset and not offset.isdecimal():
             raise ConfigError(f"--feature {name}: the offset must be a number, found '{offset}'")
         data = {
             "name": name,
             "table": table.split(",") if "," in table else table,
             "key_offset": int(offset or 0),
-            "pooling": pooling or "sum",
         }
+        for option in options:
+            data |= _feature_option(name, option)
         found.append(_feature(data))
+    return found
+
+
+def _feature_option(name: str, text: str) -> dict[str, Any]:
+    """The field of a feature that an option sets."""
+    option, _, value = text.partition("=")
+    if option in ("sum", "mean", "none") and not value:
+        return {"pooling": option}
+    if text == "context":
+        return {"context": True}
+    if option in ("hotness", "max_hotness") and value.isdecimal():
+        return {option: int(value)}
+    raise ConfigError(f"--feature {name}: unknown option '{text}'; expected {FEATURE_OPTIONS}")
+
+
+def defaults(values: Sequence[str] | None) -> dict[str, float | list[float]]:
+    """``TABLE=VALUE``, or ``TABLE=VALUE,VALUE...`` with as many as the table's dim."""
+    found: dict[str, float | list[float]] = {}
+    for table, text in pairs("--default", values, "TABLE=VALUE[,VALUE...]").items():
+        try:
+            numbers = [float(value) for value in text.split(",")]
+        except ValueError:
+            raise ConfigError(f"--default {table}: expected numbers, found '{text}'") from None
+        found[table] = numbers if len(numbers) > 1 else numbers[0]
     return found
 
 

@@ -88,7 +88,13 @@ class TestImport:
             run("import", npz, "-r", models, "-n", "ctr", "-t", "all=[ui].weight", "-o", "json")
         )
         assert done[0]["tables"] == [
-            {"name": "all", "rows": 13, "dim": 4, "offsets": {"u.weight": 0, "i.weight": 10}}
+            {
+                "name": "all",
+                "rows": 13,
+                "repeated_keys": 0,
+                "dim": 4,
+                "offsets": {"u.weight": 0, "i.weight": 10},
+            }
         ]
         assert [f.key_offset for f in Repository(models).spec("ctr").features] == [0, 10]
 
@@ -129,7 +135,58 @@ class TestImport:
         assert run(*words, "--spec", tmp_path / "m.yaml").exit_code == 0
         assert Repository(models).spec("ctr").tables[0].dtype == "float16"
         result = run(*words, "--spec", tmp_path / "m.yaml", "-f", "x=users")
-        assert (result.exit_code, "leave --feature out" in result.stderr) == (2, True)
+        assert (result.exit_code, "leave --feature and --default out" in result.stderr) == (2, True)
+
+    def test_options_describe_features_and_defaults(self, npz, models):
+        words = ("import", npz, "-r", models, "-n", "ctr", "-t", "users=u.weight")
+        feature = "user=users+5:mean:context:hotness=2:max_hotness=3"
+        done = run(*words, "-f", feature, "-f", "friend=users", "--default", "users=-0.5")
+        assert done.exit_code == 0, done.stderr
+        spec = Repository(models).spec("ctr")
+        user, friend = spec.features
+        assert (user.key_offset, user.pooling, user.context) == (5, "mean", True)
+        assert (user.hotness, user.max_hotness) == (2, 3)
+        assert (friend.pooling, friend.context, friend.hotness) == ("sum", False, None)
+        assert spec.tables[0].default == -0.5
+        vector = run(*words, "--default", "users=1,2,3,4", "--replace-spec")
+        assert vector.exit_code == 0, vector.stderr
+        assert Repository(models).spec("ctr").tables[0].default == [1, 2, 3, 4]
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            (("-f", "user=users:contxt"), "unknown option 'contxt'; expected sum, mean, none,"),
+            (("-f", "user=users:hotness=x"), "unknown option 'hotness=x'"),
+            (("-f", "user=users:hotness=3:max_hotness=2"), "--feature user"),
+            (("--default", "users=a"), "--default users: expected numbers, found 'a'"),
+            (("--default", "other=1"), "--default names table 'other'; the tables are users"),
+            (("--default", "users=1,2"), "has 2 values, but dim is 4"),
+        ],
+    )
+    def test_unusable_options_write_nothing(self, npz, models, words, said):
+        result = run("import", npz, "-r", models, "-n", "c", "-t", "users=u.weight", *words)
+        assert result.exit_code == 2
+        assert said in result.stderr
+        assert not models.exists()
+
+    def test_repeated_keys_are_reported(self, tmp_path, models):
+        np.savez(tmp_path / "t.npz", v=ROWS, ids=np.array([1, 2, 1, 3, 2, 1, 7, 8, 9, 10]))
+        words = (
+            "import",
+            tmp_path / "t.npz",
+            "-r",
+            models,
+            "-n",
+            "c",
+            "-t",
+            "t=v",
+            "--keys",
+            "t=ids",
+        )
+        result = run(*words)
+        assert result.exit_code == 0
+        assert "c/1 t: 3 rows repeat the key of a later row and will not be served" in result.stderr
+        assert printed(run(*words, "-o", "json"))[0]["tables"][0]["repeated_keys"] == 3
 
     def test_versions_follow_each_other(self, npz, models):
         words = ("import", npz, "-r", models, "-n", "ctr", "-t", "u.weight")

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from hps.errors import ModelError
+from hps.models.check import repeated_keys
 from hps.models.tables import open_table
 
 
@@ -75,3 +76,14 @@ def test_a_missing_folder_is_named(tmp_path):
 
 def cut(path, n):
     path.write_bytes(path.read_bytes()[:-n])
+
+
+@pytest.mark.parametrize("at_a_time", [3, 1000])
+def test_repeated_keys_are_counted_in_parts(tmp_path, monkeypatch, at_a_time):
+    monkeypatch.setattr("hps.models.check._SORTED_KEYS", at_a_time)
+    random = np.random.default_rng(5)
+    keys = random.integers(-40, 40, 200)
+    keys[:20] += 1 << 32
+    files = open_table(write(tmp_path / "t", keys, np.zeros((200, 2))), "t", 2, None)
+    assert repeated_keys(files) == 200 - len(np.unique(keys))
+    assert repeated_keys(files, 32) == 200 - len(np.unique(keys & 0xFFFFFFFF))
