@@ -14,7 +14,7 @@ from threading import Lock
 from hps.errors import TierError
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.cpu_reads import CacheReads
-from hps.tiers.cpu_segments import SHARED_MEMORY, attach, catalog, register_reader
+from hps.tiers.cpu_segments import SHARED_MEMORY, Reader, attach, catalog
 from hps.tiers.fused import Ask, Bags
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 
@@ -48,7 +48,7 @@ class AttachedCache(CacheReads):
         self._path = folder / f"hps.{name}"
         self._seen: tuple[int, int] | None = None
         self._files: dict[str, str] = {}
-        self._registered: Path | None = None
+        self._registered: Reader | None = None
         self._look_at = 0.0
         self._lock = Lock()
         self._look()
@@ -96,8 +96,12 @@ class AttachedCache(CacheReads):
         with self._lock:
             self._look_at = math.inf  # a late call must not attach again
             self._tables = {}
-            if self._registered:
-                self._registered.unlink(missing_ok=True)
+            self._unregister()
+
+    def _unregister(self) -> None:
+        if self._registered:
+            self._registered.close()
+            self._registered = None
 
     def _refused(self, table: EmbeddingTable) -> TierError:
         return TierError(
@@ -141,5 +145,6 @@ class AttachedCache(CacheReads):
         self._files = {name: entry["file"] for name, entry in shown.items()}
         self._tables, self._seen = held, seen
         if seen:
+            self._unregister()  # the owner may be another one, with a folder of its own
             with contextlib.suppress(OSError):
-                self._registered = register_reader(self._path)
+                self._registered = Reader(self._path)

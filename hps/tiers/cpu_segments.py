@@ -1,9 +1,10 @@
 """The CPU cache's tables as files in shared memory: who owns them, who reads them, what becomes of them.
 
 ``<folder>/hps.<name>/`` has a file per table; ``tables.json``, replaced whole, tells which; ``owner.json``
-who may write; ``readers/`` has a file per process that reads. A process is known by its number and
-start time, so that another one that got the same number is not taken for it. What a dead owner left
-is removed by the next one, or taken over.
+who may write; ``readers/`` has a file per process that reads. The owner holds a lock on ``owner.lock`` and
+each reader on its own file, which the kernel drops when they end: so a killed container is known for dead
+by its successor, whose process numbers are others. What a dead owner left is removed by the next one, or
+taken over.
 """
 
 from __future__ import annotations
@@ -23,23 +24,11 @@ import numpy as np
 
 from hps.errors import ConfigError
 from hps.native import CacheTable
+from hps.tiers.file_lock import FileLock, is_locked
 from hps.types import EmbeddingTable, Source
 
 SHARED_MEMORY = Path("/dev/shm")
 Entry = dict[str, Any]
-
-
-def this_process() -> Entry:
-    """What tells this process from every other on the machine."""
-    return {"pid": os.getpid(), "start": _start_of(os.getpid()), "space": _pid_space()}
-
-
-def is_alive(process: Entry) -> bool:
-    """Whether the process still runs. One in another container can't be seen, so counts as alive."""
-    if process["space"] != _pid_space():
-        return True
-    start = _start_of(process["pid"])
-    return start is not None and start == process["start"]
 
 
 def _size(file: Path) -> int:
@@ -47,23 +36,6 @@ def _size(file: Path) -> int:
     try:
         return file.stat().st_size
     except FileNotFoundError:
-        return 0
-
-
-def _start_of(pid: int) -> int | None:
-    """When the process began, in ticks since the machine did; None when it ended."""
-    try:
-        # After the name in brackets, which may have any: state, then 18 others, then the start.
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
-
-
-def _pid_space() -> int:
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
         return 0
 
 
@@ -109,12 +81,23 @@ class Segments:
             ) from error
 
     def _claim(self, take_over: bool) -> None:
-        owner = _read(self.path / "owner.json")
-        if owner and is_alive(owner):
+        try:
+            self._lock = FileLock(self.path / "owner.lock")
+        except BlockingIOError:
+            owner = _read(self.path / "owner.json").get("pid", "unknown")
             raise ConfigError(
-                f"the shared cache {self.name!r} belongs to process {owner['pid']}, which runs; give "
-                "this node another tiers.cpu_cache.shared.name"
-            )
+                f"the shared cache {self.name!r} belongs to process {owner} (as its container numbers it), "
+                "which runs; give this node another tiers.cpu_cache.shared.name"
+            ) from None
+        try:
+            self._remove_former(take_over)
+            self._owner = {"pid": os.getpid(), "claim": secrets.token_hex(8)}
+            _write(self.path / "owner.json", self._owner)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _remove_former(self, take_over: bool) -> None:
         self._left = catalog(self.path) if take_over else {}
         kept = {entry["file"] for entry in self._left.values()}
         for file in self.path.glob("*.table"):
@@ -122,8 +105,6 @@ class Segments:
                 file.unlink()
         if not take_over:
             (self.path / "tables.json").unlink(missing_ok=True)
-        self._owner = this_process() | {"claim": secrets.token_hex(8)}
-        _write(self.path / "owner.json", self._owner)
 
     def taken_over(self, table: EmbeddingTable, rows: int, eviction: str) -> CacheTable | None:
         """The table as a dead owner left it, mended."""
@@ -197,7 +178,7 @@ class Segments:
         living = 0
         for file in self.path.glob("readers/[!.]*"):  # not those being written
             with contextlib.suppress(FileNotFoundError):
-                if is_alive(json.loads(file.read_bytes())):
+                if is_locked(file):
                     living += 1
                 else:
                     file.unlink()
@@ -209,15 +190,22 @@ class Segments:
         if os.getpid() == self._owner["pid"] and self._owner == _read(self.path / "owner.json"):
             with contextlib.suppress(FileNotFoundError), _locked(self.path):
                 shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.release()
 
 
-def register_reader(path: Path) -> Path:
-    """Tell the owner of ``path`` that this process reads; the file to remove afterwards."""
-    me = this_process()
-    file = path / "readers" / f"{me['pid']}-{me['start']}-{me['space']}"
-    file.parent.mkdir(exist_ok=True)
-    _write(file, me)
-    return file
+class Reader:
+    """This process as a reader of ``path``, for the owner to count. Raises OSError."""
+
+    def __init__(self, path: Path) -> None:
+        folder, name = path / "readers", f"{os.getpid()}-{secrets.token_hex(8)}"
+        folder.mkdir(exist_ok=True)
+        hidden = folder / f".{name}"
+        self._lock = FileLock(hidden)
+        self._file = hidden.rename(folder / name)  # locked before the owner sees it
+
+    def close(self) -> None:
+        self._file.unlink(missing_ok=True)
+        self._lock.release()
 
 
 @contextlib.contextmanager
@@ -233,6 +221,7 @@ def _locked(path: Path) -> Iterator[None]:
                     yield
                     return
         finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a fork may hold the descriptor, too
             os.close(lock)
 
 

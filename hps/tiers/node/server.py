@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import socket
@@ -16,6 +15,7 @@ from typing import Any
 
 from hps.errors import ConfigError, DeadlineExceeded, HpsError, TierTimeout, Unavailable
 from hps.tiers.base import FetchContext, Part, Tier
+from hps.tiers.file_lock import FileLock
 from hps.tiers.node import frames
 from hps.tiers.node.followers import Followers
 from hps.tiers.node.frames import Kind, Pieces
@@ -225,28 +225,19 @@ class _Claim:
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError."""
         self._folder, self._made = folder, not folder.exists()
-        self._file = -1
-        while self._file < 0:
+        while True:
             private_folder(folder)
             try:
-                file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                self._lock = FileLock(folder / "lock")
             except FileNotFoundError:
                 self._made = True  # whoever had it before removed it just now
-                continue
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Whoever had it before may have removed it meanwhile.
-                with suppress(FileNotFoundError):
-                    if os.stat(folder / "lock").st_ino == os.fstat(file).st_ino:
-                        self._file = file
             except BlockingIOError:
                 raise ConfigError(
                     f"another node that runs has its socket in {folder}; give this one another "
                     "server.runtime"
                 ) from None
-            finally:
-                if self._file < 0:
-                    os.close(file)
+            else:
+                return
 
     def give_up(self) -> None:
         """The folder goes too if it was made by this process and nothing else is in it."""
@@ -254,7 +245,7 @@ class _Claim:
         if self._made:
             with suppress(OSError):
                 self._folder.rmdir()
-        os.close(self._file)
+        self._lock.release()
 
 
 def _listen(path: Path) -> socket.socket:

@@ -1,8 +1,10 @@
 """The CPU cache in shared memory: who owns it, who reads it, and what is left when either is killed."""
 
+import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +19,7 @@ from hps.tiers import cpu_segments
 from hps.tiers.attached_cache import AttachedCache
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.cpu_cache import CacheMemory, CpuCache
-from hps.tiers.cpu_segments import Segments, is_alive, this_process
+from hps.tiers.cpu_segments import Reader, Segments
 from hps.tiers.fused import Bags
 from hps.types import EmbeddingTable
 
@@ -48,10 +50,40 @@ def held(cache, keys):
     return part.keys[found].tolist()
 
 
-def abandon(folder):
-    """As a killed owner leaves it: nothing is tidied up, and the process is no more."""
-    owner = folder / "hps.c" / "owner.json"
-    owner.write_text(json.dumps(json.loads(owner.read_text()) | {"start": 1}))
+def abandon(cache):
+    """As a killed owner leaves it: nothing is tidied up, and the kernel has dropped its lock."""
+    cache._memory.shared._lock.release()
+
+
+KILLED_OWNER = """
+import os, signal, sys, time
+from pathlib import Path
+from hps.tiers.cpu_segments import Segments
+
+segments = Segments("c", Path(sys.argv[1]))
+child = os.fork()
+if child == 0:
+    os.close(1)  # which the test reads to its end
+    time.sleep(60)
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+OWNER = """
+import sys
+from pathlib import Path
+from hps.tiers.cpu_segments import Segments
+
+segments = Segments("c", Path(sys.argv[1]))
+print("owns it", flush=True)
+sys.stdin.read()
+"""
+UNSHARED = ["unshare", "--pid", "--fork"]
+
+
+@functools.cache
+def needs_pid_namespaces():
+    done = subprocess.run([*UNSHARED, "true"], capture_output=True, check=False)
+    return pytest.mark.skipif(done.returncode != 0, reason="unshare --pid is not allowed here")
 
 
 def test_killed_writers_and_readers_leave_it_usable():
@@ -171,12 +203,60 @@ def test_it_has_one_owner(tmp_path):
     owned(tmp_path).close()
 
 
+def test_a_killed_owner_is_replaced_though_its_fork_lives(tmp_path):
+    script = [sys.executable, "-c", KILLED_OWNER, tmp_path]
+    done = subprocess.run(script, stdout=subprocess.PIPE, check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    try:
+        owned(tmp_path).close()
+    finally:
+        os.kill(int(done.stdout), signal.SIGKILL)
+
+
+def test_an_owner_killed_in_another_pid_namespace_is_replaced(tmp_path):
+    """A container that is killed and started again: /dev/shm stays, process numbers begin anew."""
+    (tmp_path / "hps.c").mkdir(mode=0o700)
+    left = {"pid": 1, "start": 1, "space": 1, "claim": "former"}  # as another container's
+    (tmp_path / "hps.c" / "owner.json").write_text(json.dumps(left))
+    owned(tmp_path).close()
+
+
+@needs_pid_namespaces()
+def test_an_owner_alive_in_another_pid_namespace_is_left_alone(tmp_path):
+    script = [*UNSHARED, sys.executable, "-c", OWNER, tmp_path]
+    with subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as there:
+        assert there.stdout.readline() == b"owns it\n"
+        with pytest.raises(ConfigError, match=r"process 1 .*runs.*shared\.name"):
+            owned(tmp_path)
+        there.communicate(timeout=60)
+    owned(tmp_path).close()
+
+
+def test_a_killed_reader_is_not_counted(tmp_path):
+    cache = owned(tmp_path)
+    script = f"""
+import os, signal
+from pathlib import Path
+from hps.tiers.cpu_segments import Reader
+reader = Reader(Path({str(tmp_path / "hps.c")!r}))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
+    mine = Reader(tmp_path / "hps.c")
+    assert len(list(tmp_path.glob("hps.c/readers/*"))) == 2
+    assert cache.facts()["shared_memory"]["readers"] == 1
+    assert len(list(tmp_path.glob("hps.c/readers/*"))) == 1
+    mine.close()
+    assert cache.facts()["shared_memory"]["readers"] == 0
+    cache.close()
+
+
 @pytest.mark.parametrize("take_over", [False, True])
 def test_what_a_dead_owner_left_is_removed_or_taken_over(tmp_path, take_over, monkeypatch):
     monkeypatch.setattr("hps.tiers.attached_cache.LOOK_S", 0)
     dead, reader = owned(tmp_path), attached(tmp_path)
     insert(dead, [1])
-    abandon(tmp_path)
+    abandon(dead)
     assert held(reader, [1]) == [1]  # still
     cache = owned(tmp_path, take_over=take_over)
     assert len(list(tmp_path.glob("hps.c/*.table"))) == 1
@@ -189,8 +269,9 @@ def test_what_a_dead_owner_left_is_removed_or_taken_over(tmp_path, take_over, mo
 
 
 def test_a_table_of_another_capacity_is_not_taken_over(tmp_path):
-    insert(owned(tmp_path), [1])
-    abandon(tmp_path)
+    dead = owned(tmp_path)
+    insert(dead, [1])
+    abandon(dead)
     cache = owned(tmp_path, rows=200, take_over=True)
     assert (held(cache, [1]), cache.capacity(TABLE)) == ([], 200)
     assert len(list(tmp_path.glob("hps.c/*.table"))) == 1
@@ -203,7 +284,7 @@ def test_size_owner_and_readers_are_told(tmp_path):
     assert facts["path"] == str(tmp_path / "hps.c")
     assert facts["bytes"] == cache.stats(TABLE).bytes
     assert (facts["owner"], facts["readers"]) == (os.getpid(), 1)
-    (tmp_path / "hps.c" / "readers" / "dead").write_text(json.dumps(this_process() | {"start": 1}))
+    (tmp_path / "hps.c" / "readers" / "dead").touch()
     assert cache.facts()["shared_memory"]["readers"] == 1
     reader.close()
     assert cache.facts()["shared_memory"]["readers"] == 0
@@ -237,10 +318,3 @@ def test_what_the_system_cannot_give_is_refused():
     if reserved == 0:
         with pytest.raises(ConfigError, match=r"vm\.nr_hugepages"):
             CpuCache({TABLE: 10}, memory=CacheMemory(huge_pages="reserved"))
-
-
-def test_a_process_is_told_from_one_that_got_its_number():
-    me = this_process()
-    assert is_alive(me)
-    assert not is_alive(me | {"start": me["start"] + 1})
-    assert is_alive(me | {"space": 0})  # of another container: who knows

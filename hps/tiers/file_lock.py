@@ -1,0 +1,66 @@
+"""Locks on files, by which processes find out whether another one is alive, in whatever pid namespace."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from contextlib import suppress
+from pathlib import Path
+from weakref import WeakSet
+
+
+class FileLock:
+    """An exclusive `flock` on ``path``, held until `release` or the end of this process, however that ends:
+    the kernel drops it. A fork of the process does not hold it."""
+
+    def __init__(self, path: Path) -> None:
+        """Makes the file if there is none. Raises BlockingIOError when the lock is held, and OSError."""
+        self._file = -1
+        while self._file < 0:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The former holder may have removed the file meanwhile.
+                with suppress(FileNotFoundError):
+                    if os.stat(path).st_ino == os.fstat(file).st_ino:
+                        self._file = file
+            finally:
+                if self._file < 0:
+                    os.close(file)
+        _held.add(self)
+
+    def release(self) -> None:
+        """Idempotent. The file stays."""
+        if self._file >= 0:
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # a fork may not have closed its descriptor yet
+            self.close()
+
+    def close(self) -> None:
+        """Close the descriptor; the process that this one was forked from keeps the lock."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds a `FileLock` on ``path``. Raises OSError when there is no such file."""
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False
+
+
+_held: WeakSet[FileLock] = WeakSet()
+
+
+def _close_all() -> None:
+    """In a fork: it shares the descriptors, so would keep the locks after its parent's end."""
+    for lock in list(_held):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_close_all)
