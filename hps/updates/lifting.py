@@ -45,26 +45,24 @@ class Lifting:
         self._target = target
         self._queue_keys = queue_keys
         self._count = count
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._keys: dict[EmbeddingTable, list[KeyArray]] = {}
         self._waiting = 0
-        self._some = threading.Event()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hps-lifting", daemon=True)
         self._thread.start()
 
     def lift(self, table: EmbeddingTable, keys: KeyArray) -> None:
         """Have the rows of ``keys (n,)`` copied some time soon. Never blocks."""
-        with self._lock:
+        with self._changed:
             fits = self._waiting + len(keys) <= self._queue_keys and not self._closed.is_set()
-            first = not self._waiting
             if fits:
+                if not self._waiting:
+                    self._changed.notify()
                 self._keys.setdefault(table, []).append(keys)
                 self._waiting += len(keys)
         if not fits:
             self._count("dropped", len(keys))
-        elif first:
-            self._some.set()
 
     def now(self, table: EmbeddingTable, keys: KeyArray) -> None:
         """Copy the rows of ``keys (n,)``, the first ones last, so that they look hottest; waits for it."""
@@ -74,9 +72,8 @@ class Lifting:
 
     def flush(self) -> None:
         """Copy what waits, now."""
-        with self._lock:
+        with self._changed:
             keys, self._keys, self._waiting = self._keys, {}, 0
-            self._some.clear()
         try:
             for table, gathered in keys.items():
                 self._writer.run(partial(self._copy, table, np.concatenate(gathered))).result()
@@ -85,20 +82,27 @@ class Lifting:
 
     def close(self) -> None:
         """Drop what waits and end the thread. Idempotent."""
-        self._closed.set()
-        self._some.set()
+        with self._changed:
+            self._closed.set()
+            self._changed.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _run(self) -> None:
         pause = _SHORTEST_PAUSE_S
-        while self._some.wait() and not self._closed.wait(pause):
+        while self._wait_for_keys() and not self._closed.wait(pause):
             started = time.monotonic()
             try:
                 self.flush()
             except Exception:
                 log.exception("rows could not be copied from one cache into another")
             pause = max(_SHORTEST_PAUSE_S, _PAUSES_A_TURN * (time.monotonic() - started))
+
+    def _wait_for_keys(self) -> bool:
+        """False once closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed.is_set())
+        return not self._closed.is_set()
 
     def _copy(self, table: EmbeddingTable, keys: KeyArray) -> None:
         part = Part.make(table, dedup(keys)[0])

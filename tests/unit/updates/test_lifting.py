@@ -89,3 +89,28 @@ def test_a_closed_writer_ends_it(world):
     lifting.lift(TABLE, np.array([50]))
     until(lambda: not lifting._thread.is_alive())
     assert above.writes == []
+
+
+class ClosedAfterTheLook(threading.Event):
+    """`Lifting`'s mark of its end; `close` is called when its thread has just seen that it is not closed."""
+
+    def __init__(self, lifting):
+        super().__init__()
+        self.closer = threading.Thread(target=lifting.close, daemon=True)
+
+    def wait(self, timeout=None):
+        found = super().wait(timeout)
+        if not found and not self.closer.is_alive():
+            self.closer.start()
+            super().wait(60)
+            self.closer.join(0.05)  # until it waits for the thread
+        return found
+
+
+def test_close_ends_a_thread_that_is_about_to_copy(world):
+    _, _, _, lifting, _ = world
+    lifting._closed = closed = ClosedAfterTheLook(lifting)
+    lifting.lift(TABLE, np.array([1]))
+    until(closed.is_set)
+    closed.closer.join(10)
+    assert not closed.closer.is_alive()
