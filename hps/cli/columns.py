@@ -8,6 +8,7 @@ a sample without keys.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,12 +23,22 @@ from hps.types import IndexArray, JaggedKeys, KeyArray
 _SEPARATORS = r"[\[\],;|\s]+"
 
 
-def keys_of(name: str, column: Any, first_row: int = 0) -> JaggedKeys:
-    """An Arrow array of ``n`` samples as keys; ``first_row`` is its place in the file, for errors."""
+def keys_of(
+    name: str,
+    column: Any,
+    first_row: int = 0,
+    *,
+    is_hex: bool = False,
+    missing: Callable[[str], KeyArray] | None = None,
+) -> JaggedKeys:
+    """An Arrow array of ``n`` samples as keys; ``first_row`` is its place in the file, for errors.
+
+    ``is_hex``: text is hexadecimal, with or without ``0x``. ``missing`` gives the keys that stand for an
+    empty cell of a feature; without it, that is a sample without keys."""
     values, lengths = _flat(column)
     where = _Where(name, first_row, lengths)
     if _is_text(values.type):
-        keys = _parse_keys(values, where)
+        keys = _parse_keys(values, where, is_hex=is_hex)
     elif pa.types.is_integer(values.type):
         keys = _integers(values)
     elif len(values) == 0:
@@ -37,7 +48,29 @@ def keys_of(name: str, column: Any, first_row: int = 0) -> JaggedKeys:
             f"column {name!r} holds {values.type} values, which are not 64-bit keys; write it as "
             "int64, uint64 or text"
         )
+    if missing is not None:
+        empty = _missing(column, lengths)
+        if len(empty):
+            keys, lengths = _filled(keys, lengths, empty, missing(name))
     return as_samples(keys, lengths)
+
+
+def _missing(column: Any, lengths: IndexArray) -> IndexArray:
+    """The positions of cells that are null, or empty text: not of lists without elements."""
+    if _is_list(column.type):
+        return np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))
+    return np.flatnonzero(lengths == 0)
+
+
+def _filled(
+    keys: KeyArray, lengths: IndexArray, cells: IndexArray, filler: KeyArray
+) -> tuple[KeyArray, IndexArray]:
+    """``keys`` with the keys ``filler`` in each of the empty ``cells``."""
+    at = np.cumsum(lengths)[cells]
+    keys = np.insert(keys, np.repeat(at, len(filler)), np.tile(filler, len(cells)))
+    lengths = lengths.copy()
+    lengths[cells] = len(filler)
+    return keys, lengths
 
 
 def as_samples(keys: KeyArray, lengths: IndexArray) -> JaggedKeys:
@@ -58,11 +91,13 @@ def dense_of(
     """An Arrow array of ``n`` samples as a tensor ``(n, *shape[1:])`` of ``dtype``."""
     values, lengths = _flat(column)
     where = _Where(name, first_row, lengths)
-    if len(lengths) and (lengths != lengths[0]).any():
-        odd = int(np.flatnonzero(lengths != lengths[0])[0])
+    is_fixed = all(size > 0 for size in shape[1:])
+    width = math.prod(shape[1:]) if is_fixed or not len(lengths) else int(lengths[0])
+    if (lengths != width).any():
+        odd = int(np.flatnonzero(lengths != width)[0])
+        wanted = "the model's input takes" if is_fixed else "the rows before it have"
         raise BadRequest(
-            f"column {name!r}, row {first_row + odd + 1}: {lengths[odd]} values, the rows before it "
-            f"have {lengths[0]}; every row of a dense input needs the same number"
+            f"column {name!r}, row {first_row + odd + 1}: {lengths[odd]} values, {wanted} {width}"
         )
     kind = pa.from_numpy_dtype(dtype)
     try:
@@ -104,7 +139,7 @@ def _flat(column: Any) -> tuple[Any, IndexArray]:
     if pa.types.is_dictionary(kind):
         column = column.dictionary_decode()
         kind = column.type
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    if _is_list(kind):
         lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
         values = column.flatten()
         if values.null_count:
@@ -130,8 +165,11 @@ def _split(column: Any) -> tuple[Any, IndexArray]:
     return words.filter(pc.not_equal(words, pa.scalar(""))), lengths
 
 
-def _parse_keys(text: Any, where: _Where) -> KeyArray:
-    """Whole numbers from -2^63 to 2^64-1, each to its own 64 bits."""
+def _parse_keys(text: Any, where: _Where, *, is_hex: bool = False) -> KeyArray:
+    """Whole numbers from -2^63 to 2^64-1, each to its own 64 bits. Hexadecimal ones begin with ``0x``; with
+    ``is_hex`` all are."""
+    if is_hex:
+        text = pc.replace_substring_regex(text, "^(0[xX])?", "0x", max_replacements=1)
     negative = pc.starts_with(text, "-")
     keys = np.empty(len(text), np.uint64)
     mask = negative.to_numpy(zero_copy_only=False)
@@ -142,7 +180,10 @@ def _parse_keys(text: Any, where: _Where) -> KeyArray:
         raise where.refuse(
             text,
             lambda value: pa.int64() if value.startswith("-") else pa.uint64(),
-            "a whole number from -2^63 to 2^64-1 (was the file written with rounded numbers?)",
+            "a hexadecimal number of up to 16 digits"
+            if is_hex
+            else "a whole number from -2^63 to 2^64-1 (was the file written with rounded numbers? "
+            "Hexadecimal ids begin with 0x, or need --hex-keys)",
         ) from None
     return keys.view(np.int64)
 
@@ -152,6 +193,11 @@ def _integers(values: Any) -> KeyArray:
     if array.dtype == np.uint64:
         return np.ascontiguousarray(array).view(np.int64)
     return np.ascontiguousarray(array, np.int64)
+
+
+def _is_list(kind: Any) -> bool:
+    is_variable = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return bool(is_variable or pa.types.is_fixed_size_list(kind))
 
 
 def _is_text(kind: Any) -> bool:

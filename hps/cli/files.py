@@ -1,4 +1,4 @@
-"""Files in, scores out: Parquet, CSV and JSONL in batches, and npz as a further output.
+"""Files in, scores out: Parquet, CSV, TSV and JSONL in batches, and npz as a further output.
 
 Whatever a file's size, one batch at a time is held. The scores appear under their final name only
 when all of them are written.
@@ -7,7 +7,8 @@ when all of them are written.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from hps.errors import BadRequest, ConfigError
 
-INPUTS = (".parquet", ".csv", ".jsonl")
+INPUTS = (".parquet", ".csv", ".tsv", ".jsonl")
 OUTPUTS = (".parquet", ".csv", ".jsonl", ".npz")
 
 
@@ -30,20 +31,24 @@ class Reader(Protocol):
     def batches(self, size: int) -> Iterator[tuple[Mapping[str, Any], int]]: ...
 
 
-def open_reader(path: Path, names: tuple[str, ...]) -> Reader:
-    """``names``: the columns to read; a missing one is an error that lists what there is."""
+def open_reader(path: Path, names: tuple[str, ...], header: Sequence[str] = ()) -> Reader:
+    """``names``: the columns to read; a missing one is an error that lists what there is. ``header``: the
+    names of all columns of a CSV or TSV file without a header line."""
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")
-    kinds: dict[str, type[ParquetReader] | type[CsvReader] | type[JsonlReader]] = {
+    kinds: dict[str, Callable[[Path, tuple[str, ...]], Reader]] = {
         ".parquet": ParquetReader,
-        ".csv": CsvReader,
+        ".csv": partial(CsvReader, delimiter=",", header=header),
+        ".tsv": partial(CsvReader, delimiter="\t", header=header),
         ".jsonl": JsonlReader,
     }
-    kind = kinds.get(path.suffix.lower())
-    if kind is None:
+    suffix = path.suffix.lower()
+    if suffix not in kinds:
         raise ConfigError(f"{path}: cannot tell the format; name it one of *{', *'.join(INPUTS)}")
+    if header and suffix not in (".csv", ".tsv"):
+        raise ConfigError(f"--columns names the columns of .csv and .tsv files, not of {path.name}")
     try:
-        return kind(path, names)
+        return kinds[suffix](path, names)
     except (pa.ArrowInvalid, OSError) as error:
         raise BadRequest(f"{path}: {error}") from None
 
@@ -89,7 +94,13 @@ class CsvReader:
 
     unit = "bytes"
 
-    def __init__(self, path: Path, names: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        names: tuple[str, ...],
+        delimiter: str = ",",
+        header: Sequence[str] = (),
+    ) -> None:
         from pyarrow import csv
 
         self._names = names
@@ -99,7 +110,10 @@ class CsvReader:
             column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False
         )
         self._file: Any = csv.open_csv(
-            self._raw, csv.ReadOptions(use_threads=False), convert_options=options
+            self._raw,
+            csv.ReadOptions(use_threads=False, column_names=list(header) or None),
+            csv.ParseOptions(delimiter=delimiter),
+            options,
         )
         _check_columns(path, names, self._file.schema.names)
 
@@ -167,10 +181,9 @@ class JsonlReader:
 
 def _text_column(cells: list[Any]) -> Any:
     if any(isinstance(cell, list) for cell in cells):
-        bags = [
-            cell if isinstance(cell, list) else [] if cell is None else [cell] for cell in cells
-        ]
-        return pa.array([[str(leaf) for leaf in bag] for bag in bags], pa.list_(pa.string()))
+        bags = [cell if isinstance(cell, list) or cell is None else [cell] for cell in cells]
+        words = [None if bag is None else [str(leaf) for leaf in bag] for bag in bags]
+        return pa.array(words, pa.list_(pa.string()))
     return pa.array([None if cell is None else str(cell) for cell in cells], pa.string())
 
 

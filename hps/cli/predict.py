@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
+from enum import StrEnum
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -25,15 +27,24 @@ from hps.cli.targets import (
     open_target,
     source_names,
 )
-from hps.errors import ConfigError
-from hps.types import PredictRequest, PredictResult
+from hps.errors import ConfigError, NotFound, Unsupported
+from hps.types import JaggedKeys, PredictRequest, PredictResult
 
 if TYPE_CHECKING:
     from hps.cli.request import Features
     from hps.cli.signature import Signature
     from hps.cli.targets import Submit
+    from hps.types import KeyArray
 
 app = typer.Typer(add_completion=False)
+
+
+class Missing(StrEnum):
+    """What an empty cell of a feature stands for."""
+
+    empty = "empty"
+    default = "default"
+
 
 EXAMPLES = """\b
 Examples:
@@ -41,8 +52,11 @@ Examples:
   hps predict ctr --input user=17 --input ad=4,8,15 --explain
   hps predict ctr impressions.parquet --out scores.parquet
   hps predict ctr impressions.csv --config config.yaml --out scores.npz
+  hps predict ctr day_23.tsv --columns label,price,ad,user --hex-keys --missing default
 """
 SHOWN_VALUES = 6
+# Random keys tried until one has no row.
+_ATTEMPTS = 20
 # Requests of a file that a server has at a time: it scores while the next ones are read and written.
 IN_FLIGHT = 4
 
@@ -51,7 +65,7 @@ IN_FLIGHT = 4
 def predict(
     model: Annotated[str, typer.Argument(help="The model to ask.")],
     file: Annotated[
-        Path | None, typer.Argument(help="Samples to score: *.parquet, *.csv or *.jsonl.")
+        Path | None, typer.Argument(help="Samples to score: *.parquet, *.csv, *.tsv or *.jsonl.")
     ] = None,
     out: Annotated[
         Path | None,
@@ -71,6 +85,25 @@ def predict(
     batch_size: Annotated[
         int, typer.Option("--batch-size", min=1, help="Samples in one request, of a file.")
     ] = 1024,
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            "--columns",
+            metavar="NAME[,NAME...]",
+            help="Names of all columns of a CSV or TSV file without a header line.",
+        ),
+    ] = None,
+    hex_keys: Annotated[
+        bool,
+        typer.Option("--hex-keys", help="Keys in text are hexadecimal, with or without 0x."),
+    ] = False,
+    missing: Annotated[
+        Missing,
+        typer.Option(
+            "--missing",
+            help="An empty cell or null of a feature: a sample without keys, or the table's default.",
+        ),
+    ] = Missing.empty,
     server: ServerOption = HTTP,
     config: ConfigOption = None,
     overrides: SetOption = None,
@@ -81,32 +114,45 @@ def predict(
     """Score one request (--json or --input), or every row of a file.
 
     A file's columns are named as the model's features and dense inputs; others are ignored. Keys
-    are whole numbers from -2^63 to 2^64-1 and keep every bit, in CSV too. A list, or several numbers
-    in a cell, is a multi-hot sample; an empty cell is a sample without keys. Scores come in the
-    order of the rows.
+    are whole numbers from -2^63 to 2^64-1, in text also hexadecimal (0x68fd1e64), and keep every bit.
+    A list, or several numbers in a cell, is a multi-hot sample; an empty cell is a sample without
+    keys unless --missing says otherwise. Scores are written in the order of the rows.
     """
     given = sum(part is not None for part in (file, json_text, inputs))
     if given != 1:
         raise ConfigError("give one of a file, --json or --input; see hps predict --help")
     if file is not None and (explain or top_k):
         raise ConfigError("--explain and --top-k are for one request, not for a file")
-    if file is None and out is not None:
-        raise ConfigError("--out is for the scores of a file")
+    if file is None and (out is not None or columns or hex_keys or missing is not Missing.empty):
+        raise ConfigError("--out, --columns, --hex-keys and --missing are for a file of samples")
     with open_target(server, config, overrides, api_key, tls) as target:
         if file is not None:
-            _file(target, model, file, out, batch_size)
+            source = _Source(file, tuple(columns.split(",")) if columns else (), hex_keys, missing)
+            _file(target, model, source, out, batch_size)
         else:
             _one(target, model, json_text, inputs or [], top_k, explain, output)
 
 
-def _file(target: Target, model: str, file: Path, out: Path | None, batch_size: int) -> None:
+class _Source(NamedTuple):
+    """A file of samples and how it is read."""
+
+    file: Path
+    header: tuple[str, ...]
+    is_hex: bool
+    missing: Missing
+
+
+def _file(target: Target, model: str, source: _Source, out: Path | None, batch_size: int) -> None:
     from hps.cli.files import Writer, json_lines, open_reader, read
     from hps.cli.progress import ConsoleProgress
 
     signature = target.signature(model)
-    reader = open_reader(file, signature.names)
+    file = source.file
+    reader = open_reader(file, signature.names, source.header)
     writer = None if out is None else Writer(out)
-    score = _Scores(model, signature)
+    unknown = cache(partial(_unknown_keys, target, model, signature))
+    missing = None if source.missing is Missing.empty else unknown
+    score = _Scores(model, signature, is_hex=source.is_hex, missing=missing)
     started = time.monotonic()
     with (
         ConsoleProgress().task(f"Scoring {file.name}", reader.total, reader.unit) as advance,
@@ -126,12 +172,39 @@ def _file(target: Target, model: str, file: Path, out: Path | None, batch_size: 
         _summary(out, score, time.monotonic() - started)
 
 
+def _unknown_keys(target: Target, model: str, signature: Signature, feature: str) -> KeyArray:
+    """Keys without a row in the feature's tables, as many as a sample has. Raises ``Unsupported``."""
+    import numpy as np
+
+    random = np.random.default_rng()
+    for _ in range(_ATTEMPTS):
+        keys = random.integers(-(2**63), 2**63, signature.hotness.get(feature, 1), np.int64)
+        try:
+            found = target.lookup(model, {feature: JaggedKeys(keys, 1)})
+        except NotFound as error:
+            raise Unsupported(
+                f"--missing default looks up unknown keys, which this server rejects: {error}"
+            ) from None
+        if not any(codes.any() for codes in found.sources.values()):
+            return keys
+    raise Unsupported(f"feature {feature!r}: no unknown key found; its table may have all keys")
+
+
 class _Scores:
     """Batches of a file in, their scores out, in the same order; counts what went by."""
 
-    def __init__(self, model: str, signature: Signature) -> None:
+    def __init__(
+        self,
+        model: str,
+        signature: Signature,
+        *,
+        is_hex: bool = False,
+        missing: Callable[[str], KeyArray] | None = None,
+    ) -> None:
+        """``is_hex``, ``missing``: see `hps.cli.columns.keys_of`."""
         self._model = model
         self._signature = signature
+        self._is_hex, self._missing = is_hex, missing
         self.rows = self.keys = self.defaulted = 0
         self.degraded: set[str] = set()
 
@@ -152,7 +225,10 @@ class _Scores:
         from hps.cli.columns import dense_of, keys_of
 
         wanted = self._signature
-        features = {f: keys_of(f, columns[f], self.rows) for f in wanted.features}
+        features = {
+            f: keys_of(f, columns[f], self.rows, is_hex=self._is_hex, missing=self._missing)
+            for f in wanted.features
+        }
         dense = {
             name: dense_of(name, columns[name], tensor.dtype, tensor.shape, self.rows)
             for name, tensor in wanted.dense.items()

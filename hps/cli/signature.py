@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,6 +39,8 @@ class Signature:
     features: tuple[str, ...]
     dense: Mapping[str, Dense]
     max_batch: int = MAX_BATCH
+    hotness: Mapping[str, int] = field(default_factory=dict)
+    """Keys per sample of the features for which that is fixed."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -66,7 +68,8 @@ class Signature:
         features = [feature.name for feature in spec.served_features]
         inputs = spec.dense.inputs if spec.dense else []
         dense = {t.name: Dense(np.dtype(NUMPY_TYPES[t.datatype]), tuple(t.shape)) for t in inputs}
-        return Signature(spec.name, tuple(features), dense, spec.max_batch_size)
+        fixed = {f.name: f.hotness for f in spec.served_features if f.hotness is not None}
+        return Signature(spec.name, tuple(features), dense, spec.max_batch_size, fixed)
 
     @staticmethod
     def of_metadata(metadata: Mapping[str, Any], max_batch: int = MAX_BATCH) -> Signature:
@@ -76,12 +79,15 @@ class Signature:
         named = None if sources is None else {name.partition(".")[0] for name in sources}
         features: list[str] = []
         dense: dict[str, Dense] = {}
+        fixed: dict[str, int] = {}
         for tensor in metadata["inputs"]:
             name, datatype = tensor["name"], tensor["datatype"]
             if name.endswith((".offsets", ".weights")):
                 continue
             if name in named if named is not None else datatype in ("INT64", "UINT64"):
                 features.append(name)
+                if tensor["shape"][-1] > 0:
+                    fixed[name] = int(tensor["shape"][-1])
             else:
                 dense[name] = Dense(np.dtype(NUMPY_TYPES[datatype]), tuple(tensor["shape"]))
-        return Signature(str(metadata["name"]), tuple(features), dense, max_batch)
+        return Signature(str(metadata["name"]), tuple(features), dense, max_batch, fixed)

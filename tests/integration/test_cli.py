@@ -237,6 +237,24 @@ def test_files_of_every_format_give_the_same_scores(
     np.testing.assert_allclose([row["score"] for row in rows], want["score"], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("way", ["server", "config"])
+def test_missing_cells_are_scored_with_the_default_if_asked(
+    urls: tuple[str, str], config: Path, tmp_path: Path, hps_command: Command, way: str
+) -> None:
+    path = tmp_path / "s.tsv"
+    path.write_text("1\t2\t3\t1 2 3\n0x1\t\t3\t1 2 3\n")
+    known = tmp_path / "known.csv"
+    known.write_text("user,item,history,dense\n1,2,3,1 2 3\n1,987654321,3,1 2 3\n")
+    at = ["--server", urls[0]] if way == "server" else ["--config", config]
+    names = ["--columns", "user,item,history,dense", "--missing", "default", "--hex-keys"]
+    done = hps_command("predict", "clicks", path, *names, *at)
+    assert done.code == 0, done.err
+    assert done.out == hps_command("predict", "clicks", known, *at).out
+    rejected = hps_command("predict", "clicks", path, *names[:2], *at)
+    assert rejected.code == 1
+    assert "'item'" in rejected.err
+
+
 def read_scores(path: Path) -> dict[str, np.ndarray]:
     if path.suffix == ".npz":
         with np.load(path) as arrays:

@@ -110,5 +110,40 @@ def test_dense_errors_name_column_and_row() -> None:
         dense_of("d", pa.array(["1", "x"]), f4, [-1], first_row=10)
     with pytest.raises(BadRequest, match="column 'd', row 2: 0 values"):
         dense_of("d", pa.array([1.0, None]), f4, [-1])
-    with pytest.raises(BadRequest, match=r"column 'd' has 2 values a row.*\[-1, 3\]"):
-        dense_of("d", pa.array(["1 2"]), f4, [-1, 3])
+    for cells, row in ((["1 2"], 1), (["1 2 3", "1 2", "1 2 3"], 2), (["", "1 2 3"], 1)):
+        with pytest.raises(BadRequest, match=f"column 'd', row {row}: .*the model's input takes 3"):
+            dense_of("d", pa.array(cells), f4, [-1, 3])
+    with pytest.raises(BadRequest, match="column 'd', row 2: 1 values, the rows before it have 2"):
+        dense_of("d", pa.array(["1 2", "1"]), f4, [-1, -1])
+
+
+@pytest.mark.parametrize(
+    ("cell", "key"),
+    [("68fd1e64", 0x68FD1E64), ("0x68FD1E64", 0x68FD1E64), ("10", 16), ("f" * 16, -1), ("0XA", 10)],
+)
+def test_hex_keys_need_no_prefix_if_asked(cell: str, key: int) -> None:
+    assert keys_of("f", pa.array([cell]), is_hex=True).keys.tolist() == [key]
+
+
+def test_hex_keys_without_a_prefix_are_rejected_unless_asked() -> None:
+    assert keys_of("f", pa.array(["0x68fd1e64", "12"])).keys.tolist() == [0x68FD1E64, 12]
+    with pytest.raises(BadRequest, match=r"row 1: '68fd1e64' is not a whole.*--hex-keys"):
+        keys_of("f", pa.array(["68fd1e64"]))
+    for cell in ("xyz", "-1", "1" * 17):
+        with pytest.raises(BadRequest, match=r"row 2: .*not a hexadecimal number"):
+            keys_of("f", pa.array(["1", cell]), is_hex=True)
+
+
+@pytest.mark.parametrize(
+    ("column", "expected"),
+    [
+        (pa.array(["1", "", "2 3", None]), [[1], [77, 78], [2, 3], [77, 78]]),
+        (pa.array([None, 5], pa.int64()), [[77, 78], [5]]),
+        (pa.array([[1], [], None], pa.list_(pa.int64())), [[1], [], [77, 78]]),
+        (pa.array([1, 2]), [[1], [2]]),
+        (pa.array([], pa.int64()), []),
+    ],
+)
+def test_missing_cells_take_the_given_keys(column: pa.Array, expected: list[list[int]]) -> None:
+    found = keys_of("f", column, missing=lambda _name: np.array([77, 78]))
+    assert samples(found) == expected

@@ -27,12 +27,14 @@ def write_samples(path: Path) -> None:
             for u, t, d in zip(USERS, TAGS, DEPTH, strict=True)
         ]
         path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
-    elif path.suffix == ".csv":
+    elif path.suffix in (".csv", ".tsv"):
         rows = [
-            f"x,{u},{' '.join(map(str, t))},{d!r}"
+            ("x", str(u), " ".join(map(str, t)), repr(d))
             for u, t, d in zip(USERS, TAGS, DEPTH, strict=True)
         ]
-        path.write_text("other,user,tags,depth\n" + "\n".join(rows) + "\n")
+        comma = "," if path.suffix == ".csv" else "\t"
+        lines = [("other", "user", "tags", "depth"), *rows]
+        path.write_text("".join(comma.join(line) + "\n" for line in lines))
     else:
         table = pa.table(
             {
@@ -46,7 +48,7 @@ def write_samples(path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 100])
-@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".jsonl"])
+@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".tsv", ".jsonl"])
 def test_every_format_gives_the_same_samples(tmp_path: Path, suffix: str, size: int) -> None:
     path = tmp_path / f"samples{suffix}"
     write_samples(path)
@@ -191,3 +193,29 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> 
         Writer(tmp_path / "s.xlsx")
     with pytest.raises(ConfigError, match="there is no folder"):
         Writer(tmp_path / "none" / "s.csv")
+
+
+@pytest.mark.parametrize(("suffix", "comma"), [(".csv", ","), (".tsv", "\t")])
+def test_columns_of_a_file_without_a_header_are_named(
+    tmp_path: Path, suffix: str, comma: str
+) -> None:
+    path = tmp_path / f"samples{suffix}"
+    path.write_text(f"0{comma}68fd1e64\n1{comma}\n")
+    reader = open_reader(path, ("ad",), ("label", "ad"))
+    ((columns, _),) = read(reader, path, 10)
+    keys = keys_of("ad", columns["ad"], is_hex=True)
+    assert (keys.keys.tolist(), keys.offsets.tolist()) == ([0x68FD1E64], [0, 1, 1])
+
+
+def test_columns_option_is_for_text_files(tmp_path: Path) -> None:
+    write_samples(tmp_path / "samples.jsonl")
+    with pytest.raises(ConfigError, match=r"--columns names the columns of \.csv and \.tsv files"):
+        open_reader(tmp_path / "samples.jsonl", ("user",), ("user",))
+
+
+def test_json_null_of_a_list_column_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"tags": [1, 2]}\n{"tags": null}\n{"tags": []}\n')
+    ((columns, _),) = read(open_reader(path, ("tags",)), path, 10)
+    keys = keys_of("tags", columns["tags"], missing=lambda _name: np.array([9]))
+    assert (keys.keys.tolist(), keys.offsets.tolist()) == ([1, 2, 9], [0, 2, 3, 3])
