@@ -261,6 +261,24 @@ def test_a_worker_that_was_killed_is_replaced_and_its_counts_stay(server):
     assert total == answered + 8
 
 
+def test_connections_to_a_worker_that_is_away_are_answered_by_the_others(server):
+    """Its successor is stopped as it starts, so it answers none of them."""
+    before = workers(server)[0]["pid"]
+    os.kill(before, signal.SIGKILL)
+    until(lambda: workers(server)[0]["pid"] != before)
+    successor = workers(server)[0]["pid"]
+    os.kill(successor, signal.SIGSTOP)
+    try:
+        for _ in range(32):
+            with Connection(server.address) as connection:
+                connection.ask("POST", PATH, BODY)
+        assert workers(server)[0]["pid"] == successor
+        assert workers(server)[0]["state"] == "starting"
+    finally:
+        os.kill(successor, signal.SIGCONT)
+    until(lambda: status(server)["ready"])
+
+
 def serve(
     folder: Path, repository: Path, **http: Any
 ) -> tuple[subprocess.Popen[str], list[int], dict[str, str]]:

@@ -18,7 +18,7 @@ from services.frontend.http.connection import Protocol
 from services.frontend.open_files import Connections, most_connections
 
 SWEEP_S = 10.0
-_BACKLOG = 2048
+BACKLOG = 2048
 
 
 def listen(host: str, port: int, setting: str, *, one_of_many: bool = False) -> socket.socket:
@@ -48,7 +48,7 @@ def _bound(
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind(address)
         if listens:
-            sock.listen(_BACKLOG)
+            sock.listen(BACKLOG)
         sock.setblocking(False)
     except OSError as error:
         sock.close()
@@ -86,10 +86,13 @@ class HttpServer(uvicorn.Server):
         tls: ssl.SSLContext | None = None,
     ) -> None:
         """``tls``: what it shows and asks of its clients; None speaks plain text."""
+        self._protocol: type[Protocol] = type(
+            "Port", (Protocol,), {"of_port": Connections(most_connections())}
+        )
         super().__init__(
             uvicorn.Config(
                 app,
-                http=type("Port", (Protocol,), {"of_port": Connections(most_connections())}),
+                http=self._protocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -97,7 +100,7 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,  # nothing here asks who the client was
                 timeout_graceful_shutdown=max(1, round(drain_s)),
-                backlog=_BACKLOG,
+                backlog=BACKLOG,
             )
         )
         self._socket, self._tls = sock, tls
@@ -106,6 +109,10 @@ class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def protocol(self) -> Protocol:
+        """One for a connection that was accepted here."""
+        return self._protocol(self.config, self.server_state, self.lifespan.state)
 
     async def serve(self, sockets: Any = None) -> None:
         """Serve until ``stop``; then what was accepted is answered."""

@@ -13,7 +13,7 @@ from hps.tiers.node import frames
 from hps.tiers.node.frames import Kind
 from services.frontend.logs import log
 
-Answer = Callable[[], Any]
+Answer = Callable[..., Any]
 
 
 class Asking:
@@ -22,6 +22,7 @@ class Asking:
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self._lock = threading.Lock()
+        self._sending = threading.Lock()
         self._asked = 0
 
     def send(self, payload: bytes) -> None:
@@ -33,16 +34,22 @@ class Asking:
         ended."""
         return self._received()[1]
 
-    def ask(self, what: str, timeout_s: float | None) -> Any:
+    def ask(self, what: str, timeout_s: float | None, *given: Any) -> Any:
         """What the worker answers. Raises OSError: it has ended, or took too long."""
         with self._lock:
-            self._asked += 1
             self._end.settimeout(timeout_s)
-            frames.send(self._end, Kind.ASK, frames.as_json([self._asked, what]))
+            asked = self.tell(what, *given)
             while True:
                 number, answer = self._received()
-                if number == self._asked:  # others were waited for in vain
+                if number == asked:  # nobody waits for the answers to others
                     return answer
+
+    def tell(self, what: str, *given: Any) -> int:
+        """Ask without waiting for the answer; the question's number. Raises OSError: it has ended."""
+        with self._sending:
+            self._asked += 1
+            frames.send(self._end, Kind.ASK, frames.as_json([self._asked, what, given]))
+            return self._asked
 
     def close(self) -> None:
         self._end.close()
@@ -81,8 +88,8 @@ class Answering:
     def _run(self, answers: Mapping[str, Answer]) -> None:
         try:
             while True:
-                number, what = _received(self._end)
-                frames.send(self._end, Kind.OK, frames.as_json([number, answers[what]()]))
+                number, what, given = _received(self._end)
+                frames.send(self._end, Kind.OK, frames.as_json([number, answers[what](*given)]))
         except OSError:
             pass  # it has ended
         except Exception:

@@ -1,8 +1,8 @@
 """A worker: a process that answers requests from the node's shared cache, started by `Supervisor`.
 
-``python -m services.frontend.workers.process NUMBER CONTROL [HTTP]``: which worker it is, and the numbers of
-open files it inherits, its end of the channel to the node's process and its listening socket, if it answers
-HTTP.
+``python -m services.frontend.workers.process NUMBER CONTROL [HTTP…]``: which worker it is, counted from 1,
+and the numbers of open files it inherits: its end of the channel to the node's process and, if workers answer
+HTTP, the listening sockets of all of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import pickle
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -30,11 +30,11 @@ from services.frontend.certificates import server_context
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.http.app import data_app
 from services.frontend.http.asgi import Application
-from services.frontend.http.server import HttpServer
 from services.frontend.logs import log
 from services.frontend.observer import Observer
 from services.frontend.state import State
 from services.frontend.workers.channel import Answering
+from services.frontend.workers.server import WorkerServer
 from services.frontend.workers.slices import ask_for_short_slices
 from services.process import Process, Server
 
@@ -45,24 +45,30 @@ _PATIENCE_S = 1e9
 
 
 class Worker(Process[OpenModels]):
-    """The data port, and gRPC's, of one worker. ``replaces``: another was there before, so whoever connects
-    waits for the answer instead of being told that models are being loaded."""
+    """The data port, and gRPC's, of worker ``number``; ``listeners``: of all workers, if they answer HTTP.
+    ``replaces``: another was there before, so whoever connects waits for the answer instead of being told
+    that models are being loaded."""
 
     def __init__(
-        self, configuration: Configuration, http: socket.socket | None, *, replaces: bool = False
+        self,
+        configuration: Configuration,
+        number: int,
+        listeners: Sequence[socket.socket],
+        *,
+        replaces: bool = False,
     ) -> None:
         self.state = State("worker", configuration.settings)
         super().__init__(configuration, self.state, None)
         self.state.spread_level = None  # the node's process has all of them
-        self._http = http
+        self._number, self._listeners = number, listeners
+        self._http: WorkerServer | None = None
         self._guard = guard(load_api_keys(configuration.settings.auth))
         self._replaces = replaces
         self._attached: Attached | None = None
 
     def run(self, control: Answering) -> None:
         """Answer requests until told to stop, or the node's process has ended."""
-        levels = {f"log {level}": partial(logs.set_level, level) for level in logs.LEVELS}
-        control.start({"numbers": self._numbers, **levels})
+        control.start({"numbers": self._numbers, "log": logs.set_level, "cover": self._cover})
         if self._replaces:
             # Unavailable when it is told to stop meanwhile: what runs below ends at once then.
             with suppress(Unavailable):
@@ -82,9 +88,11 @@ class Worker(Process[OpenModels]):
     def _others(self) -> Mapping[str, Server]:
         settings = self._settings
         servers: dict[str, Server] = {}
-        if self._http is not None:
+        if self._listeners:
             tls = server_context(settings.http, "server.http")
-            servers["http"] = HttpServer(self._app("http"), self._http, settings.drain_s, tls)
+            self._http = servers["http"] = WorkerServer(
+                self._app("http"), self._listeners, self._number, settings.drain_s, tls
+            )
         if settings.grpc is not None:
             servers["grpc"] = GrpcServer(
                 settings.grpc, self.state, settings, self._guard, one_of_many=True
@@ -108,6 +116,11 @@ class Worker(Process[OpenModels]):
         self.state.sum_up(partial(_sums, attached))
         self._attached = attached
         return attached
+
+    def _cover(self, numbers: Collection[int]) -> None:
+        """Accept connections in place of these workers, too, and of no others; from any thread."""
+        if self._http is not None and self._loop is not None:
+            asyncio.run_coroutine_threadsafe(self._http.cover(numbers), self._loop)
 
     def _trace(self, tracer: Tracer) -> None:
         self.state.observer = Observer(self._settings.access_log, tracer)
@@ -136,8 +149,8 @@ def main() -> None:
     configuration, replaces = pickle.loads(channel.receive())
     logs.setup_for(configuration.settings.server, worker=number)
     try:
-        listener = socket.socket(fileno=http[0]) if http else None
-        worker = Worker(configuration, listener, replaces=replaces)
+        listeners = [socket.socket(fileno=each) for each in http]
+        worker = Worker(configuration, number, listeners, replaces=replaces)
         worker.run(channel)
     except HpsError as error:
         log.error("%s", error)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -28,16 +28,18 @@ _PATIENCE_S = 2.0
 
 
 class Supervised:
-    """Worker ``number``, whose connections come to ``listener``, if it answers HTTP. ``broke`` is called, on
-    a thread, when it can't be started because something is wrong with its configuration. One that has been
-    ready is replaced however it ends, and tried again while it can't be."""
+    """Worker ``number``, counted from 1. ``listeners``: of all workers, if they answer HTTP; its own
+    connections come to the one of its number. ``broke`` is called, on a thread, when it can't be started
+    because something is wrong with its configuration; ``changed`` when it has become ready or is so no more.
+    One that has been ready is replaced however it ends, and tried again while it can't be."""
 
     def __init__(
         self,
         number: int,
         configuration: Configuration,
-        listener: socket.socket | None,
+        listeners: Sequence[socket.socket],
         broke: Callable[[], None],
+        changed: Callable[[], None],
     ) -> None:
         self.number = number
         self.ready = False
@@ -45,8 +47,8 @@ class Supervised:
         self._was_ready = False
         self.restarts = 0
         self._configuration = configuration
-        self._listener = listener
-        self._broke = broke
+        self._listeners = listeners
+        self._broke, self._changed = broke, changed
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Asking | None = None
         self._stopping = threading.Event()
@@ -128,7 +130,14 @@ class Supervised:
         channel = self._channel
         if self.ready and channel is not None:
             with suppress(OSError):  # it has ended, or hangs
-                channel.ask(f"log {level}", _PATIENCE_S)
+                channel.ask("log", _PATIENCE_S, level)
+
+    def cover(self, numbers: Collection[int]) -> None:
+        """Have it accept connections in place of these workers, too, and of no others."""
+        channel = self._channel
+        if self.ready and channel is not None:
+            with suppress(OSError):  # it has ended
+                channel.tell("cover", list(numbers))
 
     def _ask(self) -> None:
         """What it has counted by now, as far as it tells."""
@@ -188,19 +197,24 @@ class Supervised:
             try:
                 channel.send(pickle.dumps((self._configuration, self.restarts > 0)))
                 channel.told()
-                self.ready = self._was_ready = True
+                self._was_ready = True
                 log.info("worker ready %s", fields(worker=self.number, pid=process.pid))
+                self._set_ready(True)
             except OSError:
                 pass  # its exit code says more
             code = process.wait()
-            self.ready = False
+            self._set_ready(False)
             self._remember()
             return code
 
+    def _set_ready(self, ready: bool) -> None:
+        if ready != self.ready:
+            self.ready = ready
+            self._changed()
+
     def _start(self, channel: Asking, theirs: socket.socket) -> subprocess.Popen[bytes] | None:
         """The worker's process, with ``theirs`` for its end of the channel; None when told to stop."""
-        http = [] if self._listener is None else [self._listener.fileno()]
-        files = [theirs.fileno(), *http]
+        files = [theirs.fileno(), *(listener.fileno() for listener in self._listeners)]
         with self._lock:
             if self._stopping.is_set():
                 return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -28,8 +29,8 @@ class Supervisor:
     then until what the workers have accepted is answered.
 
     The sockets they listen at for HTTP, if they do, are made here, one for each, and stay open here: the
-    kernel spreads connections over them, and those that come while a worker is replaced wait for its
-    successor.
+    kernel spreads connections over them. Those that come to a worker that is being replaced are accepted by
+    the others; where there are none they wait for its successor.
     """
 
     def __init__(self, configuration: Configuration) -> None:
@@ -38,10 +39,10 @@ class Supervisor:
         self._drain_s = server.drain_delay_s + server.drain_s
         self._sockets = ExitStack()
         self.grpc_url: str | None = None
-        listeners: list[socket.socket | None] = [None] * server.workers
+        listeners: list[socket.socket] = []
         try:
             if server.role != "lookup":
-                listeners[:] = self._listen(server.http, server.workers)
+                listeners = self._listen(server.http, server.workers)
             if server.grpc is not None:
                 grpc = self._reserve(server.grpc)
                 self.grpc_url = f"{host_of(grpc.host)}:{grpc.port}"
@@ -50,14 +51,15 @@ class Supervisor:
             self._sockets.close()
             raise
         self.url = self.grpc_url or ""
-        if first := listeners[0]:
-            self.url = url_of(first, secured=server.http.tls is not None)
+        if listeners:
+            self.url = url_of(listeners[0], secured=server.http.tls is not None)
         settings = configuration.settings.model_copy(update={"server": server})
         told = replace(configuration, settings=settings, origins={})
         self.workers = [
-            Supervised(number, told, listener, self._broke)
-            for number, listener in enumerate(listeners, 1)
+            Supervised(number, told, listeners, self._broke, self._spread)
+            for number in range(1, server.workers + 1)
         ]
+        self._spreading = threading.Lock()
         self.started = False
         self._stopping = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -108,6 +110,13 @@ class Supervisor:
         if at_once:
             for worker in self.workers:
                 worker.stop()  # a worker that is told twice drops it
+
+    def _spread(self) -> None:
+        """Have the workers that are ready accept the connections of those that are not."""
+        with self._spreading:
+            away = [worker.number for worker in self.workers if not worker.ready]
+            for worker in self.workers:
+                worker.cover(away)
 
     def _broke(self) -> None:
         if self._loop is not None:

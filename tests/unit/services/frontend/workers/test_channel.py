@@ -24,10 +24,13 @@ def test_questions_are_answered_until_one_side_ends(ends):
     answering = Answering(theirs, alone.set)
     asking.send(b"settings")
     assert answering.receive() == b"settings"
-    answering.start({"numbers": lambda: {"a": [1, 2]}})
+    given = []
+    answering.start({"numbers": lambda: {"a": [1, 2]}, "take": given.append})
     answering.tell("ready")
     assert asking.told() == "ready"
+    asking.tell("take", [3, 4])
     assert asking.ask("numbers", 60) == {"a": [1, 2]}
+    assert given == [[3, 4]]
     assert not alone.is_set()
     asking.close()
     assert alone.wait(60)

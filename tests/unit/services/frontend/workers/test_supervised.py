@@ -62,11 +62,17 @@ class Run:
         monkeypatch.setattr(supervised, "_FIRST_PAUSE_S", 0.0)
         self.broke = threading.Event()
         self._listener = socket.socket()
-        self.worker = Supervised(1, as_configuration({}), self._listener, self.broke.set)
+        self.worker = Supervised(
+            1, as_configuration({}), [self._listener], self.broke.set, self._changed
+        )
+        self.states: list[bool] = []
 
     def __enter__(self):
         self.worker.start()
         return self
+
+    def _changed(self):
+        self.states.append(self.worker.ready)
 
     def __exit__(self, *_):
         self.worker.stop()
@@ -120,8 +126,7 @@ def test_what_a_worker_counted_counts_once_when_it_ends_while_it_is_asked(monkey
             metrics = {m.LOOKUP_KEYS: [[["words", "cpu"], 7]]}
             return {"metrics": metrics, "statistics": {"words": own.numbers()}}
 
-    with socket.socket() as listener:
-        worker = Supervised(1, as_configuration({}), listener, lambda: None)
+    worker = Supervised(1, as_configuration({}), [], lambda: None, lambda: None)
     ask = worker._ask
     monkeypatch.setattr(worker, "_ask", ended_meanwhile)
     worker._channel, worker.ready = Channel(), True
@@ -141,8 +146,7 @@ def test_what_ended_workers_counted_goes_with_the_version():
         statistics = {f"{name}/{version}": own.numbers() for name in ("words", "words.lookup")}
         return {"metrics": {m.LOOKUP_KEYS: [[labels, 7]]}, "statistics": statistics}
 
-    with socket.socket() as listener:
-        worker = Supervised(1, as_configuration({}), listener, lambda: None)
+    worker = Supervised(1, as_configuration({}), [], lambda: None, lambda: None)
     for version in ("1", "2"):
         worker._counted = told(version)
         worker._remember()

@@ -1,0 +1,52 @@
+"""The data port of a worker: its own listening socket, and those of workers that can't accept."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from services.frontend.http.asgi import Application
+from services.frontend.http.server import BACKLOG, HttpServer
+
+
+class WorkerServer(HttpServer):
+    """Accepts connections of worker ``number``, and of others while it covers for them. Sockets are by the
+    numbers of workers, from 1."""
+
+    def __init__(
+        self,
+        app: Application,
+        listeners: Sequence[socket.socket],
+        number: int,
+        drain_s: float,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        super().__init__(app, listeners[number - 1], drain_s, tls)
+        self._others = {n: each for n, each in enumerate(listeners, 1) if n != number}
+        self._covered: dict[int, asyncio.Server] = {}
+        self._covering = asyncio.Lock()
+
+    async def cover(self, numbers: Collection[int]) -> None:
+        """Accept connections in place of these workers, too, and of no others. On the event loop."""
+        async with self._covering:
+            for number in self._covered.keys() - numbers:
+                self._covered.pop(number).close()
+            for number in self._others.keys() & set(numbers) - self._covered.keys():
+                if not self.should_exit:
+                    self._covered[number] = await self._accept(self._others[number])
+
+    async def _accept(self, listener: socket.socket) -> asyncio.Server:
+        loop = asyncio.get_running_loop()
+        return await loop.create_server(
+            self.protocol, sock=listener.dup(), ssl=self._tls, backlog=BACKLOG
+        )
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        """As uvicorn has it; nothing is accepted from its beginning on."""
+        await self.cover(())
+        for listener in self._others.values():
+            listener.close()
+        await super().shutdown(sockets)

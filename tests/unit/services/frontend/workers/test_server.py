@@ -1,0 +1,94 @@
+"""The data port of a worker: its own listening socket, and those of others while it covers for them."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import socket
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import uvloop
+
+from services.frontend.http.server import listen
+from services.frontend.workers.server import WorkerServer
+from tests.support.waiting import until
+from tests.unit.services.frontend.grpc.conftest import Running
+
+
+class Worker:
+    """The first of three; its listeners have ports of their own, so that a test can choose."""
+
+    def __init__(self, app):
+        self.listeners = [listen("127.0.0.1", 0, "server.http") for _ in range(3)]
+        self.ports = [each.getsockname()[1] for each in self.listeners]
+        self._loop = uvloop.new_event_loop()
+        self.server = WorkerServer(app, [each.dup() for each in self.listeners], 1, 60)
+        self.running = Running(self.server, self._loop)
+        until(lambda: self.server.started)
+
+    def cover(self, *numbers):
+        asyncio.run_coroutine_threadsafe(self.server.cover(numbers), self._loop).result(60)
+
+    def end(self):
+        self.running.stop(at_once=True)
+        self.running.join()
+        for each in self.listeners:
+            each.close()
+
+
+@pytest.fixture
+def worker(data):
+    with ExitStack() as stack:
+        started = Worker(data)
+        stack.callback(started.end)
+        yield started
+
+
+@contextmanager
+def asking(port):
+    """A connection on which a request was sent."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", "/v2/health/live")
+    yield connection
+    connection.close()
+
+
+def is_answered(connection, within_s=60.0):
+    connection.sock.settimeout(within_s)
+    try:
+        return connection.getresponse().status == 200
+    except TimeoutError:
+        return False
+
+
+def test_connections_of_others_are_accepted_while_it_covers_for_them(worker):
+    own, second, third = worker.ports
+    with asking(own) as mine, asking(second) as theirs:
+        assert is_answered(mine)
+        assert not is_answered(theirs, 0.1)
+        worker.cover(2)
+        assert is_answered(theirs)
+        with asking(second) as one, asking(third) as another:
+            assert is_answered(one)
+            worker.cover(3)
+            assert is_answered(another)
+    worker.cover()
+    with asking(second) as theirs, asking(third) as another, asking(own) as mine:
+        assert is_answered(mine)
+        assert not is_answered(theirs, 0.1)
+        assert not is_answered(another, 0.1)
+        worker.cover(1, 2, 3)  # its own number is nothing to cover
+        assert is_answered(another)
+
+
+def test_a_worker_that_stops_leaves_all_sockets(worker):
+    """Else their connections would still come, and be lost with its process."""
+    worker.cover(2)
+    worker.running.stop()
+    worker.running.join()
+    for each in worker.listeners:
+        each.close()
+    for port in worker.ports:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), 60)
