@@ -5,17 +5,18 @@ A broken configuration must end the process within seconds, so this comes before
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
 from hps.config import Configuration, Settings, apply_override
+from hps.config.legacy import LegacyModel
 from hps.config.model_schema import ModelSpec
 from hps.config.schema import ModelOverride
 from hps.dense.base import DenseModel
-from hps.dense.choose import open_network
-from hps.errors import ConfigError
+from hps.dense.choose import NetworkSpec, check_here, open_network
+from hps.errors import ConfigError, HpsError
 from hps.lookup.base import Feature, LookupModel
 from hps.models.repository import ModelVersion, Repository, open_legacy
 from hps.types import EmbeddingTable
@@ -27,32 +28,52 @@ def open_versions(
 ) -> list[ModelVersion]:
     """The versions to serve: those of ``ps.json`` and those of the repository; ``chosen``, by model, instead
     of those that the settings would choose now."""
+    return [opens() for opens in version_openers(configuration, chosen).values()]
+
+
+def version_openers(
+    configuration: Configuration, chosen: Mapping[str, int] | None = None
+) -> dict[str, Callable[[], ModelVersion]]:
+    """A function per model to serve, which opens its version; see `open_versions`."""
     settings = configuration.settings.models
     overrides: Mapping[str, ModelOverride] = settings.serve or {}
-    versions = []
+    openers: dict[str, Callable[[], ModelVersion]] = {}
     for legacy in configuration.legacy:
-        version = open_legacy(legacy)
-        spec = apply_override(version.spec, overrides.get(version.name))
-        versions.append(replace(version, spec=spec))
-    taken = {version.name for version in versions}
+        name = legacy.spec.name
+        openers[name] = partial(_open_legacy, legacy, overrides.get(name))
     if chosen is not None:
         names = list(chosen)
-    elif settings.serve is None and not (taken and not settings.repository.is_dir()):
+    elif settings.serve is None and not (openers and not settings.repository.is_dir()):
         names = Repository(settings.repository).names()
     else:
         names = list(overrides)
     repository = Repository(settings.repository)
-    versions += [
-        repository.open(name, (chosen or {}).get(name), overrides.get(name))
-        for name in names
-        if name not in taken
-    ]
-    if not versions:
+    is_frontend = configuration.settings.server.role == "frontend"
+    opens = partial(_described, repository) if is_frontend else repository.open
+    for name in names:
+        version = (chosen or {}).get(name)
+        openers.setdefault(name, partial(opens, name, version, overrides.get(name)))
+    if not openers:
         raise ConfigError(
             f"no model to serve: {settings.repository} holds none; make one with `hps model import` "
             "or set models.repository"
         )
-    return versions
+    return openers
+
+
+def _open_legacy(legacy: LegacyModel, override: ModelOverride | None) -> ModelVersion:
+    version = open_legacy(legacy)
+    return replace(version, spec=apply_override(version.spec, override))
+
+
+def _described(
+    repository: Repository, name: str, version: int | None, override: ModelOverride | None
+) -> ModelVersion:
+    """As a front end has it: lookup nodes have the rows, and say which version is served."""
+    if version is None and override is not None:
+        version = override.version
+    there = repository.versions(name)
+    return repository.without_rows(name, version or (there[-1] if there else 1), override)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +110,38 @@ def watermarks_of(
 
 def open_model(version: ModelVersion, settings: Settings, resources: ExitStack) -> OpenedModel:
     """Make the version's tables and open its network, which ``resources`` closes; a lookup node has none."""
+    lookup, network = _described_model(version, settings)
+    dense = None
+    if network is not None:
+        dense = open_network(network, settings.dense, settings.tiers.gpu.devices[0])
+        resources.callback(dense.close)
+    return OpenedModel(version, dict(lookup.tables), lookup, dense)
+
+
+def check_model(version: ModelVersion, settings: Settings) -> None:
+    """Open the version as `open_model` does, and close it, without a Triton or a GPU. Raises ModelError."""
+    _, network = _described_model(version, settings)
+    if network is not None:
+        check_here(network, settings.dense)
+
+
+def check_models(configuration: Configuration) -> Iterator[tuple[str, ModelVersion | HpsError]]:
+    """Every model to serve: its version as a start would open it, or what is wrong with it. Sizes of tables
+    are checked, not their contents. Raises ConfigError and ModelError where there is no model."""
+    for name, opens in version_openers(configuration).items():
+        try:
+            version = opens()
+            check_model(version, configuration.settings)
+        except HpsError as error:
+            yield name, error
+        else:
+            yield name, version
+
+
+def _described_model(
+    version: ModelVersion, settings: Settings
+) -> tuple[LookupModel, NetworkSpec | None]:
+    """The version's lookup description, and its network's; a lookup node has no network."""
     spec, tables = version.spec, version.embedding_tables()
     lookup = LookupModel(
         version.name,
@@ -99,19 +152,16 @@ def open_model(version: ModelVersion, settings: Settings, resources: ExitStack) 
         settings.server.max_keys,
         _table_bounds(spec),
     )
-    dense = None
-    if spec.dense is not None and settings.server.role != "lookup":
-        dense = open_network(
-            version.name,
-            version.dense,
-            fed_tensors(version.name, spec.dense, lookup.features),
-            served_tensors(spec.dense),
-            settings.dense,
-            settings.tiers.gpu.devices[0],
-            partial(check_wiring, version.name, spec.dense, lookup.features),
-        )
-        resources.callback(dense.close)
-    return OpenedModel(version, tables, lookup, dense)
+    if spec.dense is None or settings.server.role == "lookup":
+        return lookup, None
+    network = NetworkSpec(
+        version.name,
+        version.dense,
+        fed_tensors(version.name, spec.dense, lookup.features),
+        served_tensors(spec.dense),
+        partial(check_wiring, version.name, spec.dense, lookup.features),
+    )
+    return lookup, network
 
 
 def features_of(spec: ModelSpec, tables: Mapping[str, EmbeddingTable]) -> dict[str, Feature]:

@@ -97,13 +97,17 @@ def validate(
     set_: SetOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
-    """Check a file and name everything that is wrong with it.
+    """Check a file and the models it names; report every mistake.
 
-    The exit code is 2 when something is.
+    Sizes of table files are checked, not their contents (`hps model verify` reads those), and neither ports,
+    other servers nor this machine (`hps doctor --config FILE` asks those). The exit code is 2 when something
+    is wrong.
     """
+    from hps.cli.config_checks import check_parts
     from hps.config.validation import validate_file
 
     report = validate_file(file, set_ or ())
+    models = check_parts(report, file)
     if output == OutputFormat.json:
         print_json(
             {
@@ -112,6 +116,7 @@ def validate(
                 "ok": not report.errors,
                 "errors": report.errors,
                 "warnings": report.warnings,
+                "models": [{"model": each.name, "version": each.version} for each in models],
             }
         )
     else:
@@ -122,7 +127,14 @@ def validate(
         if report.errors:
             print(f"{file}: {plural(len(report.errors), 'error')}", file=sys.stderr)
         else:
-            print(f"{file}: ok ({report.kind})")
+            checked = "".join(f", {each.name} version {each.version}" for each in models)
+            print(f"{file}: ok ({report.kind}{checked})")
+            if report.configuration is not None:
+                rest = f"hps doctor --config {file}"
+                print(
+                    f"Not checked: ports, stores, streams, other servers, this machine: {rest}",
+                    file=sys.stderr,
+                )
     if report.errors:
         raise typer.Exit(2)
 

@@ -124,12 +124,11 @@ def check_early(configuration: Configuration, role: str) -> None:
     """What the process would refuse too, but after a second or two, or after it has loaded its tables; its
     ``role`` is that of the settings, or ``ingest``."""
     from hps.config.auth import check_exposure
-    from hps.config.validation import check_certificates, check_files, check_folders
+    from hps.config.validation import check_files, check_folders
 
     settings = configuration.settings
     check_exposure(settings)
-    check_files(settings)
-    check_certificates(settings, role)
+    check_files(settings, role)
     if role in ("all", "lookup"):
         check_folders(settings)
     if settings.updates.kafka is not None and role != "frontend":

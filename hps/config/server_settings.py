@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, Self
 
@@ -171,3 +172,16 @@ class AuthSettings(Strict):
     def _check(self) -> Self:
         given = [name for name in ("keys_file", "keys") if getattr(self, name)]
         return self.consistent(checks.auth(self.mode, given))
+
+
+_PORTS = {"lookup": ("grpc", "admin"), "ingest": ("admin",)}
+
+
+def opened_ports(server: ServerSettings) -> Iterator[tuple[str, Listener]]:
+    """The ports that the role opens, by their settings below ``server``."""
+    for name in _PORTS.get(server.role, ("http", "grpc", "admin")):
+        listener: Listener | None = getattr(server, name)
+        if listener is not None:
+            yield name, listener
+    if server.role != "ingest" and server.grpc is not None and server.grpc.admin is not None:
+        yield "grpc.admin", server.grpc.admin

@@ -1,28 +1,29 @@
-"""Checks one file without starting anything, and collects all that is wrong with it."""
+"""Checks a file without starting anything, and collects every mistake in it."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hps.config.auth import check_exposure, key_file_warnings, load_api_keys, read_keys_file
+from hps.config.auth import KeyRing, check_exposure, key_file_warnings, read_keys_file
 from hps.config.certificates import client_context
-from hps.config.loading import load_config
+from hps.config.loading import Configuration, load_config
 from hps.config.model_file import load_model_spec
+from hps.config.model_schema import ModelSpec
 from hps.config.schema import Settings
 from hps.config.secrets import read_secret
+from hps.config.server_settings import AuthSettings
 from hps.config.update_settings import KafkaSettings
 from hps.config.yaml_text import read_yaml
-from hps.errors import ConfigError
+from hps.errors import ConfigError, HpsError
 
 _KAFKAS_FILE = re.compile(r"ssl\.(ca|certificate|key|keystore|crl)\.location")
 _LOOKUPS_KEY = "lookup.api_key_file"
-_NOT_WITHOUT = "the server will not start without"
 
 
 @dataclass
@@ -32,14 +33,29 @@ class Report:
     kind: str
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    configuration: Configuration | None = None
+    """What the file amounts to, if it is a configuration that can be read."""
+    _absent: set[Path] = field(default_factory=set)
 
     def run(self, check: Callable[[], Any]) -> Any:
         """The check's result; None when it failed, its errors then stand in the report."""
         try:
             return check()
-        except ConfigError as error:
+        except HpsError as error:
             self.errors += str(error).splitlines()
             return None
+
+    def run_file_check(self, each: FileCheck) -> None:
+        """The same, but a file that is not here is a warning: secrets are often mounted only where the server
+        runs."""
+        absent = [file for file in each.files if not file.exists()]
+        if not absent:
+            self.run(each.check)
+        for file in [file for file in absent if file not in self._absent]:
+            self._absent.add(file)
+            self.warnings.append(
+                f"{each.setting}: there is no {file} here; the server will not start without it"
+            )
 
 
 def validate_file(path: Path, overrides: Sequence[str] = ()) -> Report:
@@ -53,7 +69,7 @@ def validate_file(path: Path, overrides: Sequence[str] = ()) -> Report:
     if isinstance(data, list):
         report.kind = "API keys"
         report.run(lambda: read_keys_file(path))
-    elif isinstance(data, dict) and "tables" in data and not set(data) & set(Settings.model_fields):
+    elif isinstance(data, dict) and _is_model(data):
         report.kind = "model description"
         report.run(lambda: load_model_spec(path))
     else:
@@ -63,26 +79,61 @@ def validate_file(path: Path, overrides: Sequence[str] = ()) -> Report:
     return report
 
 
+def _is_model(data: Mapping[str, Any]) -> bool:
+    """Whether more of the keys are those of a ``model.yaml``; ``dense`` is a key of both."""
+    return len(data.keys() & ModelSpec.model_fields) > len(data.keys() & Settings.model_fields)
+
+
 def _configuration(report: Report, path: Path, overrides: Sequence[str]) -> Report:
-    configuration = report.run(lambda: load_config(path, overrides))
-    if configuration is None:
+    report.configuration = report.run(lambda: load_config(path, overrides))
+    if report.configuration is None:
         return report
-    report.warnings += configuration.warnings
-    settings: Settings = configuration.settings
+    report.warnings += report.configuration.warnings
+    settings: Settings = report.configuration.settings
     report.run(lambda: check_exposure(settings))
-    # Secrets are often mounted only where the server runs.
-    for setting, file in secret_files(settings).items():
-        if file.exists():
-            report.run(partial(read_secret, file, setting, api_key=setting == _LOOKUPS_KEY))
-        else:
-            report.warnings.append(f"{setting}: there is no {file} here; {_NOT_WITHOUT}")
-    keys = settings.auth.keys_file
-    if settings.auth.mode == "api_key" and keys is not None and not keys.exists():
-        report.warnings.append(f"{keys}: no such API key file here; {_NOT_WITHOUT}")
-    else:
-        report.warnings += key_file_warnings(settings.auth)
-        report.run(lambda: load_api_keys(settings.auth))
+    report.warnings += key_file_warnings(settings.auth)
+    for each in file_checks(settings, settings.server.role):
+        report.run_file_check(each)
     return report
+
+
+@dataclass(frozen=True, slots=True)
+class FileCheck:
+    """A check of ``files`` that a ``setting`` names; ``check`` raises ConfigError when one cannot be used."""
+
+    setting: str
+    files: Sequence[Path]
+    check: Callable[[], object]
+
+
+def file_checks(settings: Settings, role: str) -> Iterator[FileCheck]:
+    """The files of secrets, API keys and certificates that a process of that role reads (as `server.role`, or
+    ``ingest``), but for the certificates of its ports, which are read when they open."""
+    for setting, path in secret_files(settings).items():
+        read = partial(read_secret, path, setting, api_key=setting == _LOOKUPS_KEY)
+        yield FileCheck(setting, [path], read)
+    auth = settings.auth
+    if auth.mode == "api_key":
+        files = [] if auth.keys_file is None else [auth.keys_file]
+        yield FileCheck("auth.keys_file", files, partial(_check_keys, auth))
+    if settings.updates.kafka is not None and role != "frontend":
+        yield from kafka_files(settings.updates.kafka)
+    redis, triton, lookup = settings.tiers.redis, settings.dense.triton, settings.lookup
+    if role != "frontend" and redis is not None and (at_redis := redis.tls) is not None:
+        shown = at_redis.certificate, at_redis.key
+        yield _certificates("tiers.redis.tls", at_redis.ca, *shown)
+    for setting, tls, roles in (
+        ("dense.triton.tls", None if triton is None else triton.tls, ("all", "frontend")),
+        ("lookup.tls", lookup.tls, ("frontend",)),
+    ):
+        if tls is not None and role in roles:
+            yield _certificates(setting, tls.ca_file, tls.certificate_file, tls.key_file)
+
+
+def check_files(settings: Settings, role: str) -> None:
+    """ConfigError when one of the files of `file_checks` cannot be used."""
+    for each in file_checks(settings, role):
+        each.check()
 
 
 def secret_files(settings: Settings) -> dict[str, Path]:
@@ -101,32 +152,17 @@ def secret_files(settings: Settings) -> dict[str, Path]:
     return {setting: path for setting, path in named.items() if path is not None}
 
 
-def check_files(settings: Settings) -> None:
-    """ConfigError when a secret that stands in a file, or a file that Kafka's client is told of, cannot be
-    read."""
-    for setting, path in secret_files(settings).items():
-        read_secret(path, setting, api_key=setting == _LOOKUPS_KEY)
-    keys = settings.auth.keys_file
-    if settings.auth.mode == "api_key" and keys is not None:
-        if not keys.is_file():
-            read_secret(keys, "auth.keys_file")
-        read_keys_file(keys)
-    if settings.updates.kafka is not None and settings.server.role != "frontend":
-        _check_kafkas_files(settings.updates.kafka)
+def _check_keys(auth: AuthSettings) -> None:
+    if auth.keys_file is not None and not auth.keys_file.is_file():
+        read_secret(auth.keys_file, "auth.keys_file")
+    KeyRing(auth.keys, auth.keys_file)
 
 
-def check_certificates(settings: Settings, role: str) -> None:
-    """ConfigError for certificates that a process of that role (as `server.role`, or ``ingest``) trusts, or
-    shows to others, and that cannot be used. Those of its ports it reads when it listens."""
-    redis, triton, lookup = settings.tiers.redis, settings.dense.triton, settings.lookup
-    if role != "frontend" and redis is not None and (at_redis := redis.tls) is not None:
-        client_context("tiers.redis.tls", at_redis.ca, at_redis.certificate, at_redis.key)
-    for setting, tls, roles in (
-        ("dense.triton.tls", None if triton is None else triton.tls, ("all", "frontend")),
-        ("lookup.tls", lookup.tls, ("frontend",)),
-    ):
-        if tls is not None and role in roles:
-            client_context(setting, tls.ca_file, tls.certificate_file, tls.key_file)
+def _certificates(
+    setting: str, ca: Path | None, certificate: Path | None, key: Path | None
+) -> FileCheck:
+    files = [file for file in (ca, certificate, key) if file is not None]
+    return FileCheck(setting, files, partial(client_context, setting, ca, certificate, key))
 
 
 def check_folders(settings: Settings) -> None:
@@ -147,19 +183,25 @@ def check_folders(settings: Settings) -> None:
             )
 
 
-def _check_kafkas_files(kafka: KafkaSettings) -> None:
+def kafka_files(kafka: KafkaSettings) -> Iterator[FileCheck]:
+    """The certificates and keys that its client's options name."""
     options = kafka.options
-    for name, value in options.items():
-        if _KAFKAS_FILE.fullmatch(name) and value != "probe":
-            _check_file(Path(str(value)), f"updates.kafka.options.{name}")
+    named = {
+        name: Path(str(value))
+        for name, value in options.items()
+        if _KAFKAS_FILE.fullmatch(name) and value != "probe"
+    }
+    for name, path in named.items():
+        setting = f"updates.kafka.options.{name}"
+        yield FileCheck(setting, [path], partial(_check_file, path, setting))
     if any("key.password" in name for name in (*options, *kafka.options_files)):
         return  # its client alone can read the key
     ca, certificate, key = (
-        Path(str(options[name])) if name in options and options[name] != "probe" else None
+        named.get(name)
         for name in ("ssl.ca.location", "ssl.certificate.location", "ssl.key.location")
     )
     if ca is not None or certificate is not None:
-        client_context("updates.kafka.options", ca, certificate, key)
+        yield _certificates("updates.kafka.options", ca, certificate, key)
 
 
 def _check_file(path: Path, setting: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,25 +21,41 @@ if TYPE_CHECKING:
     from hps.dense.triton.transport import Transport
 
 
-def open_network(
-    name: str,
-    path: Path | None,
-    fed: Mapping[str, TensorInfo],
-    served: Sequence[TensorInfo],
-    settings: DenseSettings,
-    device: int,
-    check: Callable[[DenseModel], object],
-) -> DenseModel:
-    """The network of model ``name``. ``fed`` and ``served``: what ``model.yaml`` says of its inputs and
-    outputs. ``check`` raises ModelError for a network that is another. Raises ModelError."""
+@dataclass(frozen=True, slots=True)
+class NetworkSpec:
+    """The network of model ``name`` as ``model.yaml`` describes it.
+
+    ``path`` is its file, if it is here; ``fed`` and ``served`` are its inputs and outputs. ``check`` raises
+    ModelError for a network that differs.
+    """
+
+    name: str
+    path: Path | None
+    fed: Mapping[str, TensorInfo]
+    served: Sequence[TensorInfo]
+    check: Callable[[DenseModel], object]
+
+
+def open_network(network: NetworkSpec, settings: DenseSettings, device: int) -> DenseModel:
+    """Open the network where the settings say that it runs. Raises ModelError."""
     triton = settings.triton
-    target = None if triton is None else target_of(name, triton)
+    target = None if triton is None else target_of(network.name, triton)
     if triton is None or target is None:
-        return _here(name, path, fed, settings, device, check)
-    there = _there(target, triton, (tuple(fed.values()), served), device, check)
+        return _here(network, settings, device)
+    there = _there(target, triton, network, device)
     if not triton.fallback:
         return there
-    return Fallback(name, there, _here(name, path, fed, settings, device, check))
+    return Fallback(network.name, there, _here(network, settings, device))
+
+
+def check_here(network: NetworkSpec, settings: DenseSettings) -> None:
+    """Open a network that would run in this process, and close it; on the CPU, so that no GPU is needed.
+    Raises ModelError."""
+    triton = settings.triton
+    if triton is not None and not triton.fallback and target_of(network.name, triton) is not None:
+        return
+    on_cpu = settings.model_copy(update={"provider": "cpu", "precision": "float32"})
+    _here(network, on_cpu, 0).close()
 
 
 def target_of(name: str, triton: TritonSettings) -> TritonTarget | None:
@@ -65,32 +82,26 @@ def transport_to(target: TritonTarget, triton: TritonSettings) -> Transport:
     return HttpTransport(triton.url, target.name, target.version, tls)
 
 
-def _here(
-    name: str,
-    path: Path | None,
-    fed: Mapping[str, TensorInfo],
-    settings: DenseSettings,
-    device: int,
-    check: Callable[[DenseModel], object],
-) -> OnnxModel:
-    if path is None:
+def _here(described: NetworkSpec, settings: DenseSettings, device: int) -> OnnxModel:
+    if described.path is None:
         raise ModelError(
-            f"{name}: dense.onnx is missing, but model.yaml describes a dense part; add the file, or have a "
-            "Triton run the network (dense.triton, without fallback)"
+            f"{described.name}: dense.onnx is missing, but model.yaml describes a dense part; add the file, "
+            "or have a Triton run the network (dense.triton, without fallback)"
         )
     gpu = OnGpu(device, settings.precision, settings.tf32, settings.graphs)
-    network = OnnxModel(path, settings.provider, settings.threads, settings.inline_us, gpu)
-    check(network)
-    network.warm_up(fed)
+    network = OnnxModel(
+        described.path, settings.provider, settings.threads, settings.inline_us, gpu
+    )
+    described.check(network)
+    network.warm_up(described.fed)
     return network
 
 
 def _there(
     target: TritonTarget,
     triton: TritonSettings,
-    expected: tuple[Sequence[TensorInfo], Sequence[TensorInfo]],
+    described: NetworkSpec,
     device: int,
-    check: Callable[[DenseModel], object],
 ) -> DenseModel:
     from hps.dense.triton import TritonModel
 
@@ -100,11 +111,11 @@ def _there(
         target.name,
         triton.url,
         transport,
-        expected,
+        (tuple(described.fed.values()), described.served),
         timeout_s=timeout_s,
         retries=triton.retries,
         regions=_regions(triton, device),
-        check=check,
+        check=described.check,
     )
 
 

@@ -146,7 +146,8 @@ def test_validate_as_json(bad: Path, ps_json: Path) -> None:
     assert result.exit_code == 2
     assert (report["ok"], len(report["errors"])) == (False, 2)
     report = json.loads(run("validate", ps_json, "--output", "json").stdout)
-    assert (report["ok"], report["kind"], len(report["warnings"])) == (True, "HPS's ps.json", 1)
+    assert (report["ok"], report["kind"], len(report["warnings"])) == (True, "HPS's ps.json", 2)
+    assert "models are not checked" in report["warnings"][1]
 
 
 def test_validate_refuses_an_open_port_without_a_mode(tmp_path: Path) -> None:
@@ -189,7 +190,7 @@ def test_validate_a_key_file_that_is_elsewhere(tmp_path: Path) -> None:
     path.write_text("auth: {mode: api_key, keys_file: keys.yaml}\n")
     result = run("validate", path)
     assert result.exit_code == 0
-    assert "no such API key file here" in result.stderr
+    assert "the server will not start without it" in result.stderr
     (tmp_path / "keys.yaml").write_text("- {name: a}\n")
     assert run("validate", path).exit_code == 2
 

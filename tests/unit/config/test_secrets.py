@@ -73,7 +73,7 @@ def test_options_of_kafka_in_files(file: Path) -> None:
     assert options == {"sasl.username": "me", "sasl.password": SECRET}
     file.unlink()
     with pytest.raises(ConfigError, match=r"updates\.kafka\.options_files\.sasl\.password: "):
-        check_files(settings)
+        check_files(settings, settings.server.role)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_what_is_no_api_key_is_not_sent(file: Path, contents: str) -> None:
     """gRPC would quote it in its error."""
     file.write_text(contents)
     for check in (
-        lambda: check_files(lookups_of(file)),
+        lambda: check_files(lookups_of(file), "frontend"),
         lambda: Secret(None, file, "lookup.api_key_file", api_key=True),
     ):
         with pytest.raises(
@@ -136,7 +136,7 @@ def test_what_is_no_api_key_is_not_sent(file: Path, contents: str) -> None:
             check()
         assert contents not in str(caught.value)
     file.write_text(f"{SECRET}\n")
-    check_files(lookups_of(file))
+    check_files(lookups_of(file), "frontend")
 
 
 def lookups_of(file: Path) -> Settings:

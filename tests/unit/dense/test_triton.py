@@ -28,7 +28,7 @@ from tritonclient.utils import InferenceServerException
 
 from hps.config.dense_settings import DenseSettings, TritonSettings
 from hps.dense.base import TensorInfo
-from hps.dense.choose import open_network
+from hps.dense.choose import NetworkSpec, open_network
 from hps.dense.fallback import Fallback
 from hps.dense.triton import TritonModel
 from hps.dense.triton.device_memory import DeviceRegion
@@ -390,8 +390,9 @@ def test_a_gpu_without_memory_to_share(monkeypatch, call, text):
     fed = {"x": IN}
     triton = TritonSettings(url="127.0.0.1:1", shared_memory="cuda", protocol="http")
     settings = DenseSettings(triton=triton)
+    described = NetworkSpec("n", None, fed, (OUT,), lambda network: None)
     with pytest.raises(ConfigError, match=text):
-        open_network("n", None, fed, (OUT,), settings, 0, lambda network: None)
+        open_network(described, settings, 0)
 
 
 def test_a_gpus_memory_is_told_by_its_handle(monkeypatch):
