@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hps.cli.options import HTTP, ApiKeyOption, TlsOption, former_urls, tls_of
 from hps.cli.output import (
     JsonOption,
     Output,
@@ -20,7 +21,6 @@ from hps.cli.output import (
     say,
     warn,
 )
-from hps.cli.targets import ApiKeyOption, TlsOption, tls_of
 from hps.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
@@ -35,15 +35,15 @@ app = typer.Typer(add_completion=False)
 
 EXAMPLES = """\b
 Examples:
-  hps conformance http://localhost:8000
-  hps conformance localhost:8000 localhost:8001
-  hps conformance triton:8000 triton:8001 --model resnet --json
-  hps conformance https://a:8000 grpcs://a:8001 --tls ca=ca.crt --api-key KEY
+  hps conformance
+  hps conformance --server localhost:8000 --server grpc://localhost:8001
+  hps conformance --server triton:8000 --server grpc://triton:8001 --model resnet --json
+  hps conformance -s https://a:8000 -s grpcs://a:8001 --tls ca=ca.crt --api-key KEY
 """
 
 
-def _checked(values: list[str]) -> list[str]:
-    for value in values:
+def _checked(values: list[str] | None) -> list[str] | None:
+    for value in values or ():
         scheme, _, at = value.rstrip("/").rpartition("://")
         host, _, port = at.rpartition(":")
         number = int(port) if port.isascii() and port.isdigit() else 0
@@ -57,14 +57,19 @@ def _checked(values: list[str]) -> list[str]:
 
 @app.command(epilog=EXAMPLES)
 def conformance(
-    addresses: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="URL [URL]",
-            help="Of its HTTP and of its gRPC, or of one of them; without a scheme the first is HTTP.",
+    urls: Annotated[list[str] | None, typer.Argument(hidden=True, callback=_checked)] = None,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--server",
+            "-s",
+            metavar="URL",
+            help="The address of its HTTP, of its gRPC, or both by giving it twice; without a scheme the "
+            "first is HTTP.",
+            show_default=HTTP,
             callback=_checked,
         ),
-    ],
+    ] = None,
     model: Annotated[
         list[str] | None,
         typer.Option(
@@ -92,6 +97,7 @@ def conformance(
     from hps.conformance.known import known_of
 
     headers = {"x-api-key": api_key} if api_key else {}
+    addresses = former_urls(server, urls) or [HTTP]
     target, name = _target(addresses, model or (), headers, tls_of(tls))
     known = known_of(name)
     asked = {"http": target.http, "grpc": target.grpc}

@@ -183,7 +183,7 @@ def _try_next(
     say(f"hps predict {data.model}{at} --explain --json '{plain}'")
     say()
     say("What to try next", style="bold")
-    there = "" if admin.endswith(":8002") else f" --admin {admin}"
+    there = "" if admin.endswith(":8002") else f" --server {admin}"
     print_table(
         ("", ""),
         [

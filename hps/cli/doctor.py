@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hps.cli.options import ApiKeyOption, SetOption, TlsOption, tls_of
 from hps.cli.output import (
     VERDICT_STYLES,
     JsonOption,
@@ -20,7 +21,6 @@ from hps.cli.output import (
     problems,
     say,
 )
-from hps.cli.targets import ApiKeyOption, SetOption, TlsOption, tls_of
 
 if TYPE_CHECKING:
     from hps.cli.diagnosis.check import Check

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hps.cli.options import SetOption, tls_of
 from hps.errors import ConfigError, HpsError, Unavailable
 
 if TYPE_CHECKING:
@@ -22,11 +23,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 
-# As `SetOption` and `TlsOption` of hps.cli.targets, which imports NumPy.
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of --config; repeatable."),
-]
 TlsOption = Annotated[
     str | None,
     typer.Option(
@@ -114,8 +110,6 @@ def ask(at: Listener, what: str, tls: str | None = None) -> tuple[int, str]:
 
 def _context(at: Listener, tls: str | None) -> ssl.SSLContext:
     if tls:
-        from hps.cli.targets import tls_of
-
         given = tls_of(tls)
         assert given is not None
         context = given.context()

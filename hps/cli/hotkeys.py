@@ -7,15 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from hps.cli.output import Number, Output, OutputFormat, print_json, print_table
-from hps.cli.targets import (
+from hps.cli.options import (
     ADMIN,
     AdminOption,
     ApiKeyOption,
-    NoServerOption,
+    FormerAdminOption,
     TlsOption,
     open_admin,
 )
+from hps.cli.output import Number, Output, OutputFormat, print_json, print_table
 from hps.errors import BadRequest, NotFound
 
 app = typer.Typer(add_completion=False)
@@ -36,8 +36,8 @@ def hotkeys(
     snapshot: Annotated[
         Path | None, typer.Option(help="Read the file of tiers.cpu_cache.snapshot.path instead.")
     ] = None,
-    admin: AdminOption = ADMIN,
-    _server: NoServerOption = None,
+    server: AdminOption = ADMIN,
+    _admin: FormerAdminOption = None,
     api_key: ApiKeyOption = None,
     tls: TlsOption = None,
     output: Output = OutputFormat.table,
@@ -46,7 +46,7 @@ def hotkeys(
     if snapshot is not None:
         found = from_snapshot(snapshot, model, table, limit)
     else:
-        with open_admin(admin, api_key, tls) as client:
+        with open_admin(server, api_key, tls) as client:
             found = client.hot_keys(model, table, limit)
     if output is OutputFormat.json:
         print_json(found)

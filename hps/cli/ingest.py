@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from hps.cli.options import SetOption
 from hps.cli.output import Output, OutputFormat, print_json, say
 from hps.cli.serve import check_early
-from hps.cli.targets import SetOption
 
 app = typer.Typer(add_completion=False)
 
@@ -19,7 +19,7 @@ EXAMPLES = """\b
 Examples:
   hps ingest --config hps.yaml
   hps ingest --config hps.yaml --set server.admin.port=8003     beside a node
-  hps updates status --admin http://127.0.0.1:8003
+  hps updates status --server http://127.0.0.1:8003
 """
 
 

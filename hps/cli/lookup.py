@@ -7,19 +7,19 @@ from urllib.parse import quote
 
 import typer
 
-from hps.cli.output import Output, OutputFormat, plural, print_json, print_table, warn
-from hps.cli.targets import (
+from hps.cli.options import (
     ADMIN,
     AdminOption,
     ApiKeyOption,
     ConfigOption,
-    NoServerOption,
+    FormerAdminOption,
     SetOption,
     TlsOption,
     open_admin,
     open_here,
     refuse_overrides,
 )
+from hps.cli.output import Output, OutputFormat, plural, print_json, print_table, warn
 from hps.cli.values import as_typed, parse_key, shown_age, shown_vector
 from hps.errors import NotFound
 from hps.names import hint_for
@@ -52,8 +52,8 @@ def lookup(
     explain: Annotated[
         bool, typer.Option("--explain", help="Add the tier each row came from and its age.")
     ] = False,
-    admin: AdminOption = ADMIN,
-    _server: NoServerOption = None,
+    server: AdminOption = ADMIN,
+    _admin: FormerAdminOption = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
     api_key: ApiKeyOption = None,
@@ -71,7 +71,7 @@ def lookup(
             report = here(node, model, table, numbers)
     else:
         refuse_overrides(overrides)
-        report = asked(open_admin(admin, api_key, tls), model, table, numbers)
+        report = asked(open_admin(server, api_key, tls), model, table, numbers)
     for row, text in zip(report["rows"], keys, strict=True):
         row["key"] = as_typed(text)
     if output is OutputFormat.json:

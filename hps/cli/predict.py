@@ -15,26 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from hps.cli.options import HTTP, ApiKeyOption, ConfigOption, ServerOption, SetOption, TlsOption
 from hps.cli.output import Output, OutputFormat, plural, print_json, print_table, say, warn
-from hps.cli.targets import (
-    HTTP,
-    ApiKeyOption,
-    ConfigOption,
-    ServerOption,
-    SetOption,
-    Target,
-    TlsOption,
-    open_target,
-    source_names,
-)
 from hps.errors import ConfigError, NotFound, Unsupported
-from hps.types import JaggedKeys, PredictRequest, PredictResult
 
 if TYPE_CHECKING:
     from hps.cli.request import Features
     from hps.cli.signature import Signature
-    from hps.cli.targets import Submit
-    from hps.types import KeyArray
+    from hps.cli.targets import Submit, Target
+    from hps.types import KeyArray, PredictRequest, PredictResult
 
 app = typer.Typer(add_completion=False)
 
@@ -125,6 +114,8 @@ def predict(
         raise ConfigError("--explain and --top-k are for one request, not for a file")
     if file is None and (out is not None or columns or hex_keys or missing is not Missing.empty):
         raise ConfigError("--out, --columns, --hex-keys and --missing are for a file of samples")
+    from hps.cli.targets import open_target
+
     with open_target(server, config, overrides, api_key, tls) as target:
         if file is not None:
             source = _Source(file, tuple(columns.split(",")) if columns else (), hex_keys, missing)
@@ -176,6 +167,8 @@ def _unknown_keys(target: Target, model: str, signature: Signature, feature: str
     """Keys without a row in the feature's tables, as many as a sample has. Raises ``Unsupported``."""
     import numpy as np
 
+    from hps.types import JaggedKeys
+
     random = np.random.default_rng()
     for _ in range(_ATTEMPTS):
         keys = random.integers(-(2**63), 2**63, signature.hotness.get(feature, 1), np.int64)
@@ -223,6 +216,7 @@ class _Scores:
 
     def _request(self, columns: Mapping[str, Any]) -> PredictRequest:
         from hps.cli.columns import dense_of, keys_of
+        from hps.types import PredictRequest
 
         wanted = self._signature
         features = {
@@ -267,6 +261,7 @@ def _one(
     output: OutputFormat,
 ) -> None:
     from hps.cli.request import parse_flags, parse_json
+    from hps.types import PredictRequest
 
     signature = target.signature(model)
     if json_text is not None:
@@ -297,6 +292,8 @@ def _one(
 def _account(target: Target, model: str, features: Features) -> dict[str, Any]:
     """Of each feature, and of each table that takes its keys: the keys, where each row came from, and the
     vectors that the network takes."""
+    from hps.cli.targets import source_names
+
     found = target.lookup(model, features)
     takes = target.network_inputs(model)
     account = {}

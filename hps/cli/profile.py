@@ -10,6 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
+from hps.cli.options import (
+    ADMIN,
+    AdminOption,
+    ApiKeyOption,
+    ConfigOption,
+    SetOption,
+    TlsOption,
+    former_target,
+    open_here,
+    refuse_overrides,
+    tls_of,
+)
 from hps.cli.output import (
     JsonOption,
     Number,
@@ -21,7 +33,6 @@ from hps.cli.output import (
     say,
     share,
 )
-from hps.cli.targets import ApiKeyOption, SetOption, TlsOption, tls_of
 from hps.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,10 +44,10 @@ app = typer.Typer(add_completion=False)
 
 EXAMPLES = """\b
 Examples:
-  hps profile http://127.0.0.1:8002 ctr --batch 64
-  hps profile http://127.0.0.1:8002 ctr --batch 64 --protocol grpc
-  hps profile http://127.0.0.1:8002 ctr --requests requests.npz --json
-  hps profile config.yaml ctr
+  hps profile ctr --batch 64
+  hps profile ctr --batch 64 --protocol grpc
+  hps profile ctr --server http://127.0.0.1:8002 --requests requests.npz --json
+  hps profile ctr --config config.yaml
 """
 _MEANING = {
     "parse": "bytes to arrays",
@@ -76,13 +87,12 @@ class Target(Protocol):
 
 @app.command(epilog=EXAMPLES)
 def profile(
-    target: Annotated[
-        str,
-        typer.Argument(metavar="URL|FILE", help="A server's admin address, or a configuration."),
-    ],
     model: Annotated[
         str | None, typer.Argument(help="The model to ask; needed where there are several.")
     ] = None,
+    second: Annotated[str | None, typer.Argument(hidden=True)] = None,
+    server: AdminOption = ADMIN,
+    config: ConfigOption = None,
     count: Annotated[int, typer.Option(min=1, help="Requests to look at.")] = 200,
     warmup: Annotated[int, typer.Option(min=0, help="Requests before those.")] = 20,
     batch: Annotated[int, typer.Option(min=1, help="Samples in a request.")] = 1,
@@ -123,7 +133,12 @@ def profile(
     from hps.cli.stages import account
 
     recipe = Recipe(min(count, 256), batch, keys, rows, hotness, seed)
-    with _opened(target, overrides, api_key, tls_of(tls)) as asked:
+    former, model = former_target(model, second)
+    if former is not None and "://" in former:
+        server = former
+    elif former is not None:
+        config = Path(former)
+    with _opened(server, config, overrides, api_key, tls_of(tls)) as asked:
         name = model or _only(asked.models())
         sent = _messages(asked, name, recipe, repository, requests, protocol)
         told = [asked.profile(name, sent[i % len(sent)]) for i in range(warmup + count)][warmup:]
@@ -141,7 +156,7 @@ def _only(names: Sequence[str]) -> str:
     main = [name for name in names if not name.endswith(".lookup")] or list(names)
     if len(main) != 1:
         raise ConfigError(
-            f"name the model after the address; there are {', '.join(names) or 'none'}"
+            f"name the model: hps profile MODEL; there are {', '.join(names) or 'none'}"
         )
     return main[0]
 
@@ -181,19 +196,20 @@ def _messages(
 
 @contextmanager
 def _opened(
-    target: str, overrides: list[str] | None, api_key: str | None, tls: Tls | None
+    server: str,
+    config: Path | None,
+    overrides: list[str] | None,
+    api_key: str | None,
+    tls: Tls | None,
 ) -> Iterator[Target]:
     from hps.cli.profiled import Here, There
 
-    if "://" in target:
-        if overrides:
-            raise ConfigError("--set changes a configuration; give its file instead of an address")
-        with There(target, api_key, tls) as there:
+    if config is None:
+        refuse_overrides(overrides)
+        with There(server, api_key, tls) as there:
             yield there
         return
-    from hps.cli.targets import open_here
-
-    with open_here(Path(target), overrides) as node:
+    with open_here(config, overrides) as node:
         yield Here(node)
 
 

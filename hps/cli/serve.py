@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hps.cli.options import SetOption
 from hps.cli.output import Output, OutputFormat, plural, print_json, say
 from hps.cli.tables import flatten
 from hps.cli.tables import show as show_tables
-from hps.cli.targets import SetOption
 
 if TYPE_CHECKING:
     from hps.config import Configuration

@@ -7,6 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from hps.cli.options import (
+    ADMIN,
+    AdminOption,
+    ApiKeyOption,
+    FormerAdminOption,
+    TlsOption,
+    open_admin,
+)
 from hps.cli.output import (
     Number,
     Output,
@@ -20,14 +28,6 @@ from hps.cli.output import (
     size,
     warn,
 )
-from hps.cli.targets import (
-    ADMIN,
-    AdminOption,
-    ApiKeyOption,
-    NoServerOption,
-    TlsOption,
-    open_admin,
-)
 
 if TYPE_CHECKING:
     from hps.client.admin import Sample
@@ -37,20 +37,20 @@ app = typer.Typer(add_completion=False)
 EXAMPLES = """\b
 Examples:
   hps status
-  hps status --admin http://127.0.0.1:8002 --output json
+  hps status --server http://127.0.0.1:8002 --output json
 """
 
 
 @app.command(epilog=EXAMPLES)
 def status(
-    admin: AdminOption = ADMIN,
-    _server: NoServerOption = None,
+    server: AdminOption = ADMIN,
+    _admin: FormerAdminOption = None,
     api_key: ApiKeyOption = None,
     tls: TlsOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
     """Show what a server is doing: models, tiers, where its answers came from, how fast."""
-    with open_admin(admin, api_key, tls) as client:
+    with open_admin(server, api_key, tls) as client:
         report = client.status()
         samples = client.metrics()
     report["keys_by_tier"] = keys_by_tier(samples)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hps.cli import store_backup, store_compare, store_copy, store_rows
+from hps.cli.options import SetOption
 from hps.cli.output import (
     Number,
     Output,
@@ -30,7 +31,6 @@ from hps.cli.store_open import (
     read_config,
     work,
 )
-from hps.cli.targets import SetOption
 from hps.errors import ConfigError, NotFound, TierError
 
 if TYPE_CHECKING:

@@ -8,6 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hps.cli.options import (
+    ApiKeyOption,
+    FormerAdminOption,
+    SetOption,
+    SomeAdminOption,
+    TlsOption,
+    open_admin,
+    refuse_overrides,
+)
 from hps.cli.output import Output, OutputFormat, plural, print_json, say, warn
 from hps.cli.progress import ConsoleProgress
 from hps.cli.store_open import (
@@ -22,7 +31,6 @@ from hps.cli.store_open import (
     work,
 )
 from hps.cli.store_rows import VersionOption
-from hps.cli.targets import ApiKeyOption, SetOption, TlsOption, open_admin, refuse_overrides
 from hps.cli.values import parse_version
 from hps.errors import ConfigError
 
@@ -39,7 +47,7 @@ _CHECKPOINT_S = 3600.0  # another disk may be slow
 CHECKPOINT_EXAMPLES = """\b
 Examples:
   hps store checkpoint /backup/2026-01-31 --config hps.yaml          # no node is running
-  hps store checkpoint --admin http://127.0.0.1:8002 --keep 3        # a running node makes it
+  hps store checkpoint --server http://127.0.0.1:8002 --keep 3        # a running node makes it
 """
 
 
@@ -52,12 +60,10 @@ def checkpoint(
         typer.Option("--config", "-c", metavar="FILE", help="Of a node that is not running."),
     ] = None,
     overrides: SetOption = None,
-    admin: Annotated[
-        str | None,
-        typer.Option("--admin", "-a", metavar="URL", help="A running node's admin address."),
-    ] = None,
+    server: SomeAdminOption = None,
+    _admin: FormerAdminOption = None,
     keep: Annotated[
-        int, typer.Option(min=1, help="With --admin: how many are left in the node's folder.")
+        int, typer.Option(min=1, help="With --server: how many are left in the node's folder.")
     ] = 1,
     api_key: ApiKeyOption = None,
     tls: TlsOption = None,
@@ -66,18 +72,20 @@ def checkpoint(
     """Copy the RocksDB database, consistent.
 
     With --config to FOLDER, which may be there when it is empty; it needs the database to itself. With
-    --admin the node there copies its own while it serves, to a folder named by the time below its
+    --server the node there copies its own while it serves, to a folder named by the time below its
     tiers.rocksdb.checkpoints. On the same file system table files are linked: it takes a moment and
     hardly any space.
     """
-    if admin is not None:
+    if server is not None:
         if folder is not None or config is not None:
-            raise ConfigError("--admin has a node choose the folder; leave out FOLDER and --config")
+            raise ConfigError(
+                "--server has a node choose the folder; leave out FOLDER and --config"
+            )
         refuse_overrides(overrides)
-        _ask(open_admin(admin, api_key, tls, timeout_s=_CHECKPOINT_S), keep, output)
+        _ask(open_admin(server, api_key, tls, timeout_s=_CHECKPOINT_S), keep, output)
         return
     if folder is None or config is None:
-        raise ConfigError("give FOLDER and --config FILE, or --admin URL of a running node")
+        raise ConfigError("give FOLDER and --config FILE, or --server URL of a running node")
     _make(folder, config, overrides, output)
 
 

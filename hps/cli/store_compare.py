@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hps.cli.options import SetOption
 from hps.cli.output import (
     VERDICT_STYLES,
     Output,
@@ -31,7 +32,6 @@ from hps.cli.store_open import (
     read_config,
     work,
 )
-from hps.cli.targets import SetOption
 from hps.errors import ConfigError
 
 if TYPE_CHECKING:

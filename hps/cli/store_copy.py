@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hps.cli.options import SetOption
 from hps.cli.output import Output, OutputFormat, count, plural, print_json, print_table, say, warn
 from hps.cli.progress import ConsoleProgress
 from hps.cli.store_open import (
@@ -26,7 +27,6 @@ from hps.cli.store_open import (
     read_config,
     work,
 )
-from hps.cli.targets import SetOption
 from hps.cli.values import parse_version
 from hps.errors import ConfigError, NotFound
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hps.cli.options import SetOption
 from hps.cli.output import (
     Number,
     Output,
@@ -29,7 +30,6 @@ from hps.cli.store_open import (
     read_config,
     work,
 )
-from hps.cli.targets import SetOption
 from hps.cli.values import (
     as_typed,
     key_array,

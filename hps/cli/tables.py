@@ -6,19 +6,19 @@ from typing import Annotated, Any
 
 import typer
 
-from hps.cli.output import Number, Output, OutputFormat, count, print_json, print_table, share, size
-from hps.cli.targets import (
+from hps.cli.options import (
     ADMIN,
     AdminOption,
     ApiKeyOption,
     ConfigOption,
-    NoServerOption,
+    FormerAdminOption,
     SetOption,
     TlsOption,
     open_admin,
     open_here,
     refuse_overrides,
 )
+from hps.cli.output import Number, Output, OutputFormat, count, print_json, print_table, share, size
 from hps.errors import NotFound, Unavailable
 
 app = typer.Typer(add_completion=False)
@@ -35,8 +35,8 @@ ITEM_BYTES = {"float32": 4, "float16": 2}
 @app.command(epilog=EXAMPLES)
 def tables(
     model: Annotated[str | None, typer.Argument(help="Only this model's tables.")] = None,
-    admin: AdminOption = ADMIN,
-    _server: NoServerOption = None,
+    server: AdminOption = ADMIN,
+    _admin: FormerAdminOption = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
     api_key: ApiKeyOption = None,
@@ -49,7 +49,7 @@ def tables(
             status = node.status()
     else:
         refuse_overrides(overrides)
-        with open_admin(admin, api_key, tls) as client:
+        with open_admin(server, api_key, tls) as client:
             status = client.status()
     if "models" not in status:
         raise Unavailable("the server is still loading its tables; hps status tells how far it is")

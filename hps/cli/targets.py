@@ -1,4 +1,4 @@
-"""Whom a command asks: a server by its address, or a node opened in this process.
+"""Whom `hps predict` asks: a server by its address, or a node opened in this process.
 
 ``--server URL`` asks a running server. ``--config FILE`` opens the node here, which needs the
 database to itself, so not while a server runs on the same configuration.
@@ -12,62 +12,19 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import typer
 from numpy.typing import NDArray
 
+from hps.cli.options import open_here, refuse_overrides, tls_of
 from hps.cli.signature import MAX_BATCH, Signature
-from hps.errors import ConfigError
 from hps.types import JaggedKeys, LookupRequest, LookupResult, PredictRequest, PredictResult
 from hps.workers import Done, Workers
 
 if TYPE_CHECKING:
-    from hps.client import Admin, Client, Tls
+    from hps.client import Client
     from hps.node import Node
-
-
-def _refuse(value: str | None) -> None:
-    if value is not None:
-        raise ConfigError(
-            "this command asks the admin address: give --admin URL instead of --server; the server "
-            "prints it when it starts, port 8002 unless configured otherwise"
-        )
-
-
-HTTP, ADMIN = "http://127.0.0.1:8000", "http://127.0.0.1:8002"
-
-ServerOption = Annotated[
-    str, typer.Option("--server", "-s", metavar="URL", help="The server's address for requests.")
-]
-AdminOption = Annotated[
-    str, typer.Option("--admin", "-a", metavar="URL", help="The server's admin address.")
-]
-NoServerOption = Annotated[
-    str | None, typer.Option("--server", "-s", hidden=True, callback=_refuse)
-]
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option("--config", "-c", metavar="FILE", help="Open this configuration here, no server."),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of --config; repeatable."),
-]
-ApiKeyOption = Annotated[
-    str | None,
-    typer.Option("--api-key", envvar="HPS_API_KEY", help="Key for a server that asks for one."),
-]
-TlsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--tls",
-        envvar="HPS_TLS",
-        metavar="ca=FILE,certificate=FILE,key=FILE",
-        help="For https: roots to trust, and what is shown to the server.",
-    ),
-]
 
 
 Submit = Callable[[str, PredictRequest], "Future[PredictResult]"]
@@ -184,50 +141,6 @@ def open_target(
     with Client(server, api_key=api_key, tls=tls_of(tls)) as client:
         client.ready()  # what requests need is loaded before the first is timed
         yield ServerTarget(client)
-
-
-def open_admin(url: str, api_key: str | None, tls: str | None, *, timeout_s: float = 30.0) -> Admin:
-    """What asks the admin port at ``url``."""
-    from hps.client import Admin
-
-    return Admin(url, api_key=api_key, tls=tls_of(tls), timeout_s=timeout_s)
-
-
-def tls_of(given: str | None) -> Tls | None:
-    """What ``--tls`` says; each of its parts may be left out."""
-    from hps.client import Tls
-
-    if not given:
-        return None
-    files = dict(part.partition("=")[::2] for part in given.split(","))
-    if not all(files.values()) or not files.keys() <= {"ca", "certificate", "key"}:
-        raise ConfigError(
-            f"--tls is {given!r}; it must look like ca=FILE,certificate=FILE,key=FILE"
-        )
-    return Tls(files.get("ca"), files.get("certificate"), files.get("key"))
-
-
-def refuse_overrides(overrides: list[str] | None) -> None:
-    if overrides:
-        raise ConfigError("--set changes a configuration; give --config FILE with it")
-
-
-@contextmanager
-def open_here(config: Path, overrides: list[str] | None) -> Iterator[Node]:
-    """The node of a configuration file, opened in this process and closed at the end."""
-    from hps.build import open_node
-    from hps.cli.output import warn
-    from hps.cli.progress import ConsoleProgress
-    from hps.config import load_config
-
-    configuration = load_config(config, overrides or ())
-    for warning in configuration.warnings:
-        warn(warning)
-    node = open_node(configuration, ConsoleProgress())
-    try:
-        yield node
-    finally:
-        node.close()
 
 
 def source_names(codes: NDArray[np.uint8]) -> list[str]:

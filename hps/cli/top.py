@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from hps.cli.options import ADMIN, ApiKeyOption, TlsOption, former_urls, open_admin
 from hps.cli.output import (
     JsonOption,
     Output,
@@ -19,7 +20,6 @@ from hps.cli.output import (
     console,
     print_json,
 )
-from hps.cli.targets import ADMIN, ApiKeyOption, NoServerOption, TlsOption, open_admin
 from hps.cli.top_screen import screen
 from hps.errors import HpsError
 
@@ -34,7 +34,7 @@ app = typer.Typer(add_completion=False)
 EXAMPLES = """\b
 Examples:
   hps top
-  hps top http://a:8002 http://b:8002 --interval 5
+  hps top --server http://a:8002 --server http://b:8002 --interval 5
   hps top --once --output json
 """
 _LONGEST_WAIT_S = 5.0
@@ -43,9 +43,16 @@ _OURS = "hps_"
 
 @app.command(epilog=EXAMPLES)
 def top(
-    servers: Annotated[
+    urls: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    server: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[URL]...", help="Admin addresses.", show_default=ADMIN),
+        typer.Option(
+            "--server",
+            "-s",
+            metavar="URL",
+            help="A server's admin address; repeatable.",
+            show_default=ADMIN,
+        ),
     ] = None,
     interval: Annotated[
         float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")
@@ -53,7 +60,6 @@ def top(
     once: Annotated[
         bool, typer.Option("--once", help="Look for one interval, print, leave; as in a pipe.")
     ] = False,
-    _server: NoServerOption = None,
     api_key: ApiKeyOption = None,
     tls: TlsOption = None,
     output: Output = OutputFormat.table,
@@ -65,7 +71,7 @@ def top(
     narrow terminal shows fewer columns. With --once, exit 1 when a server does not answer.
     """
     with ExitStack() as resources:
-        watch = _Watch(servers or [ADMIN], interval, api_key, tls, resources)
+        watch = _Watch(former_urls(server, urls) or [ADMIN], interval, api_key, tls, resources)
         watch.look()
         if once or json or output is OutputFormat.json or not sys.stdout.isatty():
             time.sleep(interval)

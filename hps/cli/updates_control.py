@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hps.cli.output import Number, Output, OutputFormat, count, print_json, print_table, say, warn
-from hps.cli.targets import (
+from hps.cli.options import (
     ADMIN,
     AdminOption,
     ApiKeyOption,
-    NoServerOption,
+    FormerAdminOption,
     TlsOption,
     open_admin,
 )
+from hps.cli.output import Number, Output, OutputFormat, count, print_json, print_table, say, warn
 
 if TYPE_CHECKING:
     from hps.client import Admin
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 STATUS_EXAMPLES = """\b
 Examples:
   hps updates status
-  hps updates status --admin http://127.0.0.1:8002 --output json
+  hps updates status --server http://127.0.0.1:8002 --output json
 """
 PAUSE_EXAMPLES = """\b
 Examples:
@@ -41,38 +41,38 @@ GroupOption = Annotated[
 
 
 def status(
-    admin: AdminOption = ADMIN,
-    _server: NoServerOption = None,
+    server: AdminOption = ADMIN,
+    _admin: FormerAdminOption = None,
     api_key: ApiKeyOption = None,
     tls: TlsOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
     """Show how far a server is with its streams, and why they wait."""
-    show(_ask("/v1/updates", open_admin(admin, api_key, tls)), output)
+    show(_ask("/v1/updates", open_admin(server, api_key, tls)), output)
 
 
 def pause(
     group: GroupOption = None,
-    admin: AdminOption = ADMIN,
-    _server: NoServerOption = None,
+    server: AdminOption = ADMIN,
+    _admin: FormerAdminOption = None,
     api_key: ApiKeyOption = None,
     tls: TlsOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
     """Have a server apply no more updates until `hps updates resume`. Nothing is lost: they wait in Kafka."""
-    show(_ask("/v1/updates/pause", open_admin(admin, api_key, tls), {"group": group}), output)
+    show(_ask("/v1/updates/pause", open_admin(server, api_key, tls), {"group": group}), output)
 
 
 def resume(
     group: GroupOption = None,
-    admin: AdminOption = ADMIN,
-    _server: NoServerOption = None,
+    server: AdminOption = ADMIN,
+    _admin: FormerAdminOption = None,
     api_key: ApiKeyOption = None,
     tls: TlsOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
     """Have a paused server go on where it was."""
-    show(_ask("/v1/updates/resume", open_admin(admin, api_key, tls), {"group": group}), output)
+    show(_ask("/v1/updates/resume", open_admin(server, api_key, tls), {"group": group}), output)
 
 
 def seek(
@@ -80,8 +80,8 @@ def seek(
     partition: Annotated[int, typer.Argument(min=0)],
     offset: Annotated[int, typer.Argument(min=0, help="The message to go on with.")],
     group: GroupOption = None,
-    admin: AdminOption = ADMIN,
-    _server: NoServerOption = None,
+    server: AdminOption = ADMIN,
+    _admin: FormerAdminOption = None,
     api_key: ApiKeyOption = None,
     tls: TlsOption = None,
     output: Output = OutputFormat.table,
@@ -92,7 +92,7 @@ def seek(
     write.
     """
     body = {"topic": topic, "partition": partition, "offset": offset, "group": group}
-    show(_ask("/v1/updates/seek", open_admin(admin, api_key, tls), body), output)
+    show(_ask("/v1/updates/seek", open_admin(server, api_key, tls), body), output)
 
 
 def _ask(path: str, admin: Admin, body: dict[str, Any] | None = None) -> list[dict[str, Any]]:

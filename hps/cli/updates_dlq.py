@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hps.cli.options import SetOption
 from hps.cli.output import (
     Output,
     OutputFormat,
@@ -21,7 +22,6 @@ from hps.cli.output import (
     size,
     warn,
 )
-from hps.cli.targets import SetOption
 from hps.cli.updates_kafka import BrokersOption, SomeConfig, configuration_of, kafka_settings
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hps.cli.model_import import DEFAULT_REPOSITORY
+from hps.cli.options import SetOption
 from hps.cli.output import (
     Output,
     OutputFormat,
@@ -24,7 +25,6 @@ from hps.cli.output import (
     warn,
 )
 from hps.cli.progress import ConsoleProgress
-from hps.cli.targets import SetOption
 from hps.cli.updates_kafka import BrokersOption, SomeConfig, configuration_of, kafka_settings
 from hps.cli.updates_sources import BLOCK, Outgoing, from_file, from_versions
 from hps.cli.values import parse_version

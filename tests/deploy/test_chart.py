@@ -421,7 +421,7 @@ def test_new_nodes_begin_with_a_checkpoint() -> None:
     (job,) = rendered.of("CronJob")
     (container,) = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
     first_node = f"hps-lookup-0.hps-lookup.{NAMESPACE}.svc.cluster.local"
-    assert container["args"][-2:] == ["--admin", f"http://{first_node}:8002"]
+    assert container["args"][-2:] == ["--server", f"http://{first_node}:8002"]
     key = container["env"][1]["valueFrom"]["secretKeyRef"]
     assert key == {"name": "hps-keys", "key": "admin-key"}
 

@@ -42,7 +42,9 @@ def test_every_request_that_was_sent_is_accounted_for(
     at = small_server.address if protocol == "http" else small_server.grpc
     before = answered(small_server, protocol)
     file = tmp_path / "run.json"
-    done = bench(f"{protocol}://{at}", "clicks", "--batch", 4, *way, *SHORT, "--json", file)
+    done = bench(
+        "clicks", "--server", f"{protocol}://{at}", "--batch", 4, *way, *SHORT, "--json", file
+    )
     assert done.exit_code == 0, done.output
     told = json.loads(file.read_text())
     assert told["errors"] == {}
@@ -66,7 +68,9 @@ def test_generated_requests_are_sent_and_two_runs_compared(
     runs = [tmp_path / "a.json", tmp_path / "b.json"]
     for file, source in zip(runs, ("--requests", "--repository"), strict=True):
         given = tmp_path / "r.npz" if source == "--requests" else small_repository
-        done = bench(url, "clicks", "--batch", "3", source, given, *SHORT, "--json", file)
+        done = bench(
+            "clicks", "--server", url, "--batch", "3", source, given, *SHORT, "--json", file
+        )
         assert done.exit_code == 0, done.output
         assert "have no row" not in done.stderr
     done = bench("--compare", *runs)
@@ -78,7 +82,9 @@ def test_lookups_are_asked_for_keys_of_the_model_and_nothing_else(
     small_server: Hps, small_repository: Path
 ) -> None:
     url = f"http://{small_server.address}"
-    done = bench(url, "clicks.lookup", "--repository", small_repository, *SHORT, "--count", "3")
+    done = bench(
+        "clicks.lookup", "--server", url, "--repository", small_repository, *SHORT, "--count", "3"
+    )
     assert done.exit_code == 0, done.output
     assert "have no row" not in done.stderr
 
@@ -86,20 +92,24 @@ def test_lookups_are_asked_for_keys_of_the_model_and_nothing_else(
 def test_keys_that_no_row_has_are_warned_of(small_server: Hps) -> None:
     """Items are -50 … 49 and users 0 … 99."""
     url = f"grpc://{small_server.grpc}"
-    done = bench(url, "clicks", "--keys", "uniform", *SHORT, "--rows", 10_000, "--count", "3")
+    done = bench(
+        "clicks", "--server", url, "--keys", "uniform", *SHORT, "--rows", 10_000, "--count", "3"
+    )
     assert done.exit_code == 0, done.output
     assert "have no row; give --repository" in done.stderr
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
 def test_a_server_with_several_models_wants_one_named(small_server: Hps, scheme: str) -> None:
-    done = bench(f"{scheme}://{small_server.address if scheme == 'http' else small_server.grpc}")
+    done = bench(
+        "-s", f"{scheme}://{small_server.address if scheme == 'http' else small_server.grpc}"
+    )
     assert done.exit_code == 2
-    assert "name the model after the address; the server has clicks" in done.stderr
+    assert "name the model: hps bench MODEL; the server has clicks" in done.stderr
 
 
 def test_a_model_that_refuses_the_requests_is_told_of_once(small_server: Hps) -> None:
-    done = bench(f"http://{small_server.address}", "clicks", "--batch", "65", *SHORT)
+    done = bench("clicks", "--server", f"http://{small_server.address}", "--batch", "65", *SHORT)
     assert done.exit_code == 1
     assert "the first request is refused, so none is sent" in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -112,7 +122,7 @@ def test_a_server_that_wants_to_be_asked_later_is_one_line(
         raise Later("no lookup node is there", 1.0)
 
     monkeypatch.setattr("hps.client.Client.infer", full)
-    done = bench(f"http://{small_server.address}", "clicks", *SHORT)
+    done = bench("clicks", "--server", f"http://{small_server.address}", *SHORT)
     assert done.exit_code == 1
     assert done.stderr.splitlines() == [
         "error: the first request is refused, so none is sent: no lookup node is there"
@@ -122,9 +132,10 @@ def test_a_server_that_wants_to_be_asked_later_is_one_line(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "give the server's address"),
-        (["http://x:1", "m", "--compare", "a", "b"], "leave the address out"),
-        (["http://x:1", "m", "--requests", "a", "--repository", "b"], "not both"),
+        (["--server", "http://x:1", "--compare", "a", "b"], "leave the server and the model out"),
+        (["m", "--compare", "a", "b"], "leave the server and the model out"),
+        (["m", "--requests", "a", "--repository", "b"], "not both"),
+        (["m", "n"], "give one model"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(words: list[str], says: str) -> None:
@@ -135,7 +146,7 @@ def test_a_wrong_command_line_is_one_line(words: list[str], says: str) -> None:
 
 def test_ctrl_c_prints_what_there_is(small_server: Hps) -> None:
     url = f"http://{small_server.address}"
-    words = [url, "clicks", "--warmup", "0", "--duration", "60"]
+    words = ["clicks", "--server", url, "--warmup", "0", "--duration", "60"]
     command = [sys.executable, "-m", "hps.cli.main", "bench", *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     before = answered(small_server, "http")

@@ -299,7 +299,7 @@ def test_mistakes_are_told_in_one_line(
 
 
 def test_lookup_explains_rows(config: Path, urls: tuple[str, str], hps_command: Command) -> None:
-    for way in (["--admin", urls[1]], ["--config", config]):
+    for way in (["--server", urls[1]], ["--config", config]):
         keys = ["-3", str(2**64 - 4), "700"]
         done = hps_command("lookup", "clicks", "items", *keys, "-o", "json", *way)
         assert done.code == 0, done.err
@@ -315,7 +315,7 @@ def test_lookup_explains_rows(config: Path, urls: tuple[str, str], hps_command: 
             "default",
             [1, 2],
         )
-    shown = hps_command("lookup", "clicks", "items", "0x5", "700", "--explain", "--admin", urls[1])
+    shown = hps_command("lookup", "clicks", "items", "0x5", "700", "--explain", "--server", urls[1])
     titles, first, _ = shown.out.splitlines()
     assert titles.split() == ["key", "from", "age", "vector"]
     assert first.split()[0] == "5"
@@ -326,7 +326,7 @@ def test_many_keys_are_looked_up_in_several_calls(
     urls: tuple[str, str], hps_command: Command
 ) -> None:
     keys = [str(2**64 - 1 - i) for i in range(450)]
-    done = hps_command("lookup", "clicks", "items", *keys, "-o", "json", "--admin", urls[1])
+    done = hps_command("lookup", "clicks", "items", *keys, "-o", "json", "--server", urls[1])
     assert [row["key"] for row in done.json["rows"]] == [int(key) for key in keys]
     assert [row["found"] for row in done.json["rows"]] == [i < 50 for i in range(450)]
 
@@ -343,7 +343,7 @@ def test_many_keys_are_looked_up_in_several_calls(
 def test_lookup_mistakes(
     words: list[str], says: str, config: Path, urls: tuple[str, str], hps_command: Command
 ) -> None:
-    for way in (["--admin", urls[1]], ["--config", config]):
+    for way in (["--server", urls[1]], ["--config", config]):
         done = hps_command("lookup", *words, *way)
         assert done.code == 2
         assert done.err.count("\n") == 1
@@ -351,7 +351,7 @@ def test_lookup_mistakes(
 
 
 def test_tables(config: Path, urls: tuple[str, str], hps_command: Command) -> None:
-    for way in (["--admin", urls[1]], ["--config", config]):
+    for way in (["--server", urls[1]], ["--config", config]):
         done = hps_command("tables", "-o", "json", *way)
         found = {(t["model"], t["table"]): t for t in done.json}
         assert {key: t["rows"] for key, t in found.items()} == {
@@ -365,25 +365,25 @@ def test_tables(config: Path, urls: tuple[str, str], hps_command: Command) -> No
         wrong = hps_command("tables", "none", *way)
         assert wrong.code == 2
         assert "there is clicks, words" in wrong.err
-    assert "1,000" in hps_command("tables", "--admin", urls[1]).out
+    assert "1,000" in hps_command("tables", "--server", urls[1]).out
 
 
 def test_status_counts_what_was_answered(urls: tuple[str, str], hps_command: Command) -> None:
     def answered() -> dict[str, int]:
-        return hps_command("status", "-o", "json", "--admin", urls[1]).json["keys_by_tier"]
+        return hps_command("status", "-o", "json", "--server", urls[1]).json["keys_by_tier"]
 
     before = answered()
     hps_command("predict", "words", "--input", "word=1,2,-4,-5", "--server", urls[0])
     after = answered()
     assert after["default"] - before.get("default", 0) == 2
     assert sum(after.values()) - sum(before.values()) == 4
-    shown = hps_command("status", "--admin", urls[1]).out
+    shown = hps_command("status", "--server", urls[1]).out
     for word in ("clicks", "words", "rocksdb", "p99 below", "infer"):
         assert word in shown
 
 
 def test_the_wrong_port_is_told(urls: tuple[str, str], hps_command: Command) -> None:
-    done = hps_command("status", "--admin", urls[0])
+    done = hps_command("status", "--server", urls[0])
     assert done.code == 2
     assert "is it the admin address?" in done.err
 
@@ -575,7 +575,7 @@ def test_a_server_that_asks_for_keys(
         assert refused.code == 1
         assert "HPS_API_KEY" in refused.err
         assert hps_command(*ask, "--api-key", secret).code == 0
-        assert hps_command("status", "--admin", admin).code == 1
+        assert hps_command("status", "--server", admin).code == 1
         check = [
             f"--set=server.{name}.port={url.rpartition(':')[2]}"
             for name, url in ready["endpoints"].items()
@@ -583,8 +583,8 @@ def test_a_server_that_asks_for_keys(
         told = hps_command("doctor", "--config", config, *check, "-o", "json").json
         assert {c["name"]: c["verdict"] for c in told}["http port"] == "WARN"
         monkeypatch.setenv("HPS_API_KEY", secret)
-        assert hps_command("status", "--admin", admin).code == 0
-        assert hps_command("lookup", "words", "words", "1", "--admin", admin).code == 0
+        assert hps_command("status", "--server", admin).code == 0
+        assert hps_command("lookup", "words", "words", "1", "--server", admin).code == 0
         told = hps_command("doctor", "--config", config, *check, "-o", "json").json
         assert {c["name"]: c["verdict"] for c in told}["http port"] == "OK"
 

@@ -239,7 +239,7 @@ def test_the_admin_port(fleet, processes):
     until(lambda: process.counted("hps_table_rows") == KEYS // 2)
     assert process.ask(f"/v2/models/{fleet.model}/infer", {}, ADMIN)[0] == 404, "serves no lookups"
     said = [
-        CliRunner().invoke(app, [*command, "--admin", process.admin, "--api-key", ADMIN])
+        CliRunner().invoke(app, [*command, "--server", process.admin, "--api-key", ADMIN])
         for command in (["status"], ["updates", "status"], ["tables"])
     ]
     assert [each.exit_code for each in said] == [0, 0, 0], [each.output for each in said]
@@ -251,7 +251,7 @@ def test_operators_steer_it_from_the_command_line(fleet, processes):
     process = processes()
 
     def cli(*command: str) -> list[dict]:
-        given = ["updates", *command, "--admin", process.admin, "--output", "json"]
+        given = ["updates", *command, "--server", process.admin, "--output", "json"]
         result = CliRunner().invoke(app, given)
         assert result.exit_code == 0, result.output
         return json.loads(result.stdout)
@@ -276,7 +276,7 @@ def test_operators_steer_it_from_the_command_line(fleet, processes):
     until(lambda: cli("status")[0]["tables"][0]["age_s"] == 0)
     cli("seek", fleet.topic, "0", "0")
     until(lambda: applied() == 2)
-    shown = CliRunner().invoke(app, ["updates", "status", "--admin", process.admin])
+    shown = CliRunner().invoke(app, ["updates", "status", "--server", process.admin])
     assert f"{fleet.model}/{TABLE}" in shown.output
     assert "0.0 s" in shown.output
     # The file is the nodes' own, too: of what is theirs alone, it needs nothing.
@@ -292,7 +292,7 @@ def test_operators_steer_it_from_the_command_line(fleet, processes):
     assert "served by hps" in found["admin port"]["found"]
     assert "this server" in found
     assert [name for name in found if name.startswith("group ")] == [f"group {fleet.model}"]
-    away = ["updates", "pause", "--group", "others", "--admin", process.admin]
+    away = ["updates", "pause", "--group", "others", "--server", process.admin]
     assert CliRunner().invoke(app, away).exit_code != 0
 
 

@@ -30,7 +30,7 @@ def paths(found: Any) -> set[tuple[str, ...]]:
 
 def test_each_part_of_a_prediction_is_told(small_server: Hps) -> None:
     url = f"http://{small_server.admin}"
-    found = profiled(url, "clicks", "--batch", 4, "--rows", 50)
+    found = profiled("clicks", "--server", url, "--batch", 4, "--rows", 50)
     assert paths(found) >= {
         ("parse",),
         ("lookup",),
@@ -48,14 +48,14 @@ def test_each_part_of_a_prediction_is_told(small_server: Hps) -> None:
         10,
     )
     assert found["round_trip_p50_us"] > 0
-    shown = CliRunner().invoke(app, ["profile", url, "clicks", *FEW]).stdout
+    shown = CliRunner().invoke(app, ["profile", "clicks", "--server", url, *FEW]).stdout
     assert "serialise" in shown
     assert "Without a profile" in shown
 
 
 def test_a_request_over_grpc_is_read_and_written_as_such(small_server: Hps) -> None:
     url = f"http://{small_server.admin}"
-    found = profiled(url, "clicks", "--batch", 4, "--rows", 50, "--protocol", "grpc")
+    found = profiled("clicks", "--server", url, "--batch", 4, "--rows", 50, "--protocol", "grpc")
     assert paths(found) >= {("parse",), ("lookup",), ("dense",), ("serialise",)}
     top = [part["mean_us"] for part in found["parts"] if len(part["path"]) == 1]
     assert sum(top) == pytest.approx(found["mean_us"], rel=1e-6)
@@ -74,7 +74,15 @@ def test_a_request_over_grpc_is_read_and_written_as_such(small_server: Hps) -> N
 
 def test_keys_that_memory_lacks_are_asked_of_the_stores(small_server: Hps) -> None:
     """No store has them either, so they stay so."""
-    where = f"http://{small_server.admin}", "words", "--rows", 1 << 40, "--keys", "uniform"
+    where = (
+        "words",
+        "--server",
+        f"http://{small_server.admin}",
+        "--rows",
+        1 << 40,
+        "--keys",
+        "uniform",
+    )
     found = profiled(*where)
     assert paths(found) >= {
         ("lookup", "dedup"),
@@ -95,8 +103,8 @@ def test_the_node_of_a_configuration_is_profiled_in_this_process(
     }
     file = tmp_path / "config.yaml"
     file.write_text(json.dumps(settings))
-    profiled(file, "clicks", "--protocol", "grpc")
-    found = profiled(file, "clicks", "--repository", small_repository)
+    profiled("clicks", "--config", file, "--protocol", "grpc")
+    found = profiled("clicks", "--config", file, "--repository", small_repository)
     assert paths(found) >= {("parse",), ("lookup", "memory"), ("dense",), ("serialise",)}
     assert found["round_trip_p50_us"] is None
     assert found["about"]["defaulted"] == 0
@@ -105,12 +113,13 @@ def test_the_node_of_a_configuration_is_profiled_in_this_process(
 def test_what_cannot_be_profiled_is_one_line(small_server: Hps) -> None:
     admin = f"http://{small_server.admin}"
     for words, code, says in (
-        ([f"http://{small_server.address}", "clicks"], 2, "is it the admin address?"),
-        ([admin, "none"], 2, "'none' is not found"),
-        ([admin], 2, "name the model"),
-        ([admin, "clicks", "--set", "a=b"], 2, "give its file"),
-        ([admin, "clicks", "--batch", "65"], 1, "65"),
-        (["none.yaml", "clicks"], 2, "none.yaml"),
+        (["clicks", "-s", f"http://{small_server.address}"], 2, "is it the admin address?"),
+        (["none", "-s", admin], 2, "'none' is not found"),
+        (["-s", admin], 2, "name the model"),
+        (["clicks", "-s", admin, "--set", "a=b"], 2, "give --config FILE"),
+        (["clicks", "-s", admin, "--batch", "65"], 1, "65"),
+        (["clicks", "--config", "none.yaml"], 2, "none.yaml"),
+        (["clicks", "words", "-s", admin], 2, "give one model"),
     ):
         done = CliRunner().invoke(app, ["profile", *words])
         assert (done.exit_code, says in done.stderr) == (code, True), (words, done.output)
@@ -125,5 +134,5 @@ def test_other_requests_are_not_looked_at(small_server: Hps) -> None:
             return sum(s.value for s in admin.metrics() if s.name == name)
 
     before = answered()
-    profiled(f"http://{small_server.admin}", "words", "--rows", 50)
+    profiled("words", "--server", f"http://{small_server.admin}", "--rows", 50)
     assert answered() - before == 12, "those without a profile, to compare with"

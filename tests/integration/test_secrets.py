@@ -154,7 +154,7 @@ def test_doctor_and_others_tell_none(server: Hps, run: Commands) -> None:
         ("doctor", "--config", config),
         ("config", "validate", config),
         ("store", "ls", "--config", config, "--tier", "redis"),
-        ("status", "--admin", f"http://{server.admin}", "--api-key", f"{MARK}-wrong"),
+        ("status", "--server", f"http://{server.admin}", "--api-key", f"{MARK}-wrong"),
         ("updates", "dlq", "list", "--config", config),
     ):
         said = run.run(*words)

@@ -30,7 +30,9 @@ def test_one_look_tells_of_those_that_are_there_and_of_those_that_are_not(
     small_server: Hps,
 ) -> None:
     url = f"http://{small_server.admin}"
-    result = CliRunner().invoke(app, ["top", url, NOBODY, "--interval", "0.1", "--json"])
+    result = CliRunner().invoke(
+        app, ["top", "--server", url, "-s", NOBODY, "--interval", "0.1", "--json"]
+    )
     assert result.exit_code == 1
     there, away = json.loads(result.stdout)
     assert (there["server"], there["state"], there["problem"]) == (url, "ready", "")
@@ -38,7 +40,7 @@ def test_one_look_tells_of_those_that_are_there_and_of_those_that_are_not(
     assert {tier["tier"] for tier in there["tiers"]} >= {"cpu", "rocksdb"}
     assert away["state"] == "away"
     assert "nothing listens" in away["problem"]
-    shown = CliRunner().invoke(app, ["top", url, "--interval", "0.1", "--once"])
+    shown = CliRunner().invoke(app, ["top", "--server", url, "--interval", "0.1", "--once"])
     assert shown.exit_code == 0
     assert url in shown.stdout
 
@@ -46,7 +48,7 @@ def test_one_look_tells_of_those_that_are_there_and_of_those_that_are_not(
 def test_live_it_shows_requests_as_they_come_until_q(small_server: Hps) -> None:
     """On a terminal of its own."""
     ours, theirs = pty.openpty()
-    words = [f"http://{small_server.admin}", NOBODY, "--interval", "0.2"]
+    words = ["-s", f"http://{small_server.admin}", "-s", NOBODY, "--interval", "0.2"]
     command = [sys.executable, "-m", "hps.cli.main", "top", *words]
     size = {"COLUMNS": "200", "LINES": "50", "TERM": "xterm"}
     with subprocess.Popen(
@@ -89,7 +91,7 @@ def test_what_has_no_metrics_of_ours_is_not_taken_for_ready() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Other) as server:
         threading.Thread(target=server.serve_forever).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        done = CliRunner().invoke(app, ["top", url, "--interval", "0.1", "--json"])
+        done = CliRunner().invoke(app, ["top", "--server", url, "--interval", "0.1", "--json"])
         server.shutdown()
     (found,) = json.loads(done.stdout)
     assert (done.exit_code, found["state"]) == (1, "away")
@@ -142,7 +144,7 @@ def test_a_terminal_that_cannot_be_drawn_over_gets_one_look_below_the_other(
     small_server: Hps,
 ) -> None:
     ours, theirs = pty.openpty()
-    words = [f"http://{small_server.admin}", "--interval", "0.1"]
+    words = ["--server", f"http://{small_server.admin}", "--interval", "0.1"]
     command = [sys.executable, "-m", "hps.cli.main", "top", *words]
     size = {"COLUMNS": "200", "LINES": "50", "TERM": "dumb"}
     with subprocess.Popen(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hps.cli.options import HTTP, ApiKeyOption, TlsOption, former_target, tls_of
 from hps.cli.output import warn
-from hps.cli.targets import ApiKeyOption, TlsOption, tls_of
 from hps.errors import ConfigError, HpsError
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ app = typer.Typer(add_completion=False)
 
 EXAMPLES = """\b
 Examples:
-  hps bench http://127.0.0.1:8000 ctr --batch 64
-  hps bench grpc://127.0.0.1:8001 ctr --rate 2000 --json before.json
-  hps bench http://127.0.0.1:8000 ctr --requests requests.npz --concurrency 16
+  hps bench ctr --batch 64
+  hps bench ctr --server grpc://127.0.0.1:8001 --rate 2000 --json before.json
+  hps bench ctr --requests requests.npz --concurrency 16
   hps bench --compare before.json after.json
 """
 CALLERS, MOST_DUE = 8, 256
@@ -41,11 +41,19 @@ class Arrivals(StrEnum):
 
 @app.command(epilog=EXAMPLES)
 def bench(
-    url: Annotated[
-        str | None, typer.Argument(help="http://host:port or grpc://host:port.", show_default=False)
-    ] = None,
     model: Annotated[
         str | None, typer.Argument(help="The model to ask; needed where there are several.")
+    ] = None,
+    second: Annotated[str | None, typer.Argument(hidden=True)] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            "--server",
+            "-s",
+            metavar="URL",
+            help="http://host:port or grpc://host:port.",
+            show_default=HTTP,
+        ),
     ] = None,
     duration: Annotated[
         float, typer.Option(min=0.01, max=_DAY, help="Seconds that are measured.")
@@ -120,15 +128,13 @@ def bench(
     """
     from hps.cli.bench.shown import show, show_comparison
 
+    former, model = former_target(model, second)
     if compare is not None:
-        if url is not None:
-            raise ConfigError("--compare reads two files; leave the address out")
+        if server or former or model:
+            raise ConfigError("--compare reads two files; leave the server and the model out")
         show_comparison(*compare)
         return
-    if url is None:
-        raise ConfigError(
-            "give the server's address, as http://127.0.0.1:8000, or --compare two files"
-        )
+    url = server or former or HTTP
     if requests is not None and repository is not None:
         raise ConfigError("give --requests or --repository, not both")
     from hps.cli.bench.load import Recipe
@@ -213,7 +219,7 @@ def _only(client: Client) -> str:
     main = [name for name in names if not name.endswith(".lookup")] or names
     if len(main) != 1:
         there = ", ".join(names) or "none at all"
-        raise ConfigError(f"name the model after the address; the server has {there}")
+        raise ConfigError(f"name the model: hps bench MODEL; the server has {there}")
     return main[0]
 
 

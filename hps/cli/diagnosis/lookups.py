@@ -52,7 +52,7 @@ def _node(target: Target) -> Check:
         )
         return Check(name, "OK", f"serves {served}" if served else "ready, without a model")
     if target.standing == "not ready":
-        return Check(name, "WARN", target.problem, "wait, or see its log and hps status --admin")
+        return Check(name, "WARN", target.problem, "wait, or see its log and hps status")
     mend = "start it, or correct lookup.nodes, lookup.tls, lookup.api_key_file"
     return Check(name, "FAIL", target.problem, mend)
 

@@ -133,7 +133,7 @@ def _lag(group: str, found: GroupView, begins: dict[Place, int], ends: dict[Plac
     if not found.members and lag:
         return Check(name, "WARN", f"nobody reads; {reads}", "start the servers of this group")
     if lag > LAG_WARN:
-        mend = "see hps updates status --admin: is a store slow, a reader paused?"
+        mend = "see hps updates status: is a store slow, a reader paused?"
         return Check(name, "WARN", reads, mend)
     return Check(name, "OK", reads)
 

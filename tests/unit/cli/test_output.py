@@ -105,7 +105,7 @@ def test_an_error_is_one_line_on_stderr() -> None:
         (["bench", "--rate", "many"], "hps bench: Invalid value for '--rate'"),
         (["bench", "--duration", "inf"], "hps bench: Invalid value for '--duration'"),
         (["top", "--interval", "nan"], "hps top: Invalid value for '--interval'"),
-        (["conformance"], "hps conformance: Missing argument"),
+        (["predict"], "hps predict: Missing argument"),
         (["model", "impotr"], "hps model: No such command 'impotr'"),
         (["--nothing"], "hps: No such option: --nothing; hps --help"),
     ],
@@ -129,15 +129,6 @@ def test_every_mistake_of_a_configuration_has_its_line(tmp_path: Path) -> None:
     ]
     result = run(app, ["doctor", "--config", str(path), "--output", "json"])
     assert [c["found"].startswith(str(path)) for c in json.loads(result.stdout)[-2:]] == [True] * 2
-
-
-@pytest.mark.parametrize("words", [["tables"], ["status"], ["lookup", "m", "t", "1"]])
-def test_commands_of_the_admin_address_say_so(words: list[str]) -> None:
-    for flag in ("--server", "-s"):
-        result = run(app, [*words, flag, "http://127.0.0.1:1"])
-        assert result.exit_code == 2
-        assert "give --admin URL instead of --server" in result.stderr
-    assert "--server" not in run(app, [words[0], "--help"]).stdout
 
 
 def test_json_output(capsys: pytest.CaptureFixture[str]) -> None:

@@ -237,16 +237,16 @@ def test_commands(known, certificates):
         ["updates", "status"],
     ]
     for words in ways:
-        done = hps(*words, "--admin", known)
+        done = hps(*words, "--server", known)
         assert (done.exit_code, bool(json.loads(done.stdout))) == (0, words[0] != "updates")
-    done = hps("status", "--admin", known, who="front")
+    done = hps("status", "--server", known, who="front")
     assert (done.exit_code, "certificate of 'front' has role read" in done.stderr) == (1, True)
     predict = "predict", "words", "--json", '{"left": [1], "right": [2]}', "--server", known
     done = hps(*predict, who="front")
     assert json.loads(done.stdout)["outputs"]["left"][0][0] == 1.0
     done = hps("doctor", "-s", known)
     assert {c["name"]: c["verdict"] for c in json.loads(done.stdout)}["server"] == "OK"
-    done = CliRunner().invoke(app, ["status", "--admin", known, "--tls", "ca.pem"])
+    done = CliRunner().invoke(app, ["status", "--server", known, "--tls", "ca.pem"])
     assert (done.exit_code, "must look like ca=FILE" in done.stderr) == (2, True)
 
 

@@ -1,0 +1,144 @@
+"""Options that several commands share: the server to ask, its key and certificates, a configuration file.
+
+Every command that asks a server takes its address from ``--server``. Former spellings still work, hidden
+and with a warning: ``--admin URL``, and an address in place of an argument. This module imports no NumPy,
+so that commands start fast.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hps.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hps.client import Admin, Tls
+    from hps.node import Node
+
+HTTP, ADMIN = "http://127.0.0.1:8000", "http://127.0.0.1:8002"
+_FORMER = "hps.cli.options.former_admin"
+# No name of a model, of ours or of another server, looks like this.
+_TARGET = re.compile(r"://|:\d+$|\.(ya?ml|json)$")
+
+
+def _server(context: typer.Context, value: str | None) -> str | None:
+    """The address of ``--server``, or the one that ``--admin`` gave."""
+    return str(context.meta[_FORMER]) if _FORMER in context.meta else value
+
+
+def _former_admin(context: typer.Context, value: str | None) -> None:
+    if value is not None:
+        _deprecated("--admin URL")
+        context.meta[_FORMER] = value
+
+
+def _deprecated(form: str) -> None:
+    from hps.cli.output import warn
+
+    warn(f"{form} is deprecated; give --server URL instead")
+
+
+_FLAGS = ("--server", "-s")
+ServerOption = Annotated[
+    str, typer.Option(*_FLAGS, metavar="URL", help="The server's address for requests.")
+]
+AdminOption = Annotated[
+    str,
+    typer.Option(*_FLAGS, metavar="URL", help="The server's admin address.", callback=_server),
+]
+SomeAdminOption = Annotated[
+    str | None,
+    typer.Option(*_FLAGS, metavar="URL", help="A running node's admin address.", callback=_server),
+]
+FormerAdminOption = Annotated[
+    str | None, typer.Option("--admin", "-a", hidden=True, callback=_former_admin)
+]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", metavar="FILE", help="Open this configuration here, no server."),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of --config; repeatable."),
+]
+ApiKeyOption = Annotated[
+    str | None,
+    typer.Option("--api-key", envvar="HPS_API_KEY", help="Key for a server that asks for one."),
+]
+TlsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tls",
+        envvar="HPS_TLS",
+        metavar="ca=FILE,certificate=FILE,key=FILE",
+        help="For https: roots to trust, and what is shown to the server.",
+    ),
+]
+
+
+def former_target(first: str | None, second: str | None) -> tuple[str | None, str | None]:
+    """Arguments of ``hps bench`` and ``hps profile`` as target and model: ``[MODEL]``, or formerly
+    ``URL|FILE [MODEL]``."""
+    if first is None or not _TARGET.search(first):
+        if second is not None:
+            raise ConfigError(f"give one model; {second!r} is one too many")
+        return None, first
+    _deprecated(f"the argument {first}")
+    return first, second
+
+
+def former_urls(servers: list[str] | None, urls: list[str] | None) -> list[str]:
+    """Addresses of ``--server``, and those that were formerly arguments."""
+    if urls:
+        _deprecated(f"the argument {urls[0]}")
+    return [*(servers or ()), *(urls or ())]
+
+
+def open_admin(url: str, api_key: str | None, tls: str | None, *, timeout_s: float = 30.0) -> Admin:
+    """A client of the admin port at ``url``."""
+    from hps.client import Admin
+
+    return Admin(url, api_key=api_key, tls=tls_of(tls), timeout_s=timeout_s)
+
+
+def tls_of(given: str | None) -> Tls | None:
+    """What ``--tls`` says; each of its parts may be left out."""
+    if not given:
+        return None
+    from hps.client import Tls
+
+    files = dict(part.partition("=")[::2] for part in given.split(","))
+    if not all(files.values()) or not files.keys() <= {"ca", "certificate", "key"}:
+        raise ConfigError(
+            f"--tls is {given!r}; it must look like ca=FILE,certificate=FILE,key=FILE"
+        )
+    return Tls(files.get("ca"), files.get("certificate"), files.get("key"))
+
+
+def refuse_overrides(overrides: list[str] | None) -> None:
+    if overrides:
+        raise ConfigError("--set changes a configuration; give --config FILE with it")
+
+
+@contextmanager
+def open_here(config: Path, overrides: list[str] | None) -> Iterator[Node]:
+    """The node of a configuration file, opened in this process and closed at the end."""
+    from hps.build import open_node
+    from hps.cli.output import warn
+    from hps.cli.progress import ConsoleProgress
+    from hps.config import load_config
+
+    configuration = load_config(config, overrides or ())
+    for warning in configuration.warnings:
+        warn(warning)
+    node = open_node(configuration, ConsoleProgress())
+    try:
+        yield node
+    finally:
+        node.close()

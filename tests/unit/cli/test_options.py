@@ -1,0 +1,85 @@
+"""Every command that asks a server takes its address from --server; former spellings still work."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from hps.cli.main import app
+from hps.cli.options import former_target, former_urls
+from hps.errors import ConfigError
+
+NOWHERE = "http://127.0.0.1:1"
+ADMIN_COMMANDS = [
+    ["tables"],
+    ["status"],
+    ["hotkeys"],
+    ["lookup", "m", "t", "1"],
+    ["updates", "status"],
+    ["updates", "pause"],
+    ["updates", "resume"],
+    ["updates", "seek", "t", "0", "0"],
+    ["store", "checkpoint"],
+]
+OTHERS = [["predict", "m", "--json", "{}"], ["bench", "m"], ["profile", "m"], ["conformance"]]
+
+
+def run(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, [*words])
+    return done.exit_code, done.stderr
+
+
+@pytest.mark.parametrize("flag", ["--server", "-s"])
+@pytest.mark.parametrize("words", [*ADMIN_COMMANDS, *OTHERS], ids=" ".join)
+def test_a_command_asks_the_server_it_is_given(words: list[str], flag: str) -> None:
+    code, said = run(*words, flag, NOWHERE)
+    assert (code, NOWHERE.removeprefix("http://") in said) == (1, True), said
+    assert "deprecated" not in said
+
+
+@pytest.mark.parametrize("flag", ["--admin", "-a"])
+@pytest.mark.parametrize("words", ADMIN_COMMANDS, ids=" ".join)
+def test_the_former_option_works_with_a_warning(words: list[str], flag: str) -> None:
+    code, said = run(*words, flag, NOWHERE)
+    assert (code, NOWHERE in said) == (1, True), said
+    assert "warning: --admin URL is deprecated; give --server URL instead" in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["top", NOWHERE, "--once", "--interval", "0.1"],
+        ["bench", NOWHERE, "m"],
+        ["profile", NOWHERE, "m"],
+        ["conformance", NOWHERE],
+    ],
+    ids=lambda words: words[0],
+)
+def test_an_address_as_an_argument_works_with_a_warning(words: list[str]) -> None:
+    code, said = run(*words)
+    assert code == 1
+    assert f"the argument {NOWHERE} is deprecated; give --server URL instead" in said
+
+
+@pytest.mark.parametrize("words", [*ADMIN_COMMANDS, *OTHERS, ["top"], ["doctor"]], ids=" ".join)
+def test_help_shows_the_one_way(words: list[str]) -> None:
+    names = words[:2] if words[0] in ("updates", "store") else words[:1]
+    shown = CliRunner().invoke(app, [*names, "--help"]).stdout
+    assert "--server" in shown
+    assert "--admin" not in shown
+    assert "[SECOND]" not in shown
+    assert "[URLS]" not in shown
+
+
+def test_a_first_argument_that_looks_like_an_address_or_a_file_is_a_target() -> None:
+    assert former_target(None, None) == (None, None)
+    assert former_target("clicks.lookup", None) == (None, "clicks.lookup")
+    assert former_target("localhost:8000", "m") == ("localhost:8000", "m")
+    assert former_target("config.yaml", None) == ("config.yaml", None)
+    with pytest.raises(ConfigError, match="give one model"):
+        former_target("m", "n")
+
+
+def test_addresses_of_both_spellings_are_joined() -> None:
+    assert former_urls(None, None) == []
+    assert former_urls(["a"], ["b"]) == ["a", "b"]
