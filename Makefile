@@ -11,14 +11,16 @@ NATIVE_SOURCES := pyproject.toml $(shell find hps/native -name '*.?pp' -o -name 
 help:
 	@sed -n 's/^# //p' Makefile | head -3
 
-# Locked dependencies first, then this package on top (editable, so sources act at once).
+# Locked dependencies first, then this package on top (editable, so sources act at once). Bytecode is compiled now:
+# where Python may not write it, as with PYTHONDONTWRITEBYTECODE, each start of a command would compile for up to 1 s.
 $(VENV)/.installed-runtime: requirements/runtime.txt $(NATIVE_SOURCES)
 	@tools/prepare $(PYTHON)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing locked dependencies and building the native core …"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements/build.txt
-	@$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/runtime.txt
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes --compile-bytecode -r requirements/runtime.txt
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-build-isolation --no-deps --editable .
+	@$(BIN)/python -m compileall -q hps services
 	@$(BIN)/python -c 'import hps.native as n; n.COMPILED or print("No C++ compiler or Python headers: running on the NumPy twins, slower. On Debian and Ubuntu: apt-get install g++ python3-dev, then make clean setup")'
 	@touch $@
 

@@ -142,6 +142,14 @@ def exit_code(error: HpsError) -> int:
     return FAILED if begun else USAGE
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        from hps import __version__
+
+        typer.echo(f"hps {__version__}")
+        raise typer.Exit()
+
+
 app = typer.Typer(
     cls=LazyCommands,
     no_args_is_help=True,
@@ -157,6 +165,9 @@ app = typer.Typer(
 )
 def hps(
     debug: bool = typer.Option(False, "--debug", help="Show Python's traceback of an error."),
+    version: bool = typer.Option(
+        False, "--version", is_eager=True, callback=_version, help="Print the version and exit."
+    ),
 ) -> None:
     """Serve embedding tables larger than a GPU, at low latency."""
 

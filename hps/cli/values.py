@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from hps.cli.output import Number, age
 from hps.errors import ConfigError
-from hps.types import EmbeddingTable, KeyArray, VectorArray, make_version, version_unix_ms
+
+if TYPE_CHECKING:
+    from hps.types import EmbeddingTable, KeyArray, VectorArray
 
 SHOWN_VALUES = 8
 # Versions of files that tell no time lie far in the past.
@@ -38,6 +38,8 @@ def parse_vector(text: str, table: EmbeddingTable) -> VectorArray:
         raise ConfigError(
             f"--vector has {len(values)} values, table {table.id} has dim {table.dim}"
         )
+    import numpy as np
+
     with np.errstate(over="ignore"):
         row = np.array([values], table.dtype)
     if not np.isfinite(row).all():
@@ -59,6 +61,8 @@ def parse_version(text: str) -> int:
 
 
 def _version_at(time: datetime) -> int:
+    from hps.types import make_version
+
     known = time if time.tzinfo else time.replace(tzinfo=UTC)
     return make_version(round(known.timestamp() * 1000))
 
@@ -70,6 +74,8 @@ def as_typed(text: str) -> int:
 
 def key_array(table: EmbeddingTable, keys: list[int]) -> KeyArray:
     """Distinct, in the order given, as the table knows them."""
+    import numpy as np
+
     return table.narrow(np.array(list(dict.fromkeys(keys)), np.int64))
 
 
@@ -82,6 +88,8 @@ def shown_vector(vector: Any) -> str:
 
 def shown_age(version: int) -> Number:
     """The time since a row was written, where its version tells."""
+    from hps.types import version_unix_ms
+
     unix_ms = version_unix_ms(version)
     if unix_ms < DATED_SINCE_MS:
         return Number("-")
