@@ -96,9 +96,11 @@ def print_table(
     *,
     title: str = "",
     styles: Mapping[str, str] | None = None,
+    optional: Sequence[str] = (),
 ) -> None:
-    """Aligned columns; numbers to the right. ``styles``: cell text -> rich style (terminals only)."""
-    console().print(table_of(columns, rows, title=title, styles=styles))
+    """Aligned columns; numbers to the right. ``styles``: cell text -> rich style (terminals only);
+    ``optional``: columns that a narrow terminal does without, the first one first."""
+    console().print(table_of(columns, rows, title=title, styles=styles, optional=optional))
 
 
 def table_of(
@@ -107,21 +109,38 @@ def table_of(
     *,
     title: str = "",
     styles: Mapping[str, str] | None = None,
+    optional: Sequence[str] = (),
 ) -> Table:
     """What `print_table` prints."""
     from rich.table import Table
     from rich.text import Text
 
-    cells = [list(row) for row in rows]
+    columns, cells = _fitting(columns, [list(row) for row in rows], optional)
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
     table.show_header = any(columns)
     for i, name in enumerate(columns):
         numeric = bool(cells) and all(isinstance(row[i], int | float | Number) for row in cells)
-        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+        justify: Any = "right" if numeric else "left"
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=numeric)
     for row in cells:
         texts = ["" if cell is None else str(cell) for cell in row]
         table.add_row(*(Text(t, style=(styles or {}).get(t, "")) for t in texts))
     return table
+
+
+def _fitting(
+    columns: Sequence[str], rows: list[list[Any]], optional: Sequence[str]
+) -> tuple[Sequence[str], list[list[Any]]]:
+    """The table without as many of its ``optional`` columns as it takes to fit the terminal."""
+    from rich.cells import cell_len
+
+    width, kept = console().width, list(range(len(columns)))
+    for name in optional:
+        widest = [max(cell_len(str(row[i])) for row in (columns, *rows)) for i in kept]
+        if sum(widest) + 2 * (len(kept) - 1) <= width:
+            break
+        kept = [i for i in kept if columns[i] != name]
+    return [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
 def say(text: str = "", style: str = "") -> None:

@@ -119,6 +119,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             )
             for row in rows
         ],
+        optional=("dtype", "on a miss", "vectors", "version"),
     )
 
 

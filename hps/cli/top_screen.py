@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hps.cli.output import Number, age, console, count, table_of
+from hps.cli.output import Number, age, count, table_of
 
 _STYLES = {"ready": "green", "not ready": "yellow", "away": "bold red"}
 _SERVER = (
@@ -27,18 +27,17 @@ def screen(told: Sequence[Mapping[str, Any]]) -> Any:
     from rich.text import Text
 
     there = [each for each in told if each["state"] != "away"]
-    width = console().width
     several = len(told) > 1
 
     def part(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
         """Of one server among several, which the last column names."""
         if not several:
             columns, rows = columns[:-1], [row[:-1] for row in rows]
-        return table_of(*_fitting(columns, rows, width))
+        return table_of(columns, rows, optional=_LEFT_OUT)
 
     nodes = [(*_node_row(row), each["server"]) for each in there for row in each["lookup_nodes"]]
     parts: list[Any] = [
-        table_of(*_fitting(_SERVER, [_server_row(each) for each in told], width), styles=_STYLES),
+        table_of(_SERVER, [_server_row(each) for each in told], styles=_STYLES, optional=_LEFT_OUT),
         *(Text(f"{each['server']}: {each['problem']}", "red") for each in told if each["problem"]),
         Text(),
         part(
@@ -60,22 +59,6 @@ def screen(told: Sequence[Mapping[str, Any]]) -> Any:
         columns = ("lookup node", "state", "req/s", "err/s", "running", "retries/s", "server")
         parts += [Text(), part(columns, nodes)]
     return Group(*parts)
-
-
-def _fitting(
-    columns: Sequence[str], rows: Sequence[Sequence[Any]], width: int
-) -> tuple[list[str], list[list[Any]]]:
-    """What fits into ``width``, as far as it can be done without."""
-    kept = list(range(len(columns)))
-
-    def needed() -> int:
-        return sum(max(len(str(row[i])) for row in (columns, *rows)) + 2 for i in kept) - 2
-
-    for name in _LEFT_OUT:
-        if needed() <= width:
-            break
-        kept = [i for i in kept if columns[i] != name]
-    return [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
 def _server_row(told: Mapping[str, Any]) -> tuple[Any, ...]:

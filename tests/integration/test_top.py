@@ -19,7 +19,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks.peers.hps_server import Hps
-from hps.cli import top_screen
+from hps.cli import output, top_screen
 from hps.cli.main import app
 from hps.client import Client
 
@@ -131,7 +131,7 @@ def test_a_narrow_terminal_has_fewer_columns_and_no_line_is_broken(width: int) -
     }
     wide = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(top_screen, "console", lambda: wide)
+        patch.setattr(output, "console", lambda: wide)
         wide.print(top_screen.screen([told]))
     lines = wide.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) == 11, lines

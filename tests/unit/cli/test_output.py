@@ -7,14 +7,16 @@ import json
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from hps.cli import main, output, progress
+from hps.cli import main, output, progress, tables
 from hps.cli.main import COMMANDS, app, exit_code
 from hps.cli.progress import ConsoleProgress
 from hps.errors import BadRequest, ConfigError, ModelError, NotFound, TierError, Unavailable
@@ -145,6 +147,49 @@ def test_tables_are_never_folded_or_coloured_in_a_pipe(capsys: pytest.CaptureFix
     assert [len(line.rstrip()) for line in lines[1:]] == [len(lines[1].rstrip())] * 2
     assert lines[2].rstrip().endswith("12,345")
     assert "\x1b" not in "".join(lines)
+
+
+def printed(width: int, print_it: Callable[[], None]) -> list[str]:
+    """The lines on a terminal of ``width`` columns."""
+    console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output, "console", lambda: console)
+        print_it()
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (80, ["table", "bytes", "kind", "state"]),
+        (60, ["table", "bytes", "kind"]),
+        (40, ["table", "bytes"]),
+    ],
+)
+def test_a_narrow_terminal_gets_fewer_optional_columns(width: int, shown: list[str]) -> None:
+    rows = [("t" * 20, output.size(1_234), "x" * 20, "y" * 20)] * 2
+    columns = ("table", "bytes", "kind", "state")
+    lines = printed(width, lambda: output.print_table(columns, rows, optional=("state", "kind")))
+    assert lines[0].split() == shown
+    assert len(lines) == 3
+
+
+def test_a_number_is_not_split_over_lines() -> None:
+    rows = [("x" * 40, output.Number("1,537 (203.2 kB)"))]
+    lines = printed(30, lambda: output.print_table(("name", "rows"), rows))
+    assert "1,537 (203.2 kB)" in lines[1]
+    assert max(map(len, lines)) <= 30
+
+
+def test_tables_with_a_shared_tier_fit_80_columns() -> None:
+    row = {
+        "model": "ctr", "version": 12, "table": "description", "dim": 128, "dtype": "float32",
+        "rows": 123_456_789, "bytes": 234_567_890_123, "cached_rows": 123_456_789,
+        "shared": {"redis": {"rows": 12_345_678, "bytes": 123_456_789}}, "miss_policy": "wait",
+    }  # fmt: skip
+    lines = printed(80, lambda: tables.show([row, row]))
+    assert len(lines) == 3, lines
+    assert "12,345,678 (123.5 MB)" in lines[1]
 
 
 def test_colours_on_a_terminal_and_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
