@@ -21,6 +21,7 @@ from hps.cli.output import (
     OutputFormat,
     age,
     count,
+    plural,
     print_json,
     print_table,
     say,
@@ -54,7 +55,9 @@ def status(
         report = client.status()
         samples = client.metrics()
     report["keys_by_tier"] = keys_by_tier(samples)
-    report["requests"] = requests(samples)
+    answered = requests(samples)
+    report["requests"] = [each for each in answered if each["model"]]
+    report["unknown_model_requests"] = sum(r["requests"] for r in answered if not r["model"])
     if output is OutputFormat.json:
         print_json(report)
     else:
@@ -72,7 +75,8 @@ def keys_by_tier(samples: Iterable[Sample]) -> dict[str, int]:
 
 
 def requests(samples: Iterable[Sample]) -> list[dict[str, Any]]:
-    """Per model and method: how many requests, and the time that half of and 99 % of them took.
+    """Per model and method: how many requests, and the time that half of and 99 % of them took. The model
+    is empty where a request named none that is served.
 
     Times come from a histogram and are upper bounds of its buckets, in seconds.
     """
@@ -142,6 +146,9 @@ def _show(report: dict[str, Any]) -> None:
                 for r in report["requests"]
             ],
         )
+    if unknown := report["unknown_model_requests"]:
+        say()
+        say(f"{plural(unknown, 'request')} rejected: no such model.")
     for warning in report.get("warnings", []):
         warn(warning)
 

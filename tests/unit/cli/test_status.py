@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import pytest
@@ -131,3 +132,17 @@ def test_several_processes_are_listed_and_one_is_not(capsys: pytest.CaptureFixtu
     assert lines[1:] == [["node", "70", "ready"], ["worker", "1", "-", "starting", "3"]]
     assert processes([node]) == "node 70"
     assert processes([node, worker | {"pid": 71}]) == "node 70; 1 worker: 71"
+
+
+def test_requests_for_unknown_models_are_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = copy.deepcopy(STATUS) | {"version": "1", "uptime_s": 3.0}
+    samples = histogram({"0.001": 3, "+Inf": 3}, model="m", method="infer", code="200")
+    samples += histogram({"0.001": 2, "+Inf": 2}, model="", method="infer", code="404")
+    monkeypatch.setattr(Admin, "status", lambda _self: copy.deepcopy(status))
+    monkeypatch.setattr(Admin, "metrics", lambda _self: samples)
+    told = json.loads(CliRunner().invoke(app, ["status", "--output", "json"]).stdout)
+    assert [each["model"] for each in told["requests"]] == ["m"]
+    assert told["unknown_model_requests"] == 2
+    shown = CliRunner().invoke(app, ["status"]).stdout
+    assert "2 requests rejected: no such model." in shown
+    assert len([line for line in shown.splitlines() if " infer " in line]) == 1
