@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from hps.config.checks import Finding
 from hps.config.checks import Path as KeyPath
 from hps.config.shape import Slot, describe, describe_value, is_secret, walk
+from hps.config.units import unit_hint
 from hps.errors import ConfigError
 from hps.names import did_you_mean, hint_for
 
@@ -123,7 +124,9 @@ def _problem(slot: Slot, path: KeyPath, data: Any, detail: Any, where: Where) ->
     if detail["type"] == "remote_path":
         return Problem(where(path), path, detail["msg"])
     shown = describe_value(value, secret=is_secret(slot))
-    hint = did_you_mean(value, slot.choices) if isinstance(value, str) else ""
+    hint = ""
+    if isinstance(value, str):
+        hint = did_you_mean(value, slot.choices) or unit_hint(str(path[-1]), value)
     return Problem(where(path), path, f"expected {describe(slot)}, found {shown}{hint}")
 
 

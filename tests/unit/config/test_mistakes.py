@@ -65,6 +65,34 @@ LINE = [
     ),
     ("server: {http: {host: 5}}", ":1: server.http.host: expected text, found 5"),
     ("server: {http: {host: ''}}", ':1: server.http.host: expected text, found ""'),
+    (
+        "tiers: {cpu_cache: {capacity_bytes: 4GB}}",
+        ':1: tiers.cpu_cache.capacity_bytes: expected a whole number from 0, found "4GB"; sizes are in '
+        "bytes: write 4000000000, or 4294967296 for 4 GiB",
+    ),
+    (
+        "tiers: {cpu_cache: {capacity_bytes: 1.5 GiB}}",
+        ':1: tiers.cpu_cache.capacity_bytes: expected a whole number from 0, found "1.5 GiB"; sizes are '
+        "in bytes: write 1610612736",
+    ),
+    (
+        "tiers: {rocksdb: {block_size: 4k}}",
+        ':1: tiers.rocksdb.block_size: expected a whole number from 256, found "4k"; sizes are in bytes: '
+        "write 4000, or 4096 for 4 kiB",
+    ),
+    (
+        "server: {batching: {max_rows: 4k}}",
+        ':1: server.batching.max_rows: expected a whole number from 1, found "4k"',
+    ),
+    (
+        "server: {request_timeout_ms: 10s}",
+        ':1: server.request_timeout_ms: expected a number above 0, found "10s"; times are in '
+        "milliseconds here: write 10000",
+    ),
+    (
+        "server: {drain_s: 2min}",
+        ':1: server.drain_s: expected a number from 0, found "2min"; times are in seconds here: write 120',
+    ),
     ("server: {docs: 5}", ":1: server.docs: expected true or false, found 5"),
     (
         "server: {request_timeout_ms: .nan}",
