@@ -2,12 +2,13 @@
 // tables at once. pool_rows_kernel: likewise, of rows that were fetched; see there.
 //
 // Per part: keys (n,) i64; offsets (bags + 1,) i64, or null and `hotness` keys a bag; optional
-// weights (n,) f32; out (bags, dim). Sums in float32, in the order of the keys; a mean divides by
-// the weights' sum (the number of keys without weights), and is zero where that is 0, as an empty
-// bag is. A key without a row is counted in `missing`: the outs have no meaning then. Launch: BLOCK
-// threads; a tile of T threads works on a bag, UNIT values each at a time; a part begins with a
-// whole block. Runs beside any number of fetches and one writer (README.md). Reference:
-// hps/lookup/pooling.py.
+// weights (n,) f32; out (bags, dim). Sums in float32, one by one in the order of the keys, each
+// operation rounded: to the bit what the host's kernels give (but for a NaN's payload). A mean
+// divides by the weights' sum (the number of keys without weights), and is zero where that is 0, as
+// an empty bag is. A key without a row is counted in `missing`: the outs have no meaning then.
+// Launch: BLOCK threads; a tile of T threads works on a bag, UNIT values each at a time; a part
+// begins with a whole block. Runs beside any number of fetches and one writer (README.md).
+// Reference: hps/lookup/pooling.py.
 #include "hash_table.cuh"
 
 struct PoolPart {
@@ -94,6 +95,15 @@ __device__ __forceinline__ void store_values(char* row, u32 at, bool half,
   }
 }
 
+// What a bag's sum begins with: -0 + x is x, of either sign. An empty bag's is 0.
+template <int UNIT>
+__device__ __forceinline__ Values<UNIT> nothing(bool empty) {
+  Values<UNIT> sum;
+#pragma unroll
+  for (int v = 0; v < UNIT; v++) sum.of[v] = empty ? 0.0f : -0.0f;
+  return sum;
+}
+
 // The values `at` of a bag's result, summed over keys begin … end. Returns the keys without a row.
 template <int T, int UNIT>
 __device__ __forceinline__ u32 sum_bag(const PoolPart& p, i64 begin, i64 end, u32 at, bool real,
@@ -138,7 +148,7 @@ __device__ __forceinline__ u32 pool_bag(const PoolPart& p, u32 bag, const Tile<T
   u32 missing = 0;
   for (u32 first = 0; first < units; first += T) {
     const u32 at = first + tile.rank;
-    Values<UNIT> sum = {};
+    Values<UNIT> sum = nothing<UNIT>(begin >= end);
     float total = 0;
     if (begin < end) missing = sum_bag<T, UNIT>(p, begin, end, at, at < units, sum, total, tile);
     if (p.mean) {
@@ -203,7 +213,7 @@ __device__ __forceinline__ void pool_unit(const BagsPart& p, u32 bag, u32 at) {
   const i64 begin = p.offsets ? p.offsets[bag] : (i64)bag * p.hotness;
   const i64 end = p.offsets ? p.offsets[bag + 1] : begin + p.hotness;
   const size_t row_bytes = (size_t)p.dim * (p.half ? 2 : 4);
-  Values<UNIT> sum = {};
+  Values<UNIT> sum = nothing<UNIT>(begin >= end);
   float total = 0;
   for (i64 k = begin; k < end; k++) {
     const float weight = p.weights ? p.weights[k] : 1.0f;

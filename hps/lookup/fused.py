@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,7 @@ from hps.lookup.base import Feature, LookupModel
 from hps.lookup.checks import check_keys, check_sizes
 from hps.lookup.gaps import Gaps, TableGaps
 from hps.lookup.plans import Group
-from hps.lookup.pooling import divisors, is_pooled
+from hps.lookup.pooling import divisors, is_pooled, offsets_of, weights_of
 from hps.meters import LookupMeter
 from hps.tiers.fused import POOLED_DTYPES, Ask, Bags, FusedLookup, Gather, gather_alike
 from hps.types import (
@@ -72,16 +71,14 @@ class _Pooled(_Slice):
 
 
 def _pooled(feature: Feature, keys: JaggedKeys, position: int, start: int) -> _Pooled:
-    offsets: Any = keys.offsets
-    weights: Any = keys.weights
     return _Pooled(
         feature,
         position,
         start,
         len(keys.keys),
         (keys.batch, feature.table.dim),
-        None if offsets is None else np.ascontiguousarray(offsets),
-        None if weights is None else np.ascontiguousarray(weights),
+        offsets_of(keys),
+        weights_of(keys),
         divisors(keys) if feature.pooling == "mean" else None,
     )
 

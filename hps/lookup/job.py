@@ -68,25 +68,25 @@ class WholeJob(Job):
         sources = []
         for share in self.shares:
             part, inverse = share.part, share.inverse
-            vectors, codes = part.out, part.source.tobytes()
+            whole = inverse is not None or len(share.features) == 1
+            codes = part.source.tobytes()
             has_defaults = fill_defaults(part, codes)
             if inverse is not None:
-                vectors = vectors.take(inverse, axis=0)
                 codes = part.source.take(inverse).tobytes()
             if has_defaults:
                 result.defaulted += codes.count(_DEFAULT)
             sources.append((part.table, codes, share.sizes))
             start = 0
             for feature, keys in zip(share.features, share.keys, strict=True):
-                stop = start + len(keys.keys)
-                rows = vectors if len(share.features) == 1 else vectors[start:stop]
-                pooled = pooled_rows(rows, keys, feature.pooling)
-                if request.out:
-                    pooled = _put(request.out.get(feature.name), pooled)
-                result.vectors[feature.name] = pooled
+                own = slice(start, start + len(keys.keys))
+                rows = part.out if whole else part.out[own]
+                numbers = None if inverse is None else inverse[own]
+                target = request.out.get(feature.name) if request.out else None
+                vectors = pooled_rows(rows, keys, feature.pooling, numbers, target)
+                result.vectors[feature.name] = _put(target, vectors)
                 if request.want_source:
-                    _report(result, feature.name, share, slice(start, stop))
-                start = stop
+                    _report(result, feature.name, share, own)
+                start = own.stop
         if list(result.vectors) != list(request.features):
             result.vectors = {name: result.vectors[name] for name in request.features}
         return result, sources

@@ -18,6 +18,7 @@ cache_bytes = twin_cache.cache_bytes
 CacheTable = twin_cache.CacheTable
 gather_all = twin_pool.gather_all
 pool_bags = twin_pool.pool_bags
+pool_rows = twin_pool.pool_rows
 InFlight = twin_in_flight.InFlight
 RowReplies = twin_resp.RowReplies
 ProtocolError = twin_resp.ProtocolError
@@ -40,6 +41,7 @@ if _mode != "off":
         CacheTable = _core.CacheTable  # type: ignore[misc,assignment] # its twin has the same methods
         gather_all = _core.gather_all  # type: ignore[assignment]
         pool_bags = _core.pool_bags  # type: ignore[assignment]
+        pool_rows = _core.pool_rows
         InFlight = _core.InFlight  # type: ignore[misc,assignment]
         RowReplies = _core.RowReplies  # type: ignore[misc,assignment]
         ProtocolError = _core.ProtocolError  # type: ignore[misc,assignment]
@@ -63,4 +65,5 @@ __all__ = [
     "gather_all",
     "partition_hash",
     "pool_bags",
+    "pool_rows",
 ]

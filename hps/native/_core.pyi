@@ -112,6 +112,17 @@ def pool_bags(
 ) -> NDArray[np.int64] | None:
     """See twin_pool.pool_bags."""
 
+def pool_rows(
+    rows: NDArray[Any],
+    numbers: NDArray[np.int64] | None,
+    offsets: NDArray[np.int64] | None,
+    weights: NDArray[np.float32] | None,
+    divisors: NDArray[np.float32] | None,
+    out: NDArray[Any],
+    kernels: str | None = None,
+) -> None:
+    """See twin_pool.pool_rows; rows must be float32 or float16. ``kernels``: as for `CacheTable`."""
+
 class InFlight:
     """See twin_in_flight.InFlight. Raises TypeError or ValueError for arguments that do not fit."""
 

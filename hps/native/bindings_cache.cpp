@@ -17,12 +17,6 @@ hps::Eviction eviction_named(const std::string& name) {
   throw std::invalid_argument("eviction must be lru, lfu, random or fifo, not " + name);
 }
 
-const hps::ReadKernels& kernels_named(const std::optional<std::string>& name) {
-  for (const hps::ReadKernels* kernels : hps::runnable_kernels())
-    if (!name || *name == kernels->name) return *kernels;
-  throw std::invalid_argument("this machine can't run the kernels " + *name);
-}
-
 hps::Pages pages_named(const std::string& name) {
   if (name == "try") return hps::Pages::kTry;
   if (name == "transparent") return hps::Pages::kTransparent;

@@ -1,5 +1,6 @@
 // Lookups that skip the reports per key: all tables of a request in one call, and pooled.
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 
 #include <atomic>
 #include <optional>
@@ -159,25 +160,37 @@ std::size_t pool_given(const CacheTable& table, const hps::PoolAsk& ask, std::si
 
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
+// All but whose rows are pooled.
+hps::PoolAsk pool_ask(std::size_t n, const std::optional<Keys>& offsets,
+                      const std::optional<Floats>& weights, const std::optional<Floats>& divisors,
+                      const Rows& out) {
+  const std::size_t bags = out.shape(0);
+  const char* format = format_of(out.dtype());
+  hps::PoolAsk ask{};
+  ask.halves = std::strcmp(format, "e") == 0;
+  check(ask.halves || std::strcmp(format, "f") == 0,
+        "rows must be float32 or float16 to be pooled");
+  check(!offsets || offsets->shape(0) == bags + 1, "offsets must be (bags + 1,)");
+  check(!weights || weights->shape(0) == n, "weights must have one entry per key");
+  check(!divisors || divisors->shape(0) == bags, "divisors must have one entry per bag");
+  ask.offsets = offsets ? offsets->data() : nullptr;
+  ask.hotness = bags != 0 ? static_cast<std::int64_t>(n / bags) : 0;
+  check_offsets(ask, bags, n);
+  ask.weights = weights ? weights->data() : nullptr;
+  ask.divisors = divisors ? divisors->data() : nullptr;
+  ask.out = static_cast<std::uint8_t*>(out.data());
+  ask.last = bags;
+  return ask;
+}
+
 nb::object py_pool(const CacheTable& table, const Keys& keys, const std::optional<Keys>& offsets,
                    const std::optional<Floats>& weights, const std::optional<Floats>& divisors,
                    Rows out, const std::optional<Keys>& given,
                    const std::optional<ReadOnlyRows>& rows) {
   const std::size_t n = keys.shape(0), bags = out.shape(0);
-  hps::PoolAsk ask{};
-  ask.keys = keys.data();
-  ask.offsets = offsets ? offsets->data() : nullptr;
-  ask.hotness = bags != 0 ? static_cast<std::int64_t>(n / bags) : 0;
-  ask.out = static_cast<std::uint8_t*>(out.data());
   table.check_rows(out, bags);
-  ask.halves = table.is_format("e");
-  check(ask.halves || table.is_format("f"), "rows must be float32 or float16 to be pooled");
-  check(!offsets || offsets->shape(0) == bags + 1, "offsets must be (bags + 1,)");
-  check_offsets(ask, bags, n);
-  check(!weights || weights->shape(0) == n, "weights must have one entry per key");
-  check(!divisors || divisors->shape(0) == bags, "divisors must have one entry per bag");
-  ask.weights = weights ? weights->data() : nullptr;
-  ask.divisors = divisors ? divisors->data() : nullptr;
+  hps::PoolAsk ask = pool_ask(n, offsets, weights, divisors, out);
+  ask.keys = keys.data();
   check(given.has_value() == rows.has_value(), "given positions and their rows come together");
   if (given) {
     ask.given = given->data();
@@ -196,6 +209,26 @@ nb::object py_pool(const CacheTable& table, const Keys& keys, const std::optiona
   return nb::cast(own(std::move(left), unanswered));
 }
 
+void py_pool_rows(const ReadOnlyRows& rows, const std::optional<Keys>& numbers,
+                  const std::optional<Keys>& offsets, const std::optional<Floats>& weights,
+                  const std::optional<Floats>& divisors, Rows out,
+                  const std::optional<std::string>& kernels) {
+  const std::size_t n = numbers ? numbers->shape(0) : rows.shape(0);
+  check(out.dtype() == rows.dtype() && out.shape(1) == rows.shape(1),
+        "out must have the rows' dtype and dim");
+  hps::PoolAsk ask = pool_ask(n, offsets, weights, divisors, out);
+  ask.rows = static_cast<const std::uint8_t*>(rows.data());
+  if (numbers) {
+    ask.keys = numbers->data();
+    bool fit = true;
+    for (std::size_t i = 0; i < n; ++i)
+      fit &= static_cast<std::uint64_t>(ask.keys[i]) < rows.shape(0);
+    check(fit, "numbers must be those of rows");
+  }
+  const hps::ReadKernels& read = kernels_named(kernels);
+  without_gil(n, [&] { read.pool_rows(ask, rows.shape(1) * rows.itemsize()); });
+}
+
 }  // namespace
 
 void bind_gather(nb::module_& m) {
@@ -205,4 +238,8 @@ void bind_gather(nb::module_& m) {
         nb::arg("divisors").noconvert().none(), nb::arg("out").noconvert(),
         nb::arg("given").noconvert().none() = nb::none(),
         nb::arg("rows").noconvert().none() = nb::none());
+  m.def("pool_rows", &py_pool_rows, nb::arg("rows").noconvert(),
+        nb::arg("numbers").noconvert().none(), nb::arg("offsets").noconvert().none(),
+        nb::arg("weights").noconvert().none(), nb::arg("divisors").noconvert().none(),
+        nb::arg("out").noconvert(), nb::arg("kernels") = nb::none());
 }

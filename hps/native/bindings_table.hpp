@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -18,6 +19,13 @@ template <typename T>
 using Array = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Rows = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using ReadOnlyRows = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// Those of this instruction set, or the fastest that this machine can run.
+inline const hps::ReadKernels& kernels_named(const std::optional<std::string>& name) {
+  for (const hps::ReadKernels* kernels : hps::runnable_kernels())
+    if (!name || *name == kernels->name) return *kernels;
+  throw std::invalid_argument("this machine can't run the kernels " + *name);
+}
 
 // An array by the buffer protocol: a third of what nb::ndarray costs.
 class Buffer {

@@ -48,8 +48,7 @@ def pool_bags(
     row, None when there are none; what their bags have has no meaning. Counts as a use of the keys.
     """
     bags, n = len(out), len(keys)
-    if offsets is None:
-        offsets = np.arange(bags + 1) * (n // bags if bags else 0)
+    offsets = _offsets(offsets, bags, n)
     vectors = np.zeros((n, out.shape[1]), out.dtype)
     versions, source = np.zeros(n, np.uint64), np.zeros(n, np.uint8)
     table.fetch(keys, np.arange(n), 0, vectors, versions, source)
@@ -60,24 +59,49 @@ def pool_bags(
         vectors[given], lacking[given] = rows, False
         lacking &= np.repeat(wanted, np.diff(offsets))
     with np.errstate(all="ignore"):
-        summed = _sum_in_order(vectors, offsets, weights)
-        if divisors is not None:
-            by = np.where(np.diff(offsets) > 0, divisors, 1)[:, None]
-            summed = np.where(by == 0, np.float32(0), summed / np.where(by == 0, 1, by))
-        out[wanted] = summed[wanted]
+        out[wanted] = _pooled(vectors, offsets, weights, divisors)[wanted]
     missing = np.flatnonzero(lacking)
     return missing if len(missing) else None
 
 
+def pool_rows(
+    rows: VectorArray,
+    numbers: IndexArray | None,
+    offsets: IndexArray | None,
+    weights: Floats | None,
+    divisors: Floats | None,
+    out: VectorArray,
+) -> None:
+    """As `pool_bags`, of rows that are at hand: key ``i`` has ``rows[numbers[i]]``, or ``rows[i]`` without
+    ``numbers (n,)``. Here rows of float64 are summed in float64."""
+    vectors = rows if numbers is None else rows.take(numbers, axis=0)
+    with np.errstate(all="ignore"):
+        out[...] = _pooled(vectors, _offsets(offsets, len(out), len(vectors)), weights, divisors)
+
+
+def _offsets(offsets: IndexArray | None, bags: int, n: int) -> IndexArray:
+    return np.arange(bags + 1) * (n // bags if bags else 0) if offsets is None else offsets
+
+
+def _pooled(
+    vectors: VectorArray, offsets: IndexArray, weights: Floats | None, divisors: Floats | None
+) -> NDArray[Any]:
+    summed = _sum_in_order(vectors, offsets, weights)
+    if divisors is None:
+        return summed
+    by = np.where(np.diff(offsets) > 0, divisors, 1)[:, None].astype(summed.dtype)
+    return np.where(by == 0, by.dtype.type(0), summed / np.where(by == 0, by.dtype.type(1), by))
+
+
 def _sum_in_order(
     vectors: VectorArray, offsets: IndexArray, weights: Floats | None
-) -> NDArray[np.float32]:
+) -> NDArray[Any]:
     """(bags, dim): the first rows of all bags, then their second ones, and so on."""
-    rows = vectors.astype(np.float32)
+    rows = vectors.astype(np.result_type(vectors.dtype, np.float32))
     if weights is not None:
         rows *= weights[:, None]
     sizes = np.diff(offsets)
-    total = np.zeros((len(sizes), rows.shape[1]), np.float32)
+    total = np.zeros((len(sizes), rows.shape[1]), rows.dtype)
     filled = np.flatnonzero(sizes)
     total[filled] = rows[offsets[filled]]
     for i in range(1, int(sizes.max(initial=0))):

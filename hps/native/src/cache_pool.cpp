@@ -1,6 +1,8 @@
 // Gather and pool in one pass. A row is copied, to registers where its length is a usual one and
-// else to the first-level cache, found whole, and only then added to its bag. Every operation is
-// rounded as in hps/lookup/pooling.py and comes in the same order.
+// else to the first-level cache, found whole, and only then added to its bag. pool_rows: rows that
+// lie in an array. Whatever the kernel, the instruction set and the length of a row, a bag's rows
+// are added one by one in the order of the keys, each operation rounded to float32: so a vector's
+// bits do not depend on which of them made it.
 #include <cstring>
 #include <memory>
 
@@ -112,9 +114,10 @@ struct Row {
   static constexpr std::size_t kParts = RowBytes / kVectorBytes;
   Floats parts[kParts];
 
-  HPS_INLINE static Row filled(float value) {
+  // What sums begin with: -0 + x is x, of either sign.
+  HPS_INLINE static Row nothing() {
     Row row;
-    for (std::size_t i = 0; i < kParts; ++i) row.parts[i] = Floats{} + value;
+    for (std::size_t i = 0; i < kParts; ++i) row.parts[i] = -Floats{};
     return row;
   }
 
@@ -146,8 +149,7 @@ struct Row {
 template <std::size_t RowBytes>
 std::size_t pool_in_registers(const CacheView& view, const PoolAsk& ask, std::int64_t* left) {
   using Vector = Row<RowBytes>;
-  // -0 + x is x, of either sign.
-  const Vector nothing = Vector::filled(-0.0F);
+  const Vector nothing = Vector::nothing();
   Reader<RowBytes, false> reader(view);
   const Pooling<float, RowBytes> bags{ask, RowBytes / sizeof(float), {}};
   std::size_t unanswered = 0, bag = ask.first, given = 0;
@@ -236,7 +238,72 @@ std::size_t pool_floats(const CacheView& view, const PoolAsk& ask, std::int64_t*
   }
 }
 
+HPS_INLINE const std::uint8_t* row_of(const PoolAsk& ask, std::int64_t position,
+                                      std::size_t row_bytes) {
+  const std::int64_t number = ask.keys != nullptr ? ask.keys[position] : position;
+  return ask.rows + static_cast<std::size_t>(number) * row_bytes;
+}
+
+template <typename Element>
+void sum_rows(const PoolAsk& ask, std::size_t row_bytes) {
+  Pooling<Element, 0> pooling{ask, row_bytes / sizeof(Element), {}};
+  if (sizeof(Element) != sizeof(float)) pooling.sum.reset(new float[pooling.width()]);
+  const std::int64_t last = pooling.begin_of(ask.last);
+  for (std::size_t bag = ask.first; bag < ask.last; ++bag) {
+    const std::int64_t begin = pooling.begin_of(bag), end = pooling.begin_of(bag + 1);
+    for (std::int64_t position = begin; position < end; ++position) {
+      if (position + static_cast<std::int64_t>(kAhead) < last)
+        prefetch_row(row_of(ask, position + kAhead, row_bytes), row_bytes);
+      const auto* row = reinterpret_cast<const Element*>(row_of(ask, position, row_bytes));
+      pooling.add(pooling.sum_of(bag), row, position, position == begin);
+    }
+    pooling.finish(bag);
+  }
+}
+
+// sum_rows for float32 rows that fit into registers.
+template <std::size_t RowBytes>
+void sum_in_registers(const PoolAsk& ask) {
+  using Vector = Row<RowBytes>;
+  const Pooling<float, RowBytes> bags{ask, RowBytes / sizeof(float), {}};
+  const std::int64_t last = bags.begin_of(ask.last);
+  for (std::size_t bag = ask.first; bag < ask.last; ++bag) {
+    const std::int64_t begin = bags.begin_of(bag), end = bags.begin_of(bag + 1);
+    Vector sum = Vector::nothing();
+    for (std::int64_t position = begin; position < end; ++position) {
+      if (position + static_cast<std::int64_t>(kAhead) < last)
+        prefetch_row(row_of(ask, position + kAhead, RowBytes), RowBytes);
+      const Vector row = Vector::at(row_of(ask, position, RowBytes));
+      if (ask.weights == nullptr) {
+        sum.add(row);
+      } else {
+        sum.add(row, ask.weights[position]);
+      }
+    }
+    sum.put(ask.out + bag * RowBytes, begin == end              ? 0
+                                      : ask.divisors == nullptr ? 1
+                                                                : ask.divisors[bag]);
+  }
+}
+
 }  // namespace
+
+void pool_rows(const PoolAsk& ask, std::size_t row_bytes);
+void pool_rows(const PoolAsk& ask, std::size_t row_bytes) {
+  if (ask.halves) return sum_rows<Half>(ask, row_bytes);
+  switch (row_bytes) {
+    case 64:
+      return sum_in_registers<64>(ask);
+    case 128:
+      return sum_in_registers<128>(ask);
+    case 256:
+      return sum_in_registers<256>(ask);
+    case 512:
+      return sum_in_registers<512>(ask);
+    default:
+      return sum_rows<float>(ask, row_bytes);
+  }
+}
 
 std::size_t pool(const CacheView& view, const PoolAsk& ask, std::int64_t* left);
 std::size_t pool(const CacheView& view, const PoolAsk& ask, std::int64_t* left) {

@@ -110,9 +110,10 @@ void copy_rows(const std::uint8_t* rows, std::size_t row_bytes, const std::int64
 }  // namespace
 
 std::size_t pool(const CacheView& view, const PoolAsk& ask, std::int64_t* left);
+void pool_rows(const PoolAsk& ask, std::size_t row_bytes);
 
 extern const ReadKernels kKernels;
-const ReadKernels kKernels{gather, fetch, pool, copy_rows, HPS_NAME(HPS_ISA)};
+const ReadKernels kKernels{gather, fetch, pool, pool_rows, copy_rows, HPS_NAME(HPS_ISA)};
 
 }  // namespace HPS_ISA
 }  // namespace hps

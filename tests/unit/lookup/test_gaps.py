@@ -51,7 +51,7 @@ def random_rows(side, table):
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("name", "jagged"), [("shown", False), ("shown", True), ("bought", False)])
-def test_bags_are_pooled_in_one_pass_as_numpy_does(sides, name, jagged, weighted):
+def test_bags_are_pooled_in_one_pass_as_after_a_fetch(sides, name, jagged, weighted):
     short, ordinary = sides
     hotness = 2 if name == "bought" else 7
     bags = bags_of(3, 20, hotness, jagged=jagged, weighted=weighted)
@@ -62,9 +62,7 @@ def test_bags_are_pooled_in_one_pass_as_numpy_does(sides, name, jagged, weighted
     expected = ordinary.engine.lookup(LookupRequest({name: bags})).vectors[name]
     result = short.engine.lookup(LookupRequest({name: bags})).vectors[name]
     assert short.observed == [[(ITEM, len(bags.keys), len(bags.keys))]]
-    np.testing.assert_allclose(result, expected, rtol=2e-3, atol=2e-3)
-    if not jagged:
-        assert result.tobytes() == expected.tobytes()
+    assert result.tobytes() == expected.tobytes()
     assert short.finished == ordinary.finished
 
 

@@ -57,6 +57,10 @@ struct ReadKernels {
   // Counts as a use of the keys.
   std::size_t (*pool)(const CacheView& view, const PoolAsk& ask, std::int64_t* left);
 
+  // Likewise of rows that lie in an array, ask.rows [.][row_bytes]: key i has row keys[i], or row i
+  // where keys is null. Nothing is given.
+  void (*pool_rows)(const PoolAsk& ask, std::size_t row_bytes);
+
   // Copies rows[numbers[i]] to out[i]: what is left of a lookup when nothing has to be found. The
   // floor that benchmarks compare with.
   void (*copy_rows)(const std::uint8_t* rows, std::size_t row_bytes, const std::int64_t* numbers,
