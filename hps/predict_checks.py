@@ -73,7 +73,8 @@ def _same_names(kind: str, got: Mapping[str, Any], expected: Mapping[str, str], 
         return
     for name in got:
         if name not in expected:
-            raise unknown(kind, name, dict.fromkeys(expected.values()), model)
+            others = dict.fromkeys(sent for sent in expected.values() if sent != name)
+            raise unknown(kind, name, others, model)
     missing = dict.fromkeys(sent for name, sent in expected.items() if name not in got)
     raise BadRequest(f"the request to model {model!r} lacks {kind} {', '.join(map(repr, missing))}")
 

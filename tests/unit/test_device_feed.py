@@ -104,10 +104,11 @@ def pair(open_node, monkeypatch):  # noqa: F811
         plain, _ = open_node(gpus=None, gpu={"use": "off"})
         path = plain.model("m").pipeline.dense.path
 
-        def there(target: Any, triton: Any, expected: Any, device: int, check: Any) -> TritonModel:
+        def there(target: Any, triton: Any, network: Any, device: int) -> TritonModel:
             made.append(Triton(OnnxModel(path, "cpu")))
+            expected = (tuple(network.fed.values()), network.served)
             regions = Regions(Region, on_device=True)
-            how = {"timeout_s": 60.0, "retries": 0, "regions": regions, "check": check}
+            how = {"timeout_s": 60.0, "retries": 0, "regions": regions, "check": network.check}
             return TritonModel(target.name, "there:1", made[0], expected, **how)
 
         monkeypatch.setattr(choose, "_there", there)

@@ -158,6 +158,34 @@ def test_scores_are_those_of_rows_on_the_host(both, batch, keys):
         node.writer.flush()
 
 
+@pytest.mark.parametrize("gpus", [1, pytest.param(None, marks=pytest.mark.gpu)])
+def test_keys_of_several_tables_are_fed_from_the_device(tmp_path, monkeypatch, gpus):
+    features = [FeatureSpec(name="ad", table=["users", "items"])]
+    names = [name for feature in features for name in feature.vectors]
+    inputs = [h.make_tensor_value_info(name, T.FLOAT, ["n", None]) for name in names]
+    score = h.make_tensor_value_info("all", T.FLOAT, ["n", None])
+    graph = h.make_graph([h.make_node("Concat", names, ["all"], axis=1)], "g", inputs, [score])
+    network = h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=9)
+    dense = DenseSpec(outputs=[TensorSpec(name="all", shape=[-1, 6])])
+    spec = ModelSpec(name="m", tables=TABLES, features=features, dense=dense)
+    keys = np.arange(HELD)
+    held = {table.name: (keys, rows(keys, table.dim)) for table in TABLES}
+    write_version(tmp_path / "models", spec, 1, held, dense=network.SerializeToString())
+    if gpus:
+        twin_device.install(monkeypatch, gpus)
+    gpu = {"use": "required", "share": 1.0}
+    tiers = {"gpu": gpu, "rocksdb": {"path": str(tmp_path / "db")}}
+    with hps.open({"models": {"repository": str(tmp_path / "models")}, "tiers": tiers}) as node:
+        asked = np.array([[3, 70], [HELD, 5]])
+        for _ in range(3):
+            found = node.predict("m", {"ad": asked}).outputs["all"]
+            users, items = rows([3, 70, 0, 5], 4), rows([3, 70, 0, 5], 2)
+            users[2], items[2] = -1.0, [0.5, 0.25]  # the defaults
+            expected = np.hstack([users.reshape(2, 2, 4).sum(1), items.reshape(2, 2, 2).sum(1)])
+            np.testing.assert_allclose(found, expected, rtol=1e-5)
+            node.writer.flush()
+
+
 @pytest.mark.parametrize("batch", [1, 7, 300])
 def test_rows_on_the_gpu_give_the_scores_of_rows_on_the_host(pair, batch):
     node, plain, (cache,) = pair
