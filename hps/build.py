@@ -189,7 +189,8 @@ class _Builder:
         if directory is not None:
             streams.read_folder(directory, both, writer)
         if kafka is not None:
-            streams.read_kafka(kafka, node_group(kafka), self._stores.fed(shared=False), writer)
+            own = self._stores.fed(shared=False)
+            streams.read_kafka(kafka, node_group(kafka), own, writer, self._stores.followed)
             shared = self._stores.fed(shared=True)
             if kafka.shared_writer == "nodes" and shared:
                 streams.read_kafka(kafka, kafka.shared_group, shared, None)

@@ -69,13 +69,16 @@ class Caches:
             self.statuses.append(self.in_memory)
         if on_gpu is not None:
             self.statuses.append(on_gpu)
+        promoted = self._stores.promoted
         self._writer = CacheWriter(
             # The CPU cache first, so that what is lifted from it is never behind the GPUs'.
             TierChain([cache.tier for cache in reversed(self.statuses)]),
-            self._stores.tiers,
+            promoted.tiers,
             self._settings.updates.promote_queue_keys,
             partial(count_promotion, self._metrics, Source.CPU.name.lower()),
             self._stores.lacked,
+            own=promoted.own,
+            own_first=promoted.own_first,
         )
         self._resources.callback(self._writer.close)
         if self.in_memory is not None and on_gpu is not None:

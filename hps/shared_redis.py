@@ -151,8 +151,9 @@ class SharedRedis:
     def _streamed_share(self) -> float:
         """The share of streamed rows that Redis is given. Where nodes put rows into it that only RocksDB
         held, all: one that is passed over could be put there by a node that does not have it yet, as
-        it was before, and stay."""
-        return 1.0 if self._chosen.cache_missed_embeddings else self._share
+        it was before, and stay. All, too, where nodes only read their RocksDB: no other store gets them."""
+        alone = self._settings.tiers.rocksdb.access != "primary"
+        return 1.0 if alone or self._chosen.cache_missed_embeddings else self._share
 
     def _usage(self) -> dict[EmbeddingTable, Usage]:
         tables = [table for model in self._models() for table in model.tables.values()]
@@ -189,7 +190,7 @@ class _Fed:
     def __init__(self, redis: RedisTier, share: float) -> None:
         self._redis = redis
         self._share = share
-        self.applied = redis.applied
+        self.applied, self.positions = redis.applied, redis.positions
 
     def apply(
         self, table: EmbeddingTable, changes: TableChanges, positions: Sequence[StreamPosition]

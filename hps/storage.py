@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from hps.tiers.chain import TierChain
 from hps.tiers.single_flight import SingleFlight
 from hps.tiers.wrappers import Guarded, Metered
 from hps.types import EmbeddingTable, KeyArray, Progress
+from hps.updates.followed_store import FollowedStore
 from hps.updates.stream_places import Store
 
 if TYPE_CHECKING:
@@ -37,6 +38,16 @@ if TYPE_CHECKING:
     from hps.tiers.rocksdb import Checkpoints, RocksDbTier
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Promoted:
+    """The ``tiers`` that promotions into the caches read, fastest first. ``own``: the one that has every
+    update before the caches are told of it, if any; ``own_first``: of rows of equal versions its is taken."""
+
+    tiers: Sequence[Tier]
+    own: Tier | None
+    own_first: bool
 
 
 class Stores:
@@ -62,6 +73,8 @@ class Stores:
         }
         self._rocksdb: RocksDbTier | None = None
         self._redis: SharedRedis | None = None
+        self.followed: FollowedStore | None = None
+        """What other processes feed from the streams that the node reads for its caches alone."""
         self.statuses: list[TierStatus] = []
         self.warnings: list[str] = []
 
@@ -75,6 +88,8 @@ class Stores:
             self._redis = self._open_redis(tiers.redis)
             self._redis.load(self._opened, progress)
             self.statuses.insert(0, self._redis.status)
+        if self._settings.updates.kafka is not None and not self.fed(shared=False):
+            self.followed = self._follow()
 
     def add(self, model: OpenedTables, progress: Progress) -> None:
         """Hold another model's tables too, with their rows, while those there are asked. Raises as `open`;
@@ -100,6 +115,8 @@ class Stores:
         with self._changing:
             self._opened = [each for each in self._opened if each is not model]
             self._files = {t: files for t, files in self._files.items() if t not in tables}
+        if self.followed is not None:
+            self.followed.forget(tables)
         rocksdb = self._rocksdb
         if rocksdb is None:
             return
@@ -154,7 +171,28 @@ class Stores:
         rocksdb = self._rocksdb
         if rocksdb is None or self._settings.tiers.rocksdb.access != "primary":
             return []
-        return [Store("rocksdb", rocksdb, self._settings.tiers.rocksdb.layout == "native")]
+        return [self._as_store(rocksdb)]
+
+    @property
+    def promoted(self) -> Promoted:
+        """The stores as promotions into the caches read them."""
+        tiers, followed = list(self.tiers), self.followed
+        own = None if self._rocksdb is None else tiers[-1]
+        if followed is not None:
+            at = tiers.index(followed.inner)
+            tiers[at] = followed
+            own = None if followed.info.shared else followed
+        reads = self._settings.updates.kafka or self._settings.updates.directory
+        return Promoted(tiers, own, reads is not None)
+
+    def _follow(self) -> FollowedStore | None:
+        """RocksDB where it follows a primary; else Redis."""
+        if self._rocksdb is not None and self._rocksdb.access == "secondary":
+            return FollowedStore(self.tiers[-1], self._as_store(self._rocksdb))
+        return None if self._redis is None else FollowedStore(self.tiers[0], self._redis.fed())
+
+    def _as_store(self, rocksdb: RocksDbTier) -> Store:
+        return Store("rocksdb", rocksdb, self._settings.tiers.rocksdb.layout == "native")
 
     @property
     def promotions_waiting(self) -> Mapping[str, int]:

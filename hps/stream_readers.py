@@ -15,18 +15,20 @@ from hps.types import EmbeddingTable
 from hps.updates.arrivals import Waiting
 from hps.updates.files.directory import DirectorySource
 from hps.updates.files.waiting import WaitingFiles
+from hps.updates.followed_store import FollowedStore
 from hps.updates.ingest_thread import IngestThread
 from hps.updates.ingestor import Ingestor
 from hps.updates.kafka.client import DeadLetterTopic
 from hps.updates.kafka.ends import WaitingMessages
+from hps.updates.kafka.hps_group import HpsProgress, hps_group
 from hps.updates.kafka.source import KafkaSource
 from hps.updates.source import UpdateSource
 from hps.updates.stream_places import Readers, Store
 from hps.updates.topics import Topics
 from hps.updates.writer import CacheWriter
 
-# A node without a store of its own: updates that others may not have written yet when its caches were
-# filled.
+# Where HPS feeds the store and keeps no positions in it: updates that it may not have written yet when the
+# caches were filled.
 _OVERLAP_S = 600.0
 
 Watermarks = Mapping[EmbeddingTable, Mapping[str, Mapping[str, int]]]
@@ -98,9 +100,11 @@ class StreamReaders:
         group: str,
         stores: Sequence[Store],
         caches: CacheWriter | None,
+        followed: FollowedStore | None = None,
     ) -> None:
-        """Start a reader. Raises ConfigError; never because Kafka is not there."""
-        self._add(partial(self._read_kafka, settings, group, stores, caches))
+        """Start a reader. Without ``stores`` the caches are refreshed once ``followed`` has the updates.
+        Raises ConfigError; never because Kafka is not there."""
+        self._add(partial(self._read_kafka, settings, group, stores, caches, followed))
 
     def read_folder(
         self, settings: DirectorySettings, stores: Sequence[Store], caches: CacheWriter
@@ -130,12 +134,21 @@ class StreamReaders:
         group: str,
         stores: Sequence[Store],
         caches: CacheWriter | None,
+        followed: FollowedStore | None,
     ) -> None:
         topics = Topics(self.tables, settings.takes)
-        since = None if stores else time.time() - _OVERLAP_S
+        fed_by = settings.shared_group if followed and followed.info.shared else group
+        hps = self._hps_beside(settings, fed_by, followed)
+        since = None if hps is None else time.time() - _OVERLAP_S
         lost = partial(self._meter.lost, group)
         source = KafkaSource(
-            settings, group, topics, lambda t, p: ingestor.begin(t, p), since, lost
+            settings,
+            group,
+            topics,
+            lambda t, p: ingestor.begin(t, p),
+            since,
+            lost,
+            hps_group(fed_by),
         )
         dead_letters = DeadLetterTopic(settings)
         self._generation.callback(dead_letters.close)
@@ -148,9 +161,24 @@ class StreamReaders:
             dead_letters,
             self._meter,
             self._contained,
+            followed,
+            None if hps is None else hps.applied,
         )
         waits = WaitingMessages(settings, source, topics.names)
         self._start(group, "kafka", source, ingestor, waits, topics.readers)
+
+    def _hps_beside(
+        self, settings: KafkaSettings, group: str, followed: FollowedStore | None
+    ) -> HpsProgress | None:
+        """Where HPS itself is in the streams, if it may be what feeds ``followed`` instead of our ``group``:
+        in its own layout, and where our nodes don't."""
+        if followed is None or followed.versioned:
+            return None
+        if followed.info.shared and settings.shared_writer == "nodes":
+            return None
+        progress = HpsProgress(settings, hps_group(group))
+        self._generation.callback(progress.close)
+        return progress
 
     def _read_folder(
         self, settings: DirectorySettings, stores: Sequence[Store], caches: CacheWriter

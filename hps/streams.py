@@ -22,14 +22,16 @@ from hps.errors import BadRequest, NotFound, Unavailable
 from hps.meters import UpdateMeter
 from hps.metrics import Metrics
 from hps.stream_readers import Stream, StreamReaders, Watermarks
+from hps.tiers.positions import Place
 from hps.types import EmbeddingTable, KeyArray, VectorArray
 from hps.updates.arrivals import LOOK_EVERY_S
 from hps.updates.direct import DirectWriter
+from hps.updates.followed_store import FollowedStore
 from hps.updates.freshness import Freshness
 from hps.updates.kafka.hps_group import NODE
 from hps.updates.kafka.source import KafkaSource
 from hps.updates.source import Reason
-from hps.updates.stream_places import Place, Store
+from hps.updates.stream_places import Store
 from hps.updates.topics import native_topic
 from hps.updates.writer import CacheWriter
 from hps.workers import Repeated
@@ -72,9 +74,10 @@ class Streams:
         group: str,
         stores: Sequence[Store],
         caches: CacheWriter | None,
+        followed: FollowedStore | None = None,
     ) -> None:
         """See `StreamReaders.read_kafka`."""
-        self._readers.read_kafka(settings, group, stores, caches)
+        self._readers.read_kafka(settings, group, stores, caches, followed)
 
     def read_folder(
         self, settings: DirectorySettings, stores: Sequence[Store], caches: CacheWriter
@@ -98,6 +101,8 @@ class Streams:
         for stream in self._readers.streams:
             if stream.thread.paused:
                 continue
+            if stream.ingestor.holds:
+                return f"{stream.group} holds updates back: {stream.problem or 'for a moment'}"
             lag = stream.source.lag()
             if lag is None or None in lag.values():
                 why = stream.ingestor.problem or stream.source.problem

@@ -303,6 +303,28 @@ def stores(redis: str | None, rocksdb: str | None, *, overflow: bool) -> list[Fi
     return [Finding(("redis", "layout"), message, (("rocksdb", "layout"),))]
 
 
+def updates(rocksdb: str | None, *, redis: bool, kafka: bool, directory: bool) -> list[Finding]:
+    """Updates reach a store (``rocksdb``: its access): caches forget, and get their rows from there again."""
+    if redis or rocksdb in (None, "primary"):
+        return []
+    also = (("tiers", "rocksdb", "access"),)
+    findings = []
+    if directory:
+        message = (
+            f"needs a store to write, but tiers.rocksdb.access is {rocksdb} and there is no tiers.redis: let "
+            "the primary read the folder"
+        )
+        findings.append(Finding(("updates", "directory"), message, also))
+    if kafka and rocksdb == "read_only":
+        message = (
+            "needs a store that gets the updates, but tiers.rocksdb.access is read_only and there is no "
+            "tiers.redis: rows that leave a cache would come back as they were before; take access primary, "
+            "or secondary beside a primary that reads the same stream"
+        )
+        findings.append(Finding(("updates", "kafka"), message, also))
+    return findings
+
+
 def cpu_cache(*, shared: bool, huge_pages: str) -> list[Finding]:
     if shared and huge_pages == "reserved":
         message = "reserved pages can't be shared by name; take transparent"

@@ -128,4 +128,10 @@ class Settings(Strict):
         findings += checks.role(
             server.role, server.workers, grpc=server.grpc is not None, nodes=bool(self.lookup.nodes)
         )
+        findings += checks.updates(
+            tiers.rocksdb.access if tiers.rocksdb.enabled else None,
+            redis=tiers.redis is not None,
+            kafka=self.updates.kafka is not None,
+            directory=self.updates.directory is not None,
+        )
         return self.consistent(findings)

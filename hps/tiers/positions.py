@@ -6,11 +6,14 @@ contained in it, from the rows' own place, so that no update is lost and none ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
+
+Place = tuple[str, int]
+"""Topic and partition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,4 +55,8 @@ class PositionedStore(Protocol):
     def applied(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
         """The offset up to which ``table`` contains the topic's partition; None when nothing of it is
         certain, as after a restart without the rows."""
+        ...
+
+    def positions(self, table: EmbeddingTable) -> Mapping[Place, int]:
+        """All that `applied` would return for ``table``, by topic and partition. Raises TierError."""
         ...

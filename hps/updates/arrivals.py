@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Protocol
 
-from hps.updates.stream_places import Place
+from hps.tiers.positions import Place
 
 LOOK_EVERY_S = 1.0
 _MOST_LOOKS = 256

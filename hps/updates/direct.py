@@ -15,7 +15,8 @@ import numpy as np
 from hps.errors import BadRequest, Unavailable, Unsupported
 from hps.tiers.positions import TableChanges
 from hps.types import EmbeddingTable, KeyArray, VectorArray, version_now
-from hps.updates.ingestor import Caches, Observe, refresh
+from hps.updates.cache_refresh import Caches, refresh
+from hps.updates.ingestor import Observe
 from hps.updates.stream_places import Store
 
 DIRECT_TIMEOUT_S = 10.0

@@ -80,7 +80,9 @@ class IngestThread:
                         self._source.rewind()
                         broken = False
                     self._ingestor.step()
-                    self._ingestor.problem, pause = None, FIRST_PAUSE_S
+                    if not self._ingestor.holds:
+                        self._ingestor.problem = None
+                    pause = FIRST_PAUSE_S
                 except HpsError as error:
                     # Where to begin cannot be told yet, or a batch was given up: it comes again.
                     broken = True

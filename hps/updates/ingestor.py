@@ -5,6 +5,9 @@ at any point repeats work and loses none. A store that fails is tried again unti
 more is polled meanwhile, the stream waits where it is, and lookups go on with what they have. Replays are
 harmless because a store keeps what is newer.
 
+Where other processes feed the store (`hps.updates.followed_store`), a batch is held until they have, so that
+here too the caches change after the store.
+
 Each table's store also keeps the position up to which it contains the stream (`hps.tiers.positions`). A
 table that a batch does not touch gets it noted now and then, or a quiet table would have its stream replayed
 from its last row.
@@ -16,7 +19,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -24,12 +26,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.errors import HpsError, Unavailable
-from hps.tiers.base import newest_of_each
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tracing import recorder
-from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
+from hps.types import EmbeddingTable
+from hps.updates.cache_refresh import Caches, refresh
+from hps.updates.followed_store import FollowedStore, OtherWriter
 from hps.updates.source import DeadLetter, TableUpdate, UpdateBatch, UpdateSource
-from hps.updates.stream_places import Contained, Readers, Store, StreamPlaces
+from hps.updates.stream_places import Contained, Places, Readers, Store, StreamPlaces
 
 log = logging.getLogger(__name__)
 
@@ -38,18 +41,9 @@ POLL_S = 0.2
 NOTE_EVERY_S = 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 _LOG_EVERY_S = 5.0
-
-
-class Caches(Protocol):
-    """What refreshes resident rows: `hps.updates.writer.CacheWriter`."""
-
-    def update(
-        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
-    ) -> Future[None]: ...
-
-    def delete(
-        self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray
-    ) -> Future[None]: ...
+# A batch that is held is checked after a quarter of the time it has been held for, but not before this.
+_SHORTEST_HOLD_S = 0.01
+_LATE_S = 1.0
 
 
 class DeadLetters(Protocol):
@@ -80,8 +74,9 @@ class Observe(Protocol):
 
 class Ingestor:
     """``tables`` by the name that sources use, ``model/table``; ``readers(topic)``: those a topic may change.
-    ``stores`` may be empty where others fill them; ``caches`` None where there are none. ``contained``: where
-    a store begins that has applied nothing yet.
+    ``stores`` is empty where others fill them: then the caches follow ``followed``, if given, which
+    ``other_writer`` may fill, too. ``caches``: None where there are none. ``contained``: where a store begins
+    that has applied nothing yet.
 
     `step` is called by one thread (`IngestThread`); `close` by any.
     """
@@ -96,6 +91,8 @@ class Ingestor:
         dead_letters: DeadLetters,
         observe: Observe,
         contained: Contained = lambda _table, _topic, _partition: None,
+        followed: FollowedStore | None = None,
+        other_writer: OtherWriter | None = None,
     ) -> None:
         self._source = source
         self._tables = tables
@@ -104,7 +101,15 @@ class Ingestor:
         self._caches = caches
         self._dead_letters = dead_letters
         self._observe = observe
-        self._places = StreamPlaces(stores, readers, contained)
+        self._places: Places = (
+            StreamPlaces(stores, readers, contained)
+            if followed is None
+            else followed.places(readers, contained, other_writer)
+        )
+        rows = [each.versioned for each in self._stores]
+        self._versioned = all(rows if followed is None else [*rows, followed.versioned])
+        self._held: UpdateBatch | None = None
+        self._held_since = self._alive_at = 0.0
         self._stop = threading.Event()
         self._noted_at = time.monotonic()
         self.problem: str | None = None
@@ -121,12 +126,17 @@ class Ingestor:
         """Whether caches hear of what is applied."""
         return self._caches is not None
 
+    @property
+    def holds(self) -> bool:
+        """Whether a batch waits for a store that other processes feed."""
+        return self._held is not None
+
     def step(self, timeout_s: float = POLL_S) -> int:
-        """Poll once and apply what came; how many rows and deletions that was.
+        """Poll once and apply what came; how many rows and deletions that was. None, while a batch is held.
 
         Raises Unavailable when `close` came in the middle: the batch is not committed and comes again.
         """
-        batch = self._source.poll(timeout_s)
+        batch = self._next(timeout_s)
         if batch is not None:
             started = time.perf_counter()
             with _part(batch):
@@ -137,8 +147,37 @@ class Ingestor:
             self.note()
             if (place := self._places.lost()) is not None:
                 log.error("%s/%d: a store lost what it had; it is filled again", *place)
+                self._held = None
                 self._source.begin_again()
         return 0 if batch is None else batch.rows
+
+    def _next(self, timeout_s: float) -> UpdateBatch | None:
+        """The next batch that may be applied now, if there is one."""
+        batch = self._held or self._source.poll(timeout_s)
+        if batch is None:
+            return None
+        now = time.monotonic()
+        if self._held is None:
+            self._held_since = self._alive_at = now
+        missing = self._missing(batch)
+        if not missing:
+            self._held, self.problem = None, None
+            return batch
+        self._held, held_s = batch, now - self._held_since
+        if held_s > _LATE_S:
+            if self.problem is None:
+                log.warning("updates wait: %s", missing)
+            self.problem = missing
+        if now - self._alive_at > _LATE_S:
+            self._alive_at = now
+            self._source.keep_alive()
+        self._stop.wait(min(max(held_s / 4, _SHORTEST_HOLD_S), _LATE_S))
+        return None
+
+    def _missing(self, batch: UpdateBatch) -> str:
+        """Why ``batch`` must not reach the caches yet; empty when it may."""
+        found = (self._places.missing(self._tables[each.table], each) for each in batch.updates)
+        return next(filter(None, found), "")
 
     def apply(self, batch: UpdateBatch) -> None:
         """Dead letters, stores, caches, in this order."""
@@ -165,7 +204,7 @@ class Ingestor:
         self._stop.set()
 
     def begin(self, topic: str, partition: int) -> int | None:
-        """Where a source begins; see `hps.updates.stream_places.StreamPlaces.begin`."""
+        """Where a source begins; see `hps.updates.stream_places.Places.begin`."""
         return self._places.begin(topic, partition)
 
     # -- one table ---------------------------------------------------------------------------------
@@ -179,8 +218,7 @@ class Ingestor:
             self._write(each, table, changes, positions)
             self._observe.visible(table, each.name, made_s)
         if self._caches is not None:
-            versioned = all(each.versioned for each in self._stores)
-            refresh(self._caches, table, changes, versioned=versioned)
+            refresh(self._caches, table, changes, versioned=self._versioned)
             self._observe.visible(table, CACHES, made_s)
         self._observe.applied(table, "upserted", len(changes.keys))
         self._observe.applied(table, "deleted", len(changes.deleted))
@@ -244,26 +282,6 @@ class Ingestor:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
-def refresh(
-    caches: Caches, table: EmbeddingTable, changes: TableChanges, *, versioned: bool
-) -> None:
-    """Have what is resident changed, and wait for it. Raises Unavailable when the caches are closed."""
-    last = _last_word(changes)
-    versions, gone_versions = last.versions, last.deleted_versions
-    if not versioned:
-        versions, gone_versions = np.zeros_like(versions), np.zeros_like(gone_versions)
-    waiting = []
-    if len(last.keys):
-        waiting.append(caches.update(table, last.keys, last.vectors, versions))
-    if len(last.deleted):
-        waiting.append(caches.delete(table, last.deleted, gone_versions))
-    try:
-        for each in waiting:
-            each.result()
-    except CancelledError:
-        raise Unavailable("the node is closing; the updates at hand come again") from None
-
-
 def _part(batch: UpdateBatch) -> AbstractContextManager[object]:
     """A span linked to the traces that the batch's messages belong to, where such are kept."""
     kept_by = recorder()
@@ -278,21 +296,3 @@ def _nothing(table: EmbeddingTable) -> TableChanges:
     no_keys, no_versions = np.empty(0, np.int64), np.empty(0, np.uint64)
     no_rows = np.empty((0, table.dim), table.dtype)
     return TableChanges(no_keys, no_rows, no_versions, no_keys, no_versions)
-
-
-def _last_word(changes: TableChanges) -> TableChanges:
-    """Each key once, with the change of the highest version, the last on a tie, a deletion before a row."""
-    split = len(changes.keys)
-    keys = np.concatenate([changes.keys, changes.deleted])
-    versions = np.concatenate([changes.versions, changes.deleted_versions])
-    at = newest_of_each(keys, versions)
-    if at is None:
-        return changes
-    rows, gone = at[at < split], at[at >= split] - split
-    return TableChanges(
-        changes.keys[rows],
-        changes.vectors[rows],
-        changes.versions[rows],
-        changes.deleted[gone],
-        changes.deleted_versions[gone],
-    )

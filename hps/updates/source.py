@@ -26,13 +26,15 @@ class TableUpdate:
     event time (Unix ms), TTL, training step and dense version, each with its number of rows.
 
     ``numbers (k,)``: which of the polled messages they are, so that the caller can dead-letter them when
-    it knows no such table, or one of another dim.
+    it knows no such table, or one of another dim. ``ends``: of each partition that they came from, the offset
+    behind the last of them; empty where the source has none.
     """
 
     table: str
     changes: TableChanges
     messages: NDArray[Any]
     numbers: NDArray[Any]
+    ends: Sequence[StreamPosition] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,18 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from hps.errors import HpsError
-from hps.tiers.positions import PositionedStore, StreamPosition
+from hps.tiers.positions import Place, PositionedStore, StreamPosition
 from hps.types import EmbeddingTable
+from hps.updates.source import TableUpdate
 
 Contained = Callable[[EmbeddingTable, str, int], int | None]
 """``contained(table, topic, partition)``: the offset up to which the files a table was loaded from contain
 the partition, where they say so."""
 Readers = Callable[[str], Sequence[EmbeddingTable]]
 """``readers(topic)``: the tables that a topic may change."""
-Place = tuple[str, int]
-"""Topic and partition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,40 @@ class Store:
     versioned: bool = True
 
 
+class Places(Protocol):
+    """Positions of one reader's streams, as its ingestor uses them; one thread calls it."""
+
+    def begin(self, topic: str, partition: int) -> int | None:
+        """The offset from which on updates of the partition may be missing; None: perhaps all of them. The
+        source continues there. Raises TierError."""
+        ...
+
+    def missing(self, table: EmbeddingTable, update: TableUpdate) -> str:
+        """Why ``update`` must not reach the caches yet; empty when it may."""
+        ...
+
+    def told(
+        self, table: EmbeddingTable, positions: Sequence[StreamPosition]
+    ) -> list[StreamPosition]:
+        """What a store is to note with the last rows of ``table`` in a batch up to ``positions``."""
+        ...
+
+    def took(self, positions: Sequence[StreamPosition], told: set[EmbeddingTable]) -> None:
+        """Everything up to ``positions`` is applied; the tables ``told`` have noted it."""
+        ...
+
+    def unnoted(self) -> Iterator[tuple[EmbeddingTable, list[StreamPosition]]]:
+        """What tables are still to note that no rows came for; once taken it counts as noted."""
+        ...
+
+    def lost(self) -> Place | None:
+        """A partition that a store has less of than it had: it came back without its rows. One partition is
+        checked each time, another one the next. Afterwards the source must begin again."""
+        ...
+
+
 class StreamPlaces:
-    """Of ``stores``, which one thread feeds."""
+    """`Places` in ``stores``, which one thread feeds."""
 
     def __init__(self, stores: Sequence[Store], readers: Readers, contained: Contained) -> None:
         self._stores = tuple(stores)
@@ -40,16 +72,18 @@ class StreamPlaces:
         self._reached: dict[Place, int] = {}  # what every store must have
 
     def begin(self, topic: str, partition: int) -> int | None:
-        """The offset from which on some store may lack rows of the partition; None: perhaps all of them,
-        or there is no store to ask. The source goes on from there. Raises TierError."""
+        """See `Places`. None also where there is no store to ask."""
         offset = self._applied(topic, partition)
         self._reached[topic, partition] = offset or 0
         return offset
 
+    def missing(self, table: EmbeddingTable, update: TableUpdate) -> str:
+        """Nothing: the stores get an update from here, before the caches do."""
+        return ""
+
     def told(
         self, table: EmbeddingTable, positions: Sequence[StreamPosition]
     ) -> list[StreamPosition]:
-        """What a store is to note with the last rows of ``table`` in a batch up to ``positions``."""
         late = self._unnoted.pop(table, {})
         now = {(p.topic, p.partition): p for p in positions if table in self._readers(p.topic)}
         told = []
@@ -62,7 +96,6 @@ class StreamPlaces:
         return told
 
     def took(self, positions: Sequence[StreamPosition], told: set[EmbeddingTable]) -> None:
-        """Every store has everything up to ``positions``; the tables ``told`` have noted it."""
         for position in positions:
             place = (position.topic, position.partition)
             self._reached[place] = position.offset
@@ -73,14 +106,11 @@ class StreamPlaces:
                     unnoted[place] = replace(position, since=since)
 
     def unnoted(self) -> Iterator[tuple[EmbeddingTable, list[StreamPosition]]]:
-        """What tables are still to note that no rows came for; once taken it counts as noted."""
         while self._unnoted:
             table = next(iter(self._unnoted))
             yield table, self.told(table, ())
 
     def lost(self) -> Place | None:
-        """A partition that a store has less of than it had: it came back without its rows. One partition is
-        looked at each time, another one the next. Afterwards the source must begin again."""
         if not (self._stores and self._reached):
             return None
         place = next(iter(self._reached))

@@ -7,9 +7,10 @@ row is the one that stays; and so changes may overtake the promotions that wait,
 many seconds' worth after a cold start, and are seen at once.
 
 A store that could not be asked may hold a newer row, or its deletion, and then nothing is promoted. But not
-when that store is shared and another one is not: the node applies every update to its own store as well,
-so its rows lag no more than lookups do that pass over the shared store. Otherwise a Redis that is down
-would keep the CPU cache cold for as long.
+when the node's own store could be: that one has every update before the caches are told of it, so its rows
+lag no more than lookups do that pass over the others. Otherwise a Redis that is down would keep the CPU cache
+cold for as long. Where rows have no versions, the row of the own store counts as the newest: another
+store may not have an update yet that the caches were told of before the row came.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ class _Change:
 
 class CacheWriter:
     """``caches`` is what it writes to; ``stores`` are the single stores below, each of which is asked
-    at a promotion, fastest first. At most ``queue_keys`` keys wait to be promoted; more are dropped and
-    counted. ``lacked`` must not block.
+    at a promotion, fastest first. ``own``: the one of them that has every update before `update` or
+    `delete` is called; ``own_first``: of rows of equal versions its is taken. At most ``queue_keys`` keys
+    wait to be promoted; more are dropped and counted. ``lacked`` must not block.
 
     Keys may come from outside: those of tables with 32-bit keys are narrowed. All methods may be called
     from any thread.
@@ -73,10 +75,14 @@ class CacheWriter:
         queue_keys: int,
         count: Count = lambda _result, _keys: None,
         lacked: Lacked = lambda _table, _keys: None,
+        *,
+        own: Tier | None = None,
+        own_first: bool = False,
     ) -> None:
         self._caches = caches
         self._stores = tuple(stores)
-        self._have_own = any(not store.info.shared for store in self._stores)
+        self._own = own
+        self._own_first = own_first
         self.queue_keys = queue_keys
         self._count = count
         self._lacked = lacked
@@ -267,12 +273,14 @@ class CacheWriter:
             part, ctx = Part.make(table, keys), FetchContext()
             store.fetch([part], ctx)
             if ctx.degraded:
-                if not (store.info.shared and self._have_own):
+                if self._own is None or store is self._own:
                     return None, True
                 skipped = True
             answered = np.ones(len(keys), bool)
             answered[part.missing] = False
             newer = answered & (~known | (part.versions > newest.versions))
+            if self._own_first and store is self._own:
+                newer |= answered & (part.versions == newest.versions)
             newest.out[newer] = part.out[newer]
             newest.versions[newer] = part.versions[newer]
             newest.source[newer] = part.source[newer]

@@ -327,13 +327,15 @@ def test_another_version_is_loaded_once_redis_is_fed_for_it(fleet, processes):
 
     kafka = {**fleet.settings["updates"]["kafka"], "group": fleet.model}
     tiers = {**fleet.settings["tiers"], "cpu_cache": {"enabled": False}}
-    with hps.open({**fleet.settings, "tiers": tiers, "updates": {"kafka": kafka}}) as node:
+    models = {**fleet.settings["models"], "catch_up_s": 5.0}
+    changed = {"models": models, "tiers": tiers, "updates": {"kafka": kafka}}
+    with hps.open({**fleet.settings, **changed}) as node:
         send(5.0)
         until(lambda: has(fleet.table, 5.0))
         spec = ModelSpec(name=fleet.model, tables=[TableSpec(name=TABLE, dim=DIM, default=DEFAULT)])
         root = Path(fleet.settings["models"]["repository"])
         write_version(root, spec, 2, {TABLE: fleet.stream.first_rows})
-        with pytest.raises(Unavailable, match="no `hps ingest` feeds this version"):
+        with pytest.raises(Unavailable, match=r"no writer \(`hps ingest`"):
             node.load(fleet.model, 2)
         assert node.models[fleet.model].version == 1
         second = EmbeddingTable.make(TABLE, DIM, model=fleet.model, version=2)
@@ -353,10 +355,10 @@ def layout(request):
     return request.param
 
 
-def stores(fleet, resources, layout, **redis) -> tuple[Stores, EmbeddingTable]:
+def stores(fleet, resources, layout, access="primary", **redis) -> tuple[Stores, EmbeddingTable]:
     """What a node with RocksDB, or `hps ingest` beside such nodes, has of Redis."""
     given = {**fleet.settings["tiers"]["redis"], "layout": layout, **redis}
-    tiers = {"redis": given, "rocksdb": {"layout": layout}}
+    tiers = {"redis": given, "rocksdb": {"layout": layout, "access": access}}
     configuration = configuration_from({**fleet.settings, "tiers": tiers})
     (version,) = open_versions(configuration)
     opened = OpenedTables(version, version.embedding_tables())
@@ -416,12 +418,19 @@ def test_streamed_rows_keep_to_the_share_that_is_loaded(fleet, layout):
 
 
 @pytest.mark.parametrize(
-    "given", [{}, {"cache_missed_embeddings": True, "initial_cache_rate": 0.5}]
+    ("access", "given"),
+    [
+        ("primary", {}),
+        ("primary", {"cache_missed_embeddings": True, "initial_cache_rate": 0.5}),
+        ("read_only", {"cache_missed_embeddings": False, "initial_cache_rate": 0.5}),
+    ],
 )
-def test_where_nodes_fill_gaps_every_streamed_row_goes_there(fleet, given):
+def test_where_nodes_fill_gaps_or_write_no_other_store_every_streamed_row_goes_there(
+    fleet, access, given
+):
     """A node that does not have an update yet could otherwise put the older row there, to stay."""
     with ExitStack() as resources:
-        opened, table = stores(fleet, resources, "native", **given)
+        opened, table = stores(fleet, resources, "native", access, **given)
         (fed,) = opened.fed(shared=True)
         keys = np.arange(500)
         versions = np.full(500, make_version(fleet.stream.since_ms), np.uint64)

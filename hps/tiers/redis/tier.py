@@ -22,7 +22,7 @@ from hps.config.store_settings import RedisSettings
 from hps.errors import TierError, Unavailable
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.checks import check_keys, check_part, check_rows
-from hps.tiers.positions import StreamPosition, TableChanges
+from hps.tiers.positions import Place, StreamPosition, TableChanges
 from hps.tiers.redis.client import RedisClient
 from hps.tiers.redis.commands import Command, read_replies
 from hps.tiers.redis.connection import NAME
@@ -32,7 +32,7 @@ from hps.tiers.redis.load import Source as LoadSource
 from hps.tiers.redis.rows import AskedKeys, PartRead, receive_rows
 from hps.tiers.redis.tables import OpenTable, Tables, Usage
 from hps.tiers.redis.upkeep import Upkeep
-from hps.tiers.redis.writes import Only, Writes, position_field
+from hps.tiers.redis.writes import Only, Writes, common_positions, position_field
 from hps.tiers.row_values import Layout, Stored, WrongLength
 from hps.types import (
     EmbeddingTable,
@@ -192,6 +192,12 @@ class RedisTier:
         calls = [(key, ("HGET", key, field)) for key in opened.layout.positions_keys]
         found = self._client.call_all(calls)
         return None if None in found else min(map(int, found))
+
+    def positions(self, table: EmbeddingTable) -> dict[Place, int]:
+        """See `hps.tiers.positions.PositionedStore`."""
+        opened = self._tables.usable(table, self._client.deadline())
+        calls = [(key, ("HGETALL", key)) for key in opened.layout.positions_keys]
+        return common_positions(self._client.call_all(calls))
 
     def preload(
         self,

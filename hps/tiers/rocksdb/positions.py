@@ -13,7 +13,7 @@ import numpy as np
 from rocksdict import WriteBatch
 
 from hps.tiers.base import newest_of_each
-from hps.tiers.positions import StreamPosition, TableChanges
+from hps.tiers.positions import Place, StreamPosition, TableChanges
 from hps.tiers.rocksdb.database import Database
 from hps.tiers.rocksdb.layout import family_name
 from hps.tiers.rocksdb.load import position_prefix
@@ -52,6 +52,18 @@ class Positions:
     def applied(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
         with self._database.errors():
             return self._get(table, StreamPosition(topic, partition, 0))
+
+    def positions(self, table: EmbeddingTable) -> dict[Place, int]:
+        prefix = position_prefix(family_name(table, self._database.layout))
+        found: dict[Place, int] = {}
+        with self._database.errors():
+            at = self._database.db.iter()
+            at.seek(prefix)
+            while at.valid() and (name := at.key()).startswith(prefix):
+                topic, _, partition = name[len(prefix) :].decode().rpartition("/")
+                found[topic, int(partition)] = int(at.value())
+                at.next()
+        return found
 
     def _name(self, table: EmbeddingTable, position: StreamPosition) -> bytes:
         family = family_name(table, self._database.layout)

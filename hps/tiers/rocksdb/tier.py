@@ -19,7 +19,7 @@ import numpy as np
 
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.checks import check_keys, check_part, check_rows
-from hps.tiers.positions import StreamPosition, TableChanges
+from hps.tiers.positions import Place, StreamPosition, TableChanges
 from hps.tiers.rocksdb.checkpoint import checkpoint
 from hps.tiers.rocksdb.database import Database, Family, estimated_rows
 from hps.tiers.rocksdb.errors import NAME
@@ -296,6 +296,11 @@ class RocksDbTier:
     def applied(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
         """See `hps.tiers.positions.PositionedStore`."""
         return self._positions.applied(table, topic, partition)
+
+    def positions(self, table: EmbeddingTable) -> dict[Place, int]:
+        """See `hps.tiers.positions.PositionedStore`."""
+        self._follower.keep_up()
+        return self._positions.positions(table)
 
     def sync(self) -> None:
         """Make every acknowledged write survive a power loss as well."""

@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from hps.tiers.positions import Place
 from hps.updates.files.directory import is_update_file
-from hps.updates.stream_places import Place
 
 
 class WaitingFiles:

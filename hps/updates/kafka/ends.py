@@ -11,10 +11,10 @@ import confluent_kafka as ck
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined] # not in __all__
 
 from hps.config.update_settings import KafkaSettings
+from hps.tiers.positions import Place
 from hps.updates.arrivals import Arrivals
 from hps.updates.kafka.client import client_log, client_options
 from hps.updates.kafka.credentials import Credentials
-from hps.updates.stream_places import Place
 
 log = logging.getLogger(__name__)
 

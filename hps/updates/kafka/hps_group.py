@@ -8,6 +8,7 @@ import confluent_kafka as ck
 
 from hps.config.update_settings import KafkaSettings
 from hps.errors import Unavailable
+from hps.tiers.positions import Place
 from hps.updates.kafka.client import ANSWER_S, client_log, reader_options
 
 NODE = "hps.node."
@@ -20,17 +21,51 @@ def hps_group(group: str) -> str:
     return "hps.volatile" if node == group else f"hps.persistent.{node}"
 
 
+class HpsProgress:
+    """Up to where HPS has brought the streams into its store, which its ``group`` commits after the rows.
+    Used by one thread."""
+
+    def __init__(self, settings: KafkaSettings, group: str) -> None:
+        self._settings = settings
+        self._group = group
+        self._consumer: ck.Consumer | None = None
+
+    def applied(self, place: Place) -> int | None:
+        """The first message of the partition that is not in the store; None if the group committed none
+        there. Raises Unavailable."""
+        if self._consumer is None:
+            self._consumer = _asking(self._settings, self._group)
+        return _committed(self._consumer, self._group, [ck.TopicPartition(*place)]).get(place)
+
+    def close(self) -> None:
+        if self._consumer is not None:
+            self._consumer.close()
+            self._consumer = None
+
+
 def committed(
     settings: KafkaSettings, group: str, partitions: Iterable[ck.TopicPartition]
 ) -> Mapping[tuple[str, int], int]:
     """The first message of each partition that ``group`` has not committed, of those it knows. It is asked,
     not joined. Raises Unavailable."""
+    consumer = _asking(settings, group)
+    try:
+        return _committed(consumer, group, partitions)
+    finally:
+        consumer.close()
+
+
+def _asking(settings: KafkaSettings, group: str) -> ck.Consumer:
+    """A consumer that knows the offsets of ``group`` and does not join it."""
+    return ck.Consumer({**reader_options(settings), "group.id": group}, logger=client_log)
+
+
+def _committed(
+    consumer: ck.Consumer, group: str, partitions: Iterable[ck.TopicPartition]
+) -> dict[Place, int]:
     asked = [ck.TopicPartition(each.topic, each.partition) for each in partitions]
-    consumer = ck.Consumer({**reader_options(settings), "group.id": group}, logger=client_log)
     try:
         found = consumer.committed(asked, timeout=ANSWER_S)
     except ck.KafkaException as error:
         raise Unavailable(f"Kafka: what {group} has committed: {error.args[0].str()}") from None
-    finally:
-        consumer.close()
     return {(each.topic, each.partition): each.offset for each in found if each.offset >= 0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,8 @@ class Messages:
                 kept, ahead = without_ahead(update, self._ahead_s)
                 dead += [_letter(some[i], Reason.AHEAD, 0) for i in ahead]
                 if kept is not None:
-                    updates.append(kept)
+                    ends = _ends([some[i] for i in kept.numbers.tolist()])
+                    updates.append(replace(kept, ends=ends))
         return updates, dead
 
     def _decode(self, topic: str, messages: list[Any]) -> Decoded | None:
@@ -87,6 +89,12 @@ def traceparents(messages: Sequence[Any]) -> list[str]:
             if name == "traceparent" and value is not None and len(found) < _LINKS:
                 found[traceparent_of(bytes(value).decode("latin-1"))] = None
     return [parent for parent in found if parent]
+
+
+def _ends(messages: Sequence[Any]) -> list[StreamPosition]:
+    """Behind the last one of each partition."""
+    ends = {(each.topic(), each.partition()): each.offset() + 1 for each in messages}
+    return [StreamPosition(*place, end) for place, end in ends.items()]
 
 
 def _letter(message: Any, reason: Reason, at: int) -> DeadLetter:

@@ -41,8 +41,8 @@ _LOOK_EVERY_S = 0.2
 
 class KafkaSource:
     """An `UpdateSource`. ``group``: who shares the partitions, and whose offsets are committed. Where
-    ``begin`` is not certain of anything, reading begins where HPS was (`KafkaSettings.hps_offsets`), else
-    with the messages of ``since_s`` (Unix seconds), or with all there are.
+    ``begin`` is not certain of anything, reading begins with the messages of ``since_s`` (Unix seconds), if
+    given, else where HPS was (`KafkaSettings.hps_offsets`), or with all there are.
     """
 
     def __init__(
@@ -53,10 +53,13 @@ class KafkaSource:
         begin: Begin,
         since_s: float | None = None,
         lost: Lost = lambda _topic, _messages: None,
+        hps: str | None = None,
     ) -> None:
-        """``lost`` is told of messages that Kafka has dropped before they were applied."""
+        """``lost`` is told of messages that Kafka has dropped before they were applied. ``hps``: HPS's group
+        in the place of ``group``, if it is another than `hps_group` says."""
         self._settings = settings
-        self._hps_group = hps_group(group) if settings.hps_offsets else None
+        after_hps = settings.hps_offsets and since_s is None
+        self._hps_group = (hps or hps_group(group)) if after_hps else None
         self._hps_offsets: Mapping[tuple[str, int], int] | None = None
         self.problem: str | None = None
         """What Kafka said last, until messages come again."""

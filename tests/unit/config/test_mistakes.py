@@ -325,3 +325,28 @@ TREES = st.recursive(
 def test_whatever_stands_there_is_read_or_refused(data: dict[str, Any]) -> None:
     with contextlib.suppress(InvalidConfiguration):
         configuration_from(data, environ={})
+
+
+@pytest.mark.parametrize(
+    ("access", "stream", "line"),
+    [
+        (
+            "read_only",
+            "kafka: {brokers: k:1}",
+            "updates.kafka: needs a store that gets the updates",
+        ),
+        ("read_only", "directory: {path: in}", "updates.directory: needs a store to write"),
+        ("secondary", "directory: {path: in}", "updates.directory: needs a store to write"),
+        ("secondary", "kafka: {brokers: k:1}", None),
+        ("primary", "directory: {path: in}", None),
+    ],
+)
+def test_updates_need_a_store(write: Write, access: str, stream: str, line: str | None) -> None:
+    path = write(f"tiers: {{rocksdb: {{access: {access}}}}}\nupdates: {{{stream}}}")
+    if line is None:
+        load(path)
+    else:
+        (said,) = mistakes(path)
+        assert line in said
+        assert f"tiers.rocksdb.access is {access}" in said
+    load(path, ["tiers.redis={addresses: [r:1]}"])

@@ -6,7 +6,7 @@ import pytest
 from hps.errors import TierError
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.positions import StreamPosition, TableChanges
-from hps.tiers.rocksdb import LoadRecord, RocksDbTier, restore
+from hps.tiers.rocksdb import LoadRecord, RocksDbTier, Tuning, restore
 from hps.types import EmbeddingTable, version_now
 
 ITEMS, USERS = EmbeddingTable.make("items", 2), EmbeddingTable.make("users", 2)
@@ -110,6 +110,17 @@ def test_readers_may_ask_but_not_apply(tier):
     tier.apply(ITEMS, changes({1: 1}), [at(10)])
     reader = RocksDbTier(tier.path, access="secondary", layout=tier.layout)
     assert reader.applied(ITEMS, "updates", 0) == 10
+    assert reader.positions(ITEMS) == {("updates", 0): 10}
     with pytest.raises(TierError, match="access: secondary; writing is off"):
         reader.apply(ITEMS, changes({1: 2}), [at(11)])
+    reader.close()
+
+
+def test_a_follower_reads_positions_as_far_as_the_primary_is(tier):
+    tuning = Tuning(catch_up_s=0.0)
+    reader = RocksDbTier(tier.path, access="secondary", layout=tier.layout, tuning=tuning)
+    assert reader.positions(ITEMS) == {}
+    tier.apply(ITEMS, changes({1: 1}), [at(10), StreamPosition("other/topic", 3, 7)])
+    assert reader.positions(ITEMS) == {("updates", 0): 10, ("other/topic", 3): 7}
+    assert reader.positions(USERS) == {}
     reader.close()

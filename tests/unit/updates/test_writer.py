@@ -59,11 +59,11 @@ def held(tier, *keys):
 def make():
     made = []
 
-    def build(stores, queue_keys=100_000, cache=None, lacked=lambda table, keys: None):
+    def build(stores, queue_keys=100_000, cache=None, lacked=lambda table, keys: None, **own):
         counts = Counter()
         cache = cache or MemoryTier(CACHE)
         writer = CacheWriter(
-            cache, stores, queue_keys, lambda result, n: counts.update({result: n}), lacked
+            cache, stores, queue_keys, lambda result, n: counts.update({result: n}), lacked, **own
         )
         made.append((writer, stores))
         return writer, cache, counts
@@ -148,7 +148,7 @@ def test_a_shared_store_that_is_down_does_not_keep_the_cache_cold(make, down):
     broken = {"shared": shared, "own": own}[down]
     broken.error = TierError("gone", "gone")
     stores = [Guarded(shared, 1.0, 1, 60.0), Guarded(own, 1.0, 1, 60.0)]
-    writer, cache, counts = make(stores)
+    writer, cache, counts = make(stores, own=stores[1])
     writer.promote(TABLE, arrays(1, 2))
     assert writer.flush(60)
     if down == "shared":
@@ -168,6 +168,31 @@ def test_a_shared_store_alone_must_be_asked(make):
     assert writer.flush(60)
     assert held(cache, 1) == [None]
     assert counts == {"degraded": 1}
+
+
+def test_a_store_without_updates_is_not_trusted_alone(make):
+    """A database opened read_only: it has no update that the shared store was given."""
+    shared, database = Store(), Store()
+    shared._info = TierInfo("redis", Source.REDIS, shared=True)
+    shared.error = TierError("redis", "gone")
+    put(database, [1], 1.0)
+    writer, cache, counts = make([Guarded(shared, 1.0, 1, 60.0), database])
+    writer.promote(TABLE, arrays(1))
+    assert writer.flush(60)
+    assert held(cache, 1) == [None]
+    assert counts == {"degraded": 1}
+
+
+@pytest.mark.parametrize("own_first", [True, False])
+def test_of_rows_without_versions_the_own_stores_row_is_promoted(make, own_first):
+    """The shared store may lag behind an update that the caches were told of already."""
+    shared, own = Store(), Store()
+    put(shared, [1, 2], 1.0, version=0)
+    put(own, [1], 2.0, version=0)
+    writer, cache, _counts = make([shared, own], own=own, own_first=own_first)
+    writer.promote(TABLE, arrays(1, 2))
+    assert writer.flush(60)
+    assert held(cache, 1, 2) == [2.0 if own_first else 1.0, 1.0]
 
 
 def test_a_cache_that_refuses_a_slice_is_not_asked_for_the_rest(make):

@@ -1,0 +1,63 @@
+"""Refresh of resident rows in the caches, after the stores have the changes."""
+
+from __future__ import annotations
+
+from concurrent.futures import CancelledError, Future
+from typing import Protocol
+
+import numpy as np
+
+from hps.errors import Unavailable
+from hps.tiers.base import newest_of_each
+from hps.tiers.positions import TableChanges
+from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
+
+
+class Caches(Protocol):
+    """What refreshes resident rows: `hps.updates.writer.CacheWriter`."""
+
+    def update(
+        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
+    ) -> Future[None]: ...
+
+    def delete(
+        self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray
+    ) -> Future[None]: ...
+
+
+def refresh(
+    caches: Caches, table: EmbeddingTable, changes: TableChanges, *, versioned: bool
+) -> None:
+    """Have what is resident changed, and wait for it. Raises Unavailable when the caches are closed."""
+    last = _last_word(changes)
+    versions, gone_versions = last.versions, last.deleted_versions
+    if not versioned:
+        versions, gone_versions = np.zeros_like(versions), np.zeros_like(gone_versions)
+    waiting = []
+    if len(last.keys):
+        waiting.append(caches.update(table, last.keys, last.vectors, versions))
+    if len(last.deleted):
+        waiting.append(caches.delete(table, last.deleted, gone_versions))
+    try:
+        for each in waiting:
+            each.result()
+    except CancelledError:
+        raise Unavailable("the node is closing; the updates at hand come again") from None
+
+
+def _last_word(changes: TableChanges) -> TableChanges:
+    """Each key once, with the change of the highest version, the last on a tie, a deletion before a row."""
+    split = len(changes.keys)
+    keys = np.concatenate([changes.keys, changes.deleted])
+    versions = np.concatenate([changes.versions, changes.deleted_versions])
+    at = newest_of_each(keys, versions)
+    if at is None:
+        return changes
+    rows, gone = at[at < split], at[at >= split] - split
+    return TableChanges(
+        changes.keys[rows],
+        changes.vectors[rows],
+        changes.versions[rows],
+        changes.deleted[gone],
+        changes.deleted_versions[gone],
+    )

@@ -1,0 +1,195 @@
+"""Followed store: fed by other processes from the streams that this node reads for its caches alone.
+
+A promotion copies what the store holds at that moment. A cache that was refreshed with an update before the
+store has it could therefore get the row from before the update, from a promotion, and keep it: the update
+does not come again. Two rules keep that from happening:
+
+* Caches are refreshed with a batch once the store contains it, which its stream positions tell.
+* The updates of a table are read from where the store was before the first of its rows was promoted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from hps.errors import HpsError, TierError
+from hps.tiers.base import FetchContext, Part, Tier
+from hps.tiers.positions import Place, StreamPosition
+from hps.tiers.wrappers import Wrapper
+from hps.types import EmbeddingTable
+from hps.updates.source import TableUpdate
+from hps.updates.stream_places import Contained, Readers, Store
+
+OtherWriter = Callable[[Place], int | None]
+"""``other_writer(place)``: the offset up to which a writer that keeps no positions in the store has applied a
+partition; None when that is unknown."""
+
+
+class FollowedStore(Wrapper):
+    """``tier``, as promotions read it, and ``store``, the same one with its stream positions.
+
+    `fetch` may be called from many threads; everything else from one at a time.
+    """
+
+    def __init__(self, tier: Tier, store: Store) -> None:
+        super().__init__(tier)
+        self._store = store
+        # Up to where the caches have each table's updates, and up to where the store was seen to have them.
+        self._progress: dict[EmbeddingTable, dict[Place, int]] = {}
+        self._seen: dict[EmbeddingTable, dict[Place, int]] = {}
+        self._to_check: deque[EmbeddingTable] = deque()
+        self._lost: Place | None = None
+
+    @property
+    def name(self) -> str:
+        return self._store.name
+
+    @property
+    def versioned(self) -> bool:
+        return self._store.versioned
+
+    def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
+        try:
+            for part in parts:
+                self._start(part.table)
+        except TierError:
+            if self.name not in ctx.degraded:
+                ctx.degraded.append(self.name)
+            return
+        self.inner.fetch(parts, ctx)
+
+    def forget(self, tables: Sequence[EmbeddingTable]) -> None:
+        """Free what is kept for ``tables``, which are served no more."""
+        for table in tables:
+            self._progress.pop(table, None)
+            self._seen.pop(table, None)
+
+    def places(
+        self, readers: Readers, contained: Contained, other_writer: OtherWriter | None
+    ) -> FollowedPlaces:
+        """The positions of one reader's streams in this store."""
+        return FollowedPlaces(self, readers, contained, other_writer)
+
+    def progress(self, table: EmbeddingTable) -> dict[Place, int]:
+        """Up to where the caches have the updates of ``table``. Raises TierError."""
+        self._start(table)
+        return self._progress[table]
+
+    def reached(self, table: EmbeddingTable, place: Place, offset: int) -> int | None:
+        """Up to where the store has the updates of ``table``, asked anew unless it was seen at ``offset``;
+        None when it has no position. Raises TierError."""
+        seen = self._seen.get(table, {}).get(place)
+        if seen is None or seen < offset:
+            seen = self._look(table).get(place)
+        return seen
+
+    def lost(self) -> Place | None:
+        """A partition that the store has less of than it had, in any table seen so far; each call checks one
+        table. Progress is that of the store then, so the source must begin again."""
+        if not self._to_check:
+            self._to_check.extend(self._seen)
+        try:
+            if self._to_check and (table := self._to_check.popleft()) in self._seen:
+                self._look(table)
+            if self._lost is not None:
+                self._fall_back()
+        except HpsError:
+            return None  # checked again later
+        lost, self._lost = self._lost, None
+        return lost
+
+    def _start(self, table: EmbeddingTable) -> None:
+        """Note where the store is, before a row of ``table`` is promoted or an update of it read."""
+        if table not in self._progress:
+            self._progress.setdefault(table, dict(self._store.store.positions(table)))
+
+    def _look(self, table: EmbeddingTable) -> dict[Place, int]:
+        """Up to where the store has the updates of ``table``, now."""
+        now = dict(self._store.store.positions(table))
+        for place, before in self._seen.get(table, {}).items():
+            if now.get(place, 0) < before:
+                self._lost = place
+        self._seen[table] = now
+        return now
+
+    def _fall_back(self) -> None:
+        """Rows that the store lost may have been promoted as they were before: refresh them once more."""
+        for table in list(self._seen):
+            now = self._look(table)
+            self._progress[table] = {
+                place: min(offset, now[place])
+                for place, offset in self._progress[table].items()
+                if place in now
+            }
+
+
+class FollowedPlaces:
+    """`hps.updates.stream_places.Places` of a reader that refreshes caches after ``followed`` was fed.
+
+    ``other_writer``: asked as well where others may feed the store without keeping positions in it, as HPS
+    does; while neither knows a position, nothing is waited for.
+    """
+
+    def __init__(
+        self,
+        followed: FollowedStore,
+        readers: Readers,
+        contained: Contained,
+        other_writer: OtherWriter | None,
+    ) -> None:
+        self._followed = followed
+        self._readers = readers
+        self._contained = contained
+        self._other_writer = other_writer
+        self.lost = followed.lost
+
+    def begin(self, topic: str, partition: int) -> int | None:
+        offsets = []
+        for table in self._readers(topic):
+            offset = self._followed.progress(table).get((topic, partition))
+            offsets.append(self._contained(table, topic, partition) if offset is None else offset)
+        known = [offset for offset in offsets if offset is not None]
+        return min(known) if known and len(known) == len(offsets) else None
+
+    def missing(self, table: EmbeddingTable, update: TableUpdate) -> str:
+        name = self._followed.name
+        for end in update.ends:
+            place = end.topic, end.partition
+            try:
+                reached = self._reached(table, place, end.offset)
+            except HpsError as error:
+                return f"{name}: {error}"
+            at = f"{end.topic}/{end.partition}"
+            if reached is None and self._other_writer is None:
+                return (
+                    f"{name} has no position of {at} for table {table.id}: no writer (`hps ingest`, or a "
+                    "node of the shared group) feeds this version, or it has not begun"
+                )
+            if reached is not None and reached < end.offset:
+                return (
+                    f"{name} has the updates of table {table.id} up to {reached} of {at}, the caches wait "
+                    f"for {end.offset}: its writer is behind or stopped"
+                )
+        return ""
+
+    def told(
+        self, table: EmbeddingTable, positions: Sequence[StreamPosition]
+    ) -> list[StreamPosition]:
+        return []
+
+    def took(self, positions: Sequence[StreamPosition], told: set[EmbeddingTable]) -> None:
+        for position in positions:
+            place = position.topic, position.partition
+            for table in self._readers(position.topic):
+                self._followed.progress(table)[place] = position.offset
+
+    def unnoted(self) -> Iterator[tuple[EmbeddingTable, list[StreamPosition]]]:
+        return iter(())
+
+    def _reached(self, table: EmbeddingTable, place: Place, offset: int) -> int | None:
+        reached = self._followed.reached(table, place, offset)
+        if self._other_writer is not None and (reached is None or reached < offset):
+            other = self._other_writer(place)
+            reached = other if reached is None else max(reached, other or 0)
+        return reached

@@ -1,0 +1,402 @@
+"""Caches of a node that feeds no store: in every order of events they end with what the store has."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hps.errors import TierError
+from hps.meters import UpdateMeter
+from hps.metrics import Metrics
+from hps.tiers.base import FetchContext, Part
+from hps.tiers.cpu_cache import CpuCache
+from hps.tiers.positions import StreamPosition, TableChanges
+from hps.tiers.rocksdb import RocksDbTier
+from hps.types import EmbeddingTable, make_version
+from hps.updates.followed_store import FollowedStore
+from hps.updates.ingest_thread import IngestThread
+from hps.updates.ingestor import Ingestor
+from hps.updates.source import MESSAGE, TableUpdate, UpdateBatch
+from hps.updates.stream_places import Store
+from hps.updates.writer import CacheWriter
+from tests.support.waiting import until
+
+KEYS = 4
+NOW_MS = int(time.time() * 1000)
+_NAMES = itertools.count()
+
+
+class Stream:
+    """One partition, ``t/0``, of single rows and deletions; two tables are changed by turns of their number.
+    Polled from where ``begin`` says."""
+
+    def __init__(self, tables) -> None:
+        self.tables = tables
+        self.changes: list[tuple[int, bool]] = []  # key, deleted
+        self.next = 0
+        self.problem = None
+
+    def batch(self, start: int, stop: int) -> UpdateBatch:
+        updates = []
+        for number in range(start, stop):
+            key, deleted = self.changes[number]
+            keys, none = np.array([key]), np.empty(0, np.int64)
+            version = np.array([make_version(NOW_MS, number)], np.uint64)
+            row = np.full((1, 2), number + 1.0, np.float32)
+            changes = (
+                TableChanges(none, row[:0], version[:0], keys, version)
+                if deleted
+                else TableChanges(keys, row, version, none, version[:0])
+            )
+            message = np.zeros(1, MESSAGE)
+            message["event_ms"], message["upserts"], message["deletes"] = (
+                NOW_MS,
+                not deleted,
+                deleted,
+            )
+            name = list(self.tables)[number % len(self.tables)]
+            ends = [StreamPosition("t", 0, number + 1)]
+            updates.append(TableUpdate(name, changes, message, np.array([number]), ends))
+        return UpdateBatch(updates, [StreamPosition("t", 0, stop, start)])
+
+    def poll(self, timeout_s):
+        stop = min(self.next + 2, len(self.changes))
+        if stop == self.next:
+            return None
+        start, self.next = self.next, stop
+        return self.batch(start, stop)
+
+    def commit(self, batch):
+        pass
+
+    def keep_alive(self):
+        pass
+
+    def begin_again(self):
+        self.next = self.begin("t", 0) or 0
+
+    rewind = begin_again
+
+    def close(self):
+        pass
+
+
+class Node:
+    """A cache, and what changes it: promotions from ``store``, and updates that ``store`` is fed with."""
+
+    def __init__(self, store, stream: Stream, other_writer=None, versioned=True) -> None:
+        self.store, self.stream = store, stream
+        self.tables = list(stream.tables.values())
+        self.followed = FollowedStore(store, Store("store", store, versioned))
+        self.cache = CpuCache(dict.fromkeys(self.tables, 64))
+        self.writer = CacheWriter(self.cache, [self.followed], 1024, own=self.followed)
+        self.ingestor = Ingestor(
+            stream,
+            stream.tables,
+            lambda _topic: self.tables,
+            [],
+            self.writer,
+            None,
+            UpdateMeter(Metrics()),
+            followed=self.followed,
+            other_writer=other_writer,
+        )
+        stream.begin = self.ingestor.begin
+
+    def promote(self, key: int) -> None:
+        for table in self.tables:
+            self.writer.promote(table, np.array([key]))
+        assert self.writer.flush(60)
+
+    def evict(self, key: int) -> None:
+        for table in self.tables:
+            self.writer.run(lambda table=table: self.cache.evict(table, np.array([key]))).result()
+
+    def rows(self, tier, number: int = 0) -> list[float | None]:
+        """Each key's value; None where there is no row."""
+        part = Part.make(self.tables[number], np.arange(KEYS))
+        tier.fetch([part], FetchContext())
+        return [float(part.out[i, 0]) if part.source[i] else None for i in range(KEYS)]
+
+    def step(self) -> None:
+        self.ingestor.step(0.0)
+
+    def finish(self) -> None:
+        """Apply what is left. The store has everything."""
+        for _ in range(len(self.stream.changes) + 2):
+            self.step()
+        assert not self.ingestor.holds
+        assert self.stream.next == len(self.stream.changes)
+
+    def judge(self) -> None:
+        """What is resident is what the store has."""
+        for number, table in enumerate(self.tables):
+            part = Part.make(table, np.arange(KEYS))
+            self.cache.fetch([part], FetchContext())
+            resident = np.setdiff1d(np.arange(KEYS), part.missing)
+            cached, stored = self.rows(self.cache, number), self.rows(self.store, number)
+            assert {k: cached[k] for k in resident} == {k: stored[k] for k in resident}
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class Feeder:
+    """The other process: it brings the stream into the store."""
+
+    def __init__(self, store, stream: Stream) -> None:
+        self.store, self.stream = store, stream
+        self.at = 0
+
+    def feed(self, messages: int = 1) -> None:
+        for _ in range(messages):
+            if self.at == len(self.stream.changes):
+                return
+            batch = self.stream.batch(self.at, self.at + 1)
+            (update,) = batch.updates
+            for name, table in self.stream.tables.items():
+                changes = update.changes if name == update.table else NOTHING
+                self.store.apply(table, changes, batch.positions)
+            self.at += 1
+
+
+NOTHING = TableChanges(
+    np.empty(0, np.int64),
+    np.empty((0, 2), np.float32),
+    np.empty(0, np.uint64),
+    np.empty(0, np.int64),
+    np.empty(0, np.uint64),
+)
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory):
+    store = RocksDbTier(tmp_path_factory.mktemp("db"))
+    yield store
+    store.close()
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch):
+    monkeypatch.setattr("hps.updates.ingestor._SHORTEST_HOLD_S", 0.0)
+    monkeypatch.setattr("hps.updates.ingestor.NOTE_EVERY_S", 0.0)
+
+
+def stream_of(database, changes, tables: int = 1) -> Stream:
+    """Over tables of their own, whose keys have rows of value 0."""
+    number = next(_NAMES)
+    made = {f"m/t{i}": EmbeddingTable.make(f"t{number}.{i}", 2, model="m") for i in range(tables)}
+    for table in made.values():
+        old = np.full(KEYS, make_version(NOW_MS - 60_000), np.uint64)
+        database.insert(table, np.arange(KEYS), np.zeros((KEYS, 2), np.float32), old)
+    stream = Stream(made)
+    stream.changes = list(changes)
+    return stream
+
+
+EVENT = st.one_of(
+    st.sampled_from(["feed", "step", "restart"]),
+    st.tuples(st.sampled_from(["promote", "evict"]), st.integers(0, KEYS - 1)),
+)
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    changes=st.lists(st.tuples(st.integers(0, KEYS - 1), st.booleans()), min_size=1, max_size=8),
+    events=st.lists(EVENT, max_size=30),
+    tables=st.integers(1, 2),
+)
+def test_caches_end_with_what_the_store_has_in_any_order_of_events(
+    database, changes, events, tables
+):
+    stream = stream_of(database, changes, tables)
+    feeder = Feeder(database, stream)
+    node = Node(database, stream)
+    begun = False
+    try:
+        for event in events:
+            match event:
+                case "feed":
+                    feeder.feed()
+                case "step":
+                    if not begun:  # as late as this: rows may be promoted before
+                        stream.begin_again()
+                        begun = True
+                    node.step()
+                case "restart":
+                    node.close()
+                    node, begun = Node(database, stream), False
+                case ("promote", key):
+                    node.promote(key)
+                case ("evict", key):
+                    node.evict(key)
+        feeder.feed(len(changes))
+        if not begun:
+            stream.begin_again()
+        node.finish()
+        node.judge()
+    finally:
+        node.close()
+        database.drop(*stream.tables.values())
+
+
+@pytest.fixture
+def make(database):
+    made = []
+
+    def build(changes, **options) -> tuple[Node, Feeder]:
+        stream = stream_of(database, changes)
+        made.append(Node(database, stream, **options))
+        return made[-1], Feeder(database, stream)
+
+    yield build
+    for node in made:
+        node.close()
+
+
+def test_an_old_row_that_is_promoted_after_its_update_was_read_does_not_stay(make):
+    node, feeder = make([(1, False)])
+    node.step()
+    assert node.ingestor.holds
+    node.promote(1)
+    assert node.rows(node.cache)[1] == 0.0
+    feeder.feed()
+    node.finish()
+    assert node.rows(node.cache)[1] == 1.0
+
+
+def test_a_row_promoted_before_the_stream_begins_gets_the_updates_since(make):
+    """The store was fed between the promotion and the beginning."""
+    node, feeder = make([(0, False), (1, False)])
+    feeder.feed()
+    node.promote(1)
+    feeder.feed()
+    assert node.ingestor.begin("t", 0) == 1
+    node.stream.begin_again()
+    node.finish()
+    assert node.rows(node.cache)[1] == 2.0
+
+
+def test_a_store_without_a_position_is_read_from_the_topics_beginning(make):
+    node, _feeder = make([(0, False)])
+    node.promote(1)
+    assert node.ingestor.begin("t", 0) is None
+
+
+def test_a_reader_that_begins_again_continues_where_the_caches_are(make):
+    """Not where the store is, which is ahead."""
+    node, feeder = make([(1, False)] * 6)
+    feeder.feed(6)
+    node.step()
+    assert node.ingestor.begin("t", 0) == 2
+
+
+class Losing:
+    """The store, which may forget its position, or not answer."""
+
+    def __init__(self, store) -> None:
+        self.store, self.lost, self.error = store, 0, None
+        self.info, self.fetch = store.info, store.fetch
+
+    def positions(self, table):
+        if self.error is not None:
+            raise self.error
+        return {place: at - self.lost for place, at in self.store.positions(table).items()}
+
+
+def test_updates_that_the_store_lost_are_applied_to_the_caches_again(database):
+    stream = stream_of(database, [(1, False)] * 6)
+    store = Losing(database)
+    node, feeder = Node(store, stream), Feeder(database, stream)
+    feeder.feed(6)
+    node.finish()
+    store.lost = 4
+    node.step()
+    assert stream.next == 2, "where the store is now"
+    node.step()
+    assert node.ingestor.holds, "until it is fed again"
+    store.lost = 0
+    node.finish()
+    node.judge()
+    node.close()
+
+
+def test_a_store_that_does_not_answer_promotes_nothing_and_holds_updates(database):
+    stream = stream_of(database, [(1, False)])
+    store = Losing(database)
+    node, feeder = Node(store, stream), Feeder(database, stream)
+    store.error = TierError("store", "gone")
+    node.promote(1)
+    assert node.rows(node.cache)[1] is None
+    feeder.feed()
+    with pytest.raises(TierError, match="gone"):
+        node.ingestor.begin("t", 0)
+    node.step()
+    assert node.ingestor.holds
+    store.error = None
+    node.promote(1)
+    node.finish()
+    assert node.rows(node.cache)[1] == 1.0
+    node.close()
+
+
+def test_another_writer_without_positions_is_followed_as_well(make):
+    reached = {}
+    node, _feeder = make([(1, False)], other_writer=reached.get)
+    node.promote(1)
+    reached["t", 0] = 0
+    node.step()
+    assert node.ingestor.holds
+    reached["t", 0] = 1
+    node.finish()
+    assert node.rows(node.cache)[1] == 1.0
+
+
+def test_where_no_writer_has_a_position_nothing_is_waited_for(make):
+    node, _feeder = make([(1, False)], other_writer=lambda _place: None)
+    node.promote(1)
+    node.finish()
+    assert node.rows(node.cache)[1] == 1.0
+
+
+def test_rows_of_a_store_without_versions_are_refreshed_without_versions(make):
+    node, feeder = make([(1, False)], versioned=False)
+    feeder.feed()
+    node.promote(1)
+    node.finish()
+    part = Part.make(node.tables[0], np.array([1]))
+    node.writer.run(lambda: node.cache.evict(node.tables[0], np.array([1]))).result()
+    node.cache.insert(
+        node.tables[0], np.array([1]), np.zeros((1, 2), np.float32), np.zeros(1, np.uint64)
+    )
+    node.stream.next = 0
+    node.finish()
+    node.cache.fetch([part], FetchContext())
+    assert (part.out[0, 0], part.versions[0]) == (1.0, 0)
+
+
+def test_a_held_batch_is_reported_and_lets_the_reader_be_paused(make, monkeypatch):
+    monkeypatch.setattr("hps.updates.ingestor._LATE_S", 0.01)
+    node, feeder = make([(1, False)])
+    thread = IngestThread(node.ingestor, node.stream, "ingest")
+    thread.start()
+    try:
+        until(lambda: "no writer" in (node.ingestor.problem or ""))
+        feeder.store.apply(node.tables[0], NOTHING, [StreamPosition("t", 0, 0)])
+        thread.pause().result(10)
+        feeder.feed()
+        node.promote(1)
+        thread.resume()
+        until(lambda: node.ingestor.problem is None and not node.ingestor.holds)
+    finally:
+        thread.close()
+    assert node.rows(node.cache)[1] == 1.0
