@@ -15,7 +15,7 @@ from hps.cli.options import (
     TlsOption,
     open_admin,
 )
-from hps.cli.output import Number, Output, OutputFormat, print_json, print_table
+from hps.cli.output import Number, Output, OutputFormat, print_json, print_table, warn
 from hps.errors import BadRequest, NotFound
 
 app = typer.Typer(add_completion=False)
@@ -26,6 +26,7 @@ Examples:
   hps hotkeys ctr ad --limit 100
   hps hotkeys --snapshot hps-data/hot-keys --output json
 """
+HIGHEST = 255
 
 
 @app.command(epilog=EXAMPLES)
@@ -42,7 +43,12 @@ def hotkeys(
     tls: TlsOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
-    """List the hottest keys, hottest first, with their scores: 255 is the highest."""
+    """List the hottest keys, hottest first, with their scores up to 255; equal ones in the order of the keys.
+
+    A score is what the cache evicts by. With eviction lru it falls with the time since the last use: by 64
+    while as many rows are admitted as the cache holds. With lfu it is a logarithmic count of uses, halved in
+    that time. Keys that are in use all the time share the highest score.
+    """
     if snapshot is not None:
         found = from_snapshot(snapshot, model, table, limit)
     else:
@@ -59,6 +65,12 @@ def hotkeys(
             for key, score in zip(entry["keys"], entry["scores"], strict=True)
         ],
     )
+    if tied := [e for e in found if len(e["scores"]) > 1 and min(e["scores"]) == HIGHEST]:
+        names = ", ".join(f"{entry['model']}/{entry['table']}" for entry in tied)
+        warn(
+            f"all keys shown of {names} have the highest score, so their order says nothing: "
+            "`hps hotkeys --help` explains scores; eviction lfu tells more keys apart"
+        )
 
 
 def from_snapshot(

@@ -33,6 +33,15 @@ def test_it_is_printed(path):
     assert json.loads(done.stdout)[1]["keys"] == [7, 8]
 
 
+def test_equal_highest_scores_are_explained(path):
+    done = CliRunner().invoke(app, ["hotkeys", "--snapshot", str(path)])
+    assert done.stderr == ""
+    write_hot_keys(path, {"m/1/a": (np.array([5, 6]), np.array([255, 255], np.uint8))})
+    done = CliRunner().invoke(app, ["hotkeys", "--snapshot", str(path)])
+    assert "all keys shown of m/a have the highest score" in done.stderr
+    assert CliRunner().invoke(app, ["hotkeys", "--snapshot", str(path), "-o", "json"]).stderr == ""
+
+
 def test_what_is_not_there_is_named(path, tmp_path):
     with pytest.raises(NotFound, match="m/1/a, n/2/b"):
         from_snapshot(path, "m", "b", 1)
