@@ -123,13 +123,30 @@ def test_every_variable_that_is_read_is_on_the_page() -> None:
         assert f"| `{name}` |" in text
 
 
-def test_the_example_is_in_order() -> None:
-    report = validate_file(EXAMPLE)
-    assert (report.errors, report.warnings) == ([], [])
+@pytest.fixture
+def everything(tmp_path: Path) -> Path:
+    """The example with what is commented out in it: with the # of the first column removed."""
+    path = tmp_path / EXAMPLE.name
+    path.write_text(re.sub(r"^#(?=\w|  )", "", EXAMPLE.read_text(), flags=re.MULTILINE))
+    return path
 
 
-def test_the_example_shows_every_setting_with_its_default() -> None:
-    given = yaml.safe_load(EXAMPLE.read_text())
+def test_the_example_is_in_order(everything: Path) -> None:
+    for path in (EXAMPLE, everything):
+        report = validate_file(path)
+        assert (report.errors, report.warnings) == ([], [])
+
+
+def test_the_example_as_it_stands_is_the_defaults() -> None:
+    settings = load_config(EXAMPLE, environ={}).settings
+    paths: Any = {"models": {"repository"}, "tiers": {"rocksdb": {"path"}}}
+    assert settings.model_dump(exclude=paths) == Settings().model_dump(exclude=paths)
+    assert settings.models.repository == EXAMPLE.parent / Settings().models.repository
+    assert settings.tiers.rocksdb.path == EXAMPLE.parent / Settings().tiers.rocksdb.path
+
+
+def test_the_example_shows_every_setting_with_its_default(everything: Path) -> None:
+    given = yaml.safe_load(everything.read_text())
     stated = {".".join(map(str, path)) for path, _ in leaves(given)}
     elsewhere = (
         "models.serve",
@@ -140,7 +157,7 @@ def test_the_example_shows_every_setting_with_its_default() -> None:
     for key, _ in settings_of(Settings):
         if not key.startswith(elsewhere):
             assert key in stated or any(s.startswith(f"{key}.") for s in stated), key
-    settings = load_config(EXAMPLE, environ={}).settings
+    settings = load_config(everything, environ={}).settings
     assert settings.models.serve is not None
     apart: Any = {
         "models": True,
@@ -158,8 +175,6 @@ def test_the_example_shows_every_setting_with_its_default() -> None:
     assert settings.server.batching == BatchingSettings()
     assert settings.server.grpc is not None
     assert settings.server.grpc.admin == GrpcAdminSettings()
-    assert settings.models.repository == EXAMPLE.parent / Settings().models.repository
-    assert settings.tiers.rocksdb.path == EXAMPLE.parent / Settings().tiers.rocksdb.path
 
 
 def test_the_key_files_of_the_page_are_such(tmp_path: Path) -> None:
