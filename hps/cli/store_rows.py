@@ -212,7 +212,7 @@ def put(
 DEL_EXAMPLES = """\b
 Examples:
   hps store del ctr user 17 18 0xff --config hps.yaml
-  hps store del ctr user -- -17 --config hps.yaml --tier redis
+  hps store del ctr user -17 --config hps.yaml --tier redis
 """
 
 

@@ -1,14 +1,84 @@
-"""docs/command-line.md names every command."""
+"""Every command is in the documentation, and every command line that is shown somewhere parses."""
 
 from __future__ import annotations
 
+import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from hps.cli.main import COMMANDS
+import pytest
+import typer
 
-PAGE = Path(__file__).parents[3] / "docs" / "command-line.md"
+from hps.cli.main import COMMANDS, _load, app
+
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "command-line.md"
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
+_BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# A command of ours up to a comment, after a # or two spaces, or up to whatever takes its output.
+_LINE = re.compile(r"^(\$ )?(hps .*?)(?:\s+#.*|  .*|\s*[|>&;].*)?$", re.MULTILINE)
 
 
 def test_every_command_is_in_the_page() -> None:
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `hps ")]
     assert [row.split("`")[1].removeprefix("hps ") for row in rows] == list(COMMANDS)
+
+
+def shown(text: str) -> Iterator[str]:
+    """Command lines; in a block with prompts, those after one. `…` stands for more of the same."""
+    prompt = re.compile(r"^\$ ", re.MULTILINE)
+    for prompted, line in _LINE.findall(text.replace("\\\n", " ")):
+        if (prompted or not prompt.search(text)) and "…" not in line and "..." not in line:
+            yield line
+
+
+def parse(line: str) -> None:
+    """Read it as the command line does, sub-commands too, and run nothing."""
+    try:
+        _parse(typer.main.get_command(app), shlex.split(line)[1:])
+    except Exception as error:
+        if getattr(error, "exit_code", 2):  # 0: --help
+            raise AssertionError(f"{line}: {error}") from None
+
+
+def _parse(command: Any, words: list[str]) -> None:
+    context = command.make_context(command.name, list(words))
+    if hasattr(command, "commands") and (rest := [*context._protected_args, *context.args]):
+        _, chosen, more = command.resolve_command(context, rest)
+        _parse(chosen, more)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_line_of_a_page_parses(page: Path) -> None:
+    for block in _BLOCK.findall(page.read_text()):
+        for line in shown(block):
+            parse(line)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_example_of_a_commands_help_parses(name: str) -> None:
+    command = _load(name)
+    every = [command, *getattr(command, "commands", {}).values()]
+    for each in every:
+        for line in shown(re.sub(r"^ +", "", each.epilog or "", flags=re.MULTILINE)):
+            parse(line)
+
+
+@pytest.mark.parametrize(
+    "files", [PAGES, sorted([*ROOT.glob("hps/**/*.py"), *ROOT.glob("services/**/*.py")])],
+    ids=["pages", "sources"],
+)  # fmt: skip
+def test_every_command_that_is_named_exists(files: list[Path]) -> None:
+    """Names alone: `hps store load`, whatever it would take."""
+    found = {
+        words for file in files for words in re.findall(r"`hps ([a-z][^`\n]*)", file.read_text())
+    }
+    assert len(found) > 10
+    for words in sorted(found):
+        command, *rest = re.split(r"[^\w-]+", words.replace("|", " "))
+        assert command in COMMANDS, words
+        inner = getattr(_load(command), "commands", {})
+        if inner and rest and not rest[0].startswith("-") and re.match(rf"{command} \w", words):
+            assert rest[0] in inner, words
