@@ -146,6 +146,7 @@ class Process(ABC, Generic[Node]):
                 self._loop.add_signal_handler(number, self._stop)
         self._listen()
         urls = {name: server.url for name, server in self._servers.items()}
+        self._state.urls = urls
         servers = list(self._servers.values())
         tasks = [asyncio.create_task(server.serve()) for server in servers]
         try:

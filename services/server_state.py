@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from hps import metric_names as m
 from hps.config import Settings
+from hps.config.shown import identity
 from hps.errors import Unavailable
 from hps.metrics import Metrics
 from services.expiry import publish_expiry
@@ -63,6 +64,8 @@ class ServerState(Generic[Node]):
         self.metrics = Metrics()
         self._publish(self.metrics)
         self.loading: list[dict[str, Any]] = []
+        self.urls: Mapping[str, str] = {}
+        """Where the server listens: base URLs by the port's name."""
         self._started = time.monotonic()
 
     @property
@@ -130,6 +133,7 @@ class ServerState(Generic[Node]):
             "phase": self.phase,
             "ready": self.ready,
             "processes": [me, *self.processes()],
+            "server": {"urls": dict(self.urls), **identity(self._settings)},
         }
         if self.node is not None:
             return status | self.node.status()

@@ -35,6 +35,7 @@ from hps.errors import ConfigError, NotFound, TierError
 
 if TYPE_CHECKING:
     from hps.rows.tiers import RedisRows, RocksDbRows
+    from hps.tiers.redis.layout import TableName
     from hps.types import EmbeddingTable
 
 HELP = """Look into the stores of a configuration and care for them: Redis and RocksDB.
@@ -62,8 +63,9 @@ def ls(
 ) -> None:
     """List the tables each store holds: rows, bytes, dim, layout.
 
-    Also those that are not configured (any more): hps store erase removes them. Rows of RocksDB are its
-    estimate, deleted ones included. Exit code 1 when a store cannot be asked.
+    Also those that are not configured (any more), which hps store erase removes, and other versions than the
+    one that a start serves: a running node may serve those. Rows of RocksDB are its estimate, deleted ones
+    included. Exit code 1 when a store cannot be asked.
     """
     configuration = read_config(config, overrides)
     try:
@@ -104,7 +106,7 @@ def _listed(store: RedisRows | RocksDbRows, models: Models) -> list[dict[str, An
         dim = table.dim if table else record.dim if record else None
         if name in there:
             shape = table or stand_in(name, dim or 1)
-            problem = _problem(store, table) if table else "not configured"
+            problem = _problem(store, table) if table else _unconfigured(name, models)
             rows, bytes_ = store.measure(shape)
         else:
             other = table is not None and store.other_layout(table)
@@ -124,6 +126,14 @@ def _listed(store: RedisRows | RocksDbRows, models: Models) -> list[dict[str, An
             }
         )
     return entries
+
+
+def _unconfigured(name: TableName, models: Models) -> str:
+    """Why no table is configured by that name; a node may serve a version that was loaded after its start."""
+    version = models.versions.get(name.model)
+    if version is None or name.name not in version.tables:
+        return "not configured"
+    return f"another version, a start serves {version.version}"
 
 
 def _problem(store: RedisRows | RocksDbRows, table: EmbeddingTable) -> str:

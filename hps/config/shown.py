@@ -44,6 +44,17 @@ def public_settings(settings: Settings) -> dict[str, Any]:
     return dict(_masked(Slot(Settings, Settings), data))
 
 
+def identity(settings: Settings) -> dict[str, str | None]:
+    """The absolute folders that tell a deployment's server from others on the same machine; None for a role
+    without that one."""
+    rocksdb, role = settings.tiers.rocksdb, settings.server.role
+    has_database = rocksdb.enabled and role not in ("frontend", "ingest")
+    return {
+        "repository": str(settings.models.repository.absolute()),
+        "database": str(rocksdb.path.absolute()) if has_database else None,
+    }
+
+
 def _masked(slot: Slot, value: Any) -> Any:
     if not is_secret(slot) or value is None:
         return value

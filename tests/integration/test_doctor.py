@@ -30,12 +30,12 @@ from typer.testing import CliRunner
 
 from benchmarks.peers.hps_server import Hps
 from benchmarks.peers.process import free_ports
-from hps.cli.diagnosis import lookups, ports, servers, states, stores, streams
+from hps.cli.diagnosis import configured, lookups, ports, servers, states, stores, streams
 from hps.cli.diagnosis import triton as triton_checks
 from hps.cli.diagnosis.check import Check
 from hps.cli.diagnosis.models import models
 from hps.cli.main import app
-from hps.client import Client
+from hps.client import Admin, Client
 from hps.config import Configuration, configuration_from
 from hps.config.dense_settings import TritonSettings
 from hps.config.schema import Settings
@@ -73,7 +73,7 @@ def test_a_redis_that_is_not_there_is_one_line() -> None:
     (port,) = free_ports(1)
     (found,) = stores.redis(RedisSettings(addresses=[f"127.0.0.1:{port}"]), [table("m")])
     assert (found.name, found.verdict) == ("Redis", "FAIL")
-    assert "tiers.redis" in found.mend
+    assert "tiers.redis" in found.found
 
 
 def table(model: str) -> EmbeddingTable:
@@ -205,7 +205,7 @@ def test_a_kafka_that_is_not_there_is_one_line() -> None:
     (port,) = free_ports(1)
     (found,) = streams.kafka(KafkaSettings(brokers=f"127.0.0.1:{port}"), ["g"], [table("m")])
     assert (found.name, found.verdict) == ("Kafka", "FAIL")
-    assert "updates.kafka.brokers" in found.mend
+    assert "updates.kafka.brokers" in found.found
 
 
 def front_end(nodes: list[str], repository: Path) -> Settings:
@@ -398,13 +398,69 @@ def test_servers_that_hang_are_waited_for_beside_each_other(
     assert [check.verdict for check in found] == ["FAIL"] * 3
 
 
+def folders_of(server: Hps) -> dict[str, str]:
+    with Admin(f"http://{server.admin}") as admin:
+        return dict(admin.status()["server"])
+
+
+def on_ports(server: Hps, database: str, **changed: int) -> dict[str, Check]:
+    """What is found of the ports of a server, for a configuration that has them too."""
+    given = {"http": server.address, "grpc": server.grpc, "admin": server.admin}
+    numbers = {name: int(at.rpartition(":")[2]) for name, at in given.items()} | changed
+    settings = configuration_from(
+        {
+            "models": {"repository": folders_of(server)["repository"]},
+            "tiers": {"rocksdb": {"path": database}},
+            "server": {name: {"port": number} for name, number in numbers.items()},
+        },
+        environ={},
+    ).settings
+    running = ports.running_server(settings, None, None)
+    return by_name(ports.ports(settings, running, None, None))
+
+
+def test_ports_of_the_configuration_s_own_server_are_in_order(small_server: Hps) -> None:
+    found = on_ports(small_server, folders_of(small_server)["database"])
+    assert [c for c in found.values() if c.verdict != "OK"] == []
+    assert "served by this configuration's server" in found["grpc port"].found
+
+
+def test_a_port_of_another_hps_server_fails(small_server: Hps, tmp_path: Path) -> None:
+    """`hps serve` could not have it."""
+    database = str(tmp_path / "another")
+    found = on_ports(small_server, database)
+    taken = {name: check for name, check in found.items() if name.endswith("port")}
+    assert verdicts(taken) == dict.fromkeys(["http port", "grpc port", "admin port"], "FAIL")
+    for name, check in taken.items():
+        assert f"another one: its database is {folders_of(small_server)['database']}" in check.found
+        assert f"this configuration's is {database}" in check.found
+        assert f"server.{name.split()[0]}.port" in check.mend
+    (free,) = free_ports(1)
+    found = on_ports(small_server, database, admin=free)
+    assert (found["admin port"].verdict, found["http port"].verdict) == ("OK", "FAIL")
+    assert "nothing answers at this configuration's admin port" in found["http port"].found
+
+
+def test_a_server_with_another_version_is_told_with_what_a_start_would_serve(
+    small_repository: Path,
+) -> None:
+    version = Repository(small_repository).open("words")
+    (found,) = configured._as_configured([version], {"words": 2})
+    assert found.verdict == "WARN"
+    assert found.found == "it serves version 2, a start would serve version 1"
+    assert "models.serve.words.version" in found.mend
+
+
+UNKNOWN = ports.Running(None, "its admin port does not tell")
+
+
 def test_a_port_that_cannot_be_had_is_told_with_what_to_do() -> None:
     (port,) = free_ports(1)
-    elsewhere = ports.port("http port", HttpSettings(host="203.0.113.7", port=port))
+    elsewhere = ports.port("http port", HttpSettings(host="203.0.113.7", port=port), UNKNOWN)
     assert (elsewhere.verdict, "server.http.host" in elsewhere.mend) == ("FAIL", True)
     with answering(b"\x00") as address:
         taken = HttpSettings(host="127.0.0.1", port=int(address.rpartition(":")[2]))
-        found = ports.port("http port", taken)
+        found = ports.port("http port", taken, UNKNOWN)
     assert (found.verdict, "stop what listens there" in found.mend) == ("FAIL", True)
 
 
@@ -412,7 +468,7 @@ def test_a_port_of_a_server_that_is_silent_may_be_ours(monkeypatch: pytest.Monke
     monkeypatch.setattr(ports, "_PATIENCE_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         taken = HttpSettings(host="127.0.0.1", port=silent.getsockname()[1])
-        found = ports.port("http port", taken)
+        found = ports.port("http port", taken, UNKNOWN)
     assert (found.verdict, "ask again" in found.mend) == ("WARN", True)
 
 

@@ -289,7 +289,7 @@ def test_operators_steer_it_from_the_command_line(fleet, processes):
         "Redis",
         "Kafka",
     }
-    assert "served by hps" in found["admin port"]["found"]
+    assert "served by this configuration's server" in found["admin port"]["found"]
     assert "this server" in found
     assert [name for name in found if name.startswith("group ")] == [f"group {fleet.model}"]
     away = ["updates", "pause", "--group", "others", "--server", process.admin]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -105,6 +106,31 @@ def test_tables_before_and_after_a_load(config: Path) -> None:
     assert [(e["model"], e["version"], e["layout"]) for e in only] == [("words", 1, "native")]
     assert only[0]["bytes"] == 1000 * (8 + 9 + 8 * 4)
     assert run("ls", "nobody", "--config", config, "--tier", "rocksdb").exit_code == 2
+
+
+def test_a_version_that_a_node_may_serve_is_not_called_unconfigured(
+    tmp_path: Path, small_repository: Path
+) -> None:
+    """The newest version is what a start serves; a load by the API may have put back the former one."""
+    repository = tmp_path / "models"
+    shutil.copytree(small_repository, repository)
+    given = (
+        "--set",
+        f"models.repository={repository}",
+        "--set",
+        f"tiers.rocksdb.path={tmp_path}/db",
+    )
+    (tmp_path / "hps.yaml").write_text("{}")
+    given = ("--config", tmp_path / "hps.yaml", *given)
+    printed("load", "words", *given)
+    shutil.copytree(repository / "words" / "1", repository / "words" / "2")
+    manifest = repository / "words" / "2" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 2'))
+    found = {e["version"]: e["state"] for e in printed("ls", "words", *given)}
+    assert found == {1: "another version, a start serves 2", 2: "not there"}
+    shutil.rmtree(repository / "words")
+    (entry,) = printed("ls", "words", *given)
+    assert entry["state"] == "not configured"
 
 
 def test_tables_that_are_not_configured_are_listed_and_erased(loaded: Any, tmp_path: Path) -> None:

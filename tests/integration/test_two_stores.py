@@ -296,7 +296,7 @@ def test_the_doctor_looks_at_every_table(server, folder, open_node, tmp_path):
     check = found(partitions=3)
     assert check.verdict == "FAIL"
     assert "partitions in Redis: 8, here: 3" in check.found
-    assert "tiers.redis.partitions" in check.mend
+    assert "set tiers.redis.partitions to that" in check.found
     server.kill()
     check = found()
     assert check.verdict == "FAIL"

@@ -30,9 +30,8 @@ def attempt(name: str, check: Callable[[], Check]) -> Check:
 
 
 def failed(name: str, error: HpsError, mend: str = "see the message") -> Check:
-    """Our errors read "cause; mend"."""
-    found, _, told = str(error).partition("; ")
-    return Check(name, "FAIL", found, told or mend)
+    """``error`` in full: it names cause and remedy, and either may have a semicolon."""
+    return Check(name, "FAIL", str(error), mend)
 
 
 def guarded(name: str, checks: Iterable[Check]) -> Iterator[Check]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-from hps.cli.diagnosis.check import Check, guarded
+from hps.cli.diagnosis.check import Check, attempt, guarded
 from hps.cli.diagnosis.lookups import lookup_nodes
 from hps.cli.diagnosis.memory import memory
 from hps.cli.diagnosis.models import models
-from hps.cli.diagnosis.ports import ports, url_of
+from hps.cli.diagnosis.ports import ports, running_server, url_of
 from hps.cli.diagnosis.servers import server
 from hps.cli.diagnosis.stores import redis, rocksdb
 from hps.cli.diagnosis.streams import directory, kafka
@@ -27,12 +28,11 @@ def configured(
 ) -> Iterator[Check]:
     """Ports, models, memory, stores, streams, networks; the server itself if it runs on this machine."""
     settings = configuration.settings
+    running = running_server(settings, api_key, tls)
+    yield from guarded("ports", ports(settings, running, api_key, tls))
     served = None
-    for check in guarded("ports", ports(settings, api_key, tls)):
-        yield check
-        if check.name == "admin port" and "served by hps" in check.found:
-            served = server(url_of(settings.server.admin), api_key, tls, "this server")
-    if served is not None:
+    if running.is_own:
+        served = server(url_of(settings.server.admin), api_key, tls, "this server")
         yield from served.checks
     versions = []
     for check, version in models(configuration):
@@ -54,11 +54,11 @@ def _as_configured(versions: Sequence[ModelVersion], served: Mapping[str, int]) 
     for version in versions:
         now = served.get(version.name)
         if now != version.version:
-            found = (
-                f"it serves {'none' if now is None else now}, the repository has {version.version}"
-            )
+            serves = "no version" if now is None else f"version {now}"
+            found = f"it serves {serves}, a start would serve version {version.version}"
             mend = (
-                f"POST /v2/repository/models/{version.name}/load on its admin port, or restart it"
+                f"POST /v2/repository/models/{version.name}/load on its admin port, or restart it; to keep "
+                f"another version, set models.serve.{version.name}.version"
             )
             yield Check(f"this server: {version.name}", "WARN", found, mend)
 
@@ -71,6 +71,8 @@ def _rows(settings: Settings, versions: Sequence[ModelVersion]) -> Iterator[Chec
     tables = [table for version in versions for table in version.embedding_tables().values()]
     if own:
         yield from guarded("memory", memory(settings, total))
+    if own:
+        yield attempt("folders", partial(_folders, settings))
     if own and settings.tiers.rocksdb.enabled:
         yield rocksdb(settings.tiers.rocksdb, total)
     if settings.tiers.redis is not None:
@@ -80,6 +82,14 @@ def _rows(settings: Settings, versions: Sequence[ModelVersion]) -> Iterator[Chec
         yield from guarded("Kafka", found)
     if own and settings.updates.directory is not None:
         yield directory(settings.updates.directory)
+
+
+def _folders(settings: Settings) -> Check:
+    """Those that the node writes to now and then. Raises ConfigError."""
+    from hps.config.validation import check_folders
+
+    check_folders(settings)
+    return Check("folders", "OK", "checkpoints and snapshots can be written, where configured")
 
 
 def groups(settings: Settings) -> list[str]:

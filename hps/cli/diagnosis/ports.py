@@ -1,16 +1,25 @@
-"""The ports: free or served by us, certificates, who may ask."""
+"""The ports: free or this configuration's server's, certificates, who may ask."""
 
 from __future__ import annotations
 
 import errno
 import socket
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from hps.cli.diagnosis.check import Check, attempt
 from hps.cli.diagnosis.validity import file
-from hps.errors import DeadlineExceeded, HpsError, Unauthenticated, Unsupported
+from hps.config.server_settings import opened_ports
+from hps.errors import (
+    DeadlineExceeded,
+    HpsError,
+    NotFound,
+    Unauthenticated,
+    Unavailable,
+    Unsupported,
+)
 
 if TYPE_CHECKING:
     from hps.client import Tls
@@ -18,18 +27,17 @@ if TYPE_CHECKING:
     from hps.config.server_settings import Listener
 
 _PATIENCE_S = 5.0
-_OPENED = {"lookup": ("grpc", "admin"), "ingest": ("admin",)}
 
 
-def ports(settings: Settings, api_key: str | None, tls: Tls | None) -> Iterator[Check]:
-    """Those that the role opens."""
+def ports(
+    settings: Settings, running: Running, api_key: str | None, tls: Tls | None
+) -> Iterator[Check]:
+    """Those that the role opens; ``running`` is what is known of the server on this configuration's ports."""
     yield attempt("access", lambda: exposure(settings))
-    for name in _OPENED.get(settings.server.role, ("http", "grpc", "admin")):
-        listener = getattr(settings.server, name)
-        if listener is not None:
-            yield port(f"{name} port", listener, api_key, tls)
-            if listener.tls is not None:
-                yield attempt(f"{name} certificates", partial(certificates, name, listener))
+    for name, listener in opened_ports(settings.server):
+        yield port(f"{name} port", listener, running, api_key, tls)
+        if listener.tls is not None:
+            yield attempt(f"{name} certificates", partial(certificates, name, listener))
 
 
 def exposure(settings: Settings) -> Check:
@@ -42,8 +50,14 @@ def exposure(settings: Settings) -> Check:
     return Check("access", "OK", f"auth.mode {mode or 'off, loopback only'}")
 
 
-def port(name: str, at: Listener, api_key: str | None = None, tls: Tls | None = None) -> Check:
-    """Free, or taken by an hps server (which is as it should be), or taken by something else."""
+def port(
+    name: str,
+    at: Listener,
+    running: Running,
+    api_key: str | None = None,
+    tls: Tls | None = None,
+) -> Check:
+    """Free, or taken by this configuration's server (both are OK), or taken by another process."""
     host, number = at.host, at.port
     if number == 0:
         return Check(name, "OK", "any free one")
@@ -62,26 +76,78 @@ def port(name: str, at: Listener, api_key: str | None = None, tls: Tls | None = 
     if number_of == errno.EADDRNOTAVAIL:
         mend = f"set {setting}.host to an address of this machine, or to 0.0.0.0"
         return Check(name, "FAIL", f"{host} is no address of this machine", mend)
+    if running.is_own and number in running.ports:
+        return Check(name, "OK", f"{host}:{number} is served by this configuration's server")
+    holder = _holder(name, at, api_key, tls)
+    if holder is not None and holder.verdict != "OK":
+        return holder
+    mend = f"stop what listens there, or set {setting}.port"
+    if holder is None:
+        return Check(name, "FAIL", f"{host}:{number} cannot be had: {reason}", mend)
+    if running.is_own is None:
+        return Check(name, "WARN", f"{holder.found}, perhaps another one: {running.why}", mend)
+    return Check(name, "FAIL", f"{holder.found}, another one: {running.why}", mend)
+
+
+def _holder(name: str, at: Listener, api_key: str | None, tls: Tls | None) -> Check | None:
+    """What has a port that is taken: OK for an hps server, None for what is none."""
+    place, setting = f"{at.host}:{at.port}", f"server.{name.split()[0]}"
     try:
-        if is_ours(at, api_key, tls):
-            return Check(name, "OK", f"{host}:{number} is served by hps")
+        return Check(name, "OK", f"{place} is served by hps") if is_ours(at, api_key, tls) else None
     except Unauthenticated:
-        found = f"{host}:{number} is taken by a server that wants an API key"
+        found = f"{place} is taken by a server that wants an API key"
         return Check(name, "WARN", found, "give --api-key, to see whether it is hps")
     except Unsupported:  # a lookup node's gRPC port has another protocol
-        return Check(
-            name, "OK", f"{host}:{number} is served by a lookup node, or another gRPC server"
-        )
+        return Check(name, "OK", f"{place} is served by a lookup node, or another gRPC server")
     except HpsError as error:
         if at.tls is not None:
             mend = "give --tls, to see whether it is hps"
-            return Check(name, "WARN", f"{host}:{number} is taken: {error}", mend)
+            return Check(name, "WARN", f"{place} is taken: {error}", mend)
         if isinstance(error, DeadlineExceeded):
             mend = f"ask again, if that is hps at work; else stop it, or set {setting}.port"
-            found = f"{host}:{number} is taken by what said nothing for {_PATIENCE_S:g} s"
+            found = f"{place} is taken by what said nothing for {_PATIENCE_S:g} s"
             return Check(name, "WARN", found, mend)
-    mend = f"stop what listens there, or set {setting}.port"
-    return Check(name, "FAIL", f"{host}:{number} cannot be had: {reason}", mend)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """The server at a configuration's admin port.
+
+    ``is_own``: whether it is this configuration's; None if unknown, ``why`` says why not. ``ports``: all that
+    it listens on.
+    """
+
+    is_own: bool | None
+    why: str
+    ports: frozenset[int] = frozenset()
+
+
+def running_server(settings: Settings, api_key: str | None, tls: Tls | None) -> Running:
+    """Ask the admin port of the configuration which server it belongs to."""
+    from hps.client import Admin
+    from hps.config.shown import identity
+
+    at = settings.server.admin
+    if at.port == 0:
+        return Running(False, "server.admin.port is 0, so its own cannot be asked")
+    used = tls if at.tls else None
+    try:
+        with Admin(url_of(at), api_key=api_key, timeout_s=_PATIENCE_S, tls=used) as admin:
+            told = admin.status().get("server")
+    except Unavailable:
+        return Running(False, "nothing answers at this configuration's admin port")
+    except NotFound:
+        return Running(False, "what answers at this configuration's admin port is not its server")
+    except HpsError as error:
+        return Running(None, f"the admin port does not tell: {error}")
+    if told is None:
+        return Running(None, "it is of an earlier release, which does not tell its folders")
+    for name, mine in identity(settings).items():
+        if None not in (mine, told.get(name)) and mine != told[name]:
+            return Running(False, f"its {name} is {told[name]}, this configuration's is {mine}")
+    numbers = (int(url.rpartition(":")[2]) for url in told["urls"].values())
+    return Running(True, "", frozenset(numbers))
 
 
 def certificates(name: str, at: Listener) -> Check:

@@ -100,7 +100,7 @@ def _checks(
             return
         except (Unauthenticated, Forbidden) as error:
             mend = "give --api-key of role admin, to have its state looked at"
-            yield Check(f"{name}: state", "WARN", str(error).partition("; ")[0], mend)
+            yield Check(f"{name}: state", "WARN", str(error), mend)
             return
         except HpsError as error:
             yield Check(f"{name}: state", "FAIL", str(error), "see its log")

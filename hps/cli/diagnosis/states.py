@@ -123,7 +123,7 @@ def _freshness(name: str, samples: Sequence[Sample]) -> Check:
     label = f"{name}: freshness"
     found = f"updates wait for {age(late)}, {count(int(lag))} messages"
     if dead:
-        mend = "hps updates dlq list shows them and why"
+        mend = "hps updates dlq --config FILE shows them and why"
         return Check(label, "WARN", f"{found}; {count(int(dead))} could not be taken", mend)
     if late > _LATE_S or any(math.isinf(value) for value in ages):
         mend = "hps updates status tells which stream, and what it waits for"

@@ -98,7 +98,7 @@ def redis(settings: RedisSettings, tables: Sequence[EmbeddingTable]) -> Iterator
                 yield failed("Redis", error, _MEND)
                 return
             except TierError as error:
-                yield failed(name, error, _MEND)
+                yield failed(name, error)
             else:
                 found = f"{plural(used.entries, 'row')}, {size(used.bytes)}, {settings.layout}"
                 yield Check(name, "OK", found)

@@ -50,7 +50,7 @@ def triton(settings: TritonSettings, models: Sequence[ModelVersion]) -> Iterator
             told = client.about()
             ready = client.ready()
         except HpsError as error:
-            yield Check("Triton", weight, str(error).partition("; ")[0], mend)
+            yield Check("Triton", weight, str(error), mend)
             return
     found = f"{told.get('name', '')} {told.get('version', '')} at {settings.url}"
     if ready:

@@ -112,9 +112,10 @@ def test_a_gpu_that_networks_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.networks().verdict == "OK"
 
 
-def test_an_error_is_split_into_what_was_found_and_the_mend() -> None:
-    check = failed("models", ConfigError("folder is missing; make one"))
-    assert (check.found, check.mend) == ("folder is missing", "make one")
+def test_an_error_is_shown_in_full() -> None:
+    text = "key holds 3 rows; the bytes would fit dim 16: is dim 8 wrong?"
+    check = failed("models", ConfigError(text), "hps model verify m")
+    assert (check.found, check.mend) == (text, "hps model verify m")
 
 
 def test_the_processes_are_told_and_what_workers_lack(

@@ -253,8 +253,13 @@ def test_commands(known, certificates):
 def test_the_doctor_knows_a_port_with_certificates(serve, tls, certificates):
     port = int(serve({**tls, "client_ca_file": None}).url.rpartition(":")[2])
     at = HttpSettings(host="localhost", port=port, tls=TlsSettings(**tls))
-    assert ports.port("http port", at, None, Tls(certificates["ca"][1])).verdict == "OK"
-    found = ports.port("http port", at)
+    own = ports.Running(True, "", frozenset([port]))
+    unknown = ports.Running(None, "its admin port does not tell")
+    trusted = Tls(certificates["ca"][1])
+    assert ports.port("http port", at, own, None, trusted).verdict == "OK"
+    found = ports.port("http port", at, unknown, None, trusted)
+    assert (found.verdict, "is served by hps" in found.found) == ("WARN", True)
+    found = ports.port("http port", at, unknown)
     assert (found.verdict, "give --tls" in found.mend) == ("WARN", True)
     assert "not trusted" in found.found
     found = ports.certificates("http", at)

@@ -1,0 +1,110 @@
+"""Every `hps` command that a message, a help text or a page names exists, with the options it is given."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hps.cli.main import COMMANDS, _load
+
+ROOT = Path(__file__).parents[3]
+CODE = [p for folder in ("hps", "services", "tools", "examples", "benchmarks")
+        for p in ROOT.glob(f"{folder}/**/*.py")]  # fmt: skip
+PAGES = [
+    page
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "helm/**/*", "deploy/**/*", "tools/*",
+                    "docker-compose.yml", "Makefile", "Dockerfile", ".env.example")
+    for page in ROOT.glob(pattern)
+    if page.suffix in (".md", ".yaml", ".yml", ".tpl", ".txt", ".sh", ".json", "")
+    and page.is_file()
+]  # fmt: skip
+SPAN = re.compile(r"`+([^`]+)`+")
+IN_PROSE = re.compile(r"(?<![\w./@-])hps ([a-z][^\n`]*)")
+OF_HPS = {"--help", "-h", "--debug", "--install-completion", "COMMAND"}
+
+
+def strings(path: Path) -> Iterator[str]:
+    """Every string of a program; ``X`` stands for what a format puts in."""
+    parts = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            parts |= {id(part) for part in node.values}
+            yield "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values
+            )
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield "" if id(node) in parts else node.value
+
+
+def named(text: str) -> Iterator[tuple[str, str]]:
+    """What follows each `hps` of a text, and where it stands: in ``code``, at the beginning of a ``line``, or
+    within ``prose``."""
+    for span in SPAN.finditer(text):
+        if span[1].startswith("hps "):
+            yield span[1][4:], "code"
+    for line in SPAN.sub(" ` ", text).splitlines():
+        line = line.strip().removeprefix("$ ")
+        if line.startswith("hps "):
+            yield line[4:], "line"
+        else:
+            yield from ((found[1], "prose") for found in IN_PROSE.finditer(line))
+
+
+@cache
+def command(name: str) -> Any:
+    return _load(name)
+
+
+@cache
+def sub_commands() -> set[str]:
+    groups = [command(name) for name, entry in COMMANDS.items() if entry.group]
+    return {"list", "show", "all", *(sub for group in groups for sub in group.commands)}
+
+
+def unknown(words: str, where: str) -> str:
+    """What of a command line does not exist; empty when all does."""
+    first, *rest = (word.strip(".,:;()'\"[]…") for word in words.split())
+    if first not in COMMANDS:
+        return first if where == "code" and first and first not in OF_HPS else ""
+    node = command(first)
+    if COMMANDS[first].group:
+        if not rest or not re.fullmatch(r"[a-z][a-z|-]*", rest[0]):
+            return ""
+        chosen = rest.pop(0).split("|")
+        lacks = [name for name in chosen if name not in node.commands]
+        if lacks or len(chosen) > 1:
+            return f"{first} {lacks[0]}" if lacks else ""
+        node = node.commands[chosen[0]]
+    takes = any(each.param_type_name == "argument" for each in node.params)
+    if rest and not takes and rest[0] in sub_commands():
+        return f"{first} … {rest[0]}"
+    options = {each for param in node.params for each in (*param.opts, *param.secondary_opts)}
+    own = re.split(r" [|#&>]|  +", words)[0] if where != "prose" else ""
+    given = [word.partition("=")[0] for word in own.split() if re.match(r"--[a-z]", word)]
+    return next((f"{first} … {each}" for each in given if each not in options | OF_HPS), "")
+
+
+def test_the_check_finds_what_does_not_exist() -> None:
+    text = "see `hps stoer ls`, `hps store lst`, `hps serve --worker 2`; hps updates dlq list shows them"
+    found = [unknown(words, where) for words, where in named(text)]
+    assert found == ["stoer", "store lst", "serve … --worker", "updates … list"]
+
+
+@pytest.mark.parametrize("of", ["code", "pages"])
+def test_every_command_that_is_named_exists(of: str) -> None:
+    files = CODE if of == "code" else PAGES
+    count, wrong = 0, []
+    for path in files:
+        for text in strings(path) if of == "code" else [path.read_text()]:
+            for words, where in named(text):
+                count += 1
+                if lack := unknown(words, where):
+                    wrong.append(f"{path.relative_to(ROOT)}: hps {words[:60]}: no {lack}")
+    assert wrong == []
+    assert count > 100
