@@ -131,7 +131,9 @@ __device__ __forceinline__ bool answer(const FetchArgs& a, const FetchPart& p, u
     return true;
   }
   if (FORM == TIER) {
-    const u64 version = p.row_versions[row];
+    // Past the first-level cache, which may have a neighbour's sector from before this one was
+    // filled.
+    const u64 version = __ldcg(p.row_versions + row);
     if (word & TOMBSTONE && version < p.oldest_tombstone) return false;
     if (tile.rank == 0) {
       p.versions[i] = version;

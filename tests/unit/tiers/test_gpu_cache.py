@@ -2,10 +2,12 @@
 
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 
+from hps.cuda import fetch as fetch_module
 from hps.cuda import launch, layout, loader
 from hps.cuda.layout import EMPTY, NO_ROW, ROW_MASK, SLOT, TOMBSTONE, Policy
 from hps.cuda.loader import cupy
@@ -597,6 +599,33 @@ def read(cache, table, started, stop, wrong, found, seed, defines):
         found.append(int(total))
 
 
+def read_versions(cache, table, started, stop, wrong, found, seed, _defines):
+    """As `read`, as a tier: rows that are not of one piece with the version that came with them count too."""
+    cp = cupy()
+    rng = np.random.default_rng(seed)
+    with cp.cuda.Stream(non_blocking=True) as stream:
+        keys = cp.asarray(rng.integers(0, KEYS, BATCH))
+        part, everything = part_of(table, keys), np.arange(BATCH)
+        rows = part.out.view(np.uint32)
+        total, bad = cp.zeros((), np.int64), cp.zeros((), np.int64)
+        while not stop.is_set():
+            rows.fill(0xFFFFFFFF)
+            part.versions.fill(0), part.source.fill(0)
+            part.missing = everything
+            cache.fetch([part], FetchContext(stream=stream))
+            is_row, untouched = part.source != 0, (rows == np.uint32(0xFFFFFFFF)).all(axis=1)
+            right = (rows == marked_rows(cp, keys, rows[:, 1])).all(axis=1)
+            right &= part.versions == rows[:, 1].astype(np.uint64) + np.uint64(NOW)
+            bad += cp.where(is_row, ~right, ~untouched).sum()
+            bad += (~is_row & (part.versions != 0) & (part.versions <= np.uint64(NOW))).sum()
+            bad += abs((part.versions == 0).sum() - len(part.missing))
+            total += is_row.sum()
+            stream.synchronize()
+            started.release()
+        wrong.append(int(bad))
+        found.append(int(total))
+
+
 def write(cache, table, until):
     """Inserts that drop rows, updates, deletions, evictions of random keys."""
     cp = cupy()
@@ -615,7 +644,7 @@ def write(cache, table, until):
     return sequence
 
 
-def race(cache, table, seconds, defines=()):
+def race(cache, table, seconds, defines=(), read=read):
     """What three readers saw: rounds of the writer, wrong rows, rows found."""
     started = threading.Semaphore(0)
     stop, wrong, found = threading.Event(), [], []
@@ -655,6 +684,19 @@ def test_readers_beside_the_writer_see_whole_rows_of_their_keys(windows, defines
     assert rounds > 100
     assert found > 10 * KEYS
     assert cache.held(table).evicted > CAPACITY
+    check(cache.held(table))
+
+
+@pytest.mark.parametrize("defines", [(), SLOW], ids=["as shipped", "slow reads"])
+def test_readers_beside_the_writer_see_the_versions_of_their_rows(defines, monkeypatch):
+    slow = partial(fetch_module.FetchKernels, defines=defines)
+    monkeypatch.setattr(fetch_module, "FetchKernels", slow)
+    table = EmbeddingTable.make("t", DIM)
+    cache = GpuCache({table: CAPACITY})
+    rounds, wrong, found = race(cache, table, 6.0, read=read_versions)
+    assert wrong == 0
+    assert rounds > 100
+    assert found > 10 * KEYS
     check(cache.held(table))
 
 
