@@ -12,6 +12,7 @@ MEMORY_LIMIT = "hps_memory_limit_bytes"
 CERTIFICATE_EXPIRY = "hps_certificate_expiry_timestamp_seconds"
 WORKERS = "hps_workers"
 WORKER_RESTARTS = "hps_worker_restarts_total"
+WORKER_TIMEOUTS = "hps_worker_timeouts_total"
 
 REQUEST_SECONDS = "hps_request_duration_seconds"
 REQUESTS_REFUSED = "hps_requests_refused_total"

@@ -85,7 +85,14 @@ _PROCESSES = (
         m.WORKER_RESTARTS,
         "counter",
         (),
-        "Worker processes that ended by themselves and were replaced.",
+        "Worker processes that ended by themselves, or were killed because they did not answer, and were "
+        "replaced.",
+    ),
+    MetricSpec(
+        m.WORKER_TIMEOUTS,
+        "counter",
+        (),
+        "Worker processes that were killed because they did not answer for server.worker_timeout_s.",
     ),
 )
 

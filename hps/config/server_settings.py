@@ -96,6 +96,8 @@ class ServerSettings(Strict):
     """`frontend` asks `lookup.nodes` for rows, `lookup` is one; `all`: both; `ingest`: `hps ingest`."""
     workers: int = Field(0, ge=0, le=256)
     """Processes that answer requests beside the node's, from its cache; 0: the node's answers them itself."""
+    worker_timeout_s: float = Field(10.0, ge=1)
+    """A worker that does not answer its heartbeat for so long is killed and replaced."""
     runtime: Path | None = None
     """Private folder of the socket by which other processes attach to the node; null: workers alone may."""
     max_body_bytes: int = Field(64 << 20, ge=1024)

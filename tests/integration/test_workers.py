@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import hps
 from benchmarks.peers.hps_server import Hps, start_hps
 from benchmarks.peers.perf_analyzer import perf_analyzer
 from hps.client import Admin, Client, Tls
-from hps.errors import Unsupported
+from hps.errors import Unavailable, Unsupported
 from hps.native import COMPILED
 from tests.integration.conftest import write_models
 from tests.support.certificates import made
@@ -277,6 +277,69 @@ def test_connections_to_a_worker_that_is_away_are_answered_by_the_others(server)
     finally:
         os.kill(successor, signal.SIGCONT)
     until(lambda: status(server)["ready"])
+
+
+# What SIGUSR2 does to a process that is started with this: its main thread, in which the event loop runs,
+# does not come back; the others go on.
+STUCK = """
+import signal
+def stuck_for_ever(*_):
+    while True:
+        pass
+signal.signal(signal.SIGUSR2, stuck_for_ever)
+"""
+
+
+@contextmanager
+def two_workers(folder: Path, timeout_s: float) -> Iterator[Hps]:
+    """A server with two workers, which are killed when they are stuck for so long."""
+    write_models(folder / "models")
+    with start_hps(folder, limits={"workers": 2, "worker_timeout_s": timeout_s}) as started:
+        until(lambda: status(started)["ready"])
+        yield started
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGSTOP], ids=["loop", "stop"])
+def test_workers_that_are_stuck_are_not_ready_killed_and_replaced(tmp_path, monkeypatch, number):
+    """Both of both, by an endless loop in the event loop, or as a whole."""
+    (tmp_path / "sitecustomize.py").write_text(STUCK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with two_workers(tmp_path, 2) as server:
+        pids = [each["pid"] for each in workers(server)]
+        for pid in pids:
+            os.kill(pid, number)
+        until(lambda: not status(server)["ready"])
+        until(lambda: counted(server, "hps_worker_timeouts_total") == 2)
+        until(lambda: status(server)["ready"])
+        assert counted(server, "hps_worker_restarts_total") == 2
+        assert not {each["pid"] for each in workers(server)} & set(pids)
+        for _ in range(8):
+            with Connection(server.address) as connection:
+                connection.ask("POST", PATH, BODY)
+        log = server.log.read_text()
+    assert log.count("worker killed: it does not answer") == 2
+    if number == signal.SIGUSR2:  # a stopped process writes nothing
+        assert log.count("in stuck_for_ever") == 2
+
+
+def test_a_worker_that_is_stuck_for_a_while_is_covered_for_and_goes_on(tmp_path):
+    with two_workers(tmp_path, 600) as server:
+        before = workers(server)
+        os.kill(before[0]["pid"], signal.SIGSTOP)
+        try:
+            for _ in range(
+                32
+            ):  # some come to the one that is stuck, and wait until it counts as such
+                with Connection(server.address) as connection:
+                    connection.ask("POST", PATH, BODY)
+            until(lambda: workers(server)[0]["state"] == "unresponsive")
+            with Admin(f"http://{server.admin}") as admin, pytest.raises(Unavailable) as told:
+                admin.ask("/v2/health/ready")
+            assert "1 of 2 worker processes answer; no answer from number 1" in str(told.value)
+        finally:
+            os.kill(before[0]["pid"], signal.SIGCONT)
+        until(lambda: status(server)["ready"])
+        assert workers(server) == before
 
 
 def serve(

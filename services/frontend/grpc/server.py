@@ -7,11 +7,13 @@ Inference is answered on the server's own thread where it can be, whatever else 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 from tritonclient.grpc.service_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 
 from hps.config.server_settings import GrpcSettings, ServerSettings
+from hps.errors import ConfigError
 from services.frontend.auth import Guard
 from services.frontend.grpc.behaviors import Direct, Streaming
 from services.frontend.grpc.infer import Inference
@@ -37,8 +39,10 @@ class GrpcServer(GrpcPort):
         guard: Guard,
         *,
         one_of_many: bool = False,
+        also_at: Path | None = None,
     ) -> None:
-        """``ConfigError`` when it cannot listen. ``one_of_many``: other processes listen there too."""
+        """``ConfigError`` when it cannot listen. ``one_of_many``: other processes listen there too.
+        ``also_at``: a Unix socket in a private folder, in plain text."""
         super().__init__("server.grpc", at, state, settings, guard, one_of_many=one_of_many)
         pending, services = Pending(), {}
         if settings.role != "lookup":
@@ -48,6 +52,14 @@ class GrpcServer(GrpcPort):
             lookups = LookupService(state, settings, guard, pending)
             services[LOOKUP] = lookup_handlers(lookups, guard)
         self._listen(services)
+        if also_at is not None:
+            try:
+                self._server.add_insecure_port(f"unix:{also_at}")
+            except RuntimeError:
+                raise ConfigError(
+                    f"cannot listen at the Unix socket {also_at}: its path may have 107 characters, and its "
+                    "file system must be writable; set server.runtime to another folder"
+                ) from None
 
     def _open_inference(self, inference: Inference, service: InferenceService) -> Handlers:
         generated = Generated()

@@ -1,19 +1,22 @@
 """A worker: a process that answers requests from the node's shared cache, started by `Supervisor`.
 
-``python -m services.frontend.workers.process NUMBER CONTROL [HTTP…]``: which worker it is, counted from 1,
-and the numbers of open files it inherits: its end of the channel to the node's process and, if workers answer
-HTTP, the listening sockets of all of them.
+``python -m services.frontend.workers.process NUMBER CONTROL [HEARTBEAT HTTP…]``: which worker it is, counted
+from 1, and the numbers of open files it inherits: its end of the channel to the node's process and, if
+workers answer HTTP, a connection for the heartbeat and the listening sockets of all of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import pickle
+import signal
 import socket
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hps.attached import Attached, attach
@@ -53,14 +56,18 @@ class Worker(Process[OpenModels]):
         self,
         configuration: Configuration,
         number: int,
+        heartbeat: socket.socket | None,
         listeners: Sequence[socket.socket],
+        grpc_heartbeat: Path | None = None,
         *,
         replaces: bool = False,
     ) -> None:
+        """``heartbeat``, ``grpc_heartbeat``: the connection and the path of the socket for it."""
         self.state = State("worker", configuration.settings)
         super().__init__(configuration, self.state, None)
         self.state.spread_level = None  # the node's process has all of them
         self._number, self._listeners = number, listeners
+        self._heartbeat, self._grpc_heartbeat = heartbeat, grpc_heartbeat
         self._http: WorkerServer | None = None
         self._guard = guard(load_api_keys(configuration.settings.auth))
         self._replaces = replaces
@@ -80,6 +87,10 @@ class Worker(Process[OpenModels]):
         """The node's process asks no more, mostly because it has ended: so does this one, once what it has
         accepted is answered."""
         log.info("the node's process asks no more")
+        if self._grpc_heartbeat is not None:
+            with suppress(OSError):  # other workers' are still there
+                self._grpc_heartbeat.unlink(missing_ok=True)
+                self._grpc_heartbeat.parent.rmdir()
         self.stop()
 
     def _ports(self) -> Mapping[str, Listener]:
@@ -91,11 +102,21 @@ class Worker(Process[OpenModels]):
         if self._listeners:
             tls = server_context(settings.http, "server.http")
             self._http = servers["http"] = WorkerServer(
-                self._app("http"), self._listeners, self._number, settings.drain_s, tls
+                self._app("http"),
+                self._listeners,
+                self._number,
+                settings.drain_s,
+                tls,
+                self._heartbeat,
             )
         if settings.grpc is not None:
             servers["grpc"] = GrpcServer(
-                settings.grpc, self.state, settings, self._guard, one_of_many=True
+                settings.grpc,
+                self.state,
+                settings,
+                self._guard,
+                one_of_many=True,
+                also_at=self._grpc_heartbeat,
             )
         return servers
 
@@ -144,13 +165,18 @@ def _sums(attached: Attached) -> Mapping[str, Any] | None:
 
 def main() -> None:
     ask_for_short_slices()
+    # To standard error, when the node's process asks for it: where each thread is.
+    faulthandler.register(signal.SIGUSR1)
     number, control, *http = map(int, sys.argv[1:])
     channel = Answering(socket.socket(fileno=control), lambda: worker.alone())
-    configuration, replaces = pickle.loads(channel.receive())
+    configuration, grpc_heartbeat, replaces = pickle.loads(channel.receive())
     logs.setup_for(configuration.settings.server, worker=number)
     try:
         listeners = [socket.socket(fileno=each) for each in http]
-        worker = Worker(configuration, number, listeners, replaces=replaces)
+        heartbeat = listeners.pop(0) if listeners else None
+        worker = Worker(
+            configuration, number, heartbeat, listeners, grpc_heartbeat, replaces=replaces
+        )
         worker.run(channel)
     except HpsError as error:
         log.error("%s", error)

@@ -23,9 +23,13 @@ class WorkerServer(HttpServer):
         number: int,
         drain_s: float,
         tls: ssl.SSLContext | None = None,
+        heartbeat: socket.socket | None = None,
     ) -> None:
+        """``heartbeat``: a connection of the node's process, answered in plain text for as long as the event
+        loop runs."""
         super().__init__(app, listeners[number - 1], drain_s, tls)
         self._others = {n: each for n, each in enumerate(listeners, 1) if n != number}
+        self._heartbeat = heartbeat
         self._covered: dict[int, asyncio.Server] = {}
         self._covering = asyncio.Lock()
 
@@ -43,6 +47,15 @@ class WorkerServer(HttpServer):
         return await loop.create_server(
             self.protocol, sock=listener.dup(), ssl=self._tls, backlog=BACKLOG
         )
+
+    async def startup(self, sockets: Any = None) -> None:
+        """As uvicorn has it."""
+        await super().startup(sockets)
+        if self._heartbeat is not None:
+            loop = asyncio.get_running_loop()
+            _, protocol = await loop.connect_accepted_socket(self.protocol, self._heartbeat)
+            # Neither swept nor waited for.
+            self.server_state.connections.discard(protocol)
 
     async def shutdown(self, sockets: Any = None) -> None:
         """As uvicorn has it; nothing is accepted from its beginning on."""

@@ -1,4 +1,4 @@
-"""One worker as the node's process sees it: started, asked, replaced when it ends by itself."""
+"""One worker as the node's process sees it: started, asked, replaced when it ends or does not answer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hps.config import Configuration
@@ -18,7 +19,9 @@ from hps.metrics import Numbers, names_of
 from services.frontend.logs import Level, fields, log
 from services.frontend.statistics import Statistics
 from services.frontend.workers.channel import Asking
+from services.frontend.workers.heartbeat import Heartbeat, OverGrpc, OverHttp, Way
 from services.frontend.workers.process import BROKEN
+from services.frontend.workers.watch import Watch
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 # One that lasted so long did not fail because of how it was started.
@@ -29,15 +32,17 @@ _PATIENCE_S = 2.0
 
 class Supervised:
     """Worker ``number``, counted from 1. ``listeners``: of all workers, if they answer HTTP; its own
-    connections come to the one of its number. ``broke`` is called, on a thread, when it can't be started
-    because something is wrong with its configuration; ``changed`` when it has become ready or is so no more.
-    One that has been ready is replaced however it ends, and tried again while it can't be."""
+    connections come to the one of its number. ``grpc_heartbeat``: where it is to make a socket, if it answers
+    gRPC. ``broke`` is called, on a thread, when it can't be started because something is wrong with its
+    configuration; ``changed`` when it has become ready or is so no more. One that has been ready is replaced
+    however it ends, and tried again while it can't be."""
 
     def __init__(
         self,
         number: int,
         configuration: Configuration,
         listeners: Sequence[socket.socket],
+        grpc_heartbeat: Path | None,
         broke: Callable[[], None],
         changed: Callable[[], None],
     ) -> None:
@@ -47,7 +52,8 @@ class Supervised:
         self._was_ready = False
         self.restarts = 0
         self._configuration = configuration
-        self._listeners = listeners
+        self._listeners, self._grpc_heartbeat = listeners, grpc_heartbeat
+        self.watch = Watch(number, configuration.settings.server.worker_timeout_s, self._set_ready)
         self._broke, self._changed = broke, changed
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Asking | None = None
@@ -81,6 +87,8 @@ class Supervised:
         """Ready for JSON."""
         pid = None if self._process is None else self._process.pid
         state = "ready" if self.ready else "starting"
+        if self.watch.unresponsive:
+            state = "unresponsive"
         return {
             "role": "worker",
             "number": self.number,
@@ -181,28 +189,38 @@ class Supervised:
                 pause_s = _FIRST_PAUSE_S
             self.restarts += 1
             told = fields(worker=self.number, **end, restart_in_s=pause_s)
-            log.error("worker ended by itself %s", told)
+            log.error("worker ended %s", told)
             self._stopping.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _one_life(self) -> int:
         """Start a worker; its exit code. Raises OSError: no process, or no open file, is to be had."""
-        ours, theirs = socket.socketpair()
-        with ours:
-            channel = Asking(ours)
-            with theirs:
-                process = self._start(channel, theirs)
+        with ExitStack() as ours:
+            with ExitStack() as theirs:
+                end, control = _pair(ours, theirs)
+                channel, files, ways = Asking(end), [control], list[Way]()
+                if self._listeners:
+                    end, answering = _pair(ours, theirs)
+                    files += [answering, *self._listeners]
+                    ways.append(OverHttp(end))
+                process = self._start(channel, [each.fileno() for each in files])
             if process is None:
                 return 0
+            if self._grpc_heartbeat is not None:
+                ours.callback(self._grpc_heartbeat.unlink, missing_ok=True)
+                ways.append(OverGrpc(self._grpc_heartbeat))
+            heartbeat = ours.enter_context(closing(Heartbeat(process.pid, ways)))
             try:
-                channel.send(pickle.dumps((self._configuration, self.restarts > 0)))
+                given = self._configuration, self._grpc_heartbeat, self.restarts > 0
+                channel.send(pickle.dumps(given))
                 channel.told()
+            except OSError:
+                code = process.wait()  # it says more
+            else:
                 self._was_ready = True
                 log.info("worker ready %s", fields(worker=self.number, pid=process.pid))
                 self._set_ready(True)
-            except OSError:
-                pass  # its exit code says more
-            code = process.wait()
+                code = self.watch.until_it_ends(process, heartbeat, self._stopping)
             self._set_ready(False)
             self._remember()
             return code
@@ -212,9 +230,8 @@ class Supervised:
             self.ready = ready
             self._changed()
 
-    def _start(self, channel: Asking, theirs: socket.socket) -> subprocess.Popen[bytes] | None:
-        """The worker's process, with ``theirs`` for its end of the channel; None when told to stop."""
-        files = [theirs.fileno(), *(listener.fileno() for listener in self._listeners)]
+    def _start(self, channel: Asking, files: Sequence[int]) -> subprocess.Popen[bytes] | None:
+        """The worker's process, which inherits ``files``; None when told to stop."""
         with self._lock:
             if self._stopping.is_set():
                 return None
@@ -228,3 +245,9 @@ class Supervised:
             )
             self._channel = channel
             return process
+
+
+def _pair(ours: ExitStack, theirs: ExitStack) -> tuple[socket.socket, socket.socket]:
+    """Two sockets that are connected, each closed with its stack."""
+    end, other = socket.socketpair()
+    return ours.enter_context(end), theirs.enter_context(other)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+import shutil
 import socket
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hps import metric_names as m
@@ -55,8 +58,16 @@ class Supervisor:
             self.url = url_of(listeners[0], secured=server.http.tls is not None)
         settings = configuration.settings.model_copy(update={"server": server})
         told = replace(configuration, settings=settings, origins={})
+        self._folder = _beside(server.runtime) if server.grpc is not None else None
         self.workers = [
-            Supervised(number, told, listeners, self._broke, self._spread)
+            Supervised(
+                number,
+                told,
+                listeners,
+                self._folder and self._folder / str(number),
+                self._broke,
+                self._spread,
+            )
             for number in range(1, server.workers + 1)
         ]
         self._spreading = threading.Lock()
@@ -84,6 +95,9 @@ class Supervisor:
     async def serve(self) -> None:
         """Serve until ``stop``, or until a worker can't be started: then it is ``broken``."""
         self._loop = asyncio.get_running_loop()
+        if self._folder is not None:
+            with suppress(OSError):  # workers say why it can't be
+                self._folder.mkdir(mode=0o700, parents=True)
         for worker in self.workers:
             worker.start()
         self.started = True
@@ -93,6 +107,8 @@ class Supervisor:
         # Else connections would still come, and nobody take them.
         self._sockets.close()
         await asyncio.to_thread(self._join)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
     def broken(self) -> bool:
@@ -130,9 +146,11 @@ class Supervisor:
         ready = sum(worker.ready for worker in self.workers)
         if ready == len(self.workers):
             return ""
-        return (
-            f"{ready} of {len(self.workers)} worker processes answer; the others are being started"
-        )
+        stuck = [str(worker.number) for worker in self.workers if worker.watch.unresponsive]
+        others = "the others are being started"
+        if stuck:
+            others = f"no answer from number {', '.join(stuck)}"
+        return f"{ready} of {len(self.workers)} worker processes answer; {others}"
 
     def metrics(self) -> Numbers:
         """Of all workers that there have been."""
@@ -140,6 +158,7 @@ class Supervisor:
             {
                 m.WORKERS: {(): sum(worker.ready for worker in self.workers)},
                 m.WORKER_RESTARTS: {(): sum(worker.restarts for worker in self.workers)},
+                m.WORKER_TIMEOUTS: {(): sum(worker.watch.timeouts for worker in self.workers)},
             }
         )
         for worker in self.workers:
@@ -178,3 +197,9 @@ class Elsewhere:
 
     def stop(self, *, at_once: bool = False) -> None:
         self._stopping.set()
+
+
+def _beside(runtime: Path | None) -> Path:
+    """A folder that no other server has, for the workers' sockets."""
+    assert runtime is not None  # as `for_workers` sees to
+    return runtime.parent / f"hps-{secrets.token_hex(4)}"

@@ -30,7 +30,9 @@ class Started:
     def _run(self) -> None:
         with listen("127.0.0.1", 0, "server.http") as listener, self._theirs:
             configuration = as_configuration(self._settings)
-            worker = self.worker = Worker(configuration, 1, [listener], replaces=self._replaces)
+            worker = self.worker = Worker(
+                configuration, 1, None, [listener], replaces=self._replaces
+            )
             worker.run(Answering(self._theirs, worker.alone))
 
     def waits(self) -> bool:
@@ -60,7 +62,7 @@ def test_a_worker_does_not_outlive_a_node_that_it_waits_for(folder, replaces, ea
 def test_a_stop_that_comes_before_a_server_runs_is_not_lost(folder):
     with listen("127.0.0.1", 0, "server.http") as listener:
         settings = {"server": {"runtime": str(folder), "grpc": None}}
-        worker = Worker(as_configuration(settings), 1, [listener])
+        worker = Worker(as_configuration(settings), 1, None, [listener])
         worker.stop()
         ours, theirs = socket.socketpair()
         with ours, theirs:

@@ -6,6 +6,7 @@ import errno
 import os
 import queue
 import socket
+import subprocess
 import threading
 
 from hps import metric_names as m
@@ -40,10 +41,16 @@ class Life:
     def terminate(self) -> None:
         self._codes.put(0)
 
-    def wait(self) -> int:
-        code = self._codes.get(timeout=60)
+    def wait(self, timeout_s: float | None = None) -> int:
+        try:
+            code = self._codes.get(timeout=timeout_s or 60)
+        except queue.Empty:
+            raise subprocess.TimeoutExpired([], timeout_s or 60) from None
         self._end.close()
         return code
+
+    def poll(self) -> None:
+        """It runs."""
 
 
 class Run:
@@ -61,10 +68,7 @@ class Run:
         monkeypatch.setattr(supervised.subprocess, "Popen", popen)
         monkeypatch.setattr(supervised, "_FIRST_PAUSE_S", 0.0)
         self.broke = threading.Event()
-        self._listener = socket.socket()
-        self.worker = Supervised(
-            1, as_configuration({}), [self._listener], self.broke.set, self._changed
-        )
+        self.worker = Supervised(1, as_configuration({}), [], None, self.broke.set, self._changed)
         self.states: list[bool] = []
 
     def __enter__(self):
@@ -77,7 +81,6 @@ class Run:
     def __exit__(self, *_):
         self.worker.stop()
         self.worker.join(60)
-        self._listener.close()
 
 
 def test_a_process_that_cannot_be_had_is_tried_again(monkeypatch, caplog):
@@ -126,7 +129,7 @@ def test_what_a_worker_counted_counts_once_when_it_ends_while_it_is_asked(monkey
             metrics = {m.LOOKUP_KEYS: [[["words", "cpu"], 7]]}
             return {"metrics": metrics, "statistics": {"words": own.numbers()}}
 
-    worker = Supervised(1, as_configuration({}), [], lambda: None, lambda: None)
+    worker = Supervised(1, as_configuration({}), [], None, lambda: None, lambda: None)
     ask = worker._ask
     monkeypatch.setattr(worker, "_ask", ended_meanwhile)
     worker._channel, worker.ready = Channel(), True
@@ -146,7 +149,7 @@ def test_what_ended_workers_counted_goes_with_the_version():
         statistics = {f"{name}/{version}": own.numbers() for name in ("words", "words.lookup")}
         return {"metrics": {m.LOOKUP_KEYS: [[labels, 7]]}, "statistics": statistics}
 
-    worker = Supervised(1, as_configuration({}), [], lambda: None, lambda: None)
+    worker = Supervised(1, as_configuration({}), [], None, lambda: None, lambda: None)
     for version in ("1", "2"):
         worker._counted = told(version)
         worker._remember()

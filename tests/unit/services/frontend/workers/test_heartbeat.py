@@ -1,0 +1,233 @@
+"""A worker's heartbeat: answered by the threads that answer clients, and when it may count as stuck."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack, closing
+
+import grpc
+import pytest
+import uvloop
+
+from hps.config.server_settings import GrpcSettings
+from services.frontend.auth import OpenGuard
+from services.frontend.grpc.server import GrpcServer
+from services.frontend.http.server import listen
+from services.frontend.workers.heartbeat import Heartbeat, OverGrpc, OverHttp, _Opportunity
+from services.frontend.workers.server import WorkerServer
+from services.frontend.workers.watch import Watch
+from tests.support.waiting import until
+from tests.unit.services.frontend.grpc.conftest import Running
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as stack:
+        yield stack
+
+
+def started(stack, server, loop):
+    running = Running(server, loop)
+    stack.callback(running.join)
+    stack.callback(running.stop, at_once=True)
+    until(lambda: server.started)
+    return running
+
+
+@pytest.fixture
+def over_http(data, stack):
+    """The way to a worker, and its event loop."""
+    loop = uvloop.new_event_loop()
+    ours, theirs = socket.socketpair()
+    listener = listen("127.0.0.1", 0, "server.http")
+    started(stack, WorkerServer(data, [listener], 1, 60, None, theirs), loop)
+    return stack.enter_context(closing(OverHttp(ours))), loop
+
+
+def test_the_event_loop_answers(over_http):
+    way, loop = over_http
+    assert all(way.answered(60) for _ in range(3))
+    goes_on = threading.Event()
+    loop.call_soon_threadsafe(goes_on.wait)
+    try:
+        assert not way.answered(0.05)
+        assert not way.answered(0.05)
+    finally:
+        goes_on.set()
+    assert way.answered(60)  # the one that was late
+    assert way.answered(60)
+
+
+def test_the_thread_that_begins_calls_answers(small, stack, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a path of pytest's is too long
+    at = GrpcSettings(port=0)
+    server = GrpcServer(at, small.state, small.settings, OpenGuard(), also_at="beat")
+    started(stack, server, None)
+    way = stack.enter_context(closing(OverGrpc("beat")))
+    assert all(way.answered(60) for _ in range(3))
+    begun, goes_on = threading.Event(), threading.Event()
+    (infer,) = [each for name, each in server._one_request.items() if name.endswith("/ModelInfer")]
+    begin = infer.begin
+
+    def stuck(message, reply):
+        begun.set()
+        assert goes_on.wait(60)
+        begin(message, reply)
+
+    monkeypatch.setattr(infer, "begin", stuck)
+    with grpc.insecure_channel(server.url) as channel:
+        call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer").future(b"")
+        assert begun.wait(60)
+        try:
+            assert not way.answered(0.05)
+            assert not way.answered(0.05)
+        finally:
+            goes_on.set()
+        assert way.answered(60)
+        assert call.exception(60).code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_a_way_whose_other_end_is_gone_does_not_answer(stack):
+    ours, theirs = socket.socketpair()
+    way = stack.enter_context(closing(OverHttp(ours)))
+    theirs.close()
+    assert not way.answered(60)
+    assert not way.answered(60)
+
+
+class Played:
+    """A way, which is answered or not."""
+
+    name = "http"
+    is_answered = True
+
+    def answered(self, _wait_s):
+        return self.is_answered
+
+
+def test_time_without_an_answer_counts_until_there_is_one():
+    way = Played()
+    heartbeat = Heartbeat(os.getpid(), [way, Played()])
+    heartbeat.check()
+    assert (heartbeat.silent, heartbeat.silent_s, heartbeat.stuck_s) == ([], 0.0, 0.0)
+    way.is_answered = False
+    time.sleep(0.02)
+    heartbeat.check(most_s=0.001)
+    assert heartbeat.silent == ["http"]
+    assert heartbeat.silent_s >= 0.02
+    assert (
+        heartbeat.stuck_s <= 0.001
+    )  # as if this process had been stopped for the rest of the time
+    way.is_answered = True
+    heartbeat.check()
+    assert (heartbeat.silent, heartbeat.silent_s, heartbeat.stuck_s) == ([], 0.0, 0.0)
+
+
+# -- the time in which a process could have worked -------------------------------------------------
+
+LOOP = "print(1, flush=True)\nwhile True: pass"
+SLEEP = "print(1, flush=True); input()"
+TRACED = f"import ctypes; ctypes.CDLL(None).ptrace(0, 0, 0, 0); {SLEEP}"
+
+
+@pytest.fixture
+def process(stack):
+    """``process(program, *before)``: one that has printed something, started by ``before``."""
+
+    def start(program, *before):
+        command = [*before, sys.executable, "-c", program]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        stack.callback(child.communicate)
+        stack.callback(child.kill)
+        assert child.stdout.read(1)
+        return child
+
+    return start
+
+
+def test_a_process_that_waits_could_have_worked(process):
+    opportunity = _Opportunity(process(SLEEP).pid)
+    until(lambda: opportunity.since(7.0) == 7.0)
+
+
+def test_a_stopped_process_could_have_worked(process):
+    child = process(LOOP)
+    child.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+    assert _Opportunity(child.pid).since(7.0) == 7.0
+
+
+def test_a_process_that_a_debugger_holds_could_not_have_worked(process):
+    assert _Opportunity(process(TRACED).pid).since(7.0) == 0.0
+
+
+def test_a_process_that_waits_for_a_core_could_have_worked_as_long_as_it_had_one(process):
+    """One that runs only where nothing else does, beside one that always runs."""
+    core = ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
+    process(LOOP, *core)
+    opportunity = _Opportunity(process(LOOP, *core, "chrt", "--idle", "0").pid)
+    opportunity.since(0.0)
+    time.sleep(0.5)
+    assert opportunity.since(7.0) < 0.3
+
+
+def test_a_process_that_has_ended_is_none_that_waits_for_a_core(process):
+    child = process(SLEEP)
+    child.kill()
+    child.wait()
+    assert _Opportunity(child.pid).since(7.0) == 7.0
+
+
+# -- what becomes of a worker ----------------------------------------------------------------------
+
+
+class Silent:
+    """A heartbeat that is not answered, for as long at a time as ``seconds`` say; 0: it is."""
+
+    def __init__(self, *seconds):
+        self._left = list(seconds)
+        self.silent, self.silent_s, self.stuck_s = ["http"], 0.0, 0.0
+
+    def check(self, _most_s):
+        self.silent_s = self.stuck_s = self._left.pop(0) if self._left else self.silent_s
+
+
+@pytest.fixture
+def watched(process, monkeypatch):
+    """``watched(*seconds)``: a process watched whose heartbeat is `Silent`; what was told of it."""
+    monkeypatch.setattr("services.frontend.workers.watch.BEAT_S", 0.01)
+
+    def watch(*seconds):
+        told, stopping = [], threading.Event()
+        watch = Watch(3, 10.0, told.append)
+        child = process(SLEEP)
+        ends = threading.Timer(0.3, child.kill) if seconds[-1] <= 10 else None
+        if ends is not None:
+            ends.start()
+        code = watch.until_it_ends(child, Silent(*seconds), stopping)
+        return watch, told, code
+
+    return watch
+
+
+def test_a_worker_that_does_not_answer_is_not_ready_until_it_does(watched, caplog):
+    watch, told, _ = watched(0.0, 2.0, 6.0, 7.0, 0.0, 0.0)
+    assert told == [False, True]
+    assert watch.timeouts == 0
+    assert not watch.unresponsive
+    assert "worker does not answer worker=3" in caplog.text
+
+
+def test_a_worker_that_does_not_answer_for_too_long_is_killed(watched, caplog):
+    watch, told, code = watched(0.0, 6.0, 11.0)
+    assert told == [False]
+    assert watch.timeouts == 1
+    assert code in (-signal.SIGUSR1, -signal.SIGKILL)
+    assert "worker killed: it does not answer" in caplog.text
+    assert "silent_s=11.0 on=http" in caplog.text
