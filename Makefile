@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+STEP := $(PYTHON) tools/step
 NATIVE_SOURCES := pyproject.toml $(shell find hps/native -name '*.?pp' -o -name CMakeLists.txt)
 
 .PHONY: help setup demo test test-gpu test-services test-compose test-kube check check-deploy check-native check-aarch64 soak format proto bench bench-peers lock wheels check-wheels audit clean
@@ -15,17 +16,21 @@ help:
 # where Python may not write it, as with PYTHONDONTWRITEBYTECODE, each start of a command would compile for up to 1 s.
 $(VENV)/.installed-runtime: requirements/runtime.txt $(NATIVE_SOURCES)
 	@tools/prepare $(PYTHON)
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing locked dependencies and building the native core …"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements/build.txt
-	@$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes --compile-bytecode -r requirements/runtime.txt
-	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-build-isolation --no-deps --editable .
+	@echo "Setting up in $(VENV): four steps, done once, which take one to five minutes."
+	@test -x $(BIN)/python || $(STEP) "1/4 Python environment" $(PYTHON) -m venv $(VENV)
+	@$(STEP) "2/4 build tools" $(BIN)/pip install --quiet --disable-pip-version-check --require-hashes \
+	  -r requirements/build.txt
+	@$(STEP) "3/4 dependencies" $(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes \
+	  --compile-bytecode -r requirements/runtime.txt
+	@$(STEP) "4/4 native core" $(BIN)/uv pip install --quiet --python $(BIN)/python \
+	  --no-build-isolation --no-deps --editable .
 	@$(BIN)/python -m compileall -q hps services
 	@$(BIN)/python -c 'import hps.native as n; n.COMPILED or print("No C++ compiler or Python headers: running on the NumPy twins, slower. On Debian and Ubuntu: apt-get install g++ python3-dev, then make clean setup")'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-runtime requirements/dev.txt
-	@$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements/dev.txt
+	@$(STEP) "tools for tests and checks" $(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes \
+	  -r requirements/dev.txt
 	@touch $@
 
 setup: $(VENV)/.installed-dev

@@ -7,7 +7,9 @@ import os
 import shutil
 import sys
 import tempfile
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,7 +65,7 @@ def demo(
     """
     from hps.cli.demo_data import FOLDER, load_demo
     from hps.cli.demo_process import ends_when_told, start, wait
-    from hps.cli.demo_run import ask
+    from hps.cli.demo_run import TIMED_REQUESTS, ask
 
     folder = model or FOLDER
     data = load_demo(folder)
@@ -75,9 +77,13 @@ def demo(
         tempfile.TemporaryDirectory(prefix="hps-demo-") as scratch,
         ExitStack() as stack,
     ):
-        say(f"Starting a server for model {data.model!r} …")
-        process, ready = start(stack, folder, Path(scratch), port)
-        findings = ask(data, ready["http"], ready["admin"])
+        with _step(f"1/2 Starting a server for model {data.model!r}"):
+            process, ready = start(stack, folder, Path(scratch), port)
+        say(f"It answers at {ready['http']}, gRPC at {ready['grpc']}, admin at {ready['admin']}.")
+        with _step(
+            f"2/2 Sending {data.samples} requests twice, in batches, and {TIMED_REQUESTS} alone"
+        ):
+            findings = ask(data, ready["http"], ready["admin"])
         _report(data, findings)
         _try_next(data, findings, ready, folder, once)
         if not once:
@@ -85,6 +91,15 @@ def demo(
             say("Serving until Ctrl-C.", style="bold")
             wait(process)
     raise typer.Exit(0 if findings.ok else 1)
+
+
+@contextmanager
+def _step(title: str) -> Iterator[None]:
+    """Announce a step, and how long it took."""
+    say(f"{title} …")
+    begun = time.monotonic()
+    yield
+    say(f"{title}: done, {time.monotonic() - begun:.1f} s")
 
 
 def _write(data: DemoData, folder: Path, repository: Path, http: str) -> None:

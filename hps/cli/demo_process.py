@@ -63,17 +63,27 @@ def start(stack: ExitStack, repository: Path, scratch: Path, port: int | None) -
 
 
 def _ports(port: int | None) -> dict[str, int]:
-    """By listener, 0 for any free one: the usual ports where they are free, else the one given."""
+    """By listener: the usual ports, others in place of those that are taken; or the one given, and any."""
     wanted = PORTS if port is None else {"http": port, "grpc": 0, "admin": 0}
     ports = {}
     for name, number in wanted.items():
-        free = _is_free(number)
-        if not free and port is not None:
-            raise ConfigError(f"port {number} is taken; leave --port out and the demo finds one")
-        if not free:
-            say(f"Port {number} is taken; the demo's {name} port is another one.", style="yellow")
-        ports[name] = number if free else 0
+        ports[name] = number
+        if not _is_free(number):
+            if port is not None:
+                raise ConfigError(
+                    f"port {number} is taken; leave --port out and the demo finds one"
+                )
+            ports[name] = _free_port()
+            say(f"Port {number} is taken; the {name} port is {ports[name]}.", style="yellow")
     return ports
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _settings(repository: Path, scratch: Path, ports: dict[str, int]) -> dict[str, Any]:

@@ -185,6 +185,26 @@ def test_a_taken_port_is_told(small_demo: Path) -> None:
     assert f"port {port} is taken" in done.stderr
 
 
+def test_the_port_in_place_of_a_taken_one_is_named(
+    small_demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hps.cli import demo_process as module
+    from hps.cli.demo import app
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(module, "PORTS", {"http": port, "grpc": 0, "admin": 0})
+        shown = CliRunner().invoke(app, ["--once", "--model", str(small_demo)]).stdout
+    named = re.search(rf"Port {port} is taken; the http port is (\d+)\.", shown)
+    assert named is not None, shown
+    assert f"It answers at http://127.0.0.1:{named[1]}, gRPC at 127.0.0.1:" in shown
+    assert f"curl -s http://127.0.0.1:{named[1]}/" in shown
+    for step in ("1/2 Starting a server", "2/2 Sending 96 requests"):
+        assert re.search(rf"^{step}.*: done, [\d.]+ s$", shown, re.MULTILINE)
+
+
 def test_a_port_taken_at_the_last_moment_is_no_hindrance(
     small_demo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
