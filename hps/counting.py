@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.metric_table import SECONDS_BUCKETS
+from hps.metric_spec import SECONDS_BUCKETS
 
 # Observations of a histogram that wait to be sorted: alone, and in arrays.
 _NOTES = 512

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hps.metric_table import MetricSpec
+from hps.metric_spec import MetricSpec
 
 
 def shown(spec: MetricSpec, found: Mapping[str, Mapping[tuple[str, ...], Any]]) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hps.metric_table import GROUPS, MetricSpec
+from hps.metric_spec import MetricSpec
+from hps.metric_table import GROUPS
 from hps.metric_triton import TRITON
 
 

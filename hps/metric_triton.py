@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hps.metric_table import MetricSpec
+from hps.metric_spec import MetricSpec
 
 _OF_MODEL = ("model", "version")
 TRITON: tuple[MetricSpec, ...] = (

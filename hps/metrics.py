@@ -15,7 +15,8 @@ from typing import Any
 
 from hps.counting import Amounts, Book, Counter, Histogram, Tally, add_all
 from hps.exposition import shown
-from hps.metric_table import METRICS, MetricSpec
+from hps.metric_spec import MetricSpec
+from hps.metric_table import METRICS
 
 __all__ = ["Counter", "Histogram", "Metrics", "Numbers", "Tally", "add_all"]
 

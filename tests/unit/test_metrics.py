@@ -12,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hps import metric_names as m
 from hps.meters import DenseMeter, LookupMeter, TierMeter, UpdateMeter
-from hps.metric_table import METRICS, SCORE_BUCKETS, SECONDS_BUCKETS, MetricSpec
+from hps.metric_spec import SCORE_BUCKETS, SECONDS_BUCKETS, MetricSpec
+from hps.metric_table import METRICS
 from hps.metrics import Metrics, Numbers
 from hps.types import EmbeddingTable, Source
 
