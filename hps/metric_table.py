@@ -265,10 +265,10 @@ _TIERS = (
         ("tier", "fact"),
         "What a tier states of itself. Of redis: reachable (1 or 0). Of rocksdb: table_bytes, free_bytes "
         "(of its disk), min_free_bytes (below which it takes no writes), pending_compaction_bytes, "
-        "running_compactions, writes_stopped (1: writes wait for compactions), delayed_write_rate (bytes/s "
-        "they are slowed down to; 0: they are not), background_errors, stalled_seconds (that writes have "
-        "waited since the start). Of gpu: bytes (of its caches, on each device), pinned_host_bytes, "
-        "static_tables.",
+        "running_compactions, writes_stopped (1: writes wait for compactions), delayed_write_rate (bytes/s; "
+        "0: not slowed down), background_errors, stalled_seconds (that writes have waited), lost_writes "
+        "(acknowledged ones that the start found missing, at most so many). Of gpu: bytes (of its caches, on "
+        "each device), pinned_host_bytes, static_tables.",
     ),
     MetricSpec(
         m.TABLE_ROWS,

@@ -226,6 +226,7 @@ class Stores:
                 chosen.min_free_bytes,
                 chosen.catch_up_s,
             ),
+            on_lost_writes=chosen.on_lost_writes,
         )
         # The lookups and two cache writers.
         guarded = self._guarded(store, chosen.guard, self._settings.tiers.lookup_threads + 2)

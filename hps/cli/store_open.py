@@ -179,6 +179,7 @@ def _open_rocksdb(
             threads=chosen.threads,
             min_free_bytes=chosen.min_free_bytes,
         ),
+        on_lost_writes=chosen.on_lost_writes,
     )
     resources.callback(tier.close)
     return RocksDbRows(tier)

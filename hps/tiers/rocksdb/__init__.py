@@ -1,9 +1,9 @@
 """The RocksDB tier; ``tier.py`` says what it keeps.
 
-In reading order: ``layout`` (column families, keys, values), ``open`` and ``database`` (the folder),
-``rows`` (reads and writes), ``high_water`` (which writes need no read), ``load`` (bulk), ``positions``
-(streams), ``tombstones``, ``space``, ``follow``, ``checkpoint``, ``kept`` and
-``sst`` (HPS's dumps).
+In reading order: ``layout`` (column families, keys, values), ``open``, ``acknowledged``, ``recovery``,
+``opened`` and ``database`` (the folder), ``rows`` (reads and writes), ``high_water`` (which writes need no
+read), ``load`` (bulk), ``positions`` (streams), ``tombstones``, ``space``, ``follow``, ``checkpoint``,
+``kept`` and ``sst`` (HPS's dumps).
 """
 
 from hps.tiers.rocksdb.checkpoint import restore

@@ -19,12 +19,12 @@ from hps.tiers.rocksdb.database import Database
 from hps.tiers.rocksdb.errors import NAME, full_disk, is_full, nearest, translate
 from hps.tiers.rocksdb.open import (
     PRIVATE,
-    Opened,
     OpenSettings,
     Tuning,
     existing_families,
     make_private,
 )
+from hps.tiers.rocksdb.opened import Opened
 
 _MEND = "Free some, or name a folder on another disk; the database itself is as it was"
 _TABLE_FILES = {".sst", ".blob"}
@@ -110,8 +110,7 @@ def _check(part: Path, folder: Path) -> None:
     """Open it for reading, which finds missing and truncated files."""
     try:
         opened = Opened(OpenSettings(part, "read_only", Tuning()))
-        opened.clean()
-        opened.db.close()
+        opened.close()
     except TierError as error:
         raise TierError(NAME, f"the checkpoint {folder} cannot be restored: {error}") from error
 

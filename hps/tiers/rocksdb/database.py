@@ -23,7 +23,8 @@ from hps.tiers.rocksdb.errors import NAME, translate
 from hps.tiers.rocksdb.high_water import HighWater
 from hps.tiers.rocksdb.layout import RowCodec, family_name
 from hps.tiers.rocksdb.load import LoadRecord, Records, clean_leftovers
-from hps.tiers.rocksdb.open import Opened, OpenSettings, note_manifest
+from hps.tiers.rocksdb.open import OpenSettings, note_manifest
+from hps.tiers.rocksdb.opened import Opened
 from hps.tiers.rocksdb.space import Room, StoreFigures
 from hps.tiers.rocksdb.tombstones import Tombstones
 from hps.tiers.row_values import Layout
@@ -66,6 +67,9 @@ class Database:
         self.room = Room(lambda: self.db, settings.path, settings.tuning.min_free_bytes)
         if settings.access == "primary":
             clean_leftovers(settings.path)
+            if self.opened.lost is not None and self.opened.lost.later:
+                tables = self.opened.families - {"default"}
+                self.records.distrust(tables, versioned=layout == "native")
 
     @property
     def opened(self) -> Opened:
@@ -90,6 +94,11 @@ class Database:
             raise
         except Exception as error:
             self.fail(error)
+
+    def acknowledge(self) -> None:
+        """To be called before a verb that has written something returns."""
+        with self.lock:
+            self.opened.acknowledge()
 
     def fail(self, error: Exception) -> NoReturn:
         # rocksdict raises bare Exceptions and DbClosedError; anything else is not the database's.
@@ -286,7 +295,8 @@ class Database:
         with self.errors():
             # A version that comes again while requests are on it has two objects a table.
             families = {family.name: family.data for family in list(self._families.values())}
-            return self.room.figures(list(families.values()))
+            lost = self.opened.lost
+            return self.room.figures(list(families.values()), 0 if lost is None else lost.most or 1)
 
     # -- end --------------------------------------------------------------------------------------
 
@@ -308,17 +318,9 @@ class Database:
                 self._release()
 
     def _release(self) -> None:
-        """Close without RocksDB's binding flushing each table on the way."""
         opened, self._opened = self.opened, None
-        opened.db.cancel_all_background(True)
         self._families.clear()
-        opened.clean()
-        try:
-            opened.db.close()
-        except Exception as error:
-            # Its own last flush comes after the end of background work.
-            if "Shutdown in progress" not in str(error):
-                raise
+        opened.close()
 
 
 def estimated_rows(data: Rdict) -> int:

@@ -22,6 +22,13 @@ _DAMAGE = (
 )
 
 
+class Damaged(TierError):
+    """A file of the database is damaged or missing."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(NAME, message)
+
+
 def translate(error: BaseException, path: Path) -> TierError:
     """RocksDB's message -> a TierError that names the cause and the mend."""
     text = str(error)
@@ -51,8 +58,7 @@ def translate(error: BaseException, path: Path) -> TierError:
     if "not a directory" in low or isinstance(error, (NotADirectoryError, FileExistsError)):
         return TierError(NAME, f"{path} is not a folder ({text})")
     if any(word in low for word in _DAMAGE):
-        return TierError(
-            NAME,
+        return Damaged(
             f"{path} is damaged: {text}. Restore the folder from a checkpoint, or remove it: tables "
             "are loaded again from the model repository, but rows streamed in since are lost with it",
         )

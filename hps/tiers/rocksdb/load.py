@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from itertools import repeat
 from pathlib import Path
@@ -63,6 +64,11 @@ class LoadRecord:
     complete: bool = False
     stamp: str = ""
 
+    @property
+    def bytes(self) -> int:
+        """About how many bytes the rows take."""
+        return self.rows * self.dim * np.dtype(self.dtype).itemsize
+
     def started(self) -> LoadRecord:
         return replace(self, complete=False)
 
@@ -103,6 +109,20 @@ class Records:
             batch.delete(name)
             at.next()
 
+    def distrust(self, families: Iterable[str], *, versioned: bool) -> None:
+        """Records may be older or newer than the rows of ``families``, which are all there are: have nothing
+        rely on them. Streams are read again, each write looks at what is stored, and small tables, whose
+        load went through the log, are loaded again (``versioned``: that leaves newer rows as they are)."""
+        batch = WriteBatch(raw_mode=True)
+        for family in families:
+            record = self.get(family)
+            if versioned and record is not None and record.bytes <= _SMALL_BYTES:
+                batch.delete(f"load:{family}".encode())
+            batch.put(f"streamed:{family}".encode(), b"1")
+            batch.delete(f"highest:{family}".encode())
+        batch.delete_range(b"position:", b"position;")
+        self._db().write(batch)
+
     def mark_streamed(self, family: str) -> None:
         self._db().put(f"streamed:{family}".encode(), b"1")
 
@@ -141,15 +161,23 @@ def ingest_folder(path: Path) -> Path:
 
 
 class BulkLoad:
-    """Writes one table's rows to SST files beside the database and ingests them all at once."""
+    """Writes one table's rows to SST files beside the database and links each into the table, holding
+    ``lock``, as writers of rows do."""
 
     def __init__(
-        self, path: Path, options: Options, codec: RowCodec, version: int, since: int = -1
+        self,
+        path: Path,
+        options: Options,
+        codec: RowCodec,
+        version: int,
+        lock: AbstractContextManager[Any],
+        since: int = -1,
     ) -> None:
         self._folder = ingest_folder(path)
         self._options = options
         self._codec = codec
         self._version = version
+        self._lock = lock
         # Rows up to this code are there already.
         self._since = since
         self._files: list[str] = []
@@ -249,7 +277,9 @@ class BulkLoad:
         try:
             options = IngestExternalFileOptions()
             options.set_move_files(True)
-            family.ingest_external_file(self._files[-1:], options)
+            # RocksDB numbers it as a write before it has noted the file: nobody may acknowledge that number.
+            with self._lock:
+                family.ingest_external_file(self._files[-1:], options)
         finally:
             pool.submit(_read_back, handle)
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 import json
 import resource
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -48,6 +48,7 @@ from hps.errors import TierError
 from hps.tiers.rocksdb.errors import NAME, translate
 
 Access = Literal["primary", "read_only", "secondary"]
+OnLostWrites = Literal["refuse", "accept"]
 
 # Memory for rows not yet flushed, over all tables together: as it is used up the oldest buffer is flushed,
 # and counts until its file is written. A table's full buffer is flushed at once: those that shall be
@@ -67,8 +68,6 @@ _BACKGROUND_JOBS = 8
 PRIVATE = 0o770
 _MANIFEST_NOTE = "hps-manifest.json"
 _BINDING_FILE = "rocksdict-config.json"
-# A writer removes files while a reader opens them; the next attempt finds the newer ones.
-_ATTEMPTS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +87,12 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class OpenSettings:
+    """``on_lost_writes``: what a primary does when acknowledged writes are missing from its log."""
+
     path: Path
     access: Access
     tuning: Tuning
+    on_lost_writes: OnLostWrites = "refuse"
 
 
 def make_options(settings: OpenSettings, families: int) -> Options:
@@ -165,46 +167,6 @@ def existing_families(path: Path) -> list[str]:
     return []
 
 
-class Opened:
-    """An open database with all its column families and ``more``, which are created. ``clean`` removes
-    what a reader needs beside it."""
-
-    def __init__(self, settings: OpenSettings, more: Iterable[str] = ()) -> None:
-        self._folder: TemporaryDirectory[str] | None
-        path = settings.path
-        check_manifest(path)
-        for attempt in range(_ATTEMPTS):
-            self.families = {*existing_families(path), *more}
-            if settings.access != "primary" and not self.families:
-                raise TierError(
-                    NAME,
-                    f"{path} holds no database, and access: {settings.access} forbids to create one; "
-                    "load it once with access: primary",
-                )
-            self.options = make_options(settings, len(self.families))
-            self._identity = _identity(path)
-            self._folder = None
-            try:
-                if settings.access == "secondary":
-                    _check_files(settings, self.options, self.families)
-                self._folder = _folder_beside(settings)
-                self.db = open_database(settings, self.options, self.families, self._folder)
-                return
-            except TierError:
-                self.clean()
-                if settings.access == "primary" or attempt == _ATTEMPTS - 1:
-                    raise
-
-    def replaced(self, path: Path) -> bool:
-        """Whether another database lies there now."""
-        return _identity(path) != self._identity
-
-    def clean(self) -> None:
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
-
-
 def open_database(
     settings: OpenSettings,
     options: Options,
@@ -242,16 +204,6 @@ def make_private(path: Path, mend: str = "name another folder", *, exist_ok: boo
         raise TierError(NAME, f"{path} cannot be made ({why}); {mend}") from None
 
 
-def _check_files(settings: OpenSettings, options: Options, families: Iterable[str]) -> None:
-    """A secondary passes over damaged and missing files, as if what is in them had never been written; an
-    opening for reading alone does not."""
-    reading = replace(settings, access="read_only")
-    links = _folder_beside(reading)
-    assert links is not None
-    with links:
-        open_database(reading, options, families, links).close()
-
-
 def note_manifest(path: Path) -> None:
     """Keep the length of the MANIFEST, the list of table files, for `check_manifest`. It only grows, and
     RocksDB has brought it to the disk before it acknowledges anything."""
@@ -280,15 +232,7 @@ def check_manifest(path: Path) -> None:
         raise translate(OSError(why), path)
 
 
-def _identity(path: Path) -> tuple[int, int]:
-    try:
-        found = (path / "IDENTITY").stat()
-    except OSError:
-        return 0, 0
-    return found.st_ino, found.st_mtime_ns
-
-
-def _folder_beside(settings: OpenSettings) -> TemporaryDirectory[str] | None:
+def folder_beside(settings: OpenSettings) -> TemporaryDirectory[str] | None:
     """The folder a reader needs of its own. Of a read-only one it holds links to the database's files:
     RocksDB's binding writes a settings file at every opening, even a read-only one; this way the folder
     itself is never written to and may lie on a read-only file system. A secondary keeps its log there."""

@@ -38,7 +38,7 @@ class StoreFigures:
     """How a database is doing. Bytes of its table files, of the free disk, and below how many it takes no
     writes; bytes that compactions still have to rewrite; whether writes are stopped now, and bytes/s they are
     slowed down to (0 = not); background jobs that failed since the start; seconds that writes have waited for
-    compactions."""
+    compactions; acknowledged writes that the start found missing: at most so many, 1 when that is unknown."""
 
     table_bytes: int
     free_bytes: int
@@ -49,6 +49,7 @@ class StoreFigures:
     delayed_write_rate: int
     background_errors: int
     stalled_seconds: float
+    lost_writes: int
 
 
 class Room:
@@ -104,7 +105,7 @@ class Room:
     def _int(self, name: str) -> int:
         return int(self._db().property_int_value(f"rocksdb.{name}") or 0)
 
-    def figures(self, families: list[Rdict]) -> StoreFigures:
+    def figures(self, families: list[Rdict], lost_writes: int) -> StoreFigures:
         def total(name: str) -> int:
             return sum(int(f.property_int_value(f"rocksdb.{name}") or 0) for f in families)
 
@@ -118,4 +119,5 @@ class Room:
             self._int("actual-delayed-write-rate"),
             self._int("background-errors"),
             self._stalled_seconds,
+            lost_writes,
         )

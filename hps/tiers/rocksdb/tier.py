@@ -3,7 +3,8 @@
 Reads are sorted by stored key before one batched get per table; values land in the caller's array by
 one join and one scatter. Writes go through the write-ahead log without fsync: acknowledged rows survive
 ``kill -9`` of the process; a power loss may take the last writes the operating system had not yet
-written, but leaves a consistent earlier state. ``sync()`` makes everything so far survive that too.
+written, but leaves a consistent earlier state. A start finds out when other acknowledged writes are missing
+(`hps.tiers.rocksdb.recovery`). ``sync()`` makes everything so far survive that too.
 
 ``fetch`` may be called from many threads beside a writer. The mutating verbs take a lock, so several
 callers do no harm, but they wait for each other.
@@ -26,7 +27,7 @@ from hps.tiers.rocksdb.errors import NAME
 from hps.tiers.rocksdb.follow import Follower
 from hps.tiers.rocksdb.layout import CodeArray
 from hps.tiers.rocksdb.load import BulkLoad, LoadRecord, ingest_folder, loaded_until
-from hps.tiers.rocksdb.open import Access, OpenSettings, Tuning
+from hps.tiers.rocksdb.open import Access, OnLostWrites, OpenSettings, Tuning
 from hps.tiers.rocksdb.positions import Positions
 from hps.tiers.rocksdb.rows import Scanned, VersionedRows
 from hps.tiers.rocksdb.space import StoreFigures
@@ -49,7 +50,8 @@ class RocksDbTier:
     Their mutating verbs raise TierError.
 
     ``layout="hps"`` reads and writes HPS's own layout: no versions, no tombstones, last write wins.
-    ``clock`` gives Unix seconds and drives the forgetting of tombstones.
+    ``on_lost_writes``: whether a primary opens when acknowledged writes are missing from its write-ahead
+    log. ``clock`` gives Unix seconds and drives the forgetting of tombstones.
     """
 
     def __init__(
@@ -59,9 +61,10 @@ class RocksDbTier:
         layout: Layout = "native",
         access: Access = "primary",
         tuning: Tuning = _TUNING,
+        on_lost_writes: OnLostWrites = "refuse",
         clock: Callable[[], float] = time.time,
     ) -> None:
-        settings = OpenSettings(Path(path), access, tuning)
+        settings = OpenSettings(Path(path), access, tuning, on_lost_writes)
         self._layout: Layout = layout
         self._database = Database(settings, layout)
         self._follower = Follower(self._database)
@@ -125,6 +128,7 @@ class RocksDbTier:
     def drop(self, *tables: EmbeddingTable) -> None:
         """Forget tables: their rows, tombstones and load records. No other call on them may run."""
         self._database.drop(tables)
+        self._database.acknowledge()
 
     def forget(self, *tables: EmbeddingTable) -> None:
         """Have nothing more in memory of tables nobody asks for. Their rows stay: asked for again, they are
@@ -165,7 +169,9 @@ class RocksDbTier:
                 if self._layout == "native" and since < 0:
                     database.clear(family)
             # Without the lock: other tables may be written to meanwhile.
-            job = BulkLoad(self.path, database.options, family.codec, record.version, since)
+            job = BulkLoad(
+                self.path, database.options, family.codec, record.version, database.lock, since
+            )
             try:
                 rows = job.run(chunks, record.rows, family.data, family.handle, progress)
             finally:
@@ -173,6 +179,7 @@ class RocksDbTier:
             done = record.finished(rows)
             database.records.put(family.name, done)
             family.marks.renew()
+            database.acknowledge()
             return done
 
     def flush(self) -> None:
@@ -187,6 +194,7 @@ class RocksDbTier:
             database.writable()
             done = record.finished(rows)
             database.records.put(database.family(table).name, done, keep_streamed=True)
+            database.acknowledge()
             return done
 
     # -- reading ----------------------------------------------------------------------------------
@@ -265,12 +273,14 @@ class RocksDbTier:
     ) -> None:
         check_rows(table, keys, vectors, versions)
         self._rows.write(table, keys, vectors, versions, resident_only=False)
+        self._database.acknowledge()
 
     def update(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
     ) -> None:
         check_rows(table, keys, vectors, versions)
         self._rows.write(table, keys, vectors, versions, resident_only=True)
+        self._database.acknowledge()
 
     def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> None:
         """In the ``hps`` layout a deletion leaves no trace."""
@@ -279,11 +289,13 @@ class RocksDbTier:
             self.evict(table, keys)
         else:
             self._rows.write(table, keys, None, versions, resident_only=False)
+            self._database.acknowledge()
 
     def evict(self, table: EmbeddingTable, keys: KeyArray) -> None:
         """Remove rows and tombstones without a trace. On a store that means losing them."""
         check_keys(table, keys)
         self._rows.remove(table, keys)
+        self._database.acknowledge()
 
     def apply(
         self, table: EmbeddingTable, changes: TableChanges, positions: Sequence[StreamPosition]
@@ -292,6 +304,7 @@ class RocksDbTier:
         check_rows(table, changes.keys, changes.vectors, changes.versions)
         check_keys(table, changes.deleted, changes.deleted_versions)
         self._positions.apply(table, changes, positions)
+        self._database.acknowledge()
 
     def applied(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
         """See `hps.tiers.positions.PositionedStore`."""

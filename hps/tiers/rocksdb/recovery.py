@@ -1,0 +1,160 @@
+"""Opening a primary: replay of the write-ahead log, and detection of acknowledged writes that it lost.
+
+RocksDB alone takes a log that ends early for complete. So the log is replayed with absolute consistency,
+which refuses every record that is not whole, and the result is compared with the record of acknowledged
+writes (`hps.tiers.rocksdb.acknowledged`). A killed process may leave a part of the one write that it had not
+acknowledged: that is no loss. After a power failure the newest writes may be missing, as
+docs/model-repository.md says. Every other loss is damage, and `OpenSettings.on_lost_writes` decides.
+
+Not detected: the loss of a log file, or of its end after a whole record, when it was made or written to
+within the last second before the process ended, and is not the newest one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rocksdict import DBRecoveryMode, Options, Rdict
+
+from hps.errors import TierError
+from hps.tiers.rocksdb.acknowledged import Noted, log_files, noted
+from hps.tiers.rocksdb.errors import NAME, Damaged
+from hps.tiers.rocksdb.open import (
+    OpenSettings,
+    existing_families,
+    folder_beside,
+    open_database,
+)
+
+log = logging.getLogger(__name__)
+
+_AHEAD = "SST file is ahead of WALs"
+_LOSS = "Rows that came by a stream are read from it again; rows written by calls are lost: write them again"
+
+
+@dataclass(frozen=True, slots=True)
+class LostWrites:
+    """Acknowledged writes that are gone: at ``most`` how many (rows, deletions and the store's own records),
+    None where that is unknown. ``later``: writes after the lost ones may be there, so stream positions may be
+    ahead of the rows."""
+
+    most: int | None
+    later: bool
+
+
+class Recovery:
+    """Of one primary, opened with ``options`` and these column ``families``."""
+
+    def __init__(self, settings: OpenSettings, options: Options, families: Iterable[str]) -> None:
+        self._settings = settings
+        self._options = options
+        self._families = list(families)
+        self._noted = noted(settings.path)
+        self.lost: LostWrites | None = None
+        """What was lost, once it is open."""
+
+    def open(self) -> Rdict:
+        """Raises TierError, also where acknowledged writes are missing and that is not to be accepted. The
+        log files are left as they are then, unless what is there of them is whole."""
+        known, missing = self._noted, self._missing()
+        fault, damage = ", ".join(missing.values()), None
+        if not missing:
+            mode = DBRecoveryMode.absolute_consistency()
+            if known is None:  # the version that wrote it kept no record
+                mode = DBRecoveryMode.tolerate_corrupted_tail_records()
+            try:
+                db = self._open(mode)
+            except Damaged as error:
+                fault, damage = str(error.__cause__), error
+            else:
+                if known is None or db.latest_sequence_number() >= known.sequence:
+                    return db
+                db.close()
+                fault = "its end is missing"
+        end = self._readable_end(damage)
+        if known and end is not None and end >= known.sequence and not missing:
+            return self._open(
+                DBRecoveryMode.point_in_time()
+            )  # without a write that was not acknowledged
+        if known is None or end is None or any(name != known.newest for name in missing):
+            return self._open_with_loss(known, None, fault)
+        return self._open_with_loss(known, end, fault)
+
+    def _open_with_loss(self, known: Noted | None, end: int | None, fault: str) -> Rdict:
+        """``end``: the number of the last write before all that is missing; None where that is unknown."""
+        settings, mode = self._settings, DBRecoveryMode.skip_any_corrupted_record()
+        most = None if known is None or end is None else known.sequence - end
+        number = "an unknown number of" if most is None else f"up to {most:,}"
+        what = f"{number} acknowledged writes are missing from the write-ahead log ({fault})"
+        if known and most is not None and not known.same_boot:
+            log.error("rocksdb %s: after a stop of the machine, %s. %s", settings.path, what, _LOSS)
+            mode = DBRecoveryMode.point_in_time()
+        elif settings.on_lost_writes == "accept":
+            log.error("rocksdb %s: %s. %s", settings.path, what, _LOSS)
+        else:
+            raise TierError(
+                NAME,
+                f"{settings.path} is damaged: {what}. Bring back the log files or a checkpoint, or open it "
+                f"without these writes: tiers.rocksdb.on_lost_writes: accept. {_LOSS}",
+            )
+        db = self._open(mode)
+        self.lost = LostWrites(most, later=end is None or db.latest_sequence_number() > end)
+        return db
+
+    def _missing(self) -> dict[str, str]:
+        """The log files that are gone or shorter than they were, and hold writes that no table file has, with
+        what is wrong of each."""
+        if self._noted is None:
+            return {}
+        there = log_files(self._settings.path)
+        gone = {n: size for n, size in self._noted.logs.items() if there.get(n, -1) < size}
+        oldest = self._oldest_needed() if gone else 0
+        return {
+            name: f"{name} has {there[name]:,} bytes, but had {size:,}"
+            if name in there
+            else f"{name} of {size:,} bytes is missing"
+            for name, size in gone.items()
+            if int(Path(name).stem) >= oldest
+        }
+
+    def _oldest_needed(self) -> int:
+        """The number of the oldest log file that holds writes which no table file has."""
+        with self._reading(with_logs=False) as db:
+            return int(db.property_int_value("rocksdb.min-log-number-to-keep") or 0)
+
+    def _readable_end(self, damage: Damaged | None) -> int | None:
+        """The number of the last write before the first damaged record; None: table files hold later ones.
+        Raises ``damage`` when it is not the log's."""
+        try:
+            with self._reading() as db:
+                return db.latest_sequence_number()
+        except Damaged as error:
+            if _AHEAD in str(error):
+                return None
+            raise (damage or error) from None
+
+    def _open(self, mode: DBRecoveryMode) -> Rdict:
+        self._options.set_wal_recovery_mode(mode)
+        return open_database(self._settings, self._options, self._families)
+
+    @contextmanager
+    def _reading(self, *, with_logs: bool = True) -> Iterator[Rdict]:
+        """The database up to its first damaged record, opened without changing anything in its folder."""
+        self._options.set_wal_recovery_mode(DBRecoveryMode.point_in_time())
+        reading = replace(self._settings, access="read_only")
+        links = folder_beside(reading)
+        assert links is not None
+        with links:
+            if not with_logs:
+                for link in Path(links.name).glob("*.log"):
+                    link.unlink()
+            families = existing_families(reading.path)
+            db = open_database(reading, self._options, families, links)
+            try:
+                yield db
+            finally:
+                db.close()
