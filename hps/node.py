@@ -141,7 +141,8 @@ class Node(OpenModels):
         self, model: str | None = None, table: str | None = None, limit: int = 20
     ) -> list[dict[str, Any]]:
         """The hottest keys of each table (of ``model``; its ``table``) that a cache ranks, with their scores
-        from 255 down, ready for JSON. Looks through whole caches. Raises ``NotFound``."""
+        from 255 down, and the features that ask for it with the offset of each one's keys, ready for JSON.
+        Looks through whole caches. Raises ``NotFound``."""
         chosen = list(self.models.values()) if model is None else [self.model(model)]
         if table is not None and not any(table in served.tables for served in chosen):
             who = "no model has a" if model is None else f"model '{model}' has no"
@@ -150,7 +151,9 @@ class Node(OpenModels):
         for served in chosen:
             for name, each in served.tables.items():
                 if table in (None, name):
-                    where = {"model": served.name, "table": name}
+                    features = served.engine.features.values()
+                    asking = {f.input: f.key_offset for f in features if f.table is each}
+                    where = {"model": served.name, "table": name, "features": asking}
                     found += [where | hot for hot in hot_keys(each, self.tiers, limit)]
         return found
 

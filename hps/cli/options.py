@@ -25,6 +25,14 @@ HTTP, ADMIN = "http://127.0.0.1:8000", "http://127.0.0.1:8002"
 _FORMER = "hps.cli.options.former_admin"
 # No name of a model, of ours or of another server, looks like this.
 _TARGET = re.compile(r"://|:\d+$|\.(ya?ml|json)$")
+RowsOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Ask for keys from 0 to this less one, whether they have rows or not.",
+        show_default="the server's hottest keys; without any, 100000",
+    ),
+]
 
 
 def _server(context: typer.Context, value: str | None) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -15,6 +15,7 @@ from hps.cli.options import (
     AdminOption,
     ApiKeyOption,
     ConfigOption,
+    RowsOption,
     SetOption,
     TlsOption,
     former_target,
@@ -36,7 +37,7 @@ from hps.cli.output import (
 from hps.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hps.cli.bench.load import Recipe, Tensors
+    from hps.cli.bench.load import Tensors
     from hps.client import Tls
     from hps.client.http_wire import Request
 
@@ -80,6 +81,10 @@ class Target(Protocol):
 
     def profile(self, model: str, request: Request) -> dict[str, Any]: ...
 
+    def hot_keys(self, model: str) -> Sequence[Mapping[str, Any]]:
+        """See `hps.cli.bench.hot.HotKeys`."""
+        ...
+
     def plain(self, request: Request) -> float | None:
         """Seconds that the same request takes its caller without a profile, where that differs."""
         ...
@@ -99,9 +104,7 @@ def profile(
     keys: Annotated[
         str, typer.Option(help="uniform, zipf:S, hot:SHARE,COVERAGE, trace:FILE.npy.")
     ] = "zipf:1.2",
-    rows: Annotated[
-        int, typer.Option(min=1, help="Keys are from 0 to this less one, unless --repository.")
-    ] = 100_000,
+    rows: RowsOption = None,
     hotness: Annotated[
         int, typer.Option(min=1, help="Keys per sample, where the model does not say.")
     ] = 1,
@@ -127,9 +130,10 @@ def profile(
     """Show where a request's time goes: parsing, dedup, each tier, merging, pooling, network, serialising.
 
     Requests are sent one at a time, to a server's admin address, where they are answered beside all others,
-    or to the node of a configuration, opened in this process. No other request is looked at or slowed down.
+    or to the node of a configuration, opened in this process. They ask for its hottest keys, where it has
+    any. No other request is looked at or slowed down.
     """
-    from hps.cli.bench.load import Recipe
+    from hps.cli.bench.load import Recipe, Source, made_requests
     from hps.cli.stages import account
 
     recipe = Recipe(min(count, 256), batch, keys, rows, hotness, seed)
@@ -140,10 +144,13 @@ def profile(
         config = Path(former)
     with _opened(server, config, overrides, api_key, tls_of(tls)) as asked:
         name = model or _only(asked.models())
-        sent = _messages(asked, name, recipe, repository, requests, protocol)
+        source = Source(requests, repository)
+        made, keys_of = made_requests(name, recipe, source, asked.metadata, asked.hot_keys)
+        sent = _messages(name, made, protocol)
         told = [asked.profile(name, sent[i % len(sent)]) for i in range(warmup + count)][warmup:]
         plain = [asked.plain(sent[i % len(sent)]) for i in range(warmup + count)][warmup:]
     found = account(told)
+    found["keys"] = {"of": keys_of, **found["keys"]}
     times = sorted(seconds for seconds in plain if seconds is not None)
     found["round_trip_p50_us"] = 1e6 * times[len(times) // 2] if times else None
     if json or output is OutputFormat.json:
@@ -161,28 +168,10 @@ def _only(names: Sequence[str]) -> str:
     return main[0]
 
 
-def _messages(
-    target: Target,
-    model: str,
-    recipe: Recipe,
-    repository: Path | None,
-    file: Path | None,
-    protocol: WireProtocol,
-) -> list[Request]:
-    from hps.cli.bench.load import from_file, from_metadata, from_repository
+def _messages(model: str, made: Sequence[Tensors], protocol: WireProtocol) -> list[Request]:
     from hps.client.calls import Call
     from hps.client.http_wire import HttpWire
 
-    made: Sequence[Tensors]
-    if repository is not None:
-        made = from_repository(repository, model, None, recipe)
-    elif file is not None:
-        made = from_file(file, target.metadata(model), recipe.batch)
-    else:
-        metadata = target.metadata(model)
-        if any(tensor["name"] == "NUMKEYS" for tensor in metadata["inputs"]):
-            metadata = target.metadata(f"{model}.lookup") | {"name": model}
-        made = from_metadata(metadata, recipe)
     calls = [Call(model, dict(tensors)) for tensors in made]
     if protocol is WireProtocol.http:
         wire = HttpWire("", None)
@@ -214,12 +203,17 @@ def _opened(
 
 
 def _show(found: dict[str, Any]) -> None:
+    from hps.cli.bench.shown import in_words, warn_of_defaults
+
     about = found["about"]
     say(
         f"{about['model']}, version {about['version']}, batch {about['batch']}, {about['protocol']}: "
         f"{found['requests']} requests, mean {found['mean_us']:,.0f} µs, "
         f"p50 {found['p50_us']:,.0f}, p99 {found['p99_us']:,.0f}"
     )
+    keys = found["keys"]
+    answered = f": {in_words(keys['from'])}" if keys["from"] else ""
+    say(f"keys {keys['of']}{answered}")
     say()
     print_table(
         ("part", "mean µs", "share", "p50 µs", "p99 µs", "requests", ""),
@@ -252,6 +246,8 @@ def _show(found: dict[str, Any]) -> None:
             "This is the node, whose caches are its own. Its clients are answered by "
             f"{plural(about['workers'], 'worker')}, which ask it for what the shared cache lacks."
         )
+
+    warn_of_defaults(keys["from"].get("default", 0.0))
 
 
 def _meaning(path: Sequence[str]) -> str:

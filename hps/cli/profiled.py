@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from hps.client import Client
+from hps.cli.bench.hot import MOST
+from hps.client import Admin, Client
 from hps.client.address import address
 from hps.client.http_wire import Request, key_headers
 from hps.client.rest import Http
@@ -26,7 +28,7 @@ class There:
 
     def __init__(self, url: str, api_key: str | None, tls: Tls | None) -> None:
         at = address(url, tls, ("http", "https"))
-        self._url = at.base
+        self._url, self._api_key, self._tls = at.base, api_key, tls
         self._headers = key_headers(api_key)
         self._line = Http(at)
         self._client = Client(url, api_key=api_key, tls=tls)
@@ -43,6 +45,10 @@ class There:
 
     def models(self) -> list[str]:
         return self._client.models()
+
+    def hot_keys(self, model: str) -> Sequence[Mapping[str, Any]]:
+        with Admin(self._url, api_key=self._api_key, tls=self._tls) as admin:
+            return admin.hot_keys(model, limit=MOST)
 
     def profile(self, model: str, request: Request) -> dict[str, Any]:
         path = f"/v1/profile/{quote(model, safe='')}"
@@ -77,6 +83,7 @@ class Here:
         from services.frontend.profiling import Profiler
         from services.frontend.state import State
 
+        self._node = node
         settings = Settings()
         self._state = state = State("node", settings)
         state.serve(node)
@@ -88,6 +95,9 @@ class Here:
 
     def models(self) -> list[str]:
         return list(self._state.entries)
+
+    def hot_keys(self, model: str) -> Sequence[Mapping[str, Any]]:
+        return self._node.hot_keys(model, limit=MOST)
 
     def profile(self, model: str, request: Request) -> dict[str, Any]:
         body = request.body

@@ -27,6 +27,7 @@ def account(profiles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "p50_us": float(np.quantile(whole, 0.5)),
         "p99_us": float(np.quantile(whole, 0.99)),
         "about": dict(profiles[-1]["about"]),
+        "keys": keys_of(profiles),
         "parts": [
             {
                 "path": list(path),
@@ -40,6 +41,35 @@ def account(profiles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             if path
         ],
     }
+
+
+def keys_of(profiles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How many keys the lookups had, and the share that each tier answered, ``default`` for keys without a
+    row; none where a lookup is not timed by its tiers, as on a GPU."""
+    counts: dict[str, int] = {}
+    for lookup in (each for profile in profiles for each in _lookups(profile)):
+        keys, found = lookup["about"]["keys"], {"default": lookup["about"].get("defaulted", 0)}
+        tiers = [part for part in lookup["parts"] if "found" in part["about"]]
+        # Tiers are asked for each key once: their shares stand for all of the keys that had a row.
+        distinct = sum(part["about"]["found"] for part in tiers)
+        with_row = keys - found["default"]
+        for part in tiers:
+            name, share = part["name"], part["about"]["found"] / max(distinct, 1)
+            found[name] = found.get(name, 0) + with_row * share
+        if not distinct:
+            found["memory"] = with_row
+        for name, number in found.items():
+            counts[name] = counts.get(name, 0) + number
+    total = sum(counts.values())
+    return {"asked": round(total), "from": {n: v / total for n, v in counts.items() if v}}
+
+
+def _lookups(part: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The lookups in a profile that have keys, without those that only pass on what others look up."""
+    inner = [found for each in part["parts"] for found in _lookups(each)]
+    if inner or part["name"] != "lookup" or "keys" not in part["about"]:
+        return inner
+    return [part]
 
 
 def _parts(told: Mapping[str, Any], path: Path) -> Iterable[tuple[Path, float]]:

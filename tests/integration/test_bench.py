@@ -96,7 +96,40 @@ def test_keys_that_no_row_has_are_warned_of(small_server: Hps) -> None:
         "clicks", "--server", url, "--keys", "uniform", *SHORT, "--rows", 10_000, "--count", "3"
     )
     assert done.exit_code == 0, done.output
-    assert "have no row; give --repository" in done.stderr
+    assert "have no row, so this measures defaults" in done.stderr
+    assert "no row (default)" in done.stdout
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_the_servers_hottest_keys_are_asked_for(
+    small_server: Hps, tmp_path: Path, protocol: str
+) -> None:
+    """Items are -50 … 49, those of made-up requests 0 … 99,999."""
+    at = small_server.address if protocol == "http" else small_server.grpc
+    file, admin = tmp_path / "run.json", f"http://{small_server.admin}"
+    few = ["--duration", "0.2", "--warmup", "0", "--distinct", "8", "--json", file]
+    for model in ("clicks", "words", "clicks.lookup"):
+        words = [model, "--server", f"{protocol}://{at}", "--keys-from", admin]
+        done = bench(*words, "--batch", 4, *few)
+        assert done.exit_code == 0, done.output
+        told = json.loads(file.read_text())
+        assert told["keys"] == "zipf:1.2 of the server's hottest keys"
+        assert told["keys_from"] == {"cpu": 1.0}
+        assert "keys answered from cpu 100.0 %" in done.stdout
+
+
+def test_without_hot_keys_the_result_says_why(small_server: Hps, tmp_path: Path) -> None:
+    """Port 8002 is none of this server's, whoever has it."""
+    url, file = f"http://{small_server.address}", tmp_path / "run.json"
+    few = ["--duration", "0.2", "--warmup", "0", "--distinct", "8", "--json", file]
+    assert bench("clicks", "--server", url, *few).exit_code == 0
+    told = json.loads(file.read_text())
+    assert told["keys"].startswith("zipf:1.2 of 0 … 99,999 (no hot keys: ")
+    assert "give --keys-from URL" in told["keys"]
+    assert told["keys_from"]["default"] > 0.5
+    another = [*few, "--keys-from", url]
+    assert bench("clicks", "--server", url, *another).exit_code == 0
+    assert "(no hot keys: " in json.loads(file.read_text())["keys"]
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])

@@ -110,6 +110,24 @@ def test_the_node_of_a_configuration_is_profiled_in_this_process(
     assert found["about"]["defaulted"] == 0
 
 
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_the_servers_hottest_keys_are_asked_for(small_server: Hps, protocol: str) -> None:
+    url = f"http://{small_server.admin}"
+    found = profiled("clicks", "--server", url, "--batch", 4, "--protocol", protocol)
+    assert found["keys"]["of"] == "zipf:1.2 of the server's hottest keys"
+    assert found["keys"]["from"] == {"memory": 1.0}
+    assert found["keys"]["asked"] == 10 * 4 * 3  # of three features
+    assert found["about"]["defaulted"] == 0
+
+
+def test_keys_without_a_row_are_told_of(small_server: Hps) -> None:
+    words = ["profile", "clicks", "--server", f"http://{small_server.admin}", "--rows", "10000"]
+    done = CliRunner().invoke(app, [*words, "--keys", "uniform", *FEW])
+    assert done.exit_code == 0, done.output
+    assert "keys uniform of 0 … 9,999: no row (default)" in done.stdout
+    assert "have no row, so this measures defaults" in done.stderr
+
+
 def test_what_cannot_be_profiled_is_one_line(small_server: Hps) -> None:
     admin = f"http://{small_server.admin}"
     for words, code, says in (

@@ -701,5 +701,6 @@ def test_a_restarted_node_has_the_rows_that_were_hot(folder, tmp_path):
             node.lookup("clicks", {"user": hot})
             (told,) = node.hot_keys("clicks", "users", 16)
             assert told["table"] == "users"
+            assert told["features"] == {"user": 0}
             assert set(hot) <= set(told["keys"])
             assert len(node.hot_keys("clicks", "users", 3)[0]["scores"]) == 3

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hps.cli.options import HTTP, ApiKeyOption, TlsOption, former_target, tls_of
-from hps.cli.output import warn
+from hps.cli.options import HTTP, ApiKeyOption, RowsOption, TlsOption, former_target, tls_of
 from hps.errors import ConfigError, HpsError
 
 if TYPE_CHECKING:
-    from hps.cli.bench.load import Tensors
     from hps.client import Client, Tls
 
 app = typer.Typer(add_completion=False)
@@ -29,8 +28,6 @@ Examples:
 CALLERS, MOST_DUE = 8, 256
 CONNECTIONS = 4
 _DAY = 86_400
-# From here on a run says more of unknown keys than of the model's rows.
-_MANY_DEFAULTED = 0.1
 INTERRUPTED = 130
 
 
@@ -92,9 +89,15 @@ def bench(
     keys: Annotated[
         str, typer.Option(help="uniform, zipf:S, hot:SHARE,COVERAGE, trace:FILE.npy.")
     ] = "zipf:1.2",
-    rows: Annotated[
-        int, typer.Option(min=1, help="Keys are from 0 to this less one, unless --repository.")
-    ] = 100_000,
+    rows: RowsOption = None,
+    keys_from: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="The server's admin address, which has its hot keys.",
+            show_default="the same host, port 8002",
+        ),
+    ] = None,
     hotness: Annotated[
         int, typer.Option(min=1, help="Keys per sample, where the model does not say.")
     ] = 1,
@@ -123,8 +126,9 @@ def bench(
     """Send a server requests for a while, and tell how long they took.
 
     Without --rate, callers send when they have their answer: how much can the server do? With --rate,
-    requests are due by the clock, and their time counts from then: how long does a user wait? Exit 1 when
-    requests failed, 130 when interrupted; what was measured is printed all the same.
+    requests are due by the clock, and their time counts from then: how long does a user wait? Requests ask
+    for the server's hottest keys, where its admin address gives them. Exit 1 when requests failed, 130 when
+    interrupted; what was measured is printed all the same.
     """
     from hps.cli.bench.shown import show, show_comparison
 
@@ -137,7 +141,7 @@ def bench(
     url = server or former or HTTP
     if requests is not None and repository is not None:
         raise ConfigError("give --requests or --repository, not both")
-    from hps.cli.bench.load import Recipe
+    from hps.cli.bench.load import Recipe, Source
     from hps.cli.bench.report import errors_of, save
     from hps.cli.bench.run import Plan
 
@@ -153,8 +157,8 @@ def bench(
     )
     recipe = Recipe(distinct, batch, keys, rows, hotness, seed)
     lines = connections or min(CONNECTIONS, plan.concurrency)
-    source = requests, repository, version
-    told = _run(url, model, plan, recipe, source, lines, api_key, tls_of(tls))
+    source = Source(requests, repository, version)
+    told = _run(url, model, plan, recipe, source, lines, keys_from, api_key, tls_of(tls))
     if json is not None:
         save(json, told)
     show(told)
@@ -168,12 +172,14 @@ def _run(
     model: str | None,
     plan: Any,
     recipe: Any,
-    source: tuple[Path | None, Path | None, int | None],
+    source: Any,
     connections: int,
+    admin: str | None,
     api_key: str | None,
     tls: Tls | None,
 ) -> dict[str, Any]:
-    from hps.cli.bench.load import different_keys, samples
+    from hps.cli.bench.hot import sources_of
+    from hps.cli.bench.load import different_keys, made_requests, samples
     from hps.cli.bench.report import report
     from hps.cli.bench.run import run
     from hps.cli.bench.senders import Sender, open_sender
@@ -183,17 +189,19 @@ def _run(
     with Client(url, api_key=api_key, timeout_s=plan.timeout_s, tls=tls) as client:
         name = model or _only(client)
         server = client.about()
-        tensors, keys = _requests(client, name, recipe, *source)
+        hot_keys = partial(_hot_keys, url, admin, api_key, tls, str(server.get("name", "")))
+        tensors, keys = made_requests(name, recipe, source, client.metadata, hot_keys)
         try:
-            first = client.infer(name, dict(tensors[0]))
+            client.infer(name, dict(tensors[0]))
         except HpsError as error:
             error.args = (f"the first request is refused, so none is sent: {error}",)
             raise
-    _note_defaulted(first.defaulted, tensors[0])
 
-    def prepare(sender: Sender) -> Sequence[Any]:
-        return [sender.message(Call(name, dict(each))) for each in tensors]
+        def prepare(sender: Sender) -> Sequence[Any]:
+            return [sender.message(Call(name, dict(each))) for each in tensors]
 
+        outcome = run(lambda: open_sender(url, api_key, tls, connections), prepare, plan)
+        sources = None if outcome.interrupted else sources_of(client, name, tensors)
     grpc = url.startswith("grpc")
     asked = {
         "url": url,
@@ -202,6 +210,7 @@ def _run(
         "model": name,
         "batch": samples(tensors[0]),
         "keys": keys,
+        "keys_from": sources,
         "different_requests": len(tensors),
         "different_keys": different_keys(tensors),
         "connections": connections if grpc else None,
@@ -210,7 +219,27 @@ def _run(
         "arrivals": plan.arrivals if plan.rate else None,
         "warmup_s": plan.warmup_s,
     }
-    return report(run(lambda: open_sender(url, api_key, tls, connections), prepare, plan), asked)
+    return report(outcome, asked)
+
+
+def _hot_keys(
+    url: str, admin: str | None, api_key: str | None, tls: Tls | None, server: str, model: str
+) -> Sequence[Mapping[str, Any]]:
+    """See `hps.cli.bench.hot.HotKeys`."""
+    from hps.cli.bench.hot import MOST, guessed_admin, require_same
+    from hps.client import Admin
+
+    if admin is None and not server.startswith("hps"):
+        raise ConfigError("it is no hps server")
+    try:
+        with Admin(admin or guessed_admin(url), api_key=api_key, timeout_s=10, tls=tls) as asked:
+            if admin is None:
+                require_same(asked, url)
+            return asked.hot_keys(model, limit=MOST)
+    except HpsError as error:
+        if admin is None:
+            error.args = (f"{error}; give --keys-from URL",)
+        raise
 
 
 def _only(client: Client) -> str:
@@ -221,39 +250,3 @@ def _only(client: Client) -> str:
         there = ", ".join(names) or "none at all"
         raise ConfigError(f"name the model: hps bench MODEL; the server has {there}")
     return main[0]
-
-
-def _requests(
-    client: Client,
-    model: str,
-    recipe: Any,
-    file: Path | None,
-    repository: Path | None,
-    version: int | None,
-) -> tuple[list[Tensors], str]:
-    """What to send, and what to say of it."""
-    from hps.cli.bench.load import from_file, from_metadata, from_repository
-
-    if repository is not None:
-        made = from_repository(repository, model, version, recipe)
-        return made, f"{recipe.keys} of the model's rows"
-    metadata = client.metadata(model)
-    if file is not None:
-        return from_file(file, metadata, recipe.batch), f"of {file.name}"
-    if any(tensor["name"] == "NUMKEYS" for tensor in metadata["inputs"]):
-        # A model without a dense part describes itself in HPS's form; its features stand here.
-        metadata = client.metadata(f"{model}.lookup") | {"name": model}
-    return from_metadata(metadata, recipe), f"{recipe.keys} of {recipe.rows}"
-
-
-def _note_defaulted(defaulted: int, tensors: Tensors) -> None:
-    asked = sum(
-        array.size
-        for name, array in tensors.items()
-        if array.dtype.kind in "iu" and not name.endswith(".offsets")
-    )
-    if defaulted > _MANY_DEFAULTED * asked:
-        warn(
-            f"{defaulted} of the {asked} keys of the first request have no row; give --repository DIR, or "
-            "--requests FILE made with hps generate requests, to ask for keys that the model has"
-        )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -12,32 +13,86 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hps.cli.bench.hot import HotKeys, Pools, hot_pools
 from hps.cli.signature import NUMPY_TYPES, Signature
 from hps.errors import ConfigError
-from hps.generate.keys import distribution
+from hps.generate.keys import Draw, distribution
+from hps.types import KeyArray
 
 Tensors = Mapping[str, NDArray[Any]]
+NO_POOLS: Mapping[str, KeyArray] = {}
+_ROWS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """``count`` requests of ``batch`` samples; keys from 0 to ``rows`` - 1, ``hotness`` of them where the
-    model leaves it open."""
+    """``count`` requests of ``batch`` samples, with ``hotness`` keys where the model leaves it open. Keys are
+    from 0 to ``rows`` - 1; None: the server's hot keys, where it has them."""
 
     count: int = 256
     batch: int = 1
     keys: str = "zipf:1.2"
-    rows: int = 100_000
+    rows: int | None = None
     hotness: int = 1
     seed: int = 1
 
+    @property
+    def asks_for_hot_keys(self) -> bool:
+        return self.rows is None and not self.keys.startswith("trace:")
 
-def from_metadata(metadata: Mapping[str, Any], recipe: Recipe) -> list[Tensors]:
-    """Requests to the model that the protocol's ``metadata`` describes. Raises ConfigError."""
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where requests come from: a ``file`` of them, the rows of a model in a ``repository``, or neither."""
+
+    file: Path | None = None
+    repository: Path | None = None
+    version: int | None = None
+
+
+def made_requests(
+    model: str,
+    recipe: Recipe,
+    source: Source,
+    metadata: Callable[[str], Mapping[str, Any]],
+    hot_keys: HotKeys,
+) -> tuple[list[Tensors], str]:
+    """The requests, and a phrase that says which keys they ask for. Raises ConfigError, ModelError."""
+    if source.repository is not None:
+        made = from_repository(source.repository, model, source.version, recipe)
+        return made, f"{recipe.keys} of the model's rows"
+    described = metadata(model)
+    if source.file is not None:
+        return from_file(source.file, described, recipe.batch), f"of {source.file.name}"
+    if any(tensor["name"] == "NUMKEYS" for tensor in described["inputs"]):
+        # A model without a dense part describes itself in HPS's form; its features stand here.
+        described = {**metadata(f"{model}.lookup"), "name": model}
+    pools = hot_pools(model, hot_keys) if recipe.asks_for_hot_keys else Pools()
+    return from_metadata(described, recipe, pools.keys), _said(recipe, pools)
+
+
+def _said(recipe: Recipe, pools: Pools) -> str:
+    if pools.keys:
+        return f"{recipe.keys} of the server's hottest keys"
+    made_up = f"{recipe.keys} of 0 … {(recipe.rows or _ROWS) - 1:,}"
+    return f"{made_up} (no hot keys: {pools.why})" if pools.why else made_up
+
+
+def from_metadata(
+    metadata: Mapping[str, Any], recipe: Recipe, pools: Mapping[str, KeyArray] = NO_POOLS
+) -> list[Tensors]:
+    """Requests to the model that the protocol's ``metadata`` describes, with keys of ``pools`` by feature;
+    others are made up. Raises ConfigError."""
     signature = Signature.of_metadata(metadata)
     shapes = {tensor["name"]: tensor["shape"] for tensor in metadata["inputs"]}
     types = {tensor["name"]: tensor["datatype"] for tensor in metadata["inputs"]}
-    draw = distribution(recipe.keys, recipe.rows)
+    made_up = distribution(recipe.keys, recipe.rows or _ROWS)
+    drawn_of = {
+        name: partial(_drawn, distribution(recipe.keys, len(pools[name])), pools[name])
+        if name in pools
+        else made_up
+        for name in signature.features
+    }
     random = np.random.default_rng(recipe.seed)
 
     def one() -> Tensors:
@@ -45,7 +100,7 @@ def from_metadata(metadata: Mapping[str, Any], recipe: Recipe) -> list[Tensors]:
         for name in signature.features:
             inner = [recipe.hotness if size < 0 else int(size) for size in shapes[name][1:]]
             wanted = (recipe.batch, *(inner or [recipe.hotness]))
-            drawn = draw(random, int(np.prod(wanted))).astype(NUMPY_TYPES[types[name]])
+            drawn = drawn_of[name](random, int(np.prod(wanted))).astype(NUMPY_TYPES[types[name]])
             tensors[name] = drawn.reshape(wanted)
         for name, dense in signature.dense.items():
             shape = (recipe.batch, *(abs(size) for size in dense.shape[1:]))
@@ -56,6 +111,10 @@ def from_metadata(metadata: Mapping[str, Any], recipe: Recipe) -> list[Tensors]:
         return tensors
 
     return [one() for _ in range(recipe.count)]
+
+
+def _drawn(draw: Draw, pool: KeyArray, random: np.random.Generator, n: int) -> KeyArray:
+    return pool[draw(random, n)]
 
 
 def from_repository(
@@ -136,4 +195,13 @@ def different_keys(requests: Sequence[Tensors]) -> int:
             np.unique(np.concatenate([each[name].reshape(-1) for each in requests if name in each]))
         )
         for name in wanted
+    )
+
+
+def keys_in(tensors: Tensors) -> int:
+    """How many keys a request asks for."""
+    return sum(
+        array.size
+        for name, array in tensors.items()
+        if array.dtype.kind in "iu" and not name.endswith(".offsets") and name != "NUMKEYS"
     )

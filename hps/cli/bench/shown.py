@@ -12,6 +12,8 @@ from hps.cli.output import Number, complain, count, plural, print_table, say, sh
 
 # From here on, of the time at the 99th percentile, requests that are sent late count.
 _LATE, _LATE_S = 0.1, 1e-3
+# From here on a run says more of unknown keys than of the model's rows.
+_MANY_DEFAULTED = 0.1
 
 
 def show(told: Mapping[str, Any]) -> None:
@@ -27,6 +29,8 @@ def show(told: Mapping[str, Any]) -> None:
         f"{way}, concurrency {told['concurrency']}{lines}, {told['seconds']:.1f} s after "
         f"{told['warmup_s']:g} s of warm-up"
     )
+    if told["keys_from"] is not None:
+        say(f"keys answered from {in_words(told['keys_from'])}")
     say()
     failed, done = errors_of(told), told["requests"]
     print_table(
@@ -52,6 +56,26 @@ def show(told: Mapping[str, Any]) -> None:
     if told["interrupted"]:
         warn("interrupted: this is what there was until then")
     _show_limits(told)
+    warn_of_defaults((told["keys_from"] or {}).get("default", 0.0))
+
+
+def in_words(keys_from: Mapping[str, float]) -> str:
+    """The shares of the tiers, the largest first."""
+    shares = sorted(keys_from.items(), key=lambda each: -each[1])
+    return ", ".join(
+        f"{'no row (default)' if name == 'default' else name} {share(part, 1.0)}"
+        for name, part in shares
+    )
+
+
+def warn_of_defaults(part: float) -> None:
+    """``part``: the share of keys that had no row."""
+    if part > _MANY_DEFAULTED:
+        warn(
+            f"{share(part, 1.0)} of the keys have no row, so this measures defaults: ask for the server's "
+            "hottest keys (leave --rows out), for those of --repository DIR, or send --requests FILE of hps "
+            "generate requests"
+        )
 
 
 def _show_limits(told: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from services.frontend.auth import Guard
 from services.frontend.http.api import Json, answers, needs
 from services.server_state import ServerState
 
-_MOST_HOT_KEYS = 1000
+_MOST_HOT_KEYS = 10_000
 
 
 def metrics_route(state: ServerState[Any]) -> APIRouter:
@@ -68,7 +68,8 @@ def hot_keys_route(state: ServerState[Any], guard: Guard) -> APIRouter:
         table: str | None = None,
         limit: int = Query(20, ge=1, le=_MOST_HOT_KEYS, description="Keys per table"),
     ) -> Response:
-        """The hottest keys of the CPU cache, by table, with their scores from 255 down."""
+        """The hottest keys of the CPU cache, by table, with their scores from 255 down; ``features`` has the
+        names by which requests ask for the table, with what is added to their keys."""
         return Json({"tables": state.require_node().hot_keys(model, table, limit)})
 
     return router
