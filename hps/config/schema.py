@@ -11,7 +11,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from hps.config import checks
+from hps.config import checks, update_checks
 from hps.config.cache_settings import (
     CpuCacheSettings,
     Eviction,
@@ -128,7 +128,7 @@ class Settings(Strict):
         findings += checks.role(
             server.role, server.workers, grpc=server.grpc is not None, nodes=bool(self.lookup.nodes)
         )
-        findings += checks.updates(
+        findings += update_checks.updates(
             tiers.rocksdb.access if tiers.rocksdb.enabled else None,
             redis=tiers.redis is not None,
             kafka=self.updates.kafka is not None,

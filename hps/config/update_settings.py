@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from hps.config import checks
+from hps.config import update_checks
 from hps.config.model_schema import Strict
 from hps.config.secrets import read_secret
 
@@ -69,7 +69,7 @@ class KafkaSettings(_SourceSettings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        return self.consistent(checks.kafka_options(self.options, self.options_files, _OURS))
+        return self.consistent(update_checks.kafka_options(self.options, self.options_files, _OURS))
 
     def client_options(self) -> dict[str, str | int | float | bool]:
         """All of `options`, those in files too. Raises ConfigError when one cannot be read."""
@@ -107,5 +107,5 @@ class UpdatesSettings(Strict):
     def _check(self) -> Self:
         streams = self.kafka is not None or self.directory is not None
         return self.consistent(
-            checks.staleness(self.max_staleness_s, self.on_stale, streams=streams)
+            update_checks.staleness(self.max_staleness_s, self.on_stale, streams=streams)
         )
