@@ -90,8 +90,9 @@ class Node(OpenModels):
         self, model: str, table: str, keys: Any = (), vectors: Any = (), *, deleted: Any = ()
     ) -> int:
         """Upsert ``vectors (n, dim)`` for ``keys (n,)`` and delete ``deleted (m,)``, the table's own keys: in
-        every store, then in the caches; then return. The version they got: Unix ms << 20 | sequence. For
-        a few rows at a time; many belong into a stream (`hps.updates.Producer`).
+        every store, then in the caches; then return. The version they got: Unix ms << 20 | sequence, above
+        what the stores had, and the highest one where it differs. For a few rows at a time; many belong
+        into a stream (`hps.updates.Producer`).
 
         Raises ``BadRequest``, ``NotFound``, ``TierError`` or ``Unavailable``; calling again is harmless.
         """

@@ -191,6 +191,7 @@ class _Fed:
         self._redis = redis
         self._share = share
         self.applied, self.positions = redis.applied, redis.positions
+        self.versions = redis.versions
 
     def apply(
         self, table: EmbeddingTable, changes: TableChanges, positions: Sequence[StreamPosition]

@@ -224,9 +224,9 @@ def import_dump(
     import numpy as np
 
     from hps.rows.tiers import name_of
-    from hps.types import version_now
+    from hps.updates.version_clock import VersionClock
 
-    at = version_now() if version is None else parse_version(version)
+    at = VersionClock().now() if version is None else parse_version(version)
     configuration = read_config(config, overrides)
     chosen = open_models(configuration).one(model, table)
     with _opened(file) as opened, open_store(configuration, tier, writing=True) as store:

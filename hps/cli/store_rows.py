@@ -247,27 +247,34 @@ def _write(
 ) -> None:
     import numpy as np
 
-    from hps.types import version_now
+    from hps.updates.version_clock import VersionClock
 
-    at = version_now() if version is None else parse_version(version)
+    at = VersionClock().now() if version is None else parse_version(version)
     parsed = [parse_key(text) for text in keys]
     configuration = read_config(config, overrides)
     chosen = open_models(configuration).one(model, table)
     row = None if vector is None else parse_vector(vector, chosen)
     asked = key_array(chosen, parsed)
     versions = np.full(len(asked), at, np.uint64)
+    # A store above must not get what the one below refuses: it is asked first.
+    taken = np.ones(len(asked), bool)
     found: list[dict[str, Any]] = []
+    kept: list[dict[str, Any]] = []
     with open_stores(configuration, tier, writing=True) as stores:
         for store in stores:
             store.ready(chosen)
         for store in reversed(stores):
             with work():
                 if row is None:
-                    store.tier.delete(chosen, asked, versions)
+                    store.tier.delete(chosen, asked[taken], versions[taken])
                 else:
-                    store.tier.insert(chosen, asked, row, versions)
-                found += _held(store.name, asked.tolist(), store.get(chosen, asked))
-                kept = [r for r in found if store.versioned and (r["version"] or 0) > at]
+                    rows = np.repeat(row, np.count_nonzero(taken), axis=0)
+                    store.tier.insert(chosen, asked[taken], rows, versions[taken])
+                held = _held(store.name, asked.tolist(), store.get(chosen, asked))
+                newer = [store.versioned and (each["version"] or 0) > at for each in held]
+                kept += [each for each, is_newer in zip(held, newer, strict=True) if is_newer]
+                taken &= ~np.array(newer)
+                found += held
     _tell_written(found, kept, deleting=row is None, output=output)
 
 

@@ -151,9 +151,9 @@ def publish(
 
 
 def _version(text: str) -> int:
-    from hps.types import version_now
+    from hps.updates.version_clock import VersionClock
 
-    return version_now() if text == "now" else parse_version(text)
+    return VersionClock().now() if text == "now" else parse_version(text)
 
 
 # -- sending ---------------------------------------------------------------------------------------

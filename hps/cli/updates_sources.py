@@ -34,8 +34,8 @@ class Outgoing:
 
 
 def from_file(path: Path, model: str, table: str | None, version: int | None) -> Outgoing:
-    from hps.types import version_now
     from hps.updates.files.row_files import open_rows
+    from hps.updates.version_clock import VersionClock
 
     try:
         opened = open_rows(path)
@@ -50,7 +50,7 @@ def from_file(path: Path, model: str, table: str | None, version: int | None) ->
         table = opened.table.partition("/")[2]
 
     def changes(step: Step) -> Iterator[TableChanges]:
-        for each in opened.changes(BLOCK, version_now()):
+        for each in opened.changes(BLOCK, VersionClock().now()):
             yield each if version is None else _with_version(each, version)
             step(len(each.keys) + len(each.deleted))
 

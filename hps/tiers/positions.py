@@ -52,6 +52,11 @@ class PositionedStore(Protocol):
         applying it again is harmless."""
         ...
 
+    def versions(self, table: EmbeddingTable, keys: KeyArray) -> VersionArray:
+        """The stored version of each of ``keys (n,)``, which are unique: of its row, or of its deletion where
+        that is remembered; 0 where nothing is known of it. Raises TierError when any could not be read."""
+        ...
+
     def applied(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
         """The offset up to which ``table`` contains the topic's partition; None when nothing of it is
         certain, as after a restart without the rows."""

@@ -1,11 +1,13 @@
 """Rows written by hand or by a small program, without a stream: into every store, then into the caches.
 
 A call returns when all of them have the rows. Rows get the version of the moment, and later calls a higher
-one, whatever the clock does; so a row written here wins over those of the stream that were made before.
+one, whatever the clock does; so a row written here wins over those of the stream that were made before. Where
+a store has a version ahead of this machine's clock, the row gets one above that: else it would be ignored.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -14,25 +16,15 @@ import numpy as np
 
 from hps.errors import BadRequest, Unavailable, Unsupported
 from hps.tiers.positions import TableChanges
-from hps.types import EmbeddingTable, KeyArray, VectorArray, version_now
+from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray, version_unix_ms
 from hps.updates.cache_refresh import Caches, refresh
 from hps.updates.ingestor import Observe
 from hps.updates.stream_places import Store
+from hps.updates.version_clock import VersionClock
+
+log = logging.getLogger(__name__)
 
 DIRECT_TIMEOUT_S = 10.0
-
-
-class VersionClock:
-    """Versions that only grow. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._last = 0
-        self._lock = threading.Lock()
-
-    def next(self) -> int:
-        with self._lock:
-            self._last = max(version_now(), self._last + 1)
-            return self._last
 
 
 class DirectWriter:
@@ -61,11 +53,12 @@ class DirectWriter:
         deleted: KeyArray,
         timeout_s: float = DIRECT_TIMEOUT_S,
     ) -> int:
-        """Upsert ``vectors (n, dim)`` for ``keys (n,)`` and delete ``deleted (m,)``; the version they got.
+        """Upsert ``vectors (n, dim)`` for ``keys (n,)`` and delete ``deleted (m,)``; the version they got,
+        the highest one where these differ.
 
-        Raises BadRequest for arrays that do not fit, for values that are not finite and for a key on both
-        sides, TierError or Unavailable when a store could not: some stores may have the rows then, and
-        calling again is harmless.
+        Raises BadRequest for arrays that do not fit, for values that are not finite, for a key on both sides
+        and for one that is stored with the highest version there is; TierError or Unavailable when a store
+        could not: some stores may have the rows then, and calling again is harmless.
         """
         self._check(table, keys, vectors, deleted)
         if not self._stores:
@@ -79,13 +72,15 @@ class DirectWriter:
             raise Unavailable(f"other writes took longer than {timeout_s:g} s; try again")
         try:
             made_s = time.time()
-            version = self._clock.next()
+            new, gone = table.narrow(keys), table.narrow(deleted)
+            version = self._clock.now()
+            versions = self._versions(table, np.concatenate([new, gone]), version)
             changes = TableChanges(
-                table.narrow(keys),
+                new,
                 np.ascontiguousarray(vectors, table.dtype),
-                np.full(len(keys), version, np.uint64),
-                table.narrow(deleted),
-                np.full(len(deleted), version, np.uint64),
+                versions[: len(new)],
+                gone,
+                versions[len(new) :],
             )
             for each in self._stores:
                 each.store.apply(table, changes, [])
@@ -95,7 +90,30 @@ class DirectWriter:
         self._observe.visible(table, "direct", np.array([made_s]))
         self._observe.applied(table, "upserted", len(keys))
         self._observe.applied(table, "deleted", len(deleted))
-        return version
+        return int(versions.max()) if len(versions) else version
+
+    def _versions(self, table: EmbeddingTable, keys: KeyArray, version: int) -> VersionArray:
+        """(n,) for ``keys (n,)``: ``version``, or one above what a store has."""
+        unique, at = np.unique(keys, return_inverse=True)
+        stored = np.zeros(len(unique), np.uint64)
+        for each in self._stores:
+            if each.versioned:
+                np.maximum(stored, each.store.versions(table, unique), out=stored)
+        versions = self._clock.above(version, stored)
+        if not versions.all():
+            wrong = int(np.flatnonzero(versions == 0)[0])
+            raise BadRequest(
+                f"key {unique[wrong]} of table '{table.name}' is stored with version {stored[wrong]}, and no "
+                "version above it fits 64 bits; erase the table (`hps store erase`) and load it again"
+            )
+        if ahead := int(np.count_nonzero(versions != version)):
+            log.warning(
+                "table %s: %d rows are stored with versions up to %.3f s ahead of this machine's clock; "
+                "written with versions above them: check the clocks of producers and nodes",
+                table.id, ahead, version_unix_ms(int(stored.max())) / 1e3 - time.time(),
+            )  # fmt: skip
+        result: VersionArray = versions[at]
+        return result
 
     def _check(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, deleted: KeyArray

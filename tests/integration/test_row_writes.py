@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import time
 from contextlib import contextmanager
 
 import httpx
@@ -16,8 +16,8 @@ from hps.config.model_schema import ModelSpec, TableSpec
 from hps.config.server_settings import ServerSettings
 from hps.errors import BadRequest, Forbidden, NotFound, Unsupported
 from hps.models.writer import write_version
-from hps.types import Source, version_now
-from hps.updates.direct import VersionClock
+from hps.tiers.positions import TableChanges
+from hps.types import Source, make_version, version_now
 from services.frontend.auth import OpenGuard
 from services.frontend.http.app import admin_app
 from services.frontend.state import State
@@ -85,6 +85,30 @@ def test_rows_and_deletions_reach_cache_and_store_and_stay(folder):
         assert [value for value, _ in values(node, 1, 2, -7)] == [1.5, -1.0, 7.0]
 
 
+@pytest.mark.parametrize("redis", [False, True])
+def test_a_write_replaces_rows_and_deletions_that_are_ahead_of_the_clock(folder, redis, caplog):
+    """A producer's clock was half an hour ahead, or this machine's was set back."""
+    tiers = {"redis": {"addresses": [shared_server().address]}} if redis else {}
+    with opened(folder, **tiers) as node:
+        table, stores = node.table("m", "items"), [s.store for s in node.streams._direct._stores]
+        ahead = np.full(2, make_version(int(time.time() * 1000) + 1_800_000), np.uint64)
+        none, rows = np.empty(0, np.int64), np.full((2, 2), 5, np.float32)
+        for store in stores:
+            store.apply(table, TableChanges(np.array([1, 2]), rows, ahead, none, ahead[:0]), [])
+            store.apply(table, TableChanges(none, rows[:0], ahead[:0], np.array([3, 4]), ahead), [])
+        version = node.write("m", "items", [1, 3, 9], [[1, 1], [3, 3], [9, 9]], deleted=[2])
+        assert version > ahead[0]
+        for store in stores:
+            assert store.versions(table, np.array([1, 2, 3])).min() > ahead[0]
+            (plain,) = store.versions(table, np.array([9]))
+            assert plain < ahead[0], "what was not ahead is not put ahead"
+        assert [value for value, _ in values(node, 1, 2, 3, 9)] == [1.0, -1.0, 3.0, 9.0]
+        assert "3 rows are stored with versions" in caplog.text
+        again = node.write("m", "items", [1], [[7, 7]])
+        assert again > version
+        assert values(node, 1)[0][0] == 7.0
+
+
 def test_over_http(folder):
     with opened(folder) as node:
         body = {"keys": [1, 2**64 - 1], "vectors": [[1, 2], [3, 4]], "deleted": [3]}
@@ -113,23 +137,10 @@ def test_keys_are_narrowed_and_rows_get_the_tables_dtype(folder):
 def test_a_later_write_wins_even_when_the_clock_goes_back(folder, monkeypatch):
     with opened(folder) as node:
         first = node.write("m", "items", [1], [[1, 1]])
-        monkeypatch.setattr("hps.updates.direct.version_now", lambda: first - (3_600_000 << 20))
+        earlier_ns = time.time_ns() - 3600 * 10**9
+        monkeypatch.setattr("hps.updates.version_clock.time.time_ns", lambda: earlier_ns)
         assert node.write("m", "items", [1], [[2, 2]]) == first + 1
         assert values(node, 1) == [(2.0, "cpu")]
-
-
-def test_versions_only_grow_for_all_threads():
-    clock, seen = VersionClock(), []
-
-    def take():
-        seen.extend(clock.next() for _ in range(2000))
-
-    threads = [threading.Thread(target=take) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(seen)) == 8000
 
 
 WRONG = {
@@ -154,6 +165,17 @@ def test_what_is_wrong_is_said_and_changes_nothing(folder, case):
         assert reply.status_code == 400, reply.text
         assert message in reply.json()["error"]
         assert values(node, 1, 2) == [(0.0, "cpu")] * 2
+
+
+def test_a_key_stored_with_the_highest_version_is_refused_and_nothing_is_written(folder):
+    with opened(folder) as node:
+        table, (store,) = node.table("m", "items"), node.streams._direct._stores
+        highest = np.full(1, 2**64 - 1, np.uint64)
+        store.store.insert(table, np.array([1]), np.full((1, 2), 5, np.float32), highest)
+        reply = post(node, {"keys": [2, 1], "vectors": [[1, 1], [1, 1]]})
+        assert reply.status_code == 400
+        assert "key 1 of table 'items' is stored with version 18446744073709551615" in reply.text
+        assert values(node, 2)[0][0] == 0.0
 
 
 @pytest.mark.parametrize("key", [2**64, -(2**63) - 1])

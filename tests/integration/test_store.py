@@ -207,6 +207,17 @@ def test_a_newer_row_is_kept_and_told(loaded: Any) -> None:
     assert [r["vector"] for r in rows] == [[1, 2, 3, 4]] * 2
 
 
+def test_a_row_that_rocksdb_has_newer_is_not_put_into_redis_either(loaded: Any) -> None:
+    """Redis is asked first, so lookups would get the older row."""
+    newer = ("--version", "2400-01-01", "--tier", "rocksdb")
+    printed("put", "clicks", "users", 7000, "--vector", V4, *newer, *loaded)
+    late = run("put", "clicks", "users", 7000, "--vector", "0,0,0,0", *loaded)
+    assert late.exit_code == 1
+    assert "rocksdb keeps what is newer of key 7000" in late.stderr
+    found = printed("get", "clicks", "users", 7000, *loaded)["rows"]
+    assert {r["tier"]: r["vector"] for r in found} == {"redis": None, "rocksdb": [1, 2, 3, 4]}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

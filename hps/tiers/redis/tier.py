@@ -185,6 +185,15 @@ class RedisTier:
         check_keys(table, changes.deleted, changes.deleted_versions)
         self._writes.apply(table, changes, positions, share)
 
+    def versions(self, table: EmbeddingTable, keys: KeyArray) -> VersionArray:
+        """See `hps.tiers.positions.PositionedStore`."""
+        deadline = self._client.deadline()
+        opened, part = self._tables.usable(table, deadline), Part.make(table, keys)
+        read = PartRead(part, opened.layout, 0, oldest_tombstone(table, time.time()))
+        if len(keys):
+            self._client.run(list(_commands(read, opened)), receive_rows, deadline)
+        return part.versions
+
     def applied(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
         """The lowest over all partitions of the table; None when one of them has none."""
         opened = self._tables.usable(table, self._client.deadline())

@@ -306,6 +306,12 @@ class RocksDbTier:
         self._positions.apply(table, changes, positions)
         self._database.acknowledge()
 
+    def versions(self, table: EmbeddingTable, keys: KeyArray) -> VersionArray:
+        """See `hps.tiers.positions.PositionedStore`."""
+        part = Part.make(table, keys)
+        self.fetch([part], FetchContext())
+        return part.versions
+
     def applied(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
         """See `hps.tiers.positions.PositionedStore`."""
         return self._positions.applied(table, topic, partition)

@@ -6,7 +6,6 @@ group the partition, as HPS's producers choose them.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,33 +18,12 @@ from hps.given import flat_keys, tensor
 from hps.native import partition_hash
 from hps.native.twin_codec import DTYPES, LATEST_MS
 from hps.tiers.positions import TableChanges
-from hps.types import (
-    VERSION_SEQUENCE_BITS,
-    IndexArray,
-    KeyArray,
-    VectorArray,
-    VersionArray,
-)
+from hps.types import IndexArray, KeyArray, VectorArray, VersionArray
 from hps.updates.codec import FULL, encode_hps, encode_native
+from hps.updates.version_clock import VersionClock
 
 Format = Literal["native", "hps"]
 _EMPTY = np.empty(0, np.int64)
-
-
-class VersionClock:
-    """Versions that only grow: Unix ms << 20, plus one for each row. When the clock stands still, is set
-    back, or gives out fewer than there are rows, they go on behind the last one. Any thread may ask."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._next = 0
-
-    def take(self, unix_ms: int, n: int) -> VersionArray:
-        """The next ``n``, none of them before ``unix_ms``."""
-        with self._lock:
-            first = max(unix_ms << VERSION_SEQUENCE_BITS, self._next)
-            self._next = first + n
-        return np.arange(first, first + n, dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,13 +26,13 @@ from hps.updates.kafka.brokers import Brokers
 from hps.updates.kafka.outgoing import (
     Format,
     Said,
-    VersionClock,
     by_partition,
     changes_of,
     encode,
     unix_ms,
 )
 from hps.updates.topics import native_topic
+from hps.updates.version_clock import VersionClock
 
 log = logging.getLogger(__name__)
 

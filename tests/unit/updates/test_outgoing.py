@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,17 +9,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from hps.errors import BadRequest
-from hps.types import make_version, version_unix_ms
+from hps.types import make_version
 from hps.updates.codec import decode_hps, decode_native, encode_hps
 from hps.updates.kafka.outgoing import (
     Said,
-    VersionClock,
     by_partition,
     changes_of,
     encode,
     partition_of,
     unix_ms,
 )
+from hps.updates.version_clock import VersionClock
 
 NOW = 1_700_000_000_000
 ROWS = np.arange(6, dtype=np.float32).reshape(3, 2)
@@ -41,7 +39,7 @@ class Foreign:
 
 
 def made(keys=(1, 2, 3), rows=ROWS, versions=None, deleted=None, clock=None):
-    return changes_of(keys, rows, versions, deleted, clock or VersionClock(), NOW)
+    return changes_of(keys, rows, versions, deleted, clock or VersionClock(0), NOW)
 
 
 def test_versions_begin_at_the_time_and_grow_over_rows_and_deletions():
@@ -49,36 +47,6 @@ def test_versions_begin_at_the_time_and_grow_over_rows_and_deletions():
     first = make_version(NOW)
     assert changes.versions.tolist() == [first, first + 1, first + 2]
     assert changes.deleted_versions.tolist() == [first + 3, first + 4]
-
-
-def test_versions_never_go_back_when_the_clock_does():
-    clock = VersionClock()
-    before = clock.take(NOW, 3)
-    after = clock.take(NOW - 60_000, 3)
-    assert after.min() == before.max() + 1
-    assert version_unix_ms(int(clock.take(NOW + 5, 1)[0])) == NOW + 5
-
-
-def test_more_rows_in_a_millisecond_than_sequences():
-    clock = VersionClock()
-    many = clock.take(NOW, (1 << 20) + 5)
-    assert clock.take(NOW, 1)[0] == many[-1] + 1
-    assert int(many[-1]) - int(many[0]) == len(many) - 1
-
-
-def test_threads_get_versions_of_their_own():
-    clock, taken = VersionClock(), []
-
-    def take() -> None:
-        taken.extend([clock.take(NOW, 7) for _ in range(200)])
-
-    threads = [threading.Thread(target=take) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    together = np.concatenate(taken)
-    assert len(np.unique(together)) == len(together) == 4 * 200 * 7
 
 
 def test_given_versions_are_of_the_rows_then_of_the_deletions():

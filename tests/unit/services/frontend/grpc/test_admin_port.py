@@ -11,6 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from hps.config.server_settings import GrpcAdminSettings
 from hps.errors import ConfigError, NotFound
+from hps.tiers.base import FetchContext, Part
 from hps.tiers.positions import TableChanges
 from hps.updates.stream_places import Store
 from hps.v1 import admin_pb2 as pb
@@ -65,6 +66,11 @@ class KeptStore:
 
     def applied(self, _table):
         return {}
+
+    def versions(self, table, keys):
+        part = Part.make(table, keys)
+        self.tier.fetch([part], FetchContext())
+        return part.versions
 
     def apply(self, table, changes: TableChanges, _positions):
         self.tier.insert(table, changes.keys, changes.vectors, changes.versions)

@@ -1,0 +1,139 @@
+"""What a direct write acknowledges is in the stores, whatever the clocks say."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hps.meters import UpdateMeter
+from hps.metrics import Metrics
+from hps.tiers.base import FetchContext, Part
+from hps.tiers.cpu_cache import CpuCache
+from hps.tiers.rocksdb import RocksDbTier
+from hps.types import EmbeddingTable, make_version
+from hps.updates.direct import DirectWriter
+from hps.updates.stream_places import Store
+from hps.updates.version_clock import VersionClock
+from hps.updates.writer import CacheWriter
+
+KEYS = 3
+_NAMES = itertools.count()
+NONE, NO_ROWS = np.empty(0, np.int64), np.empty((0, 2), np.float32)
+
+
+@pytest.fixture(scope="module")
+def databases(tmp_path_factory):
+    """Two stores that both get every write, as Redis and RocksDB do."""
+    stores = [RocksDbTier(tmp_path_factory.mktemp("db")) for _ in range(2)]
+    yield stores
+    for store in stores:
+        store.close()
+
+
+def row(value: float) -> np.ndarray:
+    return np.full((1, 2), value, np.float32)
+
+
+class Node:
+    def __init__(self, stores, table) -> None:
+        self.stores, self.table = stores, table
+        self.cache = CpuCache({table: 64})
+        self.writer = CacheWriter(self.cache, stores, 1024)
+        self.start()
+
+    def start(self) -> None:
+        """Anew: its clock knows nothing of what it gave out."""
+        stores = [Store(f"store{i}", store) for i, store in enumerate(self.stores)]
+        self.direct = DirectWriter(stores, self.writer, UpdateMeter(Metrics()))
+
+    def held(self, tier, key: int) -> float | None:
+        part = Part.make(self.table, np.array([key]))
+        tier.fetch([part], FetchContext())
+        return float(part.out[0, 0]) if part.source[0] else None
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+KEY, SHIFT = st.integers(0, KEYS - 1), st.integers(-3_600_000, 3_600_000)
+EVENT = st.one_of(
+    st.tuples(st.sampled_from(["write", "delete"]), KEY),
+    st.tuples(st.just("stream"), KEY, st.integers(0, 1), SHIFT, st.booleans()),
+    st.tuples(st.just("clock"), SHIFT),
+    st.tuples(st.just("promote"), KEY),
+    st.just(("restart",)),
+)
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(events=st.lists(EVENT, min_size=2, max_size=15))
+def test_an_acknowledged_write_is_there_whatever_was_stored_and_the_clock_says(
+    databases, monkeypatch, events
+):
+    table = EmbeddingTable.make(f"t{next(_NAMES)}", 2)
+    node, now_ns = Node(databases, table), time.time_ns()
+    try:
+        for number, event in enumerate(events, 1):
+            key = np.array([event[1] if len(event) > 1 else 0])
+            match event[0]:
+                case "write" | "delete" as what:
+                    new, gone = (key, NONE) if what == "write" else (NONE, key)
+                    node.direct.write(table, new, row(number)[: len(new)], gone)
+                    wanted = float(number) if what == "write" else None
+                    found = [node.held(tier, int(key[0])) for tier in databases]
+                    assert found == [wanted, wanted]
+                    assert node.held(node.cache, int(key[0])) in (wanted, None)
+                case "stream":
+                    _, _, store, shift, deleted = event
+                    at = np.array([make_version(now_ns // 10**6 + shift, number)], np.uint64)
+                    if deleted:
+                        databases[store].delete(table, key, at)
+                        node.writer.delete(table, key, at).result()
+                    else:
+                        databases[store].insert(table, key, row(number), at)
+                        node.writer.update(table, key, row(number), at).result()
+                case "clock":
+                    moved_ns = now_ns + event[1] * 10**6
+                    monkeypatch.setattr(
+                        "hps.updates.version_clock.time.time_ns", lambda ns=moved_ns: ns
+                    )
+                case "promote":
+                    node.writer.promote(table, key)
+                    assert node.writer.flush(60)
+                case "restart":
+                    node.start()
+    finally:
+        monkeypatch.undo()
+        node.close()
+        for store in databases:
+            store.drop(table)
+
+
+def test_two_nodes_that_write_in_one_millisecond_leave_all_stores_with_the_same_row(
+    databases, monkeypatch
+):
+    """One store gets the one's row last, the other one the other's."""
+    now_ns = time.time_ns()
+    monkeypatch.setattr("hps.updates.version_clock.time.time_ns", lambda: now_ns)
+    table = EmbeddingTable.make(f"t{next(_NAMES)}", 2)
+    key = np.array([1])
+    versions = [np.array([VersionClock().now()], np.uint64) for _ in range(2)]
+    for store, order in zip(databases, ([0, 1], [1, 0]), strict=True):
+        for writer in order:
+            store.insert(table, key, row(writer + 1.0), versions[writer])
+    rows = []
+    for store in databases:
+        part = Part.make(table, key)
+        store.fetch([part], FetchContext())
+        rows.append(part.out[0, 0])
+        store.drop(table)
+    assert rows[0] == rows[1]
