@@ -1,7 +1,7 @@
 """``model.yaml``: what a model is made of. One field, one sentence; unknown keys are refused.
 
 The sentence under a field is its description in ``hps config schema`` and in the docs. Rules that
-span several fields live in ``checks.py`` and run whenever an object is built.
+span several fields live in ``model_checks.py`` and run whenever an object is built.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
-from hps.config import checks
+from hps.config import model_checks
+from hps.config.checks import Finding
 
 # HPS's own rule for model and table names (hier_parameter_server.cpp); safe in paths and URLs too.
 NAME_PATTERN = r"^[a-zA-Z0-9_\-]{1,120}$"
@@ -59,7 +60,7 @@ class Strict(BaseModel):
                 raise PydanticCustomError("remote_path", REMOTE_PATH)
         return value
 
-    def consistent(self, findings: list[checks.Finding]) -> Self:
+    def consistent(self, findings: list[Finding]) -> Self:
         """Return self, or raise one error that carries all findings."""
         if findings:
             text = "; ".join(f.message for f in findings)
@@ -79,7 +80,7 @@ class MissPolicySpec(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        return self.consistent(checks.miss_policy(self.kind, self.min_hit_rate))
+        return self.consistent(model_checks.miss_policy(self.kind, self.min_hit_rate))
 
 
 class TableSpec(Strict):
@@ -102,7 +103,7 @@ class TableSpec(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        return self.consistent(checks.default_vector(self.default, self.dim, self.dtype))
+        return self.consistent(model_checks.default_vector(self.default, self.dim, self.dtype))
 
 
 class FeatureSpec(Strict):
@@ -125,8 +126,8 @@ class FeatureSpec(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        findings = checks.hotness(self.hotness, self.max_hotness)
-        return self.consistent(findings + checks.shared_keys(self.tables))
+        findings = model_checks.hotness(self.hotness, self.max_hotness)
+        return self.consistent(findings + model_checks.shared_keys(self.tables))
 
     @property
     def tables(self) -> list[str]:
@@ -155,7 +156,7 @@ class TensorSpec(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        return self.consistent(checks.shape(self.shape))
+        return self.consistent(model_checks.shape(self.shape))
 
 
 class DenseSpec(Strict):
@@ -174,7 +175,7 @@ class DenseSpec(Strict):
     @model_validator(mode="after")
     def _check(self) -> Self:
         return self.consistent(
-            checks.dense(
+            model_checks.dense(
                 [t.name for t in self.inputs],
                 [t.name for t in self.outputs],
                 self.embeddings,
@@ -200,9 +201,9 @@ class ModelSpec(Strict):
     @model_validator(mode="after")
     def _check(self) -> Self:
         tables = [t.name for t in self.tables]
-        findings = checks.names(tables, [(f.name, f.tables) for f in self.features])
+        findings = model_checks.names(tables, [(f.name, f.tables) for f in self.features])
         if self.dense is not None:
-            findings += checks.wiring(
+            findings += model_checks.wiring(
                 [f.name for f in self.served_features],
                 [vectors for f in self.served_features for vectors in f.vectors],
                 [t.name for t in self.dense.inputs],

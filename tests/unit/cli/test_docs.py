@@ -64,21 +64,3 @@ def test_every_example_of_a_commands_help_parses(name: str) -> None:
     for each in every:
         for line in shown(re.sub(r"^ +", "", each.epilog or "", flags=re.MULTILINE)):
             parse(line)
-
-
-@pytest.mark.parametrize(
-    "files", [PAGES, sorted([*ROOT.glob("hps/**/*.py"), *ROOT.glob("services/**/*.py")])],
-    ids=["pages", "sources"],
-)  # fmt: skip
-def test_every_command_that_is_named_exists(files: list[Path]) -> None:
-    """Names alone: `hps store load`, whatever it would take."""
-    found = {
-        words for file in files for words in re.findall(r"`hps ([a-z][^`\n]*)", file.read_text())
-    }
-    assert len(found) > 10
-    for words in sorted(found):
-        command, *rest = re.split(r"[^\w-]+", words.replace("|", " "))
-        assert command in COMMANDS, words
-        inner = getattr(_load(command), "commands", {})
-        if inner and rest and not rest[0].startswith("-") and re.match(rf"{command} \w", words):
-            assert rest[0] in inner, words
