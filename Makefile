@@ -125,14 +125,15 @@ proto: setup
 bench: setup
 	@$(BIN)/python -m benchmarks $(ARGS)
 
-# The servers we are compared with, in environments of their own under .peers, and the libraries that the
-# C and C++ programs are compiled against. What can't be had is named; its bars stay unmeasured.
+# The servers we are compared with, in environments of their own under .peers, a Redis to measure, and the libraries
+# that the C and C++ programs are compiled against. What can't be had is named; its bars stay unmeasured.
 bench-peers: setup
 	@command -v g++ >/dev/null || tools/install g++ || true
 	@for each in rocksdb/db.h:librocksdb-dev hiredis/hiredis.h:libhiredis-dev; do \
 	  echo "#include <$${each%:*}>" | g++ -x c++ -E - >/dev/null 2>&1 || \
 	    tools/install $${each#*:} || echo "Its bars will stay unmeasured."; \
 	done
+	@command -v redis-server >/dev/null || tools/install redis-server || echo "Its bars will stay unmeasured."
 	@$(BIN)/python -m benchmarks.peers
 
 # Rewrites the locks from pyproject.toml; run it after changing a dependency.

@@ -17,6 +17,9 @@ HALVES = (stores_redis, stores_rocksdb)
 def run(options: Options) -> Report:
     report = Report()
     for half in HALVES:
+        if missing := half.BENCHMARK.lacking():
+            report.notes.append(f"{half.BENCHMARK.name} was not measured: {missing}")
+            continue
         found = half.run(options)
         report.values |= found.values
         report.tables |= found.tables

@@ -41,7 +41,7 @@ from benchmarks.measure import Spread, alternate, ratio, versions
 from benchmarks.peers.environments import PeerMissing, require
 from benchmarks.peers.process import cores
 from benchmarks.peers.redis_hmget import Lacking, build, checksum, running
-from benchmarks.peers.redis_server import RedisServer
+from benchmarks.peers.redis_server import RedisServer, lacking
 from hps.config.store_settings import RedisSettings
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.redis import RedisTier
@@ -315,6 +315,7 @@ BENCHMARK = Benchmark(
     run=run,
     bars=BARS,
     measured=MEASURED,
+    lacking=lacking,
 )
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from benchmarks.common import Bar, Benchmark, Options, Report, main
 from benchmarks.peers.kafka_broker import KAFKA
+from benchmarks.peers.redis_server import lacking
 from tests.support.crash_run import CrashRun
 
 SEEDS, QUICK_SEEDS = 20, 1
@@ -55,7 +56,7 @@ def run(options: Options) -> Report:
 
 
 def _lacking() -> str | None:
-    return None if KAFKA.ready() else "Kafka is not set up: run `make test-services`"
+    return lacking() if KAFKA.ready() else "Kafka is not set up: run `make test-services`"
 
 
 BENCHMARK = Benchmark(

@@ -43,7 +43,7 @@ from benchmarks.cores import CoreTimes
 from benchmarks.measure import ratio, versions
 from benchmarks.peers.fresh_lookups import KEYS, LOOKUPS_S, AttachedLookups, Lookups, Seen
 from benchmarks.peers.kafka_broker import KAFKA, kafka_broker
-from benchmarks.peers.redis_server import redis_server
+from benchmarks.peers.redis_server import lacking, redis_server
 from benchmarks.peers.row_stream import PROBES, RowStream, stream_producer
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.models.writer import write_version
@@ -293,7 +293,7 @@ def _tell_lookups(
 
 
 def _lacking() -> str | None:
-    return None if KAFKA.ready() else "Kafka is not set up: run `make test-services`"
+    return lacking() if KAFKA.ready() else "Kafka is not set up: run `make test-services`"
 
 
 BENCHMARK = Benchmark(

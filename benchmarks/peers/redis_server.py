@@ -21,6 +21,13 @@ PROGRAM = os.environ.get("REDIS_SERVER", "redis-server")
 """Another Redis, or one that speaks its protocol: ``REDIS_SERVER=valkey-server``."""
 
 
+def lacking() -> str | None:
+    """What to do where there is no Redis."""
+    if shutil.which(PROGRAM):
+        return None
+    return f"{PROGRAM} is not installed: run `make bench-peers`, or apt-get install redis-server"
+
+
 class RedisServer:
     """One process on a loopback port that stays the same over restarts. ``options`` are redis-server's
     own, without the dashes; ``client`` are arguments of redis-py for whoever asks it."""
@@ -57,12 +64,11 @@ class RedisServer:
 
     def start(self, timeout_s: float = 60.0) -> RedisServer:
         """Raises RuntimeError with the server's log when it does not answer."""
-        program = shutil.which(PROGRAM)
-        if program is None:
-            raise RuntimeError(f"{PROGRAM} is not installed")
+        if reason := lacking():
+            raise RuntimeError(reason)
         file = self.folder / f"{self.port}.conf"  # a sentinel also keeps its state there
         file.write_text("".join(f"{name} {value}\n" for name, value in self._lines()))
-        command = [program, str(file), *(["--sentinel"] if self._sentinel else [])]
+        command = [PROGRAM, str(file), *(["--sentinel"] if self._sentinel else [])]
         self._process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT, cwd=self.folder
         )

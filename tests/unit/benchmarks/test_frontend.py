@@ -14,7 +14,7 @@ import pytest
 from benchmarks import frontend_servers, frontend_triton
 from benchmarks.common import Options, Report
 from benchmarks.frontend_scene import BATCH, works
-from benchmarks.frontend_triton import CONCURRENCY, QUICK, Measured, steps_of
+from benchmarks.frontend_triton import CONCURRENCY, SAMPLES, Measured, steps_of
 from benchmarks.grpc_load import grpc_closed, grpc_open
 from benchmarks.load import http_request
 from benchmarks.open_loop import closed_loop, poisson
@@ -89,7 +89,7 @@ def test_everyone_is_asked_for_the_same():
     assert len(steps_of(found["26"], ours=True)[0]) == len(found["26"].requests)
     steps, batch = steps_of(found["predict"], ours=False)
     assert batch == BATCH
-    assert len(steps) == BATCH * len(found["predict"].requests)
+    assert len(steps) == SAMPLES
 
 
 def runs(**per_second):
@@ -135,8 +135,8 @@ def test_answers_without_a_length_end_with_their_last_chunk():
     assert closed_loop(address, [http_request("/", b"")], 1, 0.0).statuses == [200]
 
 
-@pytest.mark.parametrize(("quick", "levels"), [(False, CONCURRENCY), (True, QUICK)])
-def test_every_work_is_measured_at_every_concurrency(monkeypatch, quick, levels):
+@pytest.mark.parametrize(("quick", "asked"), [(False, ("26", "1024", "predict")), (True, ("26",))])
+def test_every_work_is_measured_at_every_concurrency(monkeypatch, quick, asked):
     cells = []
     for name in ("write_scene", "client_on", "check", "versions", "alternate"):
         monkeypatch.setattr(frontend_servers, name, lambda *_: {"rows": None})
@@ -145,4 +145,16 @@ def test_every_work_is_measured_at_every_concurrency(monkeypatch, quick, levels)
         frontend_servers, "record", lambda _, work, title, n, runs: cells.append((work, n))
     )
     frontend_servers.run(Options(quick=quick))
-    assert cells == [*product(("26", "1024", "predict"), levels)]
+    assert cells == [*product(asked, CONCURRENCY)]
+
+
+def test_a_glance_at_triton_measures_every_bar_and_nothing_else(monkeypatch):
+    monkeypatch.setattr(frontend_triton, "write_scene", lambda *_: None)
+    sides = {"hps": frontend_triton.Side(None, ""), "Triton": frontend_triton.Side(None, "")}
+    monkeypatch.setattr(frontend_triton, "sides", lambda *_: nullcontext(sides))
+    monkeypatch.setattr(frontend_triton, "measure", lambda *_: Measured(1.0, 1.0, 1.0, 1.0))
+    report = frontend_triton.run(Options(quick=True))
+    assert set(report.values) == {bar.name for bar in frontend_triton.BARS}
+    assert sum(len(rows) for rows in report.tables.values()) == 2 * sum(
+        not bar.name.endswith("_p99") for bar in frontend_triton.BARS
+    )

@@ -1,10 +1,10 @@
-"""The peer that is compiled at run time: what is said where it cannot be."""
+"""What the stores' benchmarks need beside the product: what they say where it is missing."""
 
 import shutil
 
 import pytest
 
-from benchmarks import stores_rocksdb
+from benchmarks import stores, stores_redis, stores_rocksdb
 from benchmarks.common import Options
 from benchmarks.peers import rocksdb
 from benchmarks.peers.environments import PeerMissing
@@ -31,6 +31,17 @@ def test_without_the_library_it_says_what_to_install(monkeypatch, tmp_path):
     with pytest.raises(PeerMissing, match="apt-get install"):
         rocksdb.build(source)
     assert not list((tmp_path / "rocksdb").glob("peer-*"))
+
+
+def test_without_redis_its_bars_are_unmeasured_and_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    monkeypatch.setattr(stores, "HALVES", (stores_redis,))
+    report = stores.run(Options(quick=True))
+    assert report.values == {}
+    (note,) = report.notes
+    assert note.startswith(
+        "stores_redis was not measured: redis-server is not installed: run `make "
+    )
 
 
 def test_both_ways_of_reading_are_judged():
