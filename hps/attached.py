@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,10 +20,11 @@ from hps import metric_names as m
 from hps.config import Configuration, Settings, as_configuration
 from hps.config.store_settings import GuardSettings
 from hps.devices import Devices
-from hps.errors import ConfigError, TierError, TierMisfit
+from hps.errors import ConfigError, ModelError, TierError, TierMisfit
 from hps.following import LOOK_S, Following, FollowingModels, Opened
 from hps.meters import TierMeter
 from hps.metrics import Metrics
+from hps.models.repository import ModelVersion
 from hps.opening import open_model, open_versions
 from hps.serving import Serving, dense_runs, freshness_of, lookup_lanes
 from hps.tier_status import TierStatus
@@ -155,6 +156,7 @@ class _Attaching:
         with ExitStack() as own:
             versions = open_versions(self._configuration, {name: number})
             (version,) = [each for each in versions if each.name == name]
+            self._require_same(version)
             model = open_model(version, self._settings, own)
             tables = list(model.tables.values())
             connections = Connections(self._path, tables)
@@ -168,6 +170,17 @@ class _Attaching:
             own.callback(self._metrics.let_go, name, number)
             return Opened(served, own.pop_all().close)
         raise AssertionError  # an ExitStack swallows nothing; for the type checker
+
+    def _require_same(self, version: ModelVersion) -> None:
+        """Raise ModelError when the version's files are not those that the node has loaded."""
+        with closing(Connections(self._path)) as connections:
+            loaded = connections.ask("versions").get(version.key)
+        if loaded != version.fingerprint:
+            raise ModelError(
+                f"{version.folder}: the files, or model.yaml, were changed after the node had loaded version "
+                f"{version.version} of model '{version.name}'; publish them as a new version and load that, "
+                "or put the former ones back"
+            )
 
     def _open_cache(self, node: NodeTier) -> AttachedCache | None:
         shared = self._told["cache"]

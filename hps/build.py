@@ -133,6 +133,7 @@ class _Builder:
         self._publish(node, serving)
         self._read_updates(node, writer)
         followers = Followers({model.name: model.version for model in served})
+        followers.fingerprints.update((m.version.key, m.version.fingerprint) for m in self._opened)
         node.socket = self._let_attach(node, serving, followers)
         node.control = ModelControl(
             self._settings,
@@ -174,6 +175,7 @@ class _Builder:
             followers,
             {
                 "node": lambda _given: about,
+                "versions": lambda _given: followers.fingerprints,
                 "ages": lambda _given: {t.id: node.streams.age_s(t) for t in self._tables},
             },
         )

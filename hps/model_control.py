@@ -25,7 +25,7 @@ from hps.caches import Caches
 from hps.config import Settings
 from hps.devices import Devices
 from hps.errors import HpsError, NotFound, Unavailable, Unsupported
-from hps.models.repository import ModelVersion, Repository
+from hps.models.repository import ModelVersion, Repository, check_unchanged
 from hps.node import Node, ServedModel
 from hps.opening import OpenedModel, open_model, watermarks_of
 from hps.retiring import Retiring
@@ -89,18 +89,18 @@ class ModelControl:
 
     def load(self, name: str, version: int | None = None, progress: Progress | None = None) -> int:
         """Serve ``version`` of a model, else the one the settings state, else the highest there is. Returns
-        the version once it is served; nothing happens where it is already.
+        the version once it is served; nothing happens where it is already, from the same files.
 
-        Raises ``NotFound``, ``ModelError``, ``ConfigError``, ``TierError``, ``Unsupported`` where models
-        cannot change, or ``Unavailable`` when the update streams do not catch up, here or in a Redis that
-        others feed; all is as before then.
+        Raises ``NotFound``, ``ModelError`` for files that are damaged or were changed after they were loaded,
+        ``ConfigError``, ``TierError``, ``Unsupported`` where models cannot change, or ``Unavailable`` when
+        the update streams do not catch up, here or in a Redis that others feed; all is as before then.
         """
         with self._change(), self._counted(name):
-            override = (self._settings.models.serve or {}).get(name)
-            found = self._repository.open(name, version, override)
+            found = self._found(name, version)
             self._require_possible(name)
             served = self._node.models.get(name)
             if served is not None and served.version == found.version:
+                check_unchanged(self._opened_as(served).version, found)
                 return found.version
             if served is not None:
                 self._require_read_again(name)
@@ -110,6 +110,15 @@ class ModelControl:
             finally:
                 self.loading = {n: v for n, v in self.loading.items() if n != name}
             return found.version
+
+    def _found(self, name: str, version: int | None) -> ModelVersion:
+        """The version in the repository, whose folder is not told to who asks."""
+        override = (self._settings.models.serve or {}).get(name)
+        try:
+            return self._repository.open(name, version, override)
+        except NotFound as error:
+            root = str(self._repository.root)
+            raise NotFound(str(error).replace(root, "the model repository")) from None
 
     def unload(self, name: str) -> None:
         """Serve a model no more. Its rows stay in the stores. Raises ``NotFound`` and ``Unsupported``."""
@@ -216,6 +225,7 @@ class ModelControl:
             ready = self._serving.serve(model, node.metrics, self._devices, freshness)
             undo.callback(node.metrics.let_go, found.name, found.version)
             undo.callback(self._followers.withdraw)
+            self._followers.fingerprints[found.key] = found.fingerprint
             self._followers.open(found.name, found.version, self._require_open)
             node.models = {**node.models, found.name: ready}
             elsewhere = self._followers.switch()

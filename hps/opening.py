@@ -160,6 +160,7 @@ def _described_model(
         fed_tensors(version.name, spec.dense, lookup.features),
         served_tensors(spec.dense),
         partial(check_wiring, version.name, spec.dense, lookup.features),
+        version.verified_dense,
     )
     return lookup, network
 

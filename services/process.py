@@ -31,6 +31,7 @@ from services.frontend.http.asgi import Application
 from services.frontend.http.server import HttpServer, listen
 from services.frontend.loading import LoadProgress, open_in_background
 from services.frontend.logs import fields, log
+from services.frontend.server_paths import hide_paths
 from services.server_state import Node, ServerState
 
 Urls = Mapping[str, str]
@@ -61,6 +62,7 @@ class Process(ABC, Generic[Node]):
     ) -> None:
         settings = configuration.settings
         check_exposure(settings)
+        hide_paths(settings)
         self._configuration = configuration
         self._settings = settings.server
         self._state = state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 class NetworkSpec:
     """The network of model ``name`` as ``model.yaml`` describes it.
 
-    ``path`` is its file, if it is here; ``fed`` and ``served`` are its inputs and outputs. ``check`` raises
-    ModelError for a network that differs.
+    ``path`` is its file, if it is here, to be opened within ``verified``; ``fed`` and ``served`` are its
+    inputs and outputs. ``check`` raises ModelError for a network that differs, ``verified`` for another file
+    than was published.
     """
 
     name: str
@@ -34,6 +36,7 @@ class NetworkSpec:
     fed: Mapping[str, TensorInfo]
     served: Sequence[TensorInfo]
     check: Callable[[DenseModel], object]
+    verified: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 def open_network(network: NetworkSpec, settings: DenseSettings, device: int) -> DenseModel:
@@ -89,9 +92,10 @@ def _here(described: NetworkSpec, settings: DenseSettings, device: int) -> OnnxM
             "or have a Triton run the network (dense.triton, without fallback)"
         )
     gpu = OnGpu(device, settings.precision, settings.tf32, settings.graphs)
-    network = OnnxModel(
-        described.path, settings.provider, settings.threads, settings.inline_us, gpu
-    )
+    with described.verified():
+        network = OnnxModel(
+            described.path, settings.provider, settings.threads, settings.inline_us, gpu
+        )
     described.check(network)
     network.warm_up(described.fed)
     return network

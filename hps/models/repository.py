@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +15,16 @@ from hps.config.model_file import apply_override, load_model_spec
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.config.schema import ModelOverride
 from hps.errors import ModelError, NotFound
-from hps.models.manifest import FILE_NAME, Manifest, digest_of, read_manifest
+from hps.models.manifest import (
+    FILE_NAME,
+    FileEntry,
+    Manifest,
+    checksum_file,
+    compare_checksum,
+    digest_of,
+    read_manifest,
+)
+from hps.models.stamp import Stamp
 from hps.models.tables import TableFiles, open_table
 from hps.types import EmbeddingTable, MissPolicy
 
@@ -37,7 +47,8 @@ class Legacy(Protocol):
 class ModelVersion:
     """One version, its files checked to fit ``spec`` (overrides applied).
 
-    ``digest`` names its contents; ``warnings`` are for the log.
+    ``digest`` names its contents; ``warnings`` are for the log; ``dense_stamp``: the network's file as it was
+    found.
     """
 
     name: str
@@ -49,6 +60,36 @@ class ModelVersion:
     manifest: Manifest | None
     digest: str
     warnings: tuple[str, ...] = ()
+    dense_stamp: Stamp | None = None
+
+    @property
+    def key(self) -> str:
+        """What it is called between processes."""
+        return f"{self.name}/{self.version}"
+
+    @property
+    def fingerprint(self) -> str:
+        """A short name of its contents and its description: equal in processes that serve the same."""
+        return digest_of({"files": self.digest, "spec": self.spec.model_dump(mode="json")})
+
+    @contextmanager
+    def verified_dense(self) -> Iterator[None]:
+        """Compare the network's file with the manifest's checksum; to be opened within. Raises ModelError
+        when it is another one, or was changed meanwhile."""
+        if self.dense is not None and self.manifest is not None and self.manifest.dense is not None:
+            compare_checksum(self.dense, self.manifest.dense.checksum, checksum_file(self.dense))
+        yield
+        if self.dense_stamp is not None:
+            self.dense_stamp.check()
+
+    def stamps(self) -> Iterator[tuple[Stamp, FileEntry | None]]:
+        """Its files but for the manifest as they were found, with what the manifest says of them."""
+        for files in self.tables.values():
+            entry = files.entry
+            entries = (None, None) if entry is None else (entry.key, entry.emb_vector)
+            yield from zip(files.stamps, entries, strict=True)
+        if self.dense_stamp is not None:
+            yield self.dense_stamp, self.manifest.dense if self.manifest else None
 
     def embedding_tables(self) -> dict[str, EmbeddingTable]:
         """Fresh table objects (compared by identity: call it once per served version)."""
@@ -130,7 +171,10 @@ class Repository:
         path = folder / FILE_NAME
         manifest = read_manifest(path) if path.is_file() else None
         dense = _dense(folder, spec, manifest)
-        return ModelVersion(name, version, spec, folder, {}, dense, manifest, digest_of({}))
+        file = None if dense is None else dense.path
+        return ModelVersion(
+            name, version, spec, folder, {}, file, manifest, digest_of({}), dense_stamp=dense
+        )
 
     def _model_folder(self, name: str) -> Path:
         folder = self.root / name
@@ -164,28 +208,59 @@ def open_version(folder: Path, version: int, spec: ModelSpec) -> ModelVersion:
     digest = digest_of(
         {
             "tables": {n: t.digest for n, t in tables.items()},
-            "dense": manifest.dense.checksum if manifest and manifest.dense else _stamp(dense),
+            "dense": manifest.dense.checksum
+            if manifest and manifest.dense
+            else _size_and_time(dense),
         }
     )
+    file = None if dense is None else dense.path
     return ModelVersion(
-        spec.name, version, spec, folder, tables, dense, manifest, digest, tuple(warnings)
+        spec.name, version, spec, folder, tables, file, manifest, digest, tuple(warnings), dense
     )
 
 
-def _dense(folder: Path, spec: ModelSpec, manifest: Manifest | None) -> Path | None:
+def check_unchanged(served: ModelVersion, found: ModelVersion) -> None:
+    """Raise ModelError naming the files of a version, as they are ``found``, that are not those it was opened
+    from. Files that were touched or copied there again are, by the manifest's checksum."""
+    changed = []
+    if found.spec != served.spec:
+        changed.append(SPEC_FILE)
+    if found.manifest != served.manifest:
+        changed.append(FILE_NAME)
+    now = {stamp.path: stamp for stamp, _ in found.stamps()}
+    before = {stamp.path: (stamp, entry) for stamp, entry in served.stamps()}
+    for path in before.keys() | now.keys():
+        stamp, entry = before.get(path, (None, None))
+        if now.get(path) == stamp:
+            continue
+        if path in now and entry is not None and checksum_file(path) == entry.checksum:
+            continue
+        changed.append(str(path.relative_to(served.folder)))
+    if changed:
+        raise ModelError(
+            f"version {served.version} of model '{served.name}' is served, and its files were changed "
+            f"after it was loaded: {', '.join(sorted(changed))}. Files of a version must not change: "
+            "publish them as a new version (`hps model import`) and load that, or put the former ones back"
+        )
+
+
+def _dense(folder: Path, spec: ModelSpec, manifest: Manifest | None) -> Stamp | None:
     path = folder / DENSE_FILE
     if spec.dense is None:
         return None
     if not path.is_file():
         return None  # a Triton may run it
-    size = path.stat().st_size
-    if manifest and manifest.dense and manifest.dense.bytes != size:
-        raise ModelError(f"{path}: the manifest says {manifest.dense.bytes} bytes, found {size}")
-    return path
+    stamp = Stamp.of(path)
+    if manifest and manifest.dense and manifest.dense.bytes != stamp.bytes:
+        raise ModelError(
+            f"{path}: the manifest says {manifest.dense.bytes} bytes, found {stamp.bytes}; the file was "
+            "replaced or truncated: import the version again"
+        )
+    return stamp
 
 
-def _stamp(path: Path | None) -> list[int] | None:
-    return None if path is None else [path.stat().st_size, path.stat().st_mtime_ns]
+def _size_and_time(stamp: Stamp | None) -> list[int] | None:
+    return None if stamp is None else [stamp.bytes, stamp.mtime_ns]
 
 
 def open_legacy(model: Legacy) -> ModelVersion:

@@ -10,10 +10,12 @@ import orjson
 
 from hps.errors import (
     BadRequest,
+    ConfigError,
     DeadlineExceeded,
     DenseModelError,
     Forbidden,
     HpsError,
+    ModelError,
     NotFound,
     TierError,
     TierTimeout,
@@ -22,6 +24,7 @@ from hps.errors import (
     Unsupported,
 )
 from services.frontend.logs import fields, log
+from services.frontend.server_paths import for_clients
 
 _SHOWN = 80
 
@@ -77,6 +80,9 @@ STATUS: dict[type[HpsError], Status] = {
     Forbidden: Status(403, "PERMISSION_DENIED"),
     NotFound: Status(404, "NOT_FOUND"),
     Cancelled: Status(499, "CANCELLED"),
+    # A load of files that can't be served.
+    ModelError: Status(409, "FAILED_PRECONDITION"),
+    ConfigError: Status(409, "FAILED_PRECONDITION"),
     TooSlow: Status(408, "INVALID_ARGUMENT"),
     TooLarge: Status(413, "INVALID_ARGUMENT"),
     UnknownEncoding: Status(415, "INVALID_ARGUMENT"),
@@ -138,13 +144,13 @@ def refused_for(error: BaseException) -> str | None:
 
 def told(error: BaseException, request_id: str) -> HpsError:
     """What the client is told of ``error``: what somebody raised on purpose as it is, of anything else only
-    where the log has it. Faults of our own are logged."""
+    where the log has it, and none of it with paths of the server. Faults of our own are logged."""
     if isinstance(error, asyncio.CancelledError):  # the drain is over
         return Unavailable("the server has shut down before it could answer; ask another replica")
     if isinstance(error, HpsError):
         if http_status(error) == 500:
             log.error("request failed %s", fields(request_id=request_id, error=str(error)))
-        return error
+        return for_clients(error)
     known_as = request_id or secrets.token_hex(8)
     log.error("internal error %s", fields(request_id=known_as), exc_info=error)
     return HpsError(f"internal error; the server's log has it under id {known_as}")

@@ -117,6 +117,7 @@ def judged(answer: Answer) -> Answer:
         assert isinstance(error.get("error"), str), answer
         assert error["error"], answer
         assert "Traceback" not in error["error"], answer
+        assert "/pytest-" not in error["error"], answer  # a path of the server's
     return answer
 
 

@@ -28,6 +28,16 @@ from tests.support.waiting import until
 USERS, ITEMS = [3, 40, 99], [5, -7, 33]
 
 
+RANKED = {
+    "inputs": [
+        {"name": "user", "datatype": "INT64", "shape": [3, 1], "data": USERS},
+        {"name": "item", "datatype": "INT64", "shape": [3, 1], "data": ITEMS},
+        {"name": "history", "datatype": "INT64", "shape": [3, 1], "data": ITEMS},
+        {"name": "dense", "datatype": "FP32", "shape": [3, 3], "data": [0.25] * 9},
+    ]
+}
+
+
 def write_second(root):
     """``clicks`` with other rows and another network."""
 
@@ -41,8 +51,9 @@ def write_second(root):
 
 
 class Server:
-    def __init__(self, hps, grpc, grpc_admin):
+    def __init__(self, hps, grpc, grpc_admin, repository=None):
         self.hps, self.grpc, self.grpc_admin = hps, grpc, grpc_admin
+        self.repository = repository
 
     def post(self, path, body=None, port=None):
         connection = http.client.HTTPConnection(port or self.hps.admin, timeout=60)
@@ -72,7 +83,7 @@ def server(tmp_path_factory):
     limits = {"grpc": {"port": port, "admin": {"port": admin}}}
     with start_hps(folder, limits=limits) as hps:
         write_second(folder / "models")
-        yield Server(hps, f"127.0.0.1:{port}", f"127.0.0.1:{admin}")
+        yield Server(hps, f"127.0.0.1:{port}", f"127.0.0.1:{admin}", folder / "models")
 
 
 class Asking:
@@ -116,16 +127,9 @@ class Asking:
 def by_rest(address, stack):
     connection = http.client.HTTPConnection(address, timeout=60)
     stack.callback(connection.close)
-    inputs = [
-        {"name": "user", "datatype": "INT64", "shape": [3, 1], "data": USERS},
-        {"name": "item", "datatype": "INT64", "shape": [3, 1], "data": ITEMS},
-        {"name": "history", "datatype": "INT64", "shape": [3, 1], "data": ITEMS},
-        {"name": "dense", "datatype": "FP32", "shape": [3, 3], "data": [0.25] * 9},
-    ]
-    body = json.dumps({"inputs": inputs})
 
     def ask():
-        connection.request("POST", "/v2/models/clicks/infer", body)
+        connection.request("POST", "/v2/models/clicks/infer", json.dumps(RANKED))
         reply = connection.getresponse()
         found = json.loads(reply.read())
         assert reply.status == 200, found
@@ -294,10 +298,94 @@ def test_models_are_listed_loaded_and_unloaded(server):
     assert server.post(asked, body, server.hps.address)[0] == 200
 
 
+class Files:
+    """Of a version, put back at the end."""
+
+    def __init__(self, folder):
+        self._folder = folder
+        self._before = {}
+
+    def change(self, name, changed):
+        path = self._folder / name
+        self._before.setdefault(path, path.read_bytes())
+        path.write_bytes(changed(path.read_bytes()))
+
+    def restore(self):
+        for path, content in self._before.items():
+            path.write_bytes(content)
+        self._before.clear()
+
+
+@pytest.fixture
+def files(server):
+    """Those of version 1 of ``clicks``, which is served."""
+    assert server.load("clicks", 1)[0] == 200
+    files = Files(server.repository / "clicks/1")
+    yield files
+    files.restore()
+
+
+def noise(content):
+    return bytes(len(content))
+
+
+def refused(server, version, because):
+    """Over HTTP and gRPC, with a reason that has no path."""
+    status, told = server.load("clicks", version)
+    assert (status, because in told["error"]) == (409, True), told
+    with grpc.insecure_channel(server.grpc_admin) as channel:
+        load = channel.unary_unary(
+            "/hps.v1.Admin/LoadModel", admin_pb2.LoadModelRequest.SerializeToString
+        )
+        with pytest.raises(grpc.RpcError) as error:
+            load(admin_pb2.LoadModelRequest(model="clicks", version=version), timeout=60)
+    assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    for text in (told["error"], error.value.details()):
+        assert str(server.repository) not in text
+        assert "/clicks/" not in text.replace("models.repository/clicks/", "")
+    return True
+
+
+@pytest.mark.parametrize(
+    "name", ["dense.onnx", "tables/users/emb_vector", "tables/items/key", "manifest.json"]
+)
+def test_files_of_a_served_version_that_were_changed_in_place(server, files, name):
+    """Refused, and answered as before; when the former file is back, it is loaded again."""
+
+    def scores():
+        return server.post("/v2/models/clicks/infer", RANKED, server.hps.address)
+
+    before = scores()
+    assert before[0] == 200
+    if name == "manifest.json":
+        files.change(name, lambda content: content.replace(b'"rows": 100', b'"rows": 101', 1))
+        assert refused(server, 1, "the manifest says 101 rows, found 100")
+    else:
+        files.change(name, noise)
+        assert refused(server, 1, f"were changed after it was loaded: {name}")
+    assert scores() == before
+    files.restore()
+    assert server.load("clicks", 1) == (200, {"name": "clicks", "version": "1"})
+
+
+def test_a_network_that_is_not_the_one_that_was_published(server, files):
+    """Of a version that is not served."""
+    other = Files(server.repository / "clicks/2")
+    for changed in (noise, lambda _: network(0.25)):
+        other.change("dense.onnx", changed)
+        try:
+            assert refused(server, 2, "dense.onnx: the contents do not match the manifest")
+        finally:
+            other.restore()
+    other.change("manifest.json", lambda content: content.replace(b'"version": 2', b'"version": 3'))
+    assert refused(server, 2, "models.repository/clicks/2/manifest.json: describes model")
+    other.restore()
+
+
 def test_what_cannot_be_loaded(server):
     status, told = server.load("clicks", 9)
     assert status == 404
-    assert "model 'clicks' has no version 9" in told["error"]
+    assert "model 'clicks' has no version 9 in the model repository" in told["error"]
     assert server.load("none", None)[0] == 404
     assert server.load("clicks", "x")[0] == 400
     status, told = server.post(

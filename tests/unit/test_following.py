@@ -11,7 +11,7 @@ import pytest
 import hps
 from hps import attached as attaching
 from hps.config.model_schema import ModelSpec
-from hps.errors import NotFound, TierError, Unsupported
+from hps.errors import ModelError, NotFound, TierError, Unsupported
 from hps.models.writer import write_version
 from hps.native import COMPILED
 from hps.types import Source
@@ -95,6 +95,23 @@ def test_a_switch_reaches_all_that_are_attached(node, attached, settings):
     assert cached(node.tiers[0].tier) == cached(attached.tiers[0].tier) == {2}
     assert node.load("words", 1) == 1
     assert values(attached) == 1000
+
+
+def test_a_version_is_not_opened_from_other_files_than_the_node_has(node, settings, repository):
+    """Its manifest and its rows were replaced in place: the node has the former rows."""
+    write_version(
+        repository,
+        ModelSpec.model_validate(SPEC),
+        1,
+        {"left": (np.arange(3), np.zeros((3, 4))), "right": (np.arange(3), np.zeros((3, 2)))},
+        replace=True,
+    )
+    with pytest.raises(ModelError, match="were changed after the node had loaded version 1"):
+        hps.attach(settings)
+    write(repository, 3)
+    assert node.load("words", 3) == 3
+    with hps.attach(settings) as other:
+        assert values(other) == 3000
 
 
 def test_lookups_while_versions_change(node, attached, settings):

@@ -197,6 +197,42 @@ def test_a_version_that_is_served_is_not_loaded_again(node):
     assert node.models["words"] is served
 
 
+def _replaced(path):
+    """Other bytes, as many."""
+    path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+
+
+CHANGES = {
+    "1/tables/left/emb_vector": _replaced,
+    "1/tables/right/key": _replaced,
+    "1/manifest.json": lambda p: p.write_text(
+        p.read_text().replace('"created": "2', '"created": "1')
+    ),
+    "model.yaml": lambda p: p.write_text(p.read_text() + "\nmax_batch_size: 7\n"),
+}
+
+
+@pytest.mark.parametrize("file", CHANGES)
+def test_a_version_whose_files_were_changed_in_place_is_not_loaded_again(node, repository, file):
+    path = repository / "words" / file
+    before = path.read_bytes()
+    CHANGES[file](path)
+    with pytest.raises(ModelError, match=f"changed after it was loaded: {file.removeprefix('1/')}"):
+        node.load("words", 1)
+    assert value(node) == 1007
+    path.write_bytes(before)
+    assert node.load("words", 1) == 1
+
+
+def test_a_version_whose_files_were_copied_there_again_is_the_same(node, repository):
+    served = node.models["words"]
+    shutil.copytree(repository / "words", repository / "again")
+    shutil.rmtree(repository / "words")
+    (repository / "again").rename(repository / "words")
+    assert node.load("words", 1) == 1
+    assert node.models["words"] is served
+
+
 def test_what_cannot_be_loaded_leaves_all_as_it_was(node, repository):
     with pytest.raises(NotFound, match="has no version 9"):
         node.load("words", 9)

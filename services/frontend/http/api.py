@@ -59,6 +59,7 @@ _MEANING = {
     400: "The request is at fault.",
     403: "Not for callers like this one.",
     404: "No such model, version or table.",
+    409: "The model's files are damaged, don't fit together, or were changed after they were loaded.",
     413: "The body is too large.",
     501: "Part of the protocol, but not offered here.",
     503: "Not ready: loading, overloaded or shutting down.",

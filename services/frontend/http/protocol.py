@@ -16,6 +16,7 @@ from services.frontend.http.api import Json, answers, failure, json_body, needs,
 from services.frontend.metadata import server_metadata
 from services.frontend.model_control import index as listed
 from services.frontend.model_control import load, unload
+from services.frontend.server_paths import without_paths
 from services.frontend.state import State
 from services.server_state import ServerState
 
@@ -34,7 +35,7 @@ def health_routes(state: ServerState[Any]) -> APIRouter:
         """Whether every model is loaded and the server is not shutting down."""
         if state.ready:
             return Json({"ready": True})
-        return failure(503, state.reason)
+        return failure(503, without_paths(state.reason))
 
     return router
 
@@ -140,7 +141,7 @@ def repository_routes(state: State, guard: Guard, *, control: bool) -> APIRouter
 
 def _control_routes(state: State, guard: Guard) -> APIRouter:
     router = APIRouter(dependencies=needs(guard, "admin"))
-    errors = [400, 404, 501, 503]
+    errors = [400, 404, 409, 501, 503]
 
     @router.post(
         "/v2/repository/models/{model}/load",

@@ -9,10 +9,18 @@ import orjson
 import pytest
 
 import hps.errors
-from hps.errors import ConfigError, HpsError, NotFound, TierError, TierTimeout, Unavailable
+from hps.errors import (
+    ConfigError,
+    HpsError,
+    ModelError,
+    NotFound,
+    TierError,
+    TierTimeout,
+    Unavailable,
+)
 from hps.types import NoProgress
 from services.frontend import logs
-from services.frontend.errors import STATUS, TooLarge, http_status
+from services.frontend.errors import TooLarge, http_status
 from services.frontend.http.errors import error_body
 from services.frontend.http.server import listen
 from services.frontend.loading import LoadProgress
@@ -30,7 +38,8 @@ def test_every_error_has_a_status():
     assert http_status(NotFound("")) == 404
     assert http_status(TierTimeout("redis", "")) == 504
     assert http_status(TooLarge("")) == 413
-    assert http_status(ConfigError("")) == STATUS[HpsError].http == 500
+    assert http_status(ConfigError("")) == http_status(ModelError("")) == 409
+    assert http_status(HpsError("")) == 500
 
     class Later(Unavailable):
         pass

@@ -1,0 +1,53 @@
+"""Paths of the server in messages for clients: replaced by the settings that have them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from hps.config import Settings
+from hps.errors import BadRequest, HpsError, NotFound, Unsupported
+
+_names: dict[str, str] = {}
+_pattern = re.compile(r"(?!)")
+# Their messages have names that clients sent, which must not be compared with paths, and no paths.
+_ECHOES = (BadRequest, NotFound, Unsupported)
+
+
+def hide_paths(settings: Settings) -> None:
+    """Have `without_paths` know the files and folders that ``settings`` name."""
+    global _pattern  # of the process, as its settings are
+    for path, setting in _paths(settings, ""):
+        if (
+            len(path.parts) > 1 and path.parts[1] != "dev"
+        ):  # neither the root nor what all systems have
+            _names[str(path.absolute())] = setting
+    longest_first = sorted(_names, key=len, reverse=True)
+    _pattern = re.compile(rf"(?<![\w/.-])(?:{'|'.join(map(re.escape, longest_first))})(?![\w-])")
+
+
+def without_paths(message: str) -> str:
+    """``message`` with the names of settings in place of their paths."""
+    return _pattern.sub(lambda found: _names[found[0]], message)
+
+
+def for_clients(error: HpsError) -> HpsError:
+    """``error`` with such a message."""
+    message = str(error)
+    if isinstance(error, _ECHOES) or (shown := without_paths(message)) == message:
+        return error
+    other = type(error).__new__(type(error))
+    other.__dict__.update(error.__dict__)
+    other.args = (shown,)
+    return other
+
+
+def _paths(settings: BaseModel, within: str) -> Iterator[tuple[Path, str]]:
+    for name, value in settings:
+        if isinstance(value, BaseModel):
+            yield from _paths(value, f"{within}{name}.")
+        elif isinstance(value, Path) and value.is_absolute():
+            yield value, f"{within}{name}"
