@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,8 +33,17 @@ def device_memory(device: int) -> tuple[str, int, int]:
     cp = cupy()
     with cp.cuda.Device(device):
         free, total = cp.cuda.runtime.memGetInfo()
-    known_as = UUID(bytes=bytes(cp.cuda.runtime.getDeviceProperties(device)["uuid"][:16]))
-    return f"GPU-{known_as}", int(total - free), int(total)
+    return f"GPU-{_uuid_of(device)}", int(total - free), int(total)
+
+
+def _uuid_of(device: int) -> UUID:
+    """From the driver: CuPy's `getDeviceProperties` gives the bytes up to the first zero only."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    handle, found = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    failed = driver.cuDeviceGet(ctypes.byref(handle), device)
+    if failed or (failed := driver.cuDeviceGetUuid_v2(found, handle)):
+        raise RuntimeError(f"the CUDA driver did not give device {device}'s UUID (error {failed})")
+    return UUID(bytes=bytes(found))
 
 
 def free_host_bytes() -> int:
