@@ -95,13 +95,12 @@ __device__ __forceinline__ void store_values(char* row, u32 at, bool half,
   }
 }
 
-// What a bag's sum begins with: -0 + x is x, of either sign. An empty bag's is 0.
 template <int UNIT>
-__device__ __forceinline__ Values<UNIT> nothing(bool empty) {
-  Values<UNIT> sum;
+__device__ __forceinline__ Values<UNIT> all(float value) {
+  Values<UNIT> values;
 #pragma unroll
-  for (int v = 0; v < UNIT; v++) sum.of[v] = empty ? 0.0f : -0.0f;
-  return sum;
+  for (int v = 0; v < UNIT; v++) values.of[v] = value;
+  return values;
 }
 
 // The values `at` of a bag's result, summed over keys begin … end. Returns the keys without a row.
@@ -148,13 +147,14 @@ __device__ __forceinline__ u32 pool_bag(const PoolPart& p, u32 bag, const Tile<T
   u32 missing = 0;
   for (u32 first = 0; first < units; first += T) {
     const u32 at = first + tile.rank;
-    Values<UNIT> sum = nothing<UNIT>(begin >= end);
+    Values<UNIT> sum = all<UNIT>(-0.0f);  // -0 + x is x, of either sign
     float total = 0;
     if (begin < end) missing = sum_bag<T, UNIT>(p, begin, end, at, at < units, sum, total, tile);
     if (p.mean) {
 #pragma unroll
       for (int v = 0; v < UNIT; v++) sum.of[v] = total == 0 ? 0 : __fdiv_rn(sum.of[v], total);
     }
+    if (begin >= end) sum = all<UNIT>(0);
     if (at < units) store_values<UNIT>(row, at, p.half, sum);
   }
   return missing;
@@ -213,7 +213,7 @@ __device__ __forceinline__ void pool_unit(const BagsPart& p, u32 bag, u32 at) {
   const i64 begin = p.offsets ? p.offsets[bag] : (i64)bag * p.hotness;
   const i64 end = p.offsets ? p.offsets[bag + 1] : begin + p.hotness;
   const size_t row_bytes = (size_t)p.dim * (p.half ? 2 : 4);
-  Values<UNIT> sum = nothing<UNIT>(begin >= end);
+  Values<UNIT> sum = all<UNIT>(begin < end ? -0.0f : 0.0f);
   float total = 0;
   for (i64 k = begin; k < end; k++) {
     const float weight = p.weights ? p.weights[k] : 1.0f;
