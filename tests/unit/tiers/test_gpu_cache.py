@@ -565,21 +565,21 @@ def test_a_fetch_waits_for_a_workspace_no_longer_than_its_deadline():
 KEYS, CAPACITY, BATCH, DIM = 120_000, 60_000, 400_000, 32
 
 
-def marked_rows(xp, keys, sequence):
-    """(n, DIM) uint32 rows that carry their key, their sequence and a checksum of both everywhere else."""
-    rows = xp.empty((len(keys), DIM), np.uint32)
+def marked_rows(xp, keys, sequence, dim=DIM):
+    """(n, dim) uint32 rows that carry their key, their sequence and a checksum of both everywhere else."""
+    rows = xp.empty((len(keys), dim), np.uint32)
     rows[:, 0], rows[:, 1] = keys, sequence
     check = (keys.astype(np.uint32) * np.uint32(2654435761)) ^ (rows[:, 1] * np.uint32(40503))
-    rows[:, 2:] = check[:, None] + xp.arange(2, DIM, dtype=np.uint32)
+    rows[:, 2:] = check[:, None] + xp.arange(2, dim, dtype=np.uint32)
     return rows
 
 
-def read(cache, table, started, stop, wrong, found, seed, defines):
+def read(cache, table, of, started, stop, wrong, found, seed, defines):
     """Fetch again and again on a stream of this thread; count rows that are not of one piece."""
     cp = cupy()
     rng = np.random.default_rng(seed)
     with cp.cuda.Stream(non_blocking=True) as stream:
-        keys = cp.asarray(rng.integers(0, KEYS, BATCH))
+        keys = cp.asarray(rng.integers(0, of, BATCH))
         out = cp.empty((BATCH, DIM), np.float32)
         misses = cp.empty(4 + BATCH, np.uint32)
         total, bad = cp.zeros((), np.int64), cp.zeros((), np.int64)
@@ -599,12 +599,12 @@ def read(cache, table, started, stop, wrong, found, seed, defines):
         found.append(int(total))
 
 
-def read_versions(cache, table, started, stop, wrong, found, seed, _defines):
+def read_versions(cache, table, of, started, stop, wrong, found, seed, _defines):
     """As `read`, as a tier: rows that are not of one piece with the version that came with them count too."""
     cp = cupy()
     rng = np.random.default_rng(seed)
     with cp.cuda.Stream(non_blocking=True) as stream:
-        keys = cp.asarray(rng.integers(0, KEYS, BATCH))
+        keys = cp.asarray(rng.integers(0, of, BATCH))
         part, everything = part_of(table, keys), np.arange(BATCH)
         rows = part.out.view(np.uint32)
         total, bad = cp.zeros((), np.int64), cp.zeros((), np.int64)
@@ -614,7 +614,7 @@ def read_versions(cache, table, started, stop, wrong, found, seed, _defines):
             part.missing = everything
             cache.fetch([part], FetchContext(stream=stream))
             is_row, untouched = part.source != 0, (rows == np.uint32(0xFFFFFFFF)).all(axis=1)
-            right = (rows == marked_rows(cp, keys, rows[:, 1])).all(axis=1)
+            right = (rows == marked_rows(cp, keys, rows[:, 1], table.dim)).all(axis=1)
             right &= part.versions == rows[:, 1].astype(np.uint64) + np.uint64(NOW)
             bad += cp.where(is_row, ~right, ~untouched).sum()
             bad += (~is_row & (part.versions != 0) & (part.versions <= np.uint64(NOW))).sum()
@@ -626,7 +626,7 @@ def read_versions(cache, table, started, stop, wrong, found, seed, _defines):
         found.append(int(total))
 
 
-def write(cache, table, until):
+def write(cache, table, of, until):
     """Inserts that drop rows, updates, deletions, evictions of random keys."""
     cp = cupy()
     rng = np.random.default_rng(9)
@@ -634,23 +634,24 @@ def write(cache, table, until):
     with cp.cuda.Stream(non_blocking=True):
         while time.monotonic() < until:
             sequence += 1
-            keys = cp.asarray(rng.integers(0, KEYS, 6000))
+            keys = cp.asarray(rng.integers(0, of, min(6000, of // 20)))
             versions = cp.full(len(keys), NOW + sequence, np.uint64)
-            rows = marked_rows(cp, keys, sequence).view(np.float32)
+            rows = marked_rows(cp, keys, sequence, table.dim).view(np.float32)
             cache.insert(table, keys, rows, versions)
             cache.update(table, keys[::-1].copy(), rows[::-1].copy(), versions)
-            cache.delete(table, keys[:300].copy(), versions[:300])
-            cache.evict(table, keys[300:600].copy())
+            some = len(keys) // 20
+            cache.delete(table, keys[:some].copy(), versions[:some])
+            cache.evict(table, keys[some : 2 * some].copy())
     return sequence
 
 
-def race(cache, table, seconds, defines=(), read=read):
-    """What three readers saw: rounds of the writer, wrong rows, rows found."""
+def race(cache, table, seconds, defines=(), read=read, of=KEYS):
+    """What three readers saw, of so many keys: rounds of the writer, wrong rows, rows found."""
     started = threading.Semaphore(0)
     stop, wrong, found = threading.Event(), [], []
     readers = [
         threading.Thread(
-            target=read, args=(cache, table, started, stop, wrong, found, seed, defines)
+            target=read, args=(cache, table, of, started, stop, wrong, found, seed, defines)
         )
         for seed in range(3)
     ]
@@ -658,7 +659,7 @@ def race(cache, table, seconds, defines=(), read=read):
         reader.start()
     for _ in range(3 * len(readers)):  # compiled and under way
         assert started.acquire(timeout=60)
-    rounds = write(cache, table, time.monotonic() + seconds)
+    rounds = write(cache, table, of, time.monotonic() + seconds)
     stop.set()
     for reader in readers:
         reader.join()
@@ -689,11 +690,12 @@ def test_readers_beside_the_writer_see_whole_rows_of_their_keys(windows, defines
 
 @pytest.mark.parametrize("defines", [(), SLOW], ids=["as shipped", "slow reads"])
 def test_readers_beside_the_writer_see_the_versions_of_their_rows(defines, monkeypatch):
+    """In a table whose versions a multiprocessor could keep in its first-level cache."""
     slow = partial(fetch_module.FetchKernels, defines=defines)
     monkeypatch.setattr(fetch_module, "FetchKernels", slow)
-    table = EmbeddingTable.make("t", DIM)
-    cache = GpuCache({table: CAPACITY})
-    rounds, wrong, found = race(cache, table, 6.0, read=read_versions)
+    table = EmbeddingTable.make("t", 8)
+    cache = GpuCache({table: 2048})
+    rounds, wrong, found = race(cache, table, 6.0, read=read_versions, of=4096)
     assert wrong == 0
     assert rounds > 100
     assert found > 10 * KEYS
