@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hps import metric_names as m
+from hps.control_groups import GROUPS, PROC, own_groups
 from hps.metrics import Metrics
 
 _KILOBYTE = 1024
-# Of the two versions of control groups: their folder, a group's limit and use, and what of that are files'
-# pages, which the kernel takes back before it ends anybody.
+# Of the two versions of control groups: their controller, a group's limit and use, and what of that are
+# files' pages, which the kernel takes back before it ends a process.
 _FORMS = (
     ("", "memory.max", "memory.current", ("inactive_file", "active_file")),
     (
@@ -45,10 +46,7 @@ def _told() -> list[Memory]:
         return []
 
 
-def memory(
-    proc: Path = Path("/proc"),
-    groups: Path = Path("/sys/fs/cgroup"),
-) -> Memory:
+def memory(proc: Path = PROC, groups: Path = GROUPS) -> Memory:
     """Of this process's container, or of the group above it that has the least left; without limits, of the
     machine."""
     told = dict(re.findall(r"^(\w+):\s+(\d+) kB$", (proc / "meminfo").read_text(), re.MULTILINE))
@@ -61,16 +59,9 @@ def memory(
 
 def _limited(proc: Path, groups: Path) -> Iterator[Memory]:
     """The groups that this process is in, from its own up, as far as they are limited and can be seen."""
-    for line in (proc / "self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        for folder, limit, use, files in _FORMS:
-            if folder not in controllers.split(","):
-                continue
-            root = groups / folder
-            own = root / path.lstrip("/")
-            for group in dict.fromkeys((own, *own.parents, root)):
-                if group.is_relative_to(root):
-                    yield from _read(group, limit, use, files)
+    for controller, limit, use, files in _FORMS:
+        for group in own_groups(controller, proc, groups):
+            yield from _read(group, limit, use, files)
 
 
 def _read(group: Path, limit: str, use: str, files: tuple[str, ...]) -> Iterator[Memory]:

@@ -76,8 +76,8 @@ class DenseSettings(Strict):
     """Threads inside one run of the network; 0 lets ONNX Runtime choose."""
     inline_us: float = Field(150.0, ge=0)
     """Networks that answer faster than this, measured at start, run without a thread hop."""
-    runs: int = Field(4, ge=1)
-    """Longer runs at a time; each has a thread of its own."""
+    runs: int | None = Field(None, ge=1)
+    """Longer runs at a time, each on a thread. null: 4, without `triton` no more than there are cores."""
     queue: int = Field(1024, ge=1)
     """Runs that may wait for such a thread before new ones are refused (503)."""
     triton: TritonSettings | None = None

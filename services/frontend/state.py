@@ -14,6 +14,7 @@ from hps.lookup.base import Lookup
 from hps.metric_triton import TRITON
 from hps.metrics import Metrics
 from hps.open_models import OpenModels, ServedModel
+from hps.serving import runs_at_a_time
 from services.frontend.admission import Admission
 from services.frontend.batching import endpoints
 from services.frontend.line import Line
@@ -141,7 +142,7 @@ class State(ServerState[OpenModels]):
     def _entries(self, served: ServedModel, metrics: Metrics) -> list[Entry]:
         """The names of a model, each behind its line."""
         settings = self._settings
-        threads = max(settings.tiers.lookup_threads, settings.dense.runs)
+        threads = max(settings.tiers.lookup_threads, runs_at_a_time(settings.dense))
         running = threads if settings.server.batching is None else max(threads, _BATCHED)
         found, lookup = endpoints(served, settings.server, metrics)
         return [

@@ -1,0 +1,49 @@
+"""Control groups of this process, and the cores that it may use."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+def own_groups(controller: str, proc: Path = PROC, groups: Path = GROUPS) -> Iterator[Path]:
+    """Folders of this process's groups, from its own up: those of ``controller``, or "" for version 2, which
+    has one tree for all. Some may not be visible from within a container. Raises OSError without /proc."""
+    for line in (proc / "self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            root = groups / controller
+            own = root / path.lstrip("/")
+            for group in dict.fromkeys((own, *own.parents, root)):
+                if group.is_relative_to(root):
+                    yield group
+
+
+def available_cores(proc: Path = PROC, groups: Path = GROUPS) -> int:
+    """Cores that this process may use at a time: its affinity, and its container's limit rounded up."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    limits = [len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1]
+    with suppress(OSError):
+        limits += [math.ceil(cores) for cores in _quotas(proc, groups)]
+    return max(1, min(limits))
+
+
+def _quotas(proc: Path, groups: Path) -> Iterator[float]:
+    """Limits in cores, of all groups that have one."""
+    for group in own_groups("", proc, groups):
+        with suppress(OSError):
+            quota, period = (group / "cpu.max").read_text().split()
+            if quota != "max":
+                yield int(quota) / int(period)
+    for group in own_groups("cpu", proc, groups):
+        with suppress(OSError):
+            quota, period = (
+                (group / name).read_text() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            )
+            if int(quota) > 0:
+                yield int(quota) / int(period)
