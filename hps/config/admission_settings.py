@@ -41,6 +41,6 @@ class AdmissionSettings(Strict):
     queue_bytes: int = Field(256 << 20, ge=1 << 20)
     """Most bytes of waiting requests, and of those whose bodies are still coming; more get 503."""
     max_wait_ms: float = Field(1_000.0, gt=0)
-    """Longest wait; a request that would wait longer, by how long others take, gets 503 at once."""
+    """Longest wait; who would wait longer gets 503 at once. In an overload less: see docs/overload.md."""
     client: ClientSettings = ClientSettings()
     """Bounds of each client."""

@@ -24,10 +24,11 @@ from services.frontend.datatypes import InputRule
 from services.frontend.endpoints import Endpoint, Output
 from services.frontend.errors import Overloaded
 from services.frontend.room import Expiry, Room
+from services.frontend.wait_bound import WaitBound, WaitEstimate
 from services.frontend.waiting import Waiting
 
-# How much of what is known of the work's time the latest makes up.
-_LATEST = 0.1
+# Of the time that a request has left, the part for which it may wait: others may take longer than expected.
+_OF_DEADLINE = 0.5
 
 
 class Line:
@@ -52,7 +53,8 @@ class Line:
         self._max_wait_s = settings.max_wait_ms / 1e3
         self._too_long = (
             f"overloaded: a request to '{self.name}' would wait longer than {settings.max_wait_ms:g} ms "
-            "(server.admission.max_wait_ms); retry later, or ask another replica"
+            "(server.admission.max_wait_ms), than ten others take, or than its deadline allows; retry later, "
+            "or ask another replica"
         )
         self._room = room
         self._expiry = expiry
@@ -61,12 +63,8 @@ class Line:
         self._lock = threading.Lock()
         self.running = 0
         self._expected = 0
-        # When those under way began, and how long one takes. Which of them has ended is not looked at: the
-        # first mostly has, and the sum of their times is the same.
-        self._begun: list[float] = []
-        self._work_s = 0.0
-        # The same with those that are over when they begin, as what waits may be.
-        self._turn_s = 0.0
+        self._estimate = WaitEstimate(running)
+        self._bound = WaitBound(self._max_wait_s, self._estimate)
 
     @property
     def waiting(self) -> int:
@@ -131,21 +129,17 @@ class Line:
                 "server.admission.queue); retry later, or ask another replica",
                 "queue_full",
             )
-        if self._wait_s(ahead) > self._max_wait_s:
+        if not self._bound.allows(self._estimate.wait_s(ahead)):
             return Overloaded(self._too_long, "queue_wait")
         return self._room.refusal(size)
 
-    def _wait_s(self, ahead: int) -> float:
-        """How long a request would wait behind ``ahead`` others in the line."""
-        begun = (*self._begun,)  # others end meanwhile
-        ahead -= max(0, self.most_running - len(begun))
-        if ahead < 0:
-            return 0.0
-        rounds, place = divmod(ahead, self.most_running)
-        left_s = self._work_s  # of one that is about to begin
-        if place < len(begun):
-            left_s = max(0.0, begun[place] + self._work_s - time.monotonic())
-        return left_s + rounds * self._turn_s
+    def _require_time(self, deadline: float) -> None:
+        """Raises ``Overloaded`` when a request with this deadline would wait for too much of its time."""
+        left_s = deadline - time.monotonic()
+        wait_s = self._estimate.wait_s(len(self._line))
+        if 0 < _OF_DEADLINE * left_s < wait_s:
+            self._bound.shrink(wait_s)
+            raise Overloaded(self._too_long, "queue_wait")
 
     def submit(self, call: Call, deadline: float, *, expected: int | None = None) -> Future[Any]:
         """See ``Endpoint.submit``. Raises ``Overloaded`` when the request may not wait; one that was
@@ -193,20 +187,17 @@ class Line:
 
     def _enter(self) -> None:
         self.running += 1
-        self._begun.append(time.monotonic())
+        self._estimate.begin()
 
     def _leave(self) -> None:
         self.running -= 1
-        took_s = time.monotonic() - self._begun.pop(0)
-        self._work_s += _LATEST * (took_s - self._work_s)
-        self._turn_s += _LATEST * (took_s - self._turn_s)
+        self._estimate.end()
 
     def _leave_at_once(self) -> None:
         """One that had entered took no time."""
         with self._lock:
             self.running -= 1
-            self._begun.pop()
-            self._turn_s -= _LATEST * self._turn_s
+            self._estimate.end_at_once()
 
     def _wait(
         self,
@@ -222,6 +213,7 @@ class Line:
                     self.require_room(size)
                 else:
                     self._room.require(size - expected, expected)
+                self._require_time(deadline)
             finally:
                 self._has_come(expected)
             waiting = Waiting(self, start, deadline, size)
@@ -264,6 +256,8 @@ class Line:
                     self._enter()
                     break
             else:
+                if not self._line and not self.is_busy:
+                    self._bound.relax()
                 return None
         self._learn(waiting)
         return waiting
@@ -277,6 +271,7 @@ class Line:
         """What will answer, or has failed."""
         try:
             if time.monotonic() > waiting.deadline:
+                self._bound.shrink(waiting.queued_ns * 1e-9)
                 raise DeadlineExceeded("the deadline passed while the request waited for its turn")
             waiting.work = work = waiting.start()
             return work
@@ -288,8 +283,8 @@ class Line:
     def _give_up(self, future: Future[Any]) -> None:
         """A request whose client no longer waits leaves the line."""
         assert isinstance(future, Waiting)
-        if future.cancelled():
-            self._remove(future)
+        if future.cancelled() and self._remove(future):
+            self._bound.shrink(time.monotonic() - future.since)
 
     def _remove(self, waiting: Waiting) -> bool:
         with self._lock:
@@ -304,6 +299,7 @@ class Line:
         """``waiting`` has waited for as long as it may."""
         if self._remove(waiting) and waiting.set_running_or_notify_cancel():
             self._learn(waiting)
+            self._bound.shrink(self._max_wait_s)
             waiting.set_exception(
                 Overloaded(
                     f"overloaded: the request to '{self.name}' has waited for {self._max_wait_s * 1e3:g} ms "

@@ -18,6 +18,7 @@ from hps.errors import BadRequest, DeadlineExceeded, Unavailable
 from hps.metrics import Metrics
 from hps.workers import Done
 from services.frontend import line as module
+from services.frontend import wait_bound
 from services.frontend.admission import Admission
 from services.frontend.call import Call, Form
 from services.frontend.clients import Clients
@@ -259,7 +260,8 @@ def test_bytes_are_bounded_over_all_lines(made):
 def _clock(monkeypatch):
     """``clock[0]``: what the line takes for now; a whole number of seconds, whose sums are exact."""
     clock = [float(int(time.monotonic()))]
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    for each in (module, wait_bound):
+        monkeypatch.setattr(each, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     return clock
 
 
@@ -267,7 +269,7 @@ def test_who_would_wait_too_long_is_refused_at_once(made, monkeypatch):
     """By how long those under way will still take, and those that wait before it."""
     clock = _clock(monkeypatch)
     _, line, *_ = made(running=2, max_wait_ms=30_000)
-    line._work_s = line._turn_s = 40.0
+    line._estimate.work_s = line._estimate.turn_s = 40.0
     line.submit(call(), FAR)
     clock[0] += 5
     line.submit(call(), FAR)
@@ -289,7 +291,7 @@ def test_who_would_wait_too_long_is_refused_at_once(made, monkeypatch):
 def test_who_takes_longer_than_others_may_be_over_at_any_time(made, monkeypatch):
     clock = _clock(monkeypatch)
     _, line, *_ = made(max_wait_ms=10_000)
-    line._work_s = 40.0
+    line._estimate.work_s = 40.0
     line.submit(call(), FAR)
     with pytest.raises(Overloaded):
         line.require_room()
@@ -302,7 +304,7 @@ def test_what_is_over_when_it_begins_is_not_waited_for(made, monkeypatch):
     """Short requests behind a long one go all at once."""
     clock = _clock(monkeypatch)
     works, line, *_ = made(max_wait_ms=10_000)
-    line._work_s = line._turn_s = 4.0
+    line._estimate.work_s = line._estimate.turn_s = 4.0
     for _ in range(30):
         line.submit(call(), FAR)
         line.submit(Call(Form(), {}), FAR)
@@ -318,10 +320,10 @@ def test_what_is_over_when_it_begins_is_not_waited_for(made, monkeypatch):
 def test_nobody_is_refused_for_a_wait_while_a_place_is_free(made, monkeypatch):
     _clock(monkeypatch)
     _, line, *_ = made(running=2, max_wait_ms=10_000)
-    line._work_s = line._turn_s = 40.0
+    line._estimate.work_s = line._estimate.turn_s = 40.0
     line.submit(call(), FAR)
     line.require_room()  # as if the second had ended since somebody found the line busy
-    assert [line._wait_s(ahead) for ahead in range(4)] == [0, 40, 40, 80]
+    assert [line._estimate.wait_s(ahead) for ahead in range(4)] == [0, 40, 40, 80]
     line.submit(call(), FAR)
     with pytest.raises(Overloaded):
         line.require_room()
@@ -336,7 +338,7 @@ def test_who_asks_again_when_answered_finds_the_place_free(made, monkeypatch, at
     waits = line.submit(Call(Form(), {}) if at_once else call(), FAR)
     asked = []
     waits.add_done_callback(lambda _: asked.append(line.submit(call("again"), FAR)))
-    line._work_s = line._turn_s = 400.0
+    line._estimate.work_s = line._estimate.turn_s = 400.0
     clock[0] += 40
     works.end()
     if not at_once:
@@ -350,12 +352,12 @@ def test_a_line_learns_how_long_work_takes(made, monkeypatch):
     """One that took long once is not believed to for ever, though all are refused meanwhile."""
     clock = _clock(monkeypatch)
     works, line, *_ = made(max_wait_ms=10_000)
-    line._work_s = 1e3
+    line._estimate.work_s = 1e3
     for _ in range(60):
         line.submit(call(), FAR)
         clock[0] += 5
         works.end()
-    assert 5 < line._work_s < 10
+    assert 5 < line._estimate.work_s < 10
     line.submit(call(), FAR)
     line.submit(call(), FAR)
     assert line.waiting == 1
@@ -369,7 +371,7 @@ def test_work_that_ends_while_it_begins_is_counted_out(made):
     works.end()
     assert [each.result(0) for each in answers] == ["at once"] * 3
     works.end()
-    assert (line.running, line._begun) == (0, [])
+    assert (line.running, line._estimate.begun) == (0, [])
 
 
 def test_long_work_takes_its_place_before_it_is_submitted(made, monkeypatch):
@@ -394,7 +396,7 @@ def test_long_work_takes_its_place_before_it_is_submitted(made, monkeypatch):
     works.end()
     works.end()
     assert (answer.result(0), second.result(0)) == ("first", "second")
-    assert (line.running, line._begun) == (0, [])
+    assert (line.running, line._estimate.begun) == (0, [])
 
 
 def test_long_work_that_cannot_be_submitted_gives_its_place_back(made, monkeypatch):
@@ -413,7 +415,7 @@ def test_long_work_that_cannot_be_submitted_gives_its_place_back(made, monkeypat
         line.submit(call(), FAR)
     works.end()
     assert waits[0].result(0) == "other"
-    assert (line.running, line._begun) == (0, [])
+    assert (line.running, line._estimate.begun) == (0, [])
 
 
 def test_what_has_waited_too_long_is_refused(made):

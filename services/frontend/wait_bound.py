@@ -1,0 +1,88 @@
+"""How long a request would wait in an admission queue, and the longest wait that is allowed.
+
+In an overload the bound shrinks, as CoDel's does. A queue that is always full is of no use: every request
+waits for as long as the bound allows, and clients that wait no longer than that have given up by its turn, or
+do while it runs. The server is then busy with requests that no client waits for.
+"""
+
+from __future__ import annotations
+
+import time
+
+# How much of what is known of the work's time the latest makes up.
+_LATEST = 0.1
+# In an overload a request may wait for the time that so many take. Of requests that take equally long and
+# come at random, at 0.8 of the capacity, 0.3 % would wait longer.
+_TURNS = 10
+_LEAST_S = 0.005
+
+
+class WaitEstimate:
+    """When the requests that run will be done, by how long others took. Changed under the queue's lock."""
+
+    def __init__(self, slots: int) -> None:
+        """``slots``: requests that run at a time."""
+        self.slots = slots
+        # When those that run began. Which of them has ended is not checked: the first mostly has, and the sum
+        # of their times is the same.
+        self.begun: list[float] = []
+        self.work_s = 0.0
+        """How long one takes."""
+        self.turn_s = 0.0
+        """The same with those that are done when they begin, as queued ones may be."""
+
+    def begin(self) -> None:
+        self.begun.append(time.monotonic())
+
+    def end(self) -> None:
+        took_s = time.monotonic() - self.begun.pop(0)
+        self.work_s += _LATEST * (took_s - self.work_s)
+        self.turn_s += _LATEST * (took_s - self.turn_s)
+
+    def end_at_once(self) -> None:
+        """The one that began last took no time."""
+        self.begun.pop()
+        self.turn_s -= _LATEST * self.turn_s
+
+    def wait_s(self, ahead: int) -> float:
+        """How long a request would wait behind ``ahead`` others in the queue."""
+        begun = (*self.begun,)  # others end meanwhile
+        ahead -= max(0, self.slots - len(begun))
+        if ahead < 0:
+            return 0.0
+        rounds, place = divmod(ahead, self.slots)
+        left_s = self.work_s  # of one that is about to begin
+        if place < len(begun):
+            left_s = max(0.0, begun[place] + self.work_s - time.monotonic())
+        return left_s + rounds * self.turn_s
+
+
+class WaitBound:
+    """The longest wait allowed: ``longest_s``, in an overload the time of ``_TURNS`` requests.
+
+    It shrinks when a request is refused for its wait, or given up, and doubles whenever a slot is free and no
+    request is queued. Any thread may call it: a race makes a step more or less.
+    """
+
+    def __init__(self, longest_s: float, estimate: WaitEstimate) -> None:
+        self._longest_s = self.now_s = longest_s
+        self._estimate = estimate
+
+    def allows(self, wait_s: float) -> bool:
+        """Whether a request may wait so long. If not, that is a sign of an overload."""
+        if wait_s <= self.now_s:
+            return True
+        self.shrink(wait_s)
+        return False
+
+    def shrink(self, wait_s: float) -> None:
+        """A request that would wait for ``wait_s``, or has, is not answered. Short waits are no overload."""
+        known = self._estimate
+        short_s = max(_LEAST_S, known.work_s + _TURNS * known.turn_s / known.slots)
+        if wait_s > short_s:
+            self.now_s = min(short_s, self._longest_s)
+
+    def relax(self) -> None:
+        """A slot is free and no request is queued."""
+        if self.now_s < self._longest_s:
+            self.now_s = min(2 * self.now_s, self._longest_s)
