@@ -1,7 +1,7 @@
 """What batching requests together gains, and what it costs where there is nothing to batch.
 
-Predictions of few samples by a network of 0.5 M parameters in the process (benchmarks/overload.py's), one and
-32 in flight, asked of servers that differ in `server.batching`:
+Predictions of few samples by a network of 0.5 M parameters in the process (overload_scene.py), one and 32 in
+flight, asked of servers that differ in `server.batching`:
 
 * off, the default;
 * on: batches of what waits already;
@@ -30,7 +30,7 @@ from benchmarks.common import Bar, Benchmark, Options, Report, main
 from benchmarks.load import http_request
 from benchmarks.measure import Spread, alternate, ratio, versions
 from benchmarks.open_loop import Seen, closed_loop
-from benchmarks.overload import FEATURES, ROWS, rest_request, write_model
+from benchmarks.overload_scene import FEATURES, ROWS, rest_request, write_model
 from benchmarks.peers.hps_server import start_hps
 from benchmarks.peers.process import cores
 
@@ -120,7 +120,7 @@ BENCHMARK = Benchmark(
     title="Requests answered together",
     run=run,
     bars=BARS,
-    measured=("hps", "services", "benchmarks/open_loop.py", "benchmarks/overload.py"),
+    measured=("hps", "services", "benchmarks/open_loop.py", "benchmarks/overload_scene.py"),
 )
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from benchmarks.common import Bar, Benchmark, Options, Report, main
 from benchmarks.load import http_request
 from benchmarks.measure import Spread, alternate, ratio, versions
 from benchmarks.open_loop import Seen, closed_loop
-from benchmarks.overload import FEATURES, ROWS, rest_request, write_model
+from benchmarks.overload_scene import FEATURES, ROWS, rest_request, write_model
 from benchmarks.peers.hps_server import Hps, start_hps
 from benchmarks.peers.process import cores
 
@@ -206,7 +206,7 @@ BENCHMARK = Benchmark(
     title="One process, or front ends and lookup nodes",
     run=run,
     bars=BARS,
-    measured=("hps", "services", "benchmarks/open_loop.py", "benchmarks/overload.py"),
+    measured=("hps", "services", "benchmarks/open_loop.py", "benchmarks/overload_scene.py"),
 )
 
 if __name__ == "__main__":

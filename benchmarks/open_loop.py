@@ -25,12 +25,13 @@ SILENCE_S = 30.0
 @dataclass
 class Seen:
     """Statuses and latencies in seconds, in the order of the answers; ``late`` is how late each request was
-    sent, ``wall_s`` from the first request to the last answer."""
+    sent, ``wall_s`` from the first request to the last answer, ``ends`` when each answer came."""
 
     statuses: list[int] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
     late: list[float] = field(default_factory=list)
     wall_s: float = 0.0
+    ends: list[float] = field(default_factory=list)
 
     def of(self, *, ok: bool) -> np.ndarray:
         """Latencies of the answers that were 200, or of the others."""
@@ -48,6 +49,7 @@ class Seen:
             self.latencies + other.latencies,
             self.late + other.late,
             self.wall_s + other.wall_s,
+            [*self.ends, *(self.wall_s + end for end in other.ends)],
         )
 
     @property
@@ -157,6 +159,7 @@ class _Run:
                     seen.statuses.append(status)
                     seen.latencies.append(last - connection.since)
                     seen.late.append(connection.sent - connection.since)
+                    seen.ends.append(last - start)
                 if connection.is_free and not was_free:
                     if self.again():
                         connection.send(next(self._supply), time.monotonic(), self._poll)

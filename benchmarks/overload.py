@@ -16,6 +16,11 @@ minute, and capacity is measured once more. A run in which fewer than 3.8 times 
 * memory: the server's resident bytes at most in the second half of the minute / in its first quarter;
 * health: the slowest answer to a readiness probe, one a second meanwhile.
 
+Another server has the default admission settings (`overload_defaults.py`):
+
+* refused: part of the requests that are refused at 0.8 times the capacity, as few as there are;
+* goodput: answers within half a second, at four times the capacity / capacity.
+
 There is no peer: the floor is the same server asked for no more than it can do.
 """
 
@@ -30,26 +35,20 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import grpc
 import numpy as np
-import orjson
-from tritonclient.grpc import service_pb2 as pb
 
+from benchmarks import overload_defaults
 from benchmarks.common import Bar, Benchmark, Options, Report, main
 from benchmarks.grpc_load import grpc_closed, grpc_open
-from benchmarks.load import http_request
 from benchmarks.measure import versions
 from benchmarks.open_loop import Seen, closed_loop, open_loop, poisson
+from benchmarks.overload_scene import BATCH, grpc_request, rest_request, write_model
 from benchmarks.peers.hps_server import Hps, start_hps
 from benchmarks.peers.process import cores
-from hps.generate.model import model_spec
-from hps.models.writer import write_version
 
-FEATURES, DENSE, DIM, ROWS, BATCH, HIDDEN = 26, 13, 16, 20_000, 1024, 512
 TIMES, DISTINCT = 4.0, 16
 # Of capacity, so much must really have been asked for.
 OFFERED = 3.8
@@ -69,80 +68,10 @@ BARS = tuple(
         Bar(f"codes_{way}", f"{name}: refusals with the right code", at_least=1.0),
         Bar(f"memory_{way}", f"{name}: resident memory, later / early", at_most=1.05),
         Bar(f"health_ms_{way}", f"{name}: slowest readiness probe, ms", at_most=100.0),
+        Bar(f"default_refused_{way}", f"{name}, defaults: refused at 0.8", at_most=0.01),
+        Bar(f"default_goodput_{way}", f"{name}, defaults: in time at 4 / capacity", at_least=0.9),
     )
 )
-
-
-def network() -> bytes:
-    """Two hidden layers over everything: 0.5 M parameters, ONNX."""
-    from onnx import TensorProto, helper, numpy_helper
-
-    names = [f"f{i}" for i in range(FEATURES)]
-    widths = dict.fromkeys(names, DIM) | {"dense": DENSE}
-    random = np.random.default_rng(1)
-    sizes = [sum(widths.values()), HIDDEN, HIDDEN, 1]
-    weights = [
-        (random.standard_normal((a, b)) / a**0.5).astype(np.float32) for a, b in pairwise(sizes)
-    ]
-    nodes = [helper.make_node("Concat", list(widths), ["x0"], axis=1)]
-    for i in range(3):
-        nodes.append(helper.make_node("MatMul", [f"x{i}", f"w{i}"], [f"y{i}"]))
-        last = "Sigmoid" if i == 2 else "Relu"
-        nodes.append(helper.make_node(last, [f"y{i}"], ["score" if i == 2 else f"x{i + 1}"]))
-
-    def tensor(name: str, width: int) -> Any:
-        return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", width])
-
-    graph = helper.make_graph(
-        nodes,
-        "dlrm",
-        [tensor(name, width) for name, width in widths.items()],
-        [tensor("score", 1)],
-        [numpy_helper.from_array(w, f"w{i}") for i, w in enumerate(weights)],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)])
-    model.ir_version = 8
-    return bytes(model.SerializeToString())
-
-
-def write_model(root: Path) -> None:
-    spec = model_spec("ctr", FEATURES, DIM, 1, DENSE, 65_536)
-    random = np.random.default_rng(2)
-    tables = {
-        table.name: iter([(np.arange(ROWS), random.random((ROWS, DIM), dtype=np.float32))])
-        for table in spec.tables
-    }
-    write_version(root, spec, 1, tables, dense=network())
-
-
-def tensors(seed: int, batch: int = BATCH) -> dict[str, tuple[str, np.ndarray]]:
-    random = np.random.default_rng(seed)
-    asked: dict[str, tuple[str, np.ndarray]] = {
-        f"f{i}": ("INT64", random.integers(0, ROWS, (batch, 1))) for i in range(FEATURES)
-    }
-    asked["dense"] = "FP32", random.random((batch, DENSE), dtype=np.float32)
-    return asked
-
-
-def rest_request(seed: int, batch: int = BATCH) -> bytes:
-    inputs, body = [], b""
-    for name, (datatype, array) in tensors(seed, batch).items():
-        size = {"binary_data_size": array.nbytes}
-        inputs.append(
-            {"name": name, "shape": array.shape, "datatype": datatype, "parameters": size}
-        )
-        body += array.tobytes()
-    head = orjson.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}})
-    sizes = {"Inference-Header-Content-Length": str(len(head))}
-    return http_request("/v2/models/ctr/infer", head + body, sizes)
-
-
-def grpc_request(seed: int) -> bytes:
-    request = pb.ModelInferRequest(model_name="ctr")
-    for name, (datatype, array) in tensors(seed).items():
-        request.inputs.add(name=name, datatype=datatype, shape=array.shape)
-        request.raw_input_contents.append(array.tobytes())
-    return bytes(request.SerializeToString())
 
 
 class Watch:
@@ -181,30 +110,46 @@ class Watch:
 
 
 def run(options: Options) -> Report:
-    seconds = 10.0 if options.quick else 60.0
     report = Report()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         write_model(folder / "models")
         core, client = cores()
-        limits = {"admission": {"running": RUNNING, "max_wait_ms": MAX_WAIT_MS}}
-        server = stack.enter_context(start_hps(folder, limits=limits, core=core))
         if client is not None:
             stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
             os.sched_setaffinity(0, {client})
-        requests = [rest_request(seed) for seed in range(DISTINCT)]
-        messages = [grpc_request(seed) for seed in range(DISTINCT)]
-        closed_loop(server.address, requests, RUNNING, 3.0)
-        for way in ("rest", "grpc"):
-            load = Load(server, way, requests if way == "rest" else messages)
-            before, by_turns = in_turns(load, *((3, 2.0) if options.quick else (12, 4.0)))
-            arrivals = poisson(TIMES * before.goodput, seconds, options.seed)
-            with Watch(server) as watch:
-                minute = load.open(arrivals)
-            after = load.capacity(seconds / 6)
-            record(report, way, before, by_turns, minute, after, watch)
+        requests = {
+            "rest": [rest_request(seed) for seed in range(DISTINCT)],
+            "grpc": [grpc_request(seed) for seed in range(DISTINCT)],
+        }
+        limits = {"admission": {"running": RUNNING, "max_wait_ms": MAX_WAIT_MS}}
+        with start_hps(folder, limits=limits, core=core) as server:
+            closed_loop(server.address, requests["rest"], RUNNING, 3.0)
+            for way, asked in requests.items():
+                _measure(report, Load(server, way, asked), options)
+        with start_hps(folder, core=core) as server:
+            for way, asked in requests.items():
+                _measure_defaults(report, Load(server, way, asked), options)
     report.figures["versions"] = versions("numpy", "onnxruntime", "grpcio", "uvicorn")
     return report
+
+
+def _measure(report: Report, load: Load, options: Options) -> None:
+    seconds = 10.0 if options.quick else 60.0
+    before, by_turns = in_turns(load, *((3, 2.0) if options.quick else (12, 4.0)))
+    arrivals = poisson(TIMES * before.goodput, seconds, options.seed)
+    with Watch(load.server) as watch:
+        minute = load.open(arrivals)
+    after = load.capacity(seconds / 6)
+    record(report, load.way, before, by_turns, minute, after, watch)
+
+
+def _measure_defaults(report: Report, load: Load, options: Options) -> None:
+    load.capacity(1.0)
+    turns = overload_defaults.in_turns(load, 1 if options.quick else 3, 8.0)
+    report.values[f"default_refused_{load.way}"] = turns.refused
+    report.values[f"default_goodput_{load.way}"] = turns.goodput
+    report.tables[f"default admission, {load.way}"] = [turns.row()]
 
 
 @dataclass(frozen=True)
@@ -309,7 +254,14 @@ BENCHMARK = Benchmark(
     title="Four times of what the server can do",
     run=run,
     bars=BARS,
-    measured=("hps", "services", "benchmarks/open_loop.py", "benchmarks/grpc_load.py"),
+    measured=(
+        "hps",
+        "services",
+        "benchmarks/open_loop.py",
+        "benchmarks/grpc_load.py",
+        "benchmarks/overload_defaults.py",
+        "benchmarks/overload_scene.py",
+    ),
 )
 
 if __name__ == "__main__":

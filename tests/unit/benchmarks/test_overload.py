@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import overload_defaults
 from benchmarks.common import Report
 from benchmarks.open_loop import Seen
 from benchmarks.overload import BARS, in_turns, record
@@ -23,7 +24,8 @@ def seen(answers: int, refusals: int = 0, latency: float = 0.01) -> Seen:
 def judged(before: Seen, after: Seen, minute: Seen, by_turns: Seen | None = None) -> dict[str, str]:
     report = Report()
     record(report, "rest", before, by_turns or minute, minute, after, WATCH)
-    return {bar.name: bar.verdict(report.values[bar.name]) for bar in BARS if "rest" in bar.name}
+    bars = {bar.name: bar for bar in BARS}
+    return {name: bars[name].verdict(value) for name, value in report.values.items()}
 
 
 def test_a_run_is_judged_by_capacity() -> None:
@@ -67,3 +69,39 @@ def test_a_run_that_was_asked_for_less_fails() -> None:
     judged(seen(100), seen(100), seen(95, 286))
     with pytest.raises(RuntimeError, match=r"3\.79 times of 100"):
         judged(seen(100), seen(100), seen(95, 284))
+
+
+class Default:
+    """A load on a server whose capacity is 100. Below, it refuses one request in 100; above, it answers 95 a
+    second in time and 5 late, and refuses the others."""
+
+    def capacity(self, seconds: float) -> Seen:
+        return Seen([200] * 100, [0.01] * 100, [0.0] * 100, 1.0)
+
+    def open(self, arrivals: list[float]) -> Seen:
+        if len(arrivals) < 2_000:
+            return seen(99, 1)
+        seconds = 8
+        statuses = ([200] * 100 + [503] * 300) * seconds
+        latencies = ([0.1] * 95 + [0.6] * 5 + [0.001] * 300) * seconds
+        ends = [second + 0.5 for second in range(seconds) for _ in range(400)]
+        return Seen(statuses, latencies, [0.0] * len(statuses), float(seconds), ends)
+
+
+def test_answers_in_time_are_counted_from_an_overloads_third_second_on() -> None:
+    load: Any = Default()
+    turns = overload_defaults.in_turns(load, 2, 8.0)
+    assert turns.refused == pytest.approx(0.01)
+    assert turns.goodput == pytest.approx(0.95)
+
+
+def test_a_generator_that_has_not_kept_up_fails() -> None:
+    load: Any = Default()
+    load.open = lambda arrivals: Seen([200], [0.7], [0.6], 1.0, [1.0])
+    with pytest.raises(RuntimeError, match=r"sent 0\.60 s late"):
+        overload_defaults.in_turns(load, 1, 8.0)
+
+
+def test_two_runs_as_one_have_their_ends_one_after_the_other() -> None:
+    one = Seen([200], [0.1], [0.0], 2.0, [1.5])
+    assert (one + one).ends == [1.5, 3.5]
