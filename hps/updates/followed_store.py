@@ -19,7 +19,7 @@ from hps.tiers.positions import Place, StreamPosition
 from hps.tiers.wrappers import Wrapper
 from hps.types import EmbeddingTable
 from hps.updates.source import TableUpdate
-from hps.updates.stream_places import Contained, Readers, Store
+from hps.updates.stream_places import Contained, Readers, Store, loss
 
 OtherWriter = Callable[[Place], int | None]
 """``other_writer(place)``: the offset up to which a writer that keeps no positions in the store has applied a
@@ -39,7 +39,7 @@ class FollowedStore(Wrapper):
         self._progress: dict[EmbeddingTable, dict[Place, int]] = {}
         self._seen: dict[EmbeddingTable, dict[Place, int]] = {}
         self._to_check: deque[EmbeddingTable] = deque()
-        self._lost: Place | None = None
+        self._lost = ""
 
     @property
     def name(self) -> str:
@@ -84,19 +84,19 @@ class FollowedStore(Wrapper):
             seen = self._look(table).get(place)
         return seen
 
-    def lost(self) -> Place | None:
-        """A partition that the store has less of than it had, in any table seen so far; each call checks one
-        table. Progress is that of the store then, so the source must begin again."""
+    def lost(self) -> str:
+        """See `hps.updates.stream_places.Places`, in any table seen so far; each call checks one table.
+        Progress is that of the store then."""
         if not self._to_check:
             self._to_check.extend(self._seen)
         try:
             if self._to_check and (table := self._to_check.popleft()) in self._seen:
                 self._look(table)
-            if self._lost is not None:
+            if self._lost:
                 self._fall_back()
         except HpsError:
-            return None  # checked again later
-        lost, self._lost = self._lost, None
+            return ""  # checked again later
+        lost, self._lost = self._lost, ""
         return lost
 
     def _start(self, table: EmbeddingTable) -> None:
@@ -109,7 +109,7 @@ class FollowedStore(Wrapper):
         now = dict(self._store.store.positions(table))
         for place, before in self._seen.get(table, {}).items():
             if now.get(place, 0) < before:
-                self._lost = place
+                self._lost = loss(self.name, place, now.get(place, 0), before)
         self._seen[table] = now
         return now
 

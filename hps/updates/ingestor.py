@@ -145,8 +145,8 @@ class Ingestor:
             self._observe.took(time.perf_counter() - started)
         if time.monotonic() - self._noted_at > NOTE_EVERY_S:
             self.note()
-            if (place := self._places.lost()) is not None:
-                log.error("%s/%d: a store lost what it had; it is filled again", *place)
+            if lost := self._places.lost():
+                log.error("updates are read again: %s", lost)
                 self._held = None
                 self._source.begin_again()
         return 0 if batch is None else batch.rows

@@ -55,10 +55,19 @@ class Places(Protocol):
         """What tables are still to note that no rows came for; once taken it counts as noted."""
         ...
 
-    def lost(self) -> Place | None:
-        """A partition that a store has less of than it had: it came back without its rows. One partition is
-        checked each time, another one the next. Afterwards the source must begin again."""
+    def lost(self) -> str:
+        """Why the source must begin again: a store has less of a partition than it had, as one that came back
+        without its rows. Empty when it need not. One partition is checked each time, another one the next."""
         ...
+
+
+def loss(store: str, place: Place, offset: int, reached: int) -> str:
+    """What is reported of a ``store`` that has updates up to ``offset`` and had them up to ``reached``."""
+    topic, partition = place
+    return (
+        f"{store} has the updates of {topic}/{partition} up to {offset}, but had them up to {reached}: rows "
+        "were lost, by a restart or a failover, or the topic was made anew"
+    )
 
 
 class StreamPlaces:
@@ -74,7 +83,8 @@ class StreamPlaces:
     def begin(self, topic: str, partition: int) -> int | None:
         """See `Places`. None also where there is no store to ask."""
         offset = self._applied(topic, partition)
-        self._reached[topic, partition] = offset or 0
+        if self._readers(topic):
+            self._reached[topic, partition] = offset or 0
         return offset
 
     def missing(self, table: EmbeddingTable, update: TableUpdate) -> str:
@@ -98,8 +108,10 @@ class StreamPlaces:
     def took(self, positions: Sequence[StreamPosition], told: set[EmbeddingTable]) -> None:
         for position in positions:
             place = (position.topic, position.partition)
-            self._reached[place] = position.offset
-            for table in self._readers(position.topic):
+            tables = self._readers(position.topic)
+            if tables:  # else no store has anything of it: its messages are dead letters
+                self._reached[place] = position.offset
+            for table in tables:
                 if table not in told:
                     unnoted = self._unnoted.setdefault(table, {})
                     since = unnoted.get(place, position).since
@@ -110,21 +122,22 @@ class StreamPlaces:
             table = next(iter(self._unnoted))
             yield table, self.told(table, ())
 
-    def lost(self) -> Place | None:
+    def lost(self) -> str:
         if not (self._stores and self._reached):
-            return None
+            return ""
         place = next(iter(self._reached))
         try:
             offset = self._applied(*place) or 0
         except HpsError:
-            return None  # a store that does not answer: later
+            return ""  # a store that does not answer: later
         reached = self._reached.pop(place)
         if offset < reached:
             self._reached.clear()
             self._unnoted.clear()
-            return place
+            names = " or ".join(each.name for each in self._stores)
+            return loss(names, place, offset, reached)
         self._reached[place] = reached
-        return None
+        return ""
 
     def _applied(self, topic: str, partition: int) -> int | None:
         offsets = [

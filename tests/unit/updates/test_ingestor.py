@@ -569,3 +569,27 @@ def test_a_store_that_lost_what_it_had_is_filled_again(house, monkeypatch, more)
         ingestor.step()
     assert store.applied_to == {ITEMS: 3, USERS: 3}
     assert house.source.log.count("again") == 1
+
+
+def test_a_topic_of_no_table_is_not_read_again(house, monkeypatch):
+    """No store has anything of it: its messages are dead letters."""
+    monkeypatch.setattr("hps.updates.ingestor.NOTE_EVERY_S", 0.0)
+    assert house.ingestor.begin("nobody", 0) is None
+    letter = DeadLetter(Reason.UNKNOWN_TABLE, 0, StreamPosition("nobody", 0, 0), b"")
+    house.source.batches = [UpdateBatch((), [StreamPosition("nobody", 0, 1)], [letter])]
+    for _ in range(4):
+        house.ingestor.step()
+    assert "again" not in house.source.log
+    assert len(house.letters.kept) == 1
+
+
+def test_a_store_that_lost_rows_is_named_with_the_offsets(house, monkeypatch, caplog):
+    monkeypatch.setattr("hps.updates.ingestor.NOTE_EVERY_S", 0.0)
+    store = Forgetful()
+    ingestor = house.make([Store("redis", store)], None)
+    house.source.batches = [batch(7, items=changes([(1, 1.0, 1)]))]
+    ingestor.step()
+    store.applied_to.clear()
+    ingestor.step()
+    said = "redis has the updates of t/0 up to 0, but had them up to 7"
+    assert f"updates are read again: {said}" in caplog.text
