@@ -19,6 +19,7 @@ from hps.config.store_settings import GuardSettings, RedisSettings, RocksDbSetti
 from hps.errors import TierError
 from hps.meters import TierMeter
 from hps.metrics import Metrics
+from hps.models.check import check_apart
 from hps.models.loader import load_tables, version_of_rows
 from hps.models.repository import Repository
 from hps.models.tables import TableFiles
@@ -252,8 +253,9 @@ class Stores:
                 load_tables(model.version, model.tables, store, progress)
             else:
                 store.open_tables(list(model.tables.values()))
-                for table in model.tables.values():
+                for name, table in model.tables.items():
                     store.check(table)
+                    check_apart(model.version.tables[name], table.key_bits)
 
     def _open_redis(self, chosen: RedisSettings) -> SharedRedis:
         from hps.shared_redis import SharedRedis

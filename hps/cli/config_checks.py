@@ -47,7 +47,8 @@ def _check_configuration(report: Report, configuration: Configuration) -> list[M
 
 def _absent_models(configuration: Configuration) -> Path | None:
     """The folder without which there is no model here: they are often mounted only where the server runs."""
-    folders = [folder for each in configuration.legacy for folder in each.directories.values()]
+    legacy = configuration.legacy
+    folders = [each for model in legacy for some in model.directories.values() for each in some]
     folders = folders or [configuration.settings.models.repository]
     return None if any(folder.exists() for folder in folders) else folders[0]
 

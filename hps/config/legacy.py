@@ -13,10 +13,11 @@ from hps.config.model_schema import ModelSpec
 
 @dataclass(frozen=True)
 class LegacyModel:
-    """A model of an HPS ``ps.json``: its tables lie in the given folders (``key``, ``emb_vector``)."""
+    """A model of an HPS ``ps.json``: its tables lie in the given folders (``key``, ``emb_vector``), a fused
+    one in several."""
 
     spec: ModelSpec
-    directories: Mapping[str, Path]
+    directories: Mapping[str, tuple[Path, ...]]
 
 
 @dataclass(frozen=True)

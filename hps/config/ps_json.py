@@ -17,6 +17,7 @@ from hps.config.model_schema import REMOTE_PATH
 from hps.config.ps_kafka import kafka_settings
 from hps.config.ps_keys import (
     EVICTIONS,
+    FUSED_ALREADY,
     HASH_MAPS,
     KAFKA,
     MAX_U64,
@@ -32,6 +33,7 @@ from hps.config.ps_keys import (
 )
 from hps.config.ps_model import PsModel
 from hps.config.ps_redis import TLS, redis_settings
+from hps.config.ps_tables import PsTable
 from hps.config.ps_values import Reader, Section, parse_json
 
 
@@ -52,9 +54,12 @@ def read_ps_json(path: Path) -> PsJson:
     raw_models = top["models"] if isinstance(top["models"], list) else []
     if "models" in top and not raw_models:
         reader.wrong(("models",), "is empty; expected at least one model")
+    sections = [reader.section(M, raw, ("models", i)) for i, raw in enumerate(raw_models)]
+    stores = memory_type == REDIS or disk["type"] == "rocks_db" or source_type == KAFKA
+    fuses = _fuses(reader, top, sections, stores=stores)
     models = [
-        PsModel(reader, i, reader.section(M, raw, ("models", i)), _key_dtype(top), memory_type)
-        for i, raw in enumerate(raw_models)
+        PsModel(reader, i, section, _key_dtype(top), memory_type, fuses=fuses)
+        for i, section in enumerate(sections)
     ]
     _unique_names(reader, models)
     legacy = [model.legacy() for model in models]
@@ -99,6 +104,19 @@ def _inert_databases(reader: Reader, memory: Section, disk: Section, memory_type
         unsaid = "" if "type" in disk else " (as it is when type is left out)"
         names = ("path", "num_threads", "read_only", "initialize_after_startup")
         reader.inert((P,), disk, names, f"{P}.type is {disk['type']}{unsaid}")
+
+
+def _fuses(reader: Reader, top: Section, models: Sequence[Section], *, stores: bool) -> bool:
+    """Whether tables of equal vector size are one. Only ``stores``, HPS's databases and topics, show it."""
+    name, why = "fuse_embedding_table", ""
+    if not stores:
+        reader.inert((), top, (name,), why := FUSED_ALREADY)
+    elif not top[name]:
+        why = f"the file's {name} is false"
+    for i, model in enumerate(models):
+        if why:
+            reader.inert(("models", i), model, (name,), why)
+    return not why
 
 
 def _key_dtype(top: Section) -> str:
@@ -204,9 +222,8 @@ class _Settings:
     def _gpu_exceptions(self, model: PsModel, common: float) -> int:
         """What a model has of its own; returns the bytes of its rows that lie in pinned host memory."""
         host_bytes = 0
-        dims = model.values["embedding_vecsize_per_table"] if model.folders else []
-        for (table, folder), dim in zip(model.folders.items(), dims, strict=False):
-            at: KeyPath = ("models", "serve", model.name, "tables", table)
+        for table in model.tables:
+            at: KeyPath = ("models", "serve", model.name, "tables", table.name)
             if not model.gpu_share:
                 self.set((*at, "gpu_rows"), 0, "models[].gpucache")
             elif model.static:
@@ -214,9 +231,8 @@ class _Settings:
             elif model.gpu_share != common:
                 self.set((*at, "gpu_share"), model.gpu_share, "models[].gpucacheper")
             if model.uvm:
-                host_bytes += int(_rows(folder) * (1 - model.cache_share[0])) * _padded(
-                    int(dim) * 4
-                )
+                rows = int(_rows(table) * (1 - model.cache_share[0]))
+                host_bytes += rows * _padded(table.dim * 4)
         return host_bytes
 
     def _warm(self, models: Sequence[PsModel], memory: Section) -> None:
@@ -233,13 +249,13 @@ class _Settings:
 
     def _exceptions(self, model: PsModel, common: float, limit: _Limit | None) -> None:
         share, key = model.cache_share
-        for table, folder in model.folders.items():
-            at: KeyPath = ("models", "serve", model.name, "tables", table)
+        for table in model.tables:
+            at: KeyPath = ("models", "serve", model.name, "tables", table.name)
             if share <= 0 < common:
                 self.set((*at, "cache_rows"), 0, f"models[].{key}")
             elif share != common:
                 self.set((*at, "cache_share"), share, f"models[].{key}")
-            if limit is not None and math.ceil(_rows(folder) * share) > limit.rows:
+            if limit is not None and math.ceil(_rows(table) * share) > limit.rows:
                 self.set((*at, "cache_rows"), limit.rows, limit.key)
                 if limit.eviction is not None:
                     self.set((*at, "cache_eviction"), limit.eviction, f"{V}.overflow_policy")
@@ -265,9 +281,9 @@ def _padded(row_bytes: int) -> int:
     return -(-row_bytes // 32) * 32
 
 
-def _rows(folder: Path) -> int:
-    """Rows of a table by its key file's size; 0 when it is not there (the loader says so)."""
+def _rows(table: PsTable) -> int:
+    """Rows of a table by its key files' sizes; 0 when one is not there (the loader says so)."""
     try:
-        return (folder / "key").stat().st_size // 8
+        return sum((folder / "key").stat().st_size // 8 for folder in table.folders)
     except OSError:
         return 0

@@ -67,6 +67,11 @@ DENSE = (
 REFRESH = "a write reaches the caches at once, so there is nothing to refresh in turns"
 SHARED = "multi_process_hash_map"
 NOT_SHARED = f"volatile_db.type is not {SHARED}"
+FUSED = (
+    "tables of equal vector size are one, `fused_embedding<i>`, as HPS keeps them in its databases and topics; "
+    "requests name the tables as before. Their keys must not overlap, and they have one default"
+)
+FUSED_ALREADY = "all tables of a request are read in one batch already"
 SHARED_SIZE = "the CPU cache takes what its rows need"
 BATCHED = "all keys of a request are read in one batch"
 PRIVATE = "a name of HPS's Python API; in JSON the key is {}"
@@ -97,7 +102,7 @@ ABOUT_FILTERS = (
 # fmt: off
 KEYS: tuple[PsKey, ...] = (
     PsKey("", "supportlonglong", "bool", True, "false: keys are unsigned 32-bit; of keys in files and requests the low 32 bits count (`key_dtype`)."),
-    PsKey("", "fuse_embedding_table", "bool", False, "Fuse tables of equal vector size.", "all tables of a request are read in one batch already"),
+    PsKey("", "fuse_embedding_table", "bool", False, f"With `rocks_db`, `redis_cluster` or Kafka: {FUSED}. Without these it has no effect, **warned**."),
     PsKey("", V, "object", None, "Absent: type `parallel_hash_map`."),
     PsKey("", P, "object", None, "Absent: type `disabled`."),
     PsKey("", U, "object", None, "Absent: type `null`."),
@@ -167,7 +172,7 @@ KEYS: tuple[PsKey, ...] = (
     PsKey(M, "maxnum_des_feature_per_sample", "int", 26, "Dense inputs of HugeCTR's network.", DENSE),
     PsKey(M, "refresh_delay", "float", 0.0, "Seconds until the first refresh.", REFRESH),
     PsKey(M, "refresh_interval", "int", 0, "Seconds between refreshes.", REFRESH),
-    PsKey(M, "fuse_embedding_table", "bool", "the global one", "Fuse tables of equal vector size.", "all tables of a request are read in one batch already"),
+    PsKey(M, "fuse_embedding_table", "bool", "the global one", "Whether this model's tables are fused, where the file's are."),
     PsKey(M, "embedding_cache_type", "enum", "dynamic", "`dynamic`: a cache. `static`: whole tables in the GPU's memory, read-only (`gpu_static`), and in the CPU cache. `uvm`: whole tables, all but `gpucacheper` of their rows in pinned host memory (`tiers.gpu.host_bytes`).", aliases=CACHE_TYPES,
           ignored_values={"stochastic": "works like dynamic, in HPS too"}),
     PsKey(M, "use_static_table", "bool", False, "true: as `embedding_cache_type: static`."),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from hps.config.checks import Path as KeyPath
@@ -10,6 +9,7 @@ from hps.config.legacy import LegacyModel
 from hps.config.model_schema import REMOTE_PATH, ModelSpec
 from hps.config.problems import InvalidConfiguration, validate
 from hps.config.ps_keys import HASH_MAPS
+from hps.config.ps_tables import PsTable, fused_tables, own_tables
 from hps.config.ps_values import Reader, Section
 
 _CACHE_KEYS = ("gpucacheper", "hit_rate_threshold")
@@ -19,15 +19,24 @@ class PsModel:
     """One entry of ``models``."""
 
     def __init__(
-        self, reader: Reader, index: int, values: Section, key_dtype: str, memory_type: str
+        self,
+        reader: Reader,
+        index: int,
+        values: Section,
+        key_dtype: str,
+        memory_type: str,
+        *,
+        fuses: bool = False,
     ) -> None:
+        """``fuses``: tables of equal vector size are kept as one, unless the model says otherwise."""
         self._reader = reader
         self.path: KeyPath = ("models", index)
         self.values = values
         self._key_dtype = key_dtype
         self._memory_type = memory_type
         self.name = str(values["model"]) if values.complete else ""
-        self.folders: dict[str, Path] = {}
+        self.fused = fuses and values["fuse_embedding_table"] is not False
+        self.tables: list[PsTable] = []
         if self.static:
             reason = "a static table is in memory as a whole"
             reader.inert(self.path, values, ("gpucache", *_CACHE_KEYS), reason)
@@ -77,14 +86,26 @@ class PsModel:
         most = self._per_table("maxnum_catfeature_query_per_table_per_sample", len(files))
         if len(dims) != len(files):
             return None
-        self.folders = {n: self._reader.folder / f for n, f in zip(names, files, strict=True)}
+        self.tables = self._tables(names, [int(dim) for dim in dims], files)
+        table_of = {number: table.name for table in self.tables for number in table.members}
         data = {
             "name": self.name,
             "max_batch_size": int(self.values["max_batch_size"]),
-            "tables": self._tables(names, dims),
+            "tables": [
+                {
+                    "name": table.name,
+                    "dim": table.dim,
+                    "default": table.default,
+                    "key_dtype": self._key_dtype,
+                    "miss_policy": self._miss_policy(),
+                }
+                for table in self.tables
+            ],
             "features": [
-                {"name": name, "table": name, "pooling": "none", "max_hotness": bound}
-                for name, bound in zip(names, most or [None] * len(names), strict=True)
+                {"name": name, "table": table_of[i], "pooling": "none", "max_hotness": bound}
+                for i, (name, bound) in enumerate(
+                    zip(names, most or [None] * len(names), strict=True)
+                )
             ],
         }
         return self._checked(data)
@@ -102,30 +123,50 @@ class PsModel:
         if defaults > len(files):
             self._count("default_value_for_each_table", defaults, len(files))
 
-    def _tables(self, names: list[str], dims: list[Any]) -> list[dict[str, Any]]:
+    def _tables(self, names: list[str], dims: list[int], files: list[str]) -> list[PsTable]:
         """The tables; those that ``default_value_for_each_table`` leaves out get 0.0."""
-        defaults = [*self.values["default_value_for_each_table"], *[0.0] * len(names)]
-        return [
-            {
-                "name": name,
-                "dim": int(dim),
-                "default": default,
-                "key_dtype": self._key_dtype,
-                "miss_policy": self._miss_policy(),
-            }
-            for name, dim, default in zip(names, dims, defaults, strict=False)
-        ]
+        defaults = [*self.values["default_value_for_each_table"], *[0.0] * len(names)][: len(names)]
+        folders = [self._reader.folder / file for file in files]
+        if not self.fused:
+            return own_tables(names, dims, defaults, folders)
+        tables = fused_tables(dims, defaults, folders)
+        for table in tables:
+            if len({defaults[i] for i in table.members}) > 1:
+                message = (
+                    f"{', '.join(names[i] for i in table.members)} are one table, {table.name}, and get "
+                    f"one default as in HPS, the last one's: {table.default:g}"
+                )
+                self._reader.note((*self.path, "default_value_for_each_table"), message)
+        return tables
 
     def _checked(self, data: dict[str, Any]) -> LegacyModel | None:
         try:
             spec = validate(ModelSpec, data, lambda key: self._reader.file)
         except InvalidConfiguration as error:
             for problem in error.problems:
-                at = _ps_path(problem.path)
+                at = self._ps_path(problem.path)
                 if at is not None:
                     self._reader.wrong((*self.path, *at), problem.message)
             return None
-        return LegacyModel(spec, self.folders)
+        return LegacyModel(spec, {table.name: table.folders for table in self.tables})
+
+    def _ps_path(self, path: KeyPath) -> KeyPath | None:
+        """The key of the ``ps.json`` behind a path of the model's description; None when the same is said
+        of another path already (a feature repeats its table's name, unless that is a fused table's)."""
+        keys = {
+            "name": "embedding_table_names",
+            "dim": "embedding_vecsize_per_table",
+            "default": "default_value_for_each_table",
+            "miss_policy": "hit_rate_threshold",
+            "max_hotness": "maxnum_catfeature_query_per_table_per_sample",
+        }
+        if path[0] == "features" and path[-1] != "max_hotness" and not self.fused:
+            return None
+        if path[0] in ("tables", "features") and len(path) > 2:
+            number = int(path[1])
+            at = self.tables[number].members[0] if path[0] == "tables" else number
+            return (keys.get(str(path[2]), str(path[2])), at)
+        return ("model",) if path[0] == "name" else path
 
     def _miss_policy(self) -> dict[str, Any]:
         """HPS's threshold as a policy. Without a GPU cache HPS always waited, and so do we; a
@@ -150,20 +191,3 @@ class PsModel:
 
     def _wrong(self, name: str, message: str) -> None:
         self._reader.wrong((*self.path, name), message)
-
-
-def _ps_path(path: KeyPath) -> KeyPath | None:
-    """The key of the ``ps.json`` behind a path of the model's description; None when the same is said
-    of another path already (a feature repeats its table's name)."""
-    keys = {
-        "name": "embedding_table_names",
-        "dim": "embedding_vecsize_per_table",
-        "default": "default_value_for_each_table",
-        "miss_policy": "hit_rate_threshold",
-        "max_hotness": "maxnum_catfeature_query_per_table_per_sample",
-    }
-    if path[0] == "features" and path[-1] != "max_hotness":
-        return None
-    if path[0] in ("tables", "features") and len(path) > 2:
-        return (keys.get(str(path[2]), str(path[2])), path[1])
-    return ("model",) if path[0] == "name" else path

@@ -47,7 +47,7 @@ class Reader:
             key = known.get(name)
             if key is None:
                 hint = did_you_mean(name, known) or "; HPS does not know it either"
-                self._note((*path, name), f"unknown key{hint}")
+                self.note((*path, name), f"unknown key{hint}")
                 continue
             value = self._value(key, raw, (*path, name))
             if value is None:
@@ -57,7 +57,7 @@ class Reader:
             else:
                 value = self._clamped(key, value, (*path, name))
             if str(value) in key.ignored_values:
-                self._note((*path, f"{name}={raw}"), key.ignored_values[str(value)])
+                self.note((*path, f"{name}={raw}"), key.ignored_values[str(value)])
             values[name] = value
         for key in known.values():
             if key.default is REQUIRED and key.name not in data:
@@ -68,10 +68,10 @@ class Reader:
         self.problems.append(Problem(self.file, path, message))
 
     def ignored(self, path: KeyPath, reason: str) -> None:
-        self._note(path, f"has no effect: {reason}")
+        self.note(path, f"has no effect: {reason}")
 
     def differs(self, path: KeyPath, reason: str) -> None:
-        self._note(path, f"not as in HPS: {reason}")
+        self.note(path, f"not as in HPS: {reason}")
 
     def inert(self, path: KeyPath, section: Section, names: Sequence[str], reason: str) -> None:
         """Those of ``names`` that are given do nothing, because of another key."""
@@ -91,7 +91,7 @@ class Reader:
             for message, paths in self._notes.items()
         )
 
-    def _note(self, path: KeyPath, message: str) -> None:
+    def note(self, path: KeyPath, message: str) -> None:
         self._notes.setdefault(message, []).append(path)
 
     def _clamped(self, key: PsKey, value: Any, path: KeyPath) -> Any:

@@ -18,6 +18,7 @@ from hps.config.model_schema import TensorSpec
 from hps.dense.base import DATATYPES
 from hps.errors import ConfigError
 from hps.generate.keys import Draw, distribution
+from hps.lookup.base import keys_order
 from hps.models.repository import ModelVersion
 from hps.types import KeyArray
 
@@ -92,11 +93,14 @@ class Requests:
 
     def _by_table(self) -> dict[str, NDArray[Any]]:
         """HPS's form: as many keys of each table as its features would bring."""
-        counts = dict.fromkeys(self._version.tables, 0)
+        pairs = [(f.name, table) for f in self._features for table in f.tables]
+        order = keys_order(list(self._version.tables), pairs)
+        counts = dict.fromkeys(order, 0)
         for feature in self._features:
             for table in feature.tables:
-                counts[table] += self._recipe.batch * (feature.hotness or self._hotness)
-        keys = [self._keys(table, count, 0) for table, count in counts.items()]
+                name = table if table in counts else feature.name
+                counts[name] += self._recipe.batch * (feature.hotness or self._hotness)
+        keys = [self._keys(order[name], count, 0) for name, count in counts.items()]
         numbers = np.array([list(counts.values())], np.int32)
         return {"KEYS": np.concatenate(keys)[None], "NUMKEYS": numbers}
 

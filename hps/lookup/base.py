@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from hps.config.ps_tables import is_fused
 from hps.tracing import Origin
 from hps.types import EmbeddingTable, JaggedKeys, KeyArray, LookupRequest, LookupResult, Pooling
 
@@ -65,6 +66,12 @@ def spread(
     for name, given in keys.items():
         found |= {feature.name: given for feature in inputs.get(name, ())} or {name: given}
     return found
+
+
+def keys_order(tables: Sequence[str], features: Sequence[tuple[str, str]]) -> Mapping[str, str]:
+    """What HPS's ``KEYS`` go by, in order, with the table of each: the tables, or where these are HPS's fused
+    ones the ``features (name, table)``, which are called as the tables were before."""
+    return dict(features) if any(map(is_fused, tables)) else dict(zip(tables, tables, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from hps.errors import ModelError
+from hps.models.fused_files import FusedFiles
 from hps.models.manifest import checksum_file, compare_checksum
 from hps.models.repository import ModelVersion
 from hps.models.tables import TableFiles
@@ -116,6 +117,21 @@ def repeated_keys(files: TableFiles, key_bits: int = 64) -> int:
         found = np.sort(np.concatenate(parts))
         count += int(np.count_nonzero(found[1:] == found[:-1]))
     return count
+
+
+def check_apart(files: TableFiles, key_bits: int) -> None:
+    """Raises ModelError when a key stands in several of the tables that a fused table is made of. Reads all
+    keys of a fused table."""
+    if not isinstance(files, FusedFiles):
+        return
+    within = sum(repeated_keys(part, key_bits) for part in files.parts)
+    if between := repeated_keys(files, key_bits) - within:
+        folders = ", ".join(str(part.folder) for part in files.parts)
+        raise ModelError(
+            f"table '{files.name}': {between:,} keys stand in several of {folders}, but fuse_embedding_table "
+            "keeps these as one table: give each table keys of its own, or set fuse_embedding_table to "
+            "false, in HPS too, which then has to load its databases anew"
+        )
 
 
 def _key_bits(version: ModelVersion, table: str) -> int:

@@ -26,6 +26,7 @@ from typing import Literal
 import numpy as np
 
 from hps.errors import ModelError, TierError
+from hps.models.check import check_apart
 from hps.models.manifest import checksum_file, compare_checksum
 from hps.models.repository import ModelVersion
 from hps.models.sorting import Chunk, Duplicates, ahead, block_rows, sorted_chunks
@@ -126,6 +127,7 @@ def _load(
             f"table {table.id} is not loaded into {store.path}, and access: {store.access} forbids it; "
             "load it once with access: primary",
         )
+    check_apart(files, table.key_bits)
     record = LoadRecord(
         files.digest,
         files.rows,

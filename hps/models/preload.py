@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+from hps.models.check import check_apart
 from hps.models.loader import row_version
 from hps.models.manifest import checksum_file, compare_checksum
 from hps.models.repository import ModelVersion
@@ -40,13 +41,14 @@ def preload_tables(
                 row_version(version, files),
                 share=share,
                 mark=files.digest,
-                before=partial(_verify, files),
+                before=partial(_verify, files, table),
                 progress=step,
             )
     return rows
 
 
-def _verify(files: TableFiles) -> None:
+def _verify(files: TableFiles, table: EmbeddingTable) -> None:
+    check_apart(files, table.key_bits)
     for path, entry in files.entries():
         compare_checksum(path, entry.checksum, checksum_file(path))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from hps.config.model_file import apply_override, load_model_spec
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.config.schema import ModelOverride
 from hps.errors import ModelError, NotFound
+from hps.models.fused_files import fused
 from hps.models.manifest import (
     FILE_NAME,
     FileEntry,
@@ -35,12 +36,12 @@ _NAME = re.compile(r"[a-zA-Z0-9_\-]{1,120}")
 
 
 class Legacy(Protocol):
-    """A `ps.json` model: its description, and one HugeCTR directory per table."""
+    """A `ps.json` model: its description, and each table's HugeCTR directories."""
 
     @property
     def spec(self) -> ModelSpec: ...
     @property
-    def directories(self) -> Mapping[str, Path]: ...
+    def directories(self) -> Mapping[str, Sequence[Path]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,10 +268,11 @@ def open_legacy(model: Legacy) -> ModelVersion:
     """A `ps.json` model as version 1, read from its HugeCTR directories where they lie."""
     tables = {}
     for spec in model.spec.tables:
-        folder = model.directories.get(spec.name)
-        if folder is None:
+        folders = model.directories.get(spec.name)
+        if not folders:
             raise ModelError(f"model '{model.spec.name}': no directory for table '{spec.name}'")
-        tables[spec.name] = open_table(folder, spec.name, spec.dim, None)
+        parts = [open_table(folder, spec.name, spec.dim, None) for folder in folders]
+        tables[spec.name] = fused(spec.name, parts)
     digest = digest_of({n: t.digest for n, t in tables.items()})
     folder = next(iter(tables.values())).folder.parent
     return ModelVersion(model.spec.name, 1, model.spec, folder, tables, None, None, digest)

@@ -87,7 +87,8 @@ def _apart(files: TableFiles, scratch: Path) -> NDArray[np.float32]:
         return files.vectors()
     scratch.mkdir(parents=True, exist_ok=True)
     try:
-        copy = shutil.copyfile(files.vector_path, scratch / "vectors")
+        copy = scratch / "vectors"
+        files.copy_vectors(copy)
         if (copied := copy.stat().st_size) != size:
             raise ModelError(
                 f"{files.vector_path} was changed while it was copied: {copied} bytes, expected {size}"

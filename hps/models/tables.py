@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class TableFiles:
     rows: int
     dim: int
     digest: str
-    stamps: tuple[Stamp, Stamp]
+    stamps: tuple[Stamp, ...]
     entry: TableEntry | None = None
 
     @property
@@ -82,6 +83,10 @@ class TableFiles:
         """The vectors (n, dim) of ``rows (n,)``, a read each: for a few."""
         vectors: NDArray[np.float32] = self._pick(self.vector_path, "<f4", self.dim, rows)
         return vectors
+
+    def copy_vectors(self, target: Path) -> None:
+        """Copy all vectors to the file ``target``, as they lie on the disk."""
+        shutil.copyfile(self.vector_path, target)
 
     def check_unchanged(self) -> None:
         """Raises ModelError when somebody wrote to the files since they were opened."""

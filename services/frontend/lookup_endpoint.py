@@ -22,14 +22,12 @@ from services.frontend.datatypes import INTEGERS, InputRule
 from services.frontend.endpoints import Output, asked_for, output_aliases, unexpected_output
 from services.frontend.errors import shown
 from services.frontend.features import FeatureInputs
-
-KEYS, NUMKEYS, OUTPUT0 = "KEYS", "NUMKEYS", "OUTPUT0"
-KEYS_SOURCE = "KEYS.source"
+from services.frontend.keys_form import KEYS, KEYS_SOURCE, NUMKEYS, OUTPUT0, KeysForm
 
 
 class LookupEndpoint:
     """Embedding lookup in two forms: a tensor per feature, or HPS's ``KEYS`` and ``NUMKEYS``, which
-    go by the model's tables in their order and come back as one flat ``OUTPUT0``."""
+    go by the model's tables in their order (`KeysForm`) and come back as one flat ``OUTPUT0``."""
 
     is_long = False
 
@@ -40,7 +38,7 @@ class LookupEndpoint:
         self._engine = engine or served.engine
         self._freshness = served.freshness
         self._inputs = FeatureInputs(served.engine.features)
-        self._tables = list(served.engine.tables)
+        self._keys_form = KeysForm(served.engine)
         self.rules = dict(self._inputs.rules)
         self._aliases = output_aliases(served.engine.features)
         self._outputs = {n for f in served.engine.features for n in (f, f"{f}.source")}
@@ -118,30 +116,38 @@ class LookupEndpoint:
         _one_row(KEYS, shapes[KEYS])
         _one_row(NUMKEYS, shapes[NUMKEYS])
         flat, counts = call.inputs[KEYS], call.inputs[NUMKEYS].tolist()
-        if len(counts) != len(self._tables):
+        names = self._keys_form.names
+        if len(counts) != len(names):
             raise BadRequest(
-                f"'{NUMKEYS}' has {len(counts)} counts, model '{self.name}' has {len(self._tables)} tables: "
-                + ", ".join(self._tables)
+                f"'{NUMKEYS}' has {len(counts)} counts, model '{self.name}' has {len(names)} tables: "
+                + ", ".join(names)
             )
         if min(counts) < 0 or sum(counts) != len(flat):
             raise BadRequest(
                 f"'{NUMKEYS}' counts {shown(counts)} must not be negative and add up to the {len(flat)} "
                 f"keys of '{KEYS}'"
             )
-        if len(counts) == 1 and counts[0]:
-            return {self._tables[0]: JaggedKeys(flat, counts[0])}
-        start, found = 0, {}
-        for table, count in zip(self._tables, counts, strict=True):
-            if count:
-                found[table] = JaggedKeys(flat[start : start + count], count)
-                start += count
-        return found
+        return self._keys_form.split(flat, counts)
 
     def outputs(self, call: Call, result: LookupResult) -> list[Output]:
         """Outputs that were asked for; one whose input was not sent is left out."""
         if KEYS in call.form.shapes and self._by_table:
-            return _flat_outputs(call, result)
+            return self._flat_outputs(call, result)
         return asked_for(call, result.vectors, result.sources, self._aliases)
+
+    def _flat_outputs(self, call: Call, result: LookupResult) -> list[Output]:
+        """``OUTPUT0 (Σ keys * dim,)`` float32, table after table, and the source of every key."""
+        form, counts = self._keys_form, call.inputs[NUMKEYS]
+        found: list[Output] = []
+        for name in call.form.outputs or (OUTPUT0,):
+            if name == OUTPUT0:
+                vectors = form.join(result.vectors, counts)
+                found.append((name, _joined(vectors, np.dtype(np.float32))))
+            elif name == KEYS_SOURCE:
+                sources = {table: result.sources[table] for table in result.vectors}
+                codes = _joined(form.join(sources, counts), np.dtype(np.uint8))
+                found.append((name, codes.reshape(call.form.shapes[KEYS])))
+        return found
 
 
 def _spread(
@@ -160,19 +166,6 @@ def _one_row(name: str, shape: list[int]) -> None:
         raise BadRequest(
             f"unexpected shape for input '{name}': expected [1,-1] (one request's worth), got {shape}"
         )
-
-
-def _flat_outputs(call: Call, result: LookupResult) -> list[Output]:
-    """``OUTPUT0 (Σ keys * dim,)`` float32, table after table, and the source of every key."""
-    found: list[Output] = []
-    for name in call.form.outputs or (OUTPUT0,):
-        if name == OUTPUT0:
-            found.append((name, _joined([*result.vectors.values()], np.dtype(np.float32))))
-        elif name == KEYS_SOURCE:
-            sources = [result.sources[table] for table in result.vectors]
-            codes = _joined(sources, np.dtype(np.uint8))
-            found.append((name, codes.reshape(call.form.shapes[KEYS])))
-    return found
 
 
 def _joined(arrays: list[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:

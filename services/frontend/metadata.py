@@ -17,7 +17,7 @@ from hps.lookup.base import inputs_of
 from hps.node import ServedModel
 from hps.predict_checks import TOP_K_INDEX
 from hps.types import Source
-from services.frontend.lookup_endpoint import KEYS, KEYS_SOURCE, NUMKEYS, OUTPUT0
+from services.frontend.keys_form import KEYS, KEYS_SOURCE, NUMKEYS, OUTPUT0, KeysForm
 
 SERVER_NAME = "hps"
 PLATFORM = "hps"
@@ -138,7 +138,7 @@ def tables_info(served: ServedModel) -> ModelInfo:
     outputs = [TensorInfo(OUTPUT0, "FP32", (-1, -1))]
     parameters = {
         **_common(served),
-        "tables": list(served.engine.tables),
+        "tables": KeysForm(served.engine).names,
         "also_accepts": f"the tensors of '{served.name}.lookup'",
     }
     return _info(served, served.name, inputs, outputs, parameters)
@@ -186,9 +186,10 @@ def _common(served: ServedModel) -> dict[str, Any]:
 
 
 def _tables_form(served: ServedModel) -> str:
-    tables = ", ".join(f"{t.name}[{t.dim}]" for t in served.engine.tables.values())
+    form = KeysForm(served.engine)
+    tables = ", ".join(f"{name}[{dim}]" for name, dim in form.dims(served.engine).items())
     return (
-        f"'{KEYS}' INT64 [1,n] and '{NUMKEYS}' INT32 [1,{len(served.engine.tables)}], keys per table in "
+        f"'{KEYS}' INT64 [1,n] and '{NUMKEYS}' INT32 [1,{len(form.names)}], keys per table in "
         f"the order {tables}; answers '{OUTPUT0}' FP32 flat, on request '{KEYS_SOURCE}' UINT8"
     )
 

@@ -32,7 +32,8 @@ from services.frontend import faults
 from services.frontend.call import Call, Form
 from services.frontend.endpoints import Output
 from services.frontend.errors import status_of, told
-from services.frontend.lookup_endpoint import KEYS, LookupEndpoint
+from services.frontend.keys_form import KEYS
+from services.frontend.lookup_endpoint import LookupEndpoint
 
 _DATATYPE = {dtype: name for name, dtype in DATATYPES.items()}
 # HPS's parameters that have nothing to act on here, what they may be, and why not otherwise.

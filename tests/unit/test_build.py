@@ -290,7 +290,8 @@ def test_a_model_of_a_ps_json(tmp_path):
         directories[table.name].mkdir()
         np.arange(10).tofile(directories[table.name] / "key")
         rows(np.arange(10), table.dim).tofile(directories[table.name] / "emb_vector")
-    legacy = LegacyModel(ModelSpec(name="old", tables=[USERS, ITEMS]), directories)
+    folders = {name: (folder,) for name, folder in directories.items()}
+    legacy = LegacyModel(ModelSpec(name="old", tables=[USERS, ITEMS]), folders)
     data = Settings(**settings(tmp_path, models={"serve": {"old": {"max_batch_size": 3}}}))
     for _ in range(2):
         with hps.open(Configuration(settings=data, legacy=(legacy,))) as node:

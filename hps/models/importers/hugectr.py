@@ -9,8 +9,10 @@ from pathlib import Path
 from hps.config import load_config
 from hps.config.legacy import LegacyModel
 from hps.errors import ModelError
+from hps.models.check import check_apart
 from hps.models.importers.arrays import block_rows
 from hps.models.importers.plan import ImportPlan, ImportTable, TableChoice, table_name
+from hps.models.repository import open_legacy
 from hps.models.tables import KEY_BYTES, KEY_FILE, VALUE_BYTES, VECTOR_FILE, TableFiles, open_table
 
 
@@ -72,10 +74,10 @@ def plan_ps_json(path: Path, model: str | None = None) -> ImportPlan:
 
 
 def plan_legacy(path: Path, model: LegacyModel) -> ImportPlan:
-    tables = tuple(
-        _table(open_table(model.directories[t.name], t.name, t.dim, None))
-        for t in model.spec.tables
-    )
+    version = open_legacy(model)
+    for table in version.embedding_tables().values():
+        check_apart(version.tables[table.name], table.key_bits)
+    tables = tuple(_table(files) for files in version.tables.values())
     return ImportPlan(path, "ps.json", tables, model.spec)
 
 

@@ -203,7 +203,10 @@ def test_a_key_of_a_model_and_of_the_top_level_is_named_for_both(ps: Ps) -> None
 def test_paths_start_at_the_file(ps: Ps, tmp_path: Path) -> None:
     configuration = ps.load(ps.put("persistent_db.path", "db"))
     assert configuration.settings.tiers.rocksdb.path == tmp_path / "db"
-    assert set(configuration.legacy[0].directories.values()) == {tmp_path / "t0", tmp_path / "t1"}
+    assert set(configuration.legacy[0].directories.values()) == {
+        (tmp_path / "t0",),
+        (tmp_path / "t1",),
+    }
 
 
 def test_a_read_only_database_is_not_loaded(ps: Ps) -> None:

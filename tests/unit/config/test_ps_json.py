@@ -75,7 +75,7 @@ def test_the_example(ps: Ps) -> None:
     assert kafka is not None
     assert (kafka.brokers, kafka.models, kafka.shared_writer) == ("127.0.0.1:9092", [".+"], "nodes")
     (model,) = configuration.legacy
-    assert model.directories == {"t0": Path("/m/wdl/1/t0"), "t1": Path("/m/wdl/1/t1")}
+    assert model.directories == {"t0": (Path("/m/wdl/1/t0"),), "t1": (Path("/m/wdl/1/t1"),)}
     spec = model.spec
     assert (spec.name, spec.max_batch_size, spec.dense) == ("wdl", 64, None)
     assert [(t.name, t.dim, t.default, t.key_dtype) for t in spec.tables] == [
@@ -118,6 +118,7 @@ def test_an_ignored_key_is_named_and_changes_nothing(ps: Ps, key: PsKey) -> None
 # What every acting key does, shown by two values with different outcomes.
 VARIED: dict[str, tuple[Any, Any]] = {
     "supportlonglong": (True, False),
+    "fuse_embedding_table": (False, True),
     "volatile_db": ({"type": "hash_map", "initialize_after_startup": False}, {"type": "hash_map"}),
     "persistent_db": ({"type": "rocks_db"}, {}),
     "models[].model": ("a", "b"),
@@ -147,6 +148,7 @@ VARIED: dict[str, tuple[Any, Any]] = {
 }
 # These act only together with another key and have tests of their own below.
 TOGETHER = {
+    "models[].fuse_embedding_table",
     "models",
     "volatile_db.type",
     "volatile_db.num_partitions",

@@ -175,7 +175,7 @@ class TestLegacy:
 
         class Model:
             spec = USERS.model_copy(update={"name": "old"})
-            directories = {"users": folder}  # noqa: RUF012
+            directories = {"users": (folder,)}  # noqa: RUF012
 
             @staticmethod
             def write(value, seconds):

@@ -242,7 +242,7 @@ class TestDigest:
         assert one.tables["items"].digest != three.tables["items"].digest
 
     def test_legacy_folders_go_by_size_and_time(self, tmp_path, make_spec):
-        legacy = Legacy(make_spec("old", t=2), {"t": tmp_path / "t"})
+        legacy = Legacy(make_spec("old", t=2), {"t": (tmp_path / "t",)})
         (tmp_path / "t").mkdir()
         np.arange(3, dtype="<i8").tofile(tmp_path / "t/key")
         np.ones((3, 2), "<f4").tofile(tmp_path / "t/emb_vector")

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from hps.errors import ModelError
-from hps.models.check import repeated_keys
+from hps.models.check import check_apart, repeated_keys
+from hps.models.fused_files import fused
 from hps.models.tables import open_table
 
 
@@ -87,3 +88,56 @@ def test_repeated_keys_are_counted_in_parts(tmp_path, monkeypatch, at_a_time):
     files = open_table(write(tmp_path / "t", keys, np.zeros((200, 2))), "t", 2, None)
     assert repeated_keys(files) == 200 - len(np.unique(keys))
     assert repeated_keys(files, 32) == 200 - len(np.unique(keys & 0xFFFFFFFF))
+
+
+class TestFused:
+    """The rows of several folders as one table's."""
+
+    def open(self, folder, *keys):
+        parts = []
+        for number, some in enumerate(keys):
+            vectors = np.arange(2 * len(some)).reshape(-1, 2) + 100 * number
+            part = write(folder / f"t{number}", some, vectors)
+            parts.append(open_table(part, "fused_embedding0", 2, None))
+        return fused("fused_embedding0", parts), parts
+
+    def test_rows_are_those_of_the_parts_one_behind_the_other(self, tmp_path):
+        files, parts = self.open(tmp_path, [5, 3], [], [9, -1, 7], [8])
+        keys = np.concatenate([part.keys() for part in parts])
+        vectors = np.concatenate([part.vectors() for part in parts])
+        assert (files.rows, files.dim, files.bytes) == (6, 2, 96)
+        for start in range(7):
+            for stop in [*range(start, 8), None]:
+                assert files.keys(start, stop).tolist() == keys[start:stop].tolist()
+                assert files.vectors(start, stop).tolist() == vectors[start:stop].tolist()
+        rows = np.array([5, 0, 3, 2, 3])
+        assert files.keys_at(rows).tolist() == keys[rows].tolist()
+        assert files.vectors_at(rows).tolist() == vectors[rows].tolist()
+        assert [k.tolist() for k, _ in files.blocks(4)] == [keys[:4].tolist(), keys[4:].tolist()]
+        files.copy_vectors(tmp_path / "copy")
+        assert np.fromfile(tmp_path / "copy", "<f4").tolist() == vectors.ravel().tolist()
+        files.check_unchanged()
+
+    def test_a_changed_part_is_noticed(self, tmp_path):
+        files, parts = self.open(tmp_path, [5, 3], [9])
+        write(parts[1].folder, [9, 10], np.zeros((2, 2)))
+        with pytest.raises(ModelError):
+            files.check_unchanged()
+        changed, _ = self.open(tmp_path, [5, 3], [9, 10])
+        assert changed.digest != files.digest
+
+    def test_one_part_is_a_table_of_its_own(self, tmp_path):
+        files, (part,) = self.open(tmp_path, [5, 3])
+        assert files is part
+        check_apart(files, 64)
+
+    def test_keys_of_several_parts_are_refused_and_repeated_ones_of_a_part_are_not(self, tmp_path):
+        files, _ = self.open(tmp_path / "apart", [5, 3, 5], [9, 9])
+        check_apart(files, 64)
+        files, _ = self.open(tmp_path / "both", [5, 3, 5], [9, 5, 3])
+        with pytest.raises(ModelError, match=r"2 keys stand in several of .*t0, .*t1, but fuse_"):
+            check_apart(files, 64)
+        files, _ = self.open(tmp_path / "narrow", [5], [5 + 2**32])
+        check_apart(files, 64)
+        with pytest.raises(ModelError, match="1 keys stand in several"):
+            check_apart(files, 32)
