@@ -39,6 +39,9 @@ def row(value: float) -> np.ndarray:
     return np.full((1, 2), value, np.float32)
 
 
+TABLE = EmbeddingTable.make("t", 2)
+
+
 class Node:
     def __init__(self, stores, table) -> None:
         self.stores, self.table = stores, table
@@ -79,11 +82,12 @@ EVENT = st.one_of(
 def test_an_acknowledged_write_is_there_whatever_was_stored_and_the_clock_says(
     databases, monkeypatch, events
 ):
-    table = EmbeddingTable.make(f"t{next(_NAMES)}", 2)
+    first_key = next(_NAMES) * KEYS  # keys of its own: tables are costly to make
+    table = TABLE
     node, now_ns = Node(databases, table), time.time_ns()
     try:
         for number, event in enumerate(events, 1):
-            key = np.array([event[1] if len(event) > 1 else 0])
+            key = np.array([first_key + (event[1] if len(event) > 1 else 0)])
             match event[0]:
                 case "write" | "delete" as what:
                     new, gone = (key, NONE) if what == "write" else (NONE, key)
@@ -114,8 +118,6 @@ def test_an_acknowledged_write_is_there_whatever_was_stored_and_the_clock_says(
     finally:
         monkeypatch.undo()
         node.close()
-        for store in databases:
-            store.drop(table)
 
 
 def test_two_nodes_that_write_in_one_millisecond_leave_all_stores_with_the_same_row(
@@ -124,8 +126,7 @@ def test_two_nodes_that_write_in_one_millisecond_leave_all_stores_with_the_same_
     """One store gets the one's row last, the other one the other's."""
     now_ns = time.time_ns()
     monkeypatch.setattr("hps.updates.version_clock.time.time_ns", lambda: now_ns)
-    table = EmbeddingTable.make(f"t{next(_NAMES)}", 2)
-    key = np.array([1])
+    table, key = TABLE, np.array([next(_NAMES) * KEYS])
     versions = [np.array([VersionClock().now()], np.uint64) for _ in range(2)]
     for store, order in zip(databases, ([0, 1], [1, 0]), strict=True):
         for writer in order:
@@ -135,5 +136,4 @@ def test_two_nodes_that_write_in_one_millisecond_leave_all_stores_with_the_same_
         part = Part.make(table, key)
         store.fetch([part], FetchContext())
         rows.append(part.out[0, 0])
-        store.drop(table)
     assert rows[0] == rows[1]
