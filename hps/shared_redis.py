@@ -190,8 +190,8 @@ class _Fed:
     def __init__(self, redis: RedisTier, share: float) -> None:
         self._redis = redis
         self._share = share
-        self.applied, self.positions = redis.applied, redis.positions
-        self.versions = redis.versions
+        self.applied, self.identify, self.restart = redis.applied, redis.identify, redis.restart
+        self.positions, self.versions = redis.positions, redis.versions
 
     def apply(
         self, table: EmbeddingTable, changes: TableChanges, positions: Sequence[StreamPosition]

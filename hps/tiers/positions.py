@@ -65,3 +65,13 @@ class PositionedStore(Protocol):
     def positions(self, table: EmbeddingTable) -> Mapping[Place, int]:
         """All that `applied` would return for ``table``, by topic and partition. Raises TierError."""
         ...
+
+    def identify(self, table: EmbeddingTable, topic: str, partition: int, topic_id: str) -> bool:
+        """Keep Kafka's ``topic_id`` beside the position of this partition. True when another id was kept: the
+        topic was deleted and created again, so the position is set to 0."""
+        ...
+
+    def restart(self, table: EmbeddingTable, topic: str, partition: int) -> None:
+        """Set the position to 0, the only way that it goes back: the partition lost messages, so offsets no
+        longer say which of them were applied."""
+        ...

@@ -542,6 +542,35 @@ def test_positions_are_kept_with_the_rows(server, open_tier, table, kind):
     assert tier.applied(table, "x", 1) == 2
 
 
+@pytest.mark.parametrize("kind", ["native", "hps"])
+def test_position_of_another_topic_of_that_name_is_set_to_zero(server, open_tier, table, kind):
+    tier = open_tier(layout=kind)
+    tier.apply(table, changes([1]), [StreamPosition("t", 0, 17), StreamPosition("t", 1, 4)])
+    assert not tier.identify(table, "t", 0, "first id"), "written before ids were kept"
+    assert not tier.identify(table, "t", 0, "first id")
+    assert tier.applied(table, "t", 0) == 17
+    assert tier.identify(table, "t", 0, "second id")
+    assert [tier.applied(table, "t", p) for p in (0, 1)] == [0, 4]
+    assert not tier.identify(table, "t", 0, "second id")
+    tier.apply(table, changes(), [StreamPosition("t", 0, 5, since=3)])
+    assert tier.applied(table, "t", 0) == 0, "it lacks the first three"
+    tier.apply(table, changes(), [StreamPosition("t", 0, 5)])
+    assert tier.applied(table, "t", 0) == 5
+    tier.restart(table, "t", 0)
+    assert tier.applied(table, "t", 0) == 0
+    assert held(tier, table, [1]).tolist() == [1]
+
+
+def test_identification_that_was_interrupted_is_completed(server, open_tier, table):
+    tier = open_tier(partitions=2)
+    tier.apply(table, changes([1]), [StreamPosition("t", 0, 17)])
+    tier.identify(table, "t", 0, "first id")
+    first, second = (f"hps:{{ctr/2/user/p{i}}}o" for i in (0, 1))
+    server.ask("HSET", first, "t/0/id", "second id", "t/0", 0)
+    assert tier.identify(table, "t", 0, "second id")
+    assert server.ask("HMGET", second, "t/0/id", "t/0") == [b"second id", b"0"]
+
+
 def test_positions_are_gone_with_the_rows(server, open_tier, table):
     tier = open_tier()
     tier.apply(table, changes([1, 2, 3]), [StreamPosition("t", 0, 17)])

@@ -9,6 +9,7 @@ hash        ``native``                                        ``hps``, HPS's own
 rows        ``hps:{<model>/<version>/<table>/p<i>}v``         ``hps_et{hps_et.<model>.<table>/p<i>}v``
 stamps      ``…}t``: uses or last use, as HPS keeps them      ``…}t``
 positions   ``…}o``: ``<topic>/<partition>`` -> offset;       ``…}o``
+            ``<topic>/<partition>/id`` -> Kafka's id;
             ``highest`` -> version ever written
 floors      ``…}f``: versions of evicted rows, a string
 facts       ``hps:{<model>/<version>/<table>}m``              ``hps_et{hps_et.<model>.<table>}m``

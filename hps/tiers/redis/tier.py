@@ -22,17 +22,18 @@ from hps.config.store_settings import RedisSettings
 from hps.errors import TierError, Unavailable
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.checks import check_keys, check_part, check_rows
-from hps.tiers.positions import Place, StreamPosition, TableChanges
+from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.redis.client import RedisClient
 from hps.tiers.redis.commands import Command, read_replies
 from hps.tiers.redis.connection import NAME
 from hps.tiers.redis.layout import SCRIPTS, WRITE_SLICE, TableName, stamp
 from hps.tiers.redis.load import Loads
 from hps.tiers.redis.load import Source as LoadSource
+from hps.tiers.redis.positions import Positions
 from hps.tiers.redis.rows import AskedKeys, PartRead, receive_rows
 from hps.tiers.redis.tables import OpenTable, Tables, Usage
 from hps.tiers.redis.upkeep import Upkeep
-from hps.tiers.redis.writes import Only, Writes, common_positions, position_field
+from hps.tiers.redis.writes import Only, Writes
 from hps.tiers.row_values import Layout, Stored, WrongLength
 from hps.types import (
     EmbeddingTable,
@@ -63,6 +64,9 @@ class RedisTier:
         self._loads = Loads(self, self._client)
         self._upkeep = Upkeep(self._client, self._tables, settings, self._loads.look)
         self._writes = Writes(self._client, self._tables, self._upkeep)
+        positions = Positions(self._client, self._tables)
+        self.applied, self.identify = positions.applied, positions.identify
+        self.restart, self.positions = positions.restart, positions.positions
         self._touches = Workers(1, _TOUCHES, name=f"{NAME}-touch")
         self._info = TierInfo(NAME, Source.REDIS, blocking=True, shared=True, cache=True)
 
@@ -193,20 +197,6 @@ class RedisTier:
         if len(keys):
             self._client.run(list(_commands(read, opened)), receive_rows, deadline)
         return part.versions
-
-    def applied(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
-        """The lowest over all partitions of the table; None when one of them has none."""
-        opened = self._tables.usable(table, self._client.deadline())
-        field = position_field(topic, partition)
-        calls = [(key, ("HGET", key, field)) for key in opened.layout.positions_keys]
-        found = self._client.call_all(calls)
-        return None if None in found else min(map(int, found))
-
-    def positions(self, table: EmbeddingTable) -> dict[Place, int]:
-        """See `hps.tiers.positions.PositionedStore`."""
-        opened = self._tables.usable(table, self._client.deadline())
-        calls = [(key, ("HGETALL", key)) for key in opened.layout.positions_keys]
-        return common_positions(self._client.call_all(calls))
 
     def preload(
         self,

@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.tiers.base import newest_of_each
-from hps.tiers.positions import Place, StreamPosition, TableChanges
+from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.redis.client import RedisClient
 from hps.tiers.redis.commands import Command, read_replies
 from hps.tiers.redis.layout import WRITE_SLICE, Head, TableLayout, stamp
+from hps.tiers.redis.positions import position_field
 from hps.tiers.redis.tables import OpenTable, Tables
 from hps.tiers.redis.upkeep import Upkeep
 from hps.types import (
@@ -167,21 +168,6 @@ class Writes:
             for p in positions
         ]
         return Head(flags, oldest, stamp(self._upkeep.policy), noted, opened.floors)
-
-
-def position_field(topic: str, partition: int) -> bytes:
-    return f"{topic}/{partition}".encode()
-
-
-def common_positions(hashes: Sequence[Sequence[bytes]]) -> dict[Place, int]:
-    """The lowest position of each stream, of those that all partitions' ``hashes`` of positions have."""
-    found = [dict(zip(each[::2], each[1::2], strict=True)) for each in hashes]
-    common: dict[Place, int] = {}
-    for field in set.intersection(*(set(each) for each in found)):
-        topic, _, partition = field.decode().rpartition("/")
-        if topic and partition.isdecimal():  # other facts lie there too
-            common[topic, int(partition)] = min(int(each[field]) for each in found)
-    return common
 
 
 def _decisive(layout: TableLayout, keys: KeyArray, versions: VersionArray) -> IndexArray:

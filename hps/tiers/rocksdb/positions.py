@@ -2,7 +2,8 @@
 
 They lie in the column family ``default`` under ``position:<column family>:<topic>/<partition>`` and are
 written after the rows they speak of, through the same log: what is there after a crash never claims more than
-the rows do. A new bulk load, which loses rows streamed in, removes them.
+the rows do. Under the same name with ``/id`` behind it lies Kafka's id of the topic. A new bulk load, which
+loses rows streamed in, removes both.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Positions:
             return self._get(table, StreamPosition(topic, partition, 0))
 
     def positions(self, table: EmbeddingTable) -> dict[Place, int]:
+        """See `hps.tiers.positions.PositionedStore`."""
         prefix = position_prefix(family_name(table, self._database.layout))
         found: dict[Place, int] = {}
         with self._database.errors():
@@ -61,9 +63,35 @@ class Positions:
             at.seek(prefix)
             while at.valid() and (name := at.key()).startswith(prefix):
                 topic, _, partition = name[len(prefix) :].decode().rpartition("/")
-                found[topic, int(partition)] = int(at.value())
+                if partition.isdecimal():  # the topics' ids lie there too
+                    found[topic, int(partition)] = int(at.value())
                 at.next()
         return found
+
+    def identify(self, table: EmbeddingTable, topic: str, partition: int, topic_id: str) -> bool:
+        """See `hps.tiers.positions.PositionedStore`."""
+        database, position = self._database, StreamPosition(topic, partition, 0)
+        name = self._name(table, position) + b"/id"
+        with database.lock, database.errors():
+            stored = database.db.get(name)
+            if stored == topic_id.encode():
+                return False
+            database.writable()
+
+            def put(batch: WriteBatch) -> None:
+                batch.put(name, topic_id.encode())
+                if stored is not None:
+                    self._put(table, [position], batch)
+
+            database.room.write(put)
+            return stored is not None
+
+    def restart(self, table: EmbeddingTable, topic: str, partition: int) -> None:
+        """See `hps.tiers.positions.PositionedStore`."""
+        with self._database.lock, self._database.errors():
+            self._database.writable()
+            first = [StreamPosition(topic, partition, 0)]
+            self._database.room.write(lambda batch: self._put(table, first, batch))
 
     def _name(self, table: EmbeddingTable, position: StreamPosition) -> bytes:
         family = family_name(table, self._database.layout)

@@ -69,7 +69,9 @@ class RocksDbTier:
         self._database = Database(settings, layout)
         self._follower = Follower(self._database)
         self._rows = VersionedRows(self._database, clock)
-        self._positions = Positions(self._database, self._rows)
+        self._positions = positions = Positions(self._database, self._rows)
+        self.applied, self.identify = positions.applied, positions.identify
+        self.restart = positions.restart
         self._info = TierInfo(NAME, Source.ROCKSDB, blocking=True, volatile=False)
         self._slice = _MAPPED_SLICE if tuning.mmap_reads else _READ_SLICE
 
@@ -311,10 +313,6 @@ class RocksDbTier:
         part = Part.make(table, keys)
         self.fetch([part], FetchContext())
         return part.versions
-
-    def applied(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
-        """See `hps.tiers.positions.PositionedStore`."""
-        return self._positions.applied(table, topic, partition)
 
     def positions(self, table: EmbeddingTable) -> dict[Place, int]:
         """See `hps.tiers.positions.PositionedStore`."""

@@ -69,6 +69,30 @@ def test_positions_never_go_back(tier):
     assert tier.applied(ITEMS, "updates", 0) == 30
 
 
+def test_position_of_another_topic_of_that_name_is_set_to_zero(tier):
+    tier.apply(ITEMS, changes({1: 1}), [at(10), at(7, 3)])
+    assert not tier.identify(ITEMS, "updates", 0, "first id"), "written before ids were kept"
+    assert not tier.identify(ITEMS, "updates", 0, "first id")
+    assert tier.applied(ITEMS, "updates", 0) == 10
+    assert tier.identify(ITEMS, "updates", 0, "second id")
+    assert [tier.applied(ITEMS, "updates", p) for p in (0, 3)] == [0, 7]
+    assert not tier.identify(ITEMS, "updates", 0, "second id")
+    tier.apply(ITEMS, changes({}), [at(2)])
+    tier.close()
+    again = RocksDbTier(tier.path, layout=tier.layout)
+    assert not again.identify(ITEMS, "updates", 0, "second id")
+    assert again.applied(ITEMS, "updates", 0) == 2
+    again.close()
+
+
+def test_restarted_position_grows_again(tier):
+    tier.apply(ITEMS, changes({1: 1}), [at(10), at(7, 3)])
+    tier.restart(ITEMS, "updates", 0)
+    assert [tier.applied(ITEMS, "updates", p) for p in (0, 3)] == [0, 7]
+    tier.apply(ITEMS, changes({}), [at(4)])
+    assert tier.applied(ITEMS, "updates", 0) == 4
+
+
 def test_of_insertion_and_deletion_the_higher_version_decides(tier):
     tier.apply(ITEMS, changes({4: 1}), [])
     tier.apply(ITEMS, changes({1: 5, 2: 5, 3: 5}, {1: 4, 2: 5, 3: 6, 4: 2}), [at(1)])
@@ -85,6 +109,7 @@ def test_a_replay_is_harmless(tier):
 def test_a_new_load_forgets_them_and_a_merge_does_not(tier):
     tier.apply(ITEMS, changes({1: 1}), [at(10)])
     tier.apply(USERS, changes({1: 1}), [at(20)])
+    tier.identify(ITEMS, "updates", 0, "id")
     tier.adopt(ITEMS, LoadRecord("files"), 1)
     assert tier.applied(ITEMS, "updates", 0) == 10
     tier.bulk_load(
@@ -92,6 +117,7 @@ def test_a_new_load_forgets_them_and_a_merge_does_not(tier):
     )
     assert tier.applied(ITEMS, "updates", 0) is None
     assert tier.applied(USERS, "updates", 0) == 20
+    assert not tier.identify(ITEMS, "updates", 0, "another id"), "forgotten with the positions"
     tier.drop(USERS)
     assert tier.applied(USERS, "updates", 0) is None
 
@@ -113,6 +139,8 @@ def test_readers_may_ask_but_not_apply(tier):
     assert reader.positions(ITEMS) == {("updates", 0): 10}
     with pytest.raises(TierError, match="access: secondary; writing is off"):
         reader.apply(ITEMS, changes({1: 2}), [at(11)])
+    with pytest.raises(TierError, match="access: secondary; writing is off"):
+        reader.identify(ITEMS, "updates", 0, "id")
     reader.close()
 
 

@@ -1,0 +1,63 @@
+"""Stream positions in Redis: how far each partition of a topic is contained in a table.
+
+They lie beside the rows, in a hash for each of the table's partitions (`hps.tiers.redis.layout`), and are
+written with the last rows that they speak of (`Writes.apply`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hps.tiers.positions import Place
+from hps.tiers.redis.client import RedisClient
+from hps.tiers.redis.tables import Tables
+from hps.types import EmbeddingTable
+
+
+class Positions:
+    """Any thread may call; each method raises TierError. See `hps.tiers.positions.PositionedStore`."""
+
+    def __init__(self, client: RedisClient, tables: Tables) -> None:
+        self._client = client
+        self._tables = tables
+
+    def applied(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
+        """The lowest over all partitions of the table; None when one of them has none."""
+        found = self._each(table, "HGET", position_field(topic, partition))
+        return None if None in found else min(map(int, found))
+
+    def positions(self, table: EmbeddingTable) -> dict[Place, int]:
+        """The lowest of each stream, of those that all partitions have."""
+        found = [
+            dict(zip(each[::2], each[1::2], strict=True)) for each in self._each(table, "HGETALL")
+        ]
+        common: dict[Place, int] = {}
+        for field in set.intersection(*(set(each) for each in found)):
+            topic, _, partition = field.decode().rpartition("/")
+            if topic and partition.isdecimal():  # other facts lie there too
+                common[topic, int(partition)] = min(int(each[field]) for each in found)
+        return common
+
+    def identify(self, table: EmbeddingTable, topic: str, partition: int, topic_id: str) -> bool:
+        """Keep the topic's id. True when one of the table's partitions has another one."""
+        field, new = position_field(topic, partition) + b"/id", topic_id.encode()
+        stored = set(self._each(table, "HGET", field)) - {new}
+        other = bool(stored - {None})
+        if stored:
+            first = (position_field(topic, partition), b"0") if other else ()
+            self._each(table, "HSET", field, new, *first)
+        return other
+
+    def restart(self, table: EmbeddingTable, topic: str, partition: int) -> None:
+        """Set the position to 0."""
+        self._each(table, "HSET", position_field(topic, partition), b"0")
+
+    def _each(self, table: EmbeddingTable, command: str, *arguments: bytes) -> list[Any]:
+        """The replies of ``command`` on the positions of each of the table's partitions."""
+        opened = self._tables.usable(table, self._client.deadline())
+        keys = opened.layout.positions_keys
+        return self._client.call_all((key, (command, key, *arguments)) for key in keys)
+
+
+def position_field(topic: str, partition: int) -> bytes:
+    return f"{topic}/{partition}".encode()
