@@ -41,7 +41,7 @@ from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray, make_
 from hps.updates.codec import decode_native, encode_native
 from hps.updates.ingestor import Ingestor
 from hps.updates.source import UpdateBatch
-from hps.updates.stream_places import Store
+from hps.updates.stream_places import Store, StreamPlaces
 from hps.updates.topics import Topics, table_name
 from hps.updates.writer import CacheWriter
 
@@ -87,8 +87,8 @@ class Node:
             stack.callback(writer.close)
             topics = Topics([table], lambda _model: True)
             self.ingestor = Ingestor(
-                _Nothing(), topics.tables, topics.readers, [Store("rocksdb", self.store)], writer,
-                _Nothing(), UpdateMeter(Metrics()),
+                _Nothing(), topics.tables, StreamPlaces([Store("rocksdb", self.store)], topics.readers),
+                writer, _Nothing(), UpdateMeter(Metrics()),
             )  # fmt: skip
             self._offset = 0
             self._resources = stack.pop_all()

@@ -25,7 +25,7 @@ from hps.node import Node, ServedModel
 from hps.opening import OpenedModel, open_model, open_versions, watermarks_of
 from hps.serving import Serving, dense_runs, freshness_of, lookup_lanes
 from hps.storage import Stores
-from hps.streams import Limited, Streams, node_group
+from hps.streams import Limited, Streams
 from hps.tier_status import publish_tiers
 from hps.tiers.base import Tier
 from hps.tiers.chain import TierChain
@@ -192,10 +192,10 @@ class _Builder:
             streams.read_folder(directory, both, writer)
         if kafka is not None:
             own = self._stores.fed(shared=False)
-            streams.read_kafka(kafka, node_group(kafka), own, writer, self._stores.followed)
+            streams.read_kafka(kafka, own, writer, self._stores.followed)
             shared = self._stores.fed(shared=True)
             if kafka.shared_writer == "nodes" and shared:
-                streams.read_kafka(kafka, kafka.shared_group, shared, None)
+                streams.share_kafka(kafka, shared)
         limit_s = self._settings.updates.max_staleness_s
 
         def limited() -> list[Limited]:

@@ -84,7 +84,7 @@ def open_ingest(configuration: Configuration, progress: Progress | None = None) 
         warnings = (*configuration.warnings, *(w for v in versions for w in v.warnings))
         ingest = Ingest(opened, metrics, stores.statuses, streams, (*warnings, *stores.warnings))
         _publish(ingest)
-        streams.read_kafka(kafka, kafka.shared_group, stores.fed(shared=True), None)
+        streams.share_kafka(kafka, stores.fed(shared=True))
         streams.watch()
         ingest._resources.push(resources.pop_all())
         return ingest

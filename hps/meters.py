@@ -29,6 +29,7 @@ from hps.metric_names import (
     UPDATE_BATCH,
     UPDATE_DEAD,
     UPDATE_LOST,
+    UPDATE_RESTARTED,
     UPDATE_ROWS,
     UPDATE_VISIBLE,
 )
@@ -233,12 +234,24 @@ class UpdateMeter:
         """A batch was in all stores and caches after ``seconds``."""
         self._batches.observe(seconds)
 
-    def lost(self, group: str, topic: str, messages: int) -> None:
-        """A stream dropped messages before ``group`` had applied them."""
-        self._metrics.counter(UPDATE_LOST, group, topic).add(messages)
-
     def dead(self, reason: str) -> None:
         self._metrics.counter(UPDATE_DEAD, reason).add()
+
+
+class StreamMeter:
+    """Counts what became of the topics that the reader of ``group`` reads; called on its thread."""
+
+    def __init__(self, metrics: Metrics, group: str) -> None:
+        self._metrics = metrics
+        self._group = group
+
+    def lost(self, topic: str, messages: int) -> None:
+        """Kafka dropped messages before they were applied."""
+        self._metrics.counter(UPDATE_LOST, self._group, topic).add(messages)
+
+    def restarted(self, topic: str) -> None:
+        """A partition is read from its beginning again."""
+        self._metrics.counter(UPDATE_RESTARTED, self._group, topic).add()
 
 
 def count_promotion(metrics: Metrics, tier: str, result: str, keys: int) -> None:

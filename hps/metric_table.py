@@ -333,6 +333,13 @@ _UPDATES = (
         "applied them; stores lack their rows.",
     ),
     MetricSpec(
+        m.UPDATE_RESTARTED,
+        "counter",
+        ("group", "topic"),
+        "Partitions that a group's reader here read from their beginning again, as the stores were ahead of "
+        "them: the topic was deleted and created again, or Kafka lost messages.",
+    ),
+    MetricSpec(
         m.UPDATE_VISIBLE,
         "histogram",
         ("model", "table", "tier"),

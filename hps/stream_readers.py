@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from hps.config.update_settings import DirectorySettings, KafkaSettings
-from hps.meters import UpdateMeter
+from hps.meters import StreamMeter, UpdateMeter
+from hps.metrics import Metrics
 from hps.types import EmbeddingTable
 from hps.updates.arrivals import Waiting
 from hps.updates.files.directory import DirectorySource
@@ -23,7 +24,7 @@ from hps.updates.kafka.ends import WaitingMessages
 from hps.updates.kafka.hps_group import HpsProgress, hps_group
 from hps.updates.kafka.source import KafkaSource
 from hps.updates.source import UpdateSource
-from hps.updates.stream_places import Readers, Store
+from hps.updates.stream_places import Places, Readers, Store, StreamPlaces
 from hps.updates.topics import Topics
 from hps.updates.writer import CacheWriter
 
@@ -55,12 +56,14 @@ class Stream:
         return self.ingestor.problem or self.source.problem
 
     def status(self) -> dict[str, Any]:
-        """Ready for JSON. ``lag`` is null while it is not known."""
+        """Ready for JSON. ``lag`` is null while it is not known; ``state`` is ``starting`` while it is not
+        known what is read, or where that begins."""
         lag = self.source.lag()
+        state = "paused" if self.thread.paused else "starting" if lag is None else "running"
         return {
             "group": self.group,
             "source": self.kind,
-            "state": "paused" if self.thread.paused else "running",
+            "state": state,
             "problem": self.problem,
             "stores": self.ingestor.store_names,
             "caches": self.ingestor.refreshes,
@@ -82,13 +85,14 @@ class StreamReaders:
         self,
         tables: Iterable[EmbeddingTable],
         watermarks: Watermarks,
-        meter: UpdateMeter,
+        metrics: Metrics,
         resources: ExitStack,
     ) -> None:
         self.streams: list[Stream] = []
         self.tables = list(tables)
         self._watermarks = watermarks
-        self._meter = meter
+        self._metrics = metrics
+        self._meter = UpdateMeter(metrics)
         self._resources = resources
         self._begin: list[Callable[[], None]] = []
         self._paused: Collection[str] = ()  # groups that begin so
@@ -100,11 +104,14 @@ class StreamReaders:
         group: str,
         stores: Sequence[Store],
         caches: CacheWriter | None,
+        *,
         followed: FollowedStore | None = None,
+        member: str | None = None,
     ) -> None:
-        """Start a reader. Without ``stores`` the caches are refreshed once ``followed`` has the updates.
-        Raises ConfigError; never because Kafka is not there."""
-        self._add(partial(self._read_kafka, settings, group, stores, caches, followed))
+        """Start a reader of all partitions or, as ``member`` of the ``group``, of a share of them. Without
+        ``stores`` the caches are refreshed once ``followed`` has the updates. Raises ConfigError; never
+        because Kafka is not there."""
+        self._add(partial(self._read_kafka, settings, group, stores, caches, followed, member))
 
     def read_folder(
         self, settings: DirectorySettings, stores: Sequence[Store], caches: CacheWriter
@@ -135,36 +142,30 @@ class StreamReaders:
         stores: Sequence[Store],
         caches: CacheWriter | None,
         followed: FollowedStore | None,
+        member: str | None,
     ) -> None:
         topics = Topics(self.tables, settings.takes)
         fed_by = settings.shared_group if followed and followed.info.shared else group
         hps = self._hps_beside(settings, fed_by, followed)
-        since = None if hps is None else time.time() - _OVERLAP_S
-        lost = partial(self._meter.lost, group)
+        if followed is None:
+            places: Places = StreamPlaces(stores, topics.readers, self._contained)
+        else:
+            other_writer = None if hps is None else hps.applied
+            places = followed.places(topics.readers, self._contained, other_writer)
         source = KafkaSource(
             settings,
             group,
             topics,
-            lambda t, p: ingestor.begin(t, p),
-            since,
-            lost,
-            hps_group(fed_by),
+            places,
+            StreamMeter(self._metrics, group),
+            member=member,
+            since_s=None if hps is None else time.time() - _OVERLAP_S,
+            hps=hps_group(fed_by),
         )
         dead_letters = DeadLetterTopic(settings)
         self._generation.callback(dead_letters.close)
-        ingestor = Ingestor(
-            source,
-            topics.tables,
-            topics.readers,
-            stores,
-            caches,
-            dead_letters,
-            self._meter,
-            self._contained,
-            followed,
-            None if hps is None else hps.applied,
-        )
-        waits = WaitingMessages(settings, source, topics.names)
+        ingestor = Ingestor(source, topics.tables, places, caches, dead_letters, self._meter)
+        waits = WaitingMessages(source.cluster, source, topics.names)
         self._start(group, "kafka", source, ingestor, waits, topics.readers)
 
     def _hps_beside(
@@ -185,9 +186,8 @@ class StreamReaders:
     ) -> None:
         topics = Topics(self.tables, settings.takes)
         source = DirectorySource(settings, topics.tables)
-        ingestor = Ingestor(
-            source, topics.tables, topics.readers, stores, caches, source, self._meter
-        )
+        places = StreamPlaces(stores, topics.readers)
+        ingestor = Ingestor(source, topics.tables, places, caches, source, self._meter)
         tables = list(topics.tables.values())
         waits = WaitingFiles(settings.path)
         self._start("directory", "directory", source, ingestor, waits, lambda _folder: tables)

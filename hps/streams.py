@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from hps import metric_names as m
-from hps.config.update_settings import DirectorySettings, KafkaSettings
+from hps.config.update_settings import NODE, DirectorySettings, KafkaSettings
 from hps.errors import BadRequest, NotFound, Unavailable
 from hps.meters import UpdateMeter
 from hps.metrics import Metrics
@@ -28,7 +28,6 @@ from hps.updates.arrivals import LOOK_EVERY_S
 from hps.updates.direct import DirectWriter
 from hps.updates.followed_store import FollowedStore
 from hps.updates.freshness import Freshness
-from hps.updates.kafka.hps_group import NODE
 from hps.updates.kafka.source import KafkaSource
 from hps.updates.source import Reason
 from hps.updates.stream_places import Store
@@ -55,7 +54,7 @@ class Streams:
     ) -> None:
         self._resources = resources
         self._meter = UpdateMeter(metrics)
-        self._readers = StreamReaders(tables, watermarks or {}, self._meter, resources)
+        self._readers = StreamReaders(tables, watermarks or {}, metrics, resources)
         self._direct: DirectWriter | None = None
         # Until when tables had everything when the readers began anew; some are followed no more, but served
         # until others are ready.
@@ -71,13 +70,17 @@ class Streams:
     def read_kafka(
         self,
         settings: KafkaSettings,
-        group: str,
         stores: Sequence[Store],
         caches: CacheWriter | None,
         followed: FollowedStore | None = None,
     ) -> None:
-        """See `StreamReaders.read_kafka`."""
-        self._readers.read_kafka(settings, group, stores, caches, followed)
+        """Read every partition, for stores of the node; see `StreamReaders.read_kafka`."""
+        self._readers.read_kafka(settings, node_group(settings), stores, caches, followed=followed)
+
+    def share_kafka(self, settings: KafkaSettings, stores: Sequence[Store]) -> None:
+        """Read a share of the partitions, for stores that nodes share, as a member of their group."""
+        group, member = settings.shared_group, node_group(settings)
+        self._readers.read_kafka(settings, group, stores, None, member=member)
 
     def read_folder(
         self, settings: DirectorySettings, stores: Sequence[Store], caches: CacheWriter
@@ -279,5 +282,5 @@ class Streams:
 
 
 def node_group(settings: KafkaSettings) -> str:
-    """The group of a node's own reader."""
+    """Where a node's own reader commits its offsets; also its name as a member of the shared group."""
     return f"{NODE}{settings.group or socket.gethostname()}"

@@ -12,6 +12,9 @@ from hps.config import update_checks
 from hps.config.model_schema import Strict
 from hps.config.secrets import read_secret
 
+NODE = "hps.node."
+"""How groups of nodes begin; what follows names the node, after its host unless told otherwise."""
+
 _OURS = (
     "bootstrap.servers",
     "metadata.broker.list",
@@ -49,7 +52,7 @@ class KafkaSettings(_SourceSettings):
     brokers: str = Field(min_length=1)
     """`host:port`, several separated by commas."""
     group: str | None = Field(None, pattern=r"^[a-zA-Z0-9_.\-]{1,200}$")
-    """Name of this node among the readers, the same after each restart; null: the host's name."""
+    """Name of this reader, unique and the same after each restart; null: the host's name."""
     shared_writer: Literal["nodes", "ingest"] = "nodes"
     """Who writes rows into Redis: the nodes that read it, or `hps ingest` alone; the same for all of them."""
     shared_group: str = Field("hps.shared", pattern=r"^[a-zA-Z0-9_.\-]{1,200}$")

@@ -28,6 +28,15 @@ class StreamPosition:
 
 
 @dataclass(frozen=True, slots=True)
+class Applied:
+    """``offset``: up to which a table contains a partition, see `PositionedStore.applied`; ``topic_id``:
+    Kafka's, empty where none is kept."""
+
+    offset: int
+    topic_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class TableChanges:
     """What a batch of messages does to one table: ``keys (n,)`` with ``vectors (n, dim)`` and ``versions
     (n,)`` to be inserted, ``deleted (m,)`` with ``deleted_versions (m,)`` to be deleted; either may be
@@ -38,6 +47,14 @@ class TableChanges:
     versions: VersionArray
     deleted: KeyArray
     deleted_versions: VersionArray
+
+
+def split_position_name(name: str) -> tuple[Place, bool] | None:
+    """The place of ``<topic>/<partition>`` or ``<topic>/<partition>/id``, and whether it is the second; None
+    for any other name."""
+    of_id = name.endswith("/id")
+    topic, _, partition = name.removesuffix("/id").rpartition("/")
+    return ((topic, int(partition)), of_id) if topic and partition.isdecimal() else None
 
 
 class PositionedStore(Protocol):
@@ -62,8 +79,8 @@ class PositionedStore(Protocol):
         certain, as after a restart without the rows."""
         ...
 
-    def positions(self, table: EmbeddingTable) -> Mapping[Place, int]:
-        """All that `applied` would return for ``table``, by topic and partition. Raises TierError."""
+    def positions(self, table: EmbeddingTable) -> Mapping[Place, Applied]:
+        """All positions of ``table``. Raises TierError."""
         ...
 
     def identify(self, table: EmbeddingTable, topic: str, partition: int, topic_id: str) -> bool:

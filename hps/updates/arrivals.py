@@ -46,6 +46,8 @@ class Arrivals:
         with self._lock:
             for place, end in ends.items():
                 looks = self._looks.setdefault(place, deque())
+                if looks and looks[-1][1] > end:  # the topic was created again
+                    looks.clear()
                 if looks and looks[-1][1] == end:
                     looks.pop()
                 elif len(looks) >= _MOST_LOOKS:  # stuck for long

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from hps.errors import HpsError, TierError
 from hps.tiers.base import FetchContext, Part, Tier
-from hps.tiers.positions import Place, StreamPosition
+from hps.tiers.positions import Applied, Place, StreamPosition
 from hps.tiers.wrappers import Wrapper
 from hps.types import EmbeddingTable
 from hps.updates.source import TableUpdate
@@ -37,7 +37,7 @@ class FollowedStore(Wrapper):
         self._store = store
         # Up to where the caches have each table's updates, and up to where the store was seen to have them.
         self._progress: dict[EmbeddingTable, dict[Place, int]] = {}
-        self._seen: dict[EmbeddingTable, dict[Place, int]] = {}
+        self._seen: dict[EmbeddingTable, dict[Place, Applied]] = {}
         self._to_check: deque[EmbeddingTable] = deque()
         self._lost = ""
 
@@ -76,13 +76,18 @@ class FollowedStore(Wrapper):
         self._start(table)
         return self._progress[table]
 
-    def reached(self, table: EmbeddingTable, place: Place, offset: int) -> int | None:
-        """Up to where the store has the updates of ``table``, asked anew unless it was seen at ``offset``;
-        None when it has no position. Raises TierError."""
+    def reached(
+        self, table: EmbeddingTable, place: Place, offset: int = 0, topic_id: str = ""
+    ) -> int | None:
+        """Up to where the store has the updates of ``table`` from the topic ``topic_id``, asked anew unless
+        it was seen at ``offset``; 0 when it has those of a former topic, None when it has no position.
+        Raises TierError."""
         seen = self._seen.get(table, {}).get(place)
-        if seen is None or seen < offset:
+        if seen is None or seen.offset < offset or _differ(seen.topic_id, topic_id):
             seen = self._look(table).get(place)
-        return seen
+        if seen is None:
+            return None
+        return 0 if _differ(seen.topic_id, topic_id) else seen.offset
 
     def lost(self) -> str:
         """See `hps.updates.stream_places.Places`, in any table seen so far; each call checks one table.
@@ -102,14 +107,16 @@ class FollowedStore(Wrapper):
     def _start(self, table: EmbeddingTable) -> None:
         """Note where the store is, before a row of ``table`` is promoted or an update of it read."""
         if table not in self._progress:
-            self._progress.setdefault(table, dict(self._store.store.positions(table)))
+            found = self._store.store.positions(table)
+            self._progress.setdefault(table, {place: at.offset for place, at in found.items()})
 
-    def _look(self, table: EmbeddingTable) -> dict[Place, int]:
+    def _look(self, table: EmbeddingTable) -> dict[Place, Applied]:
         """Up to where the store has the updates of ``table``, now."""
         now = dict(self._store.store.positions(table))
         for place, before in self._seen.get(table, {}).items():
-            if now.get(place, 0) < before:
-                self._lost = loss(self.name, place, now.get(place, 0), before)
+            at = now.get(place, Applied(0))
+            if at.offset < before.offset or _differ(at.topic_id, before.topic_id):
+                self._lost = loss(self.name, place, at.offset, before.offset)
         self._seen[table] = now
         return now
 
@@ -118,7 +125,7 @@ class FollowedStore(Wrapper):
         for table in list(self._seen):
             now = self._look(table)
             self._progress[table] = {
-                place: min(offset, now[place])
+                place: min(offset, now[place].offset)
                 for place, offset in self._progress[table].items()
                 if place in now
             }
@@ -142,13 +149,33 @@ class FollowedPlaces:
         self._readers = readers
         self._contained = contained
         self._other_writer = other_writer
+        self._topic_ids: dict[Place, str] = {}
+        self.stores: Sequence[Store] = ()
+        self.versioned = followed.versioned
         self.lost = followed.lost
 
-    def begin(self, topic: str, partition: int) -> int | None:
-        offsets = []
+    def identify(self, topic: str, partition: int, topic_id: str) -> bool:
+        """See `Places`. The store's writer keeps the id there; until then the store counts as one that has
+        none of the topic's updates."""
+        place = topic, partition
+        self._topic_ids[place] = topic_id
+        tables = self._readers(topic)
+        ahead = [table for table in tables if self._followed.progress(table).get(place)]
+        if not any(self._followed.reached(table, place, 0, topic_id) == 0 for table in ahead):
+            return False
+        self.restart(topic, partition)
+        return True
+
+    def furthest(self, topic: str, partition: int) -> int:
+        offsets = (self._position(table, topic, partition) for table in self._readers(topic))
+        return max((offset or 0 for offset in offsets), default=0)
+
+    def restart(self, topic: str, partition: int) -> None:
         for table in self._readers(topic):
-            offset = self._followed.progress(table).get((topic, partition))
-            offsets.append(self._contained(table, topic, partition) if offset is None else offset)
+            self._followed.progress(table)[topic, partition] = 0
+
+    def begin(self, topic: str, partition: int) -> int | None:
+        offsets = [self._position(table, topic, partition) for table in self._readers(topic)]
         known = [offset for offset in offsets if offset is not None]
         return min(known) if known and len(known) == len(offsets) else None
 
@@ -188,8 +215,17 @@ class FollowedPlaces:
         return iter(())
 
     def _reached(self, table: EmbeddingTable, place: Place, offset: int) -> int | None:
-        reached = self._followed.reached(table, place, offset)
+        reached = self._followed.reached(table, place, offset, self._topic_ids.get(place, ""))
         if self._other_writer is not None and (reached is None or reached < offset):
             other = self._other_writer(place)
             reached = other if reached is None else max(reached, other or 0)
         return reached
+
+    def _position(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
+        offset = self._followed.progress(table).get((topic, partition))
+        return self._contained(table, topic, partition) if offset is None else offset
+
+
+def _differ(one: str, other: str) -> bool:
+    """Whether two ids are known and not the same."""
+    return bool(one and other and one != other)

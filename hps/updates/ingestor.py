@@ -30,9 +30,8 @@ from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tracing import recorder
 from hps.types import EmbeddingTable
 from hps.updates.cache_refresh import Caches, refresh
-from hps.updates.followed_store import FollowedStore, OtherWriter
 from hps.updates.source import DeadLetter, TableUpdate, UpdateBatch, UpdateSource
-from hps.updates.stream_places import Contained, Places, Readers, Store, StreamPlaces
+from hps.updates.stream_places import Places, Store
 
 log = logging.getLogger(__name__)
 
@@ -73,10 +72,8 @@ class Observe(Protocol):
 
 
 class Ingestor:
-    """``tables`` by the name that sources use, ``model/table``; ``readers(topic)``: those a topic may change.
-    ``stores`` is empty where others fill them: then the caches follow ``followed``, if given, which
-    ``other_writer`` may fill, too. ``caches``: None where there are none. ``contained``: where a store begins
-    that has applied nothing yet.
+    """``tables`` by the name that sources use, ``model/table``; ``places``: the stores that it writes, none
+    where others fill them, and how far they are. ``caches``: None where there are none.
 
     `step` is called by one thread (`IngestThread`); `close` by any.
     """
@@ -85,29 +82,18 @@ class Ingestor:
         self,
         source: UpdateSource,
         tables: Mapping[str, EmbeddingTable],
-        readers: Readers,
-        stores: Sequence[Store],
+        places: Places,
         caches: Caches | None,
         dead_letters: DeadLetters,
         observe: Observe,
-        contained: Contained = lambda _table, _topic, _partition: None,
-        followed: FollowedStore | None = None,
-        other_writer: OtherWriter | None = None,
     ) -> None:
         self._source = source
         self._tables = tables
-        self.readers = readers
-        self._stores = tuple(stores)
+        self._places = places
+        self._stores = places.stores
         self._caches = caches
         self._dead_letters = dead_letters
         self._observe = observe
-        self._places: Places = (
-            StreamPlaces(stores, readers, contained)
-            if followed is None
-            else followed.places(readers, contained, other_writer)
-        )
-        rows = [each.versioned for each in self._stores]
-        self._versioned = all(rows if followed is None else [*rows, followed.versioned])
         self._held: UpdateBatch | None = None
         self._held_since = self._alive_at = 0.0
         self._stop = threading.Event()
@@ -203,10 +189,6 @@ class Ingestor:
         """Have a waiting `step` give up. The source is not closed."""
         self._stop.set()
 
-    def begin(self, topic: str, partition: int) -> int | None:
-        """Where a source begins; see `hps.updates.stream_places.Places.begin`."""
-        return self._places.begin(topic, partition)
-
     # -- one table ---------------------------------------------------------------------------------
 
     def _apply(
@@ -218,7 +200,7 @@ class Ingestor:
             self._write(each, table, changes, positions)
             self._observe.visible(table, each.name, made_s)
         if self._caches is not None:
-            refresh(self._caches, table, changes, versioned=self._versioned)
+            refresh(self._caches, table, changes, versioned=self._places.versioned)
             self._observe.visible(table, CACHES, made_s)
         self._observe.applied(table, "upserted", len(changes.keys))
         self._observe.applied(table, "deleted", len(changes.deleted))

@@ -71,8 +71,10 @@ class UpdateSource(Protocol):
     """Called by one thread, but for ``problem`` and `lag`. Messages of one key come in the order they were
     sent in."""
 
-    problem: str | None
-    """Why nothing comes, while something is wrong."""
+    @property
+    def problem(self) -> str | None:
+        """Why nothing comes, while something is wrong."""
+        ...
 
     def lag(self) -> Mapping[tuple[str, int], int | None] | None:
         """What waits to be polled, by topic and partition, in messages or files, a moment ago; None of a

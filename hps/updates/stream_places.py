@@ -30,7 +30,30 @@ class Store:
 
 
 class Places(Protocol):
-    """Positions of one reader's streams, as its ingestor uses them; one thread calls it."""
+    """Positions of one reader's streams, as its source and its ingestor use them; one thread calls it."""
+
+    @property
+    def stores(self) -> Sequence[Store]:
+        """Those that the reader writes."""
+        ...
+
+    @property
+    def versioned(self) -> bool:
+        """Whether all stores, also those that others write, keep a version per row."""
+        ...
+
+    def identify(self, topic: str, partition: int, topic_id: str) -> bool:
+        """Compare the positions' topic with the one of Kafka's ``topic_id``. True when it is another one of
+        that name: the positions are set to the partition's first message. Raises TierError."""
+        ...
+
+    def furthest(self, topic: str, partition: int) -> int:
+        """The highest position that is kept: so many messages the partition has had. Raises TierError."""
+        ...
+
+    def restart(self, topic: str, partition: int) -> None:
+        """Set all positions to the partition's first message. Raises TierError."""
+        ...
 
     def begin(self, topic: str, partition: int) -> int | None:
         """The offset from which on updates of the partition may be missing; None: perhaps all of them. The
@@ -70,20 +93,62 @@ def loss(store: str, place: Place, offset: int, reached: int) -> str:
     )
 
 
-class StreamPlaces:
-    """`Places` in ``stores``, which one thread feeds."""
+def _unknown(_table: EmbeddingTable, _topic: str, _partition: int) -> int | None:
+    return None
 
-    def __init__(self, stores: Sequence[Store], readers: Readers, contained: Contained) -> None:
-        self._stores = tuple(stores)
-        self._readers = readers
-        self._contained = contained
+
+class StreamPlaces:
+    """`Places` in ``stores``, which one thread feeds. ``contained``: where a store begins that has applied
+    nothing yet."""
+
+    def __init__(
+        self, stores: Sequence[Store], readers: Readers, contained: Contained = _unknown
+    ) -> None:
+        self.stores: Sequence[Store] = tuple(stores)
+        self.readers = readers
+        self._files_contain = contained
+        self._restarted: set[Place] = set()
         self._unnoted: dict[EmbeddingTable, dict[Place, StreamPosition]] = {}
         self._reached: dict[Place, int] = {}  # what every store must have
+
+    @property
+    def versioned(self) -> bool:
+        """See `Places`."""
+        return all(each.versioned for each in self.stores)
+
+    def identify(self, topic: str, partition: int, topic_id: str) -> bool:
+        """See `Places`."""
+        found = False
+        for store, table in self._fed(topic):
+            if store.identify(table, topic, partition, topic_id):
+                found = True
+                self.restart(topic, partition)
+        return found
+
+    def furthest(self, topic: str, partition: int) -> int:
+        """See `Places`."""
+        return max(
+            (
+                self._applied_in(store, table, topic, partition) or 0
+                for store, table in self._fed(topic)
+            ),
+            default=0,
+        )
+
+    def restart(self, topic: str, partition: int) -> None:
+        """See `Places`."""
+        place = (topic, partition)
+        self._restarted.add(place)
+        self._reached[place] = 0
+        for unnoted in self._unnoted.values():
+            unnoted.pop(place, None)
+        for store, table in self._fed(topic):
+            store.restart(table, topic, partition)
 
     def begin(self, topic: str, partition: int) -> int | None:
         """See `Places`. None also where there is no store to ask."""
         offset = self._applied(topic, partition)
-        if self._readers(topic):
+        if self.readers(topic):
             self._reached[topic, partition] = offset or 0
         return offset
 
@@ -94,8 +159,9 @@ class StreamPlaces:
     def told(
         self, table: EmbeddingTable, positions: Sequence[StreamPosition]
     ) -> list[StreamPosition]:
+        """See `Places`."""
         late = self._unnoted.pop(table, {})
-        now = {(p.topic, p.partition): p for p in positions if table in self._readers(p.topic)}
+        now = {(p.topic, p.partition): p for p in positions if table in self.readers(p.topic)}
         told = []
         for place, position in (late | now).items():
             since = late.get(place, position).since
@@ -106,9 +172,10 @@ class StreamPlaces:
         return told
 
     def took(self, positions: Sequence[StreamPosition], told: set[EmbeddingTable]) -> None:
+        """See `Places`."""
         for position in positions:
             place = (position.topic, position.partition)
-            tables = self._readers(position.topic)
+            tables = self.readers(position.topic)
             if tables:  # else no store has anything of it: its messages are dead letters
                 self._reached[place] = position.offset
             for table in tables:
@@ -118,12 +185,14 @@ class StreamPlaces:
                     unnoted[place] = replace(position, since=since)
 
     def unnoted(self) -> Iterator[tuple[EmbeddingTable, list[StreamPosition]]]:
+        """See `Places`."""
         while self._unnoted:
             table = next(iter(self._unnoted))
             yield table, self.told(table, ())
 
     def lost(self) -> str:
-        if not (self._stores and self._reached):
+        """See `Places`."""
+        if not (self.stores and self._reached):
             return ""
         place = next(iter(self._reached))
         try:
@@ -134,16 +203,22 @@ class StreamPlaces:
         if offset < reached:
             self._reached.clear()
             self._unnoted.clear()
-            names = " or ".join(each.name for each in self._stores)
+            names = " or ".join(each.name for each in self.stores)
             return loss(names, place, offset, reached)
         self._reached[place] = reached
         return ""
 
+    def _fed(self, topic: str) -> Iterator[tuple[PositionedStore, EmbeddingTable]]:
+        return ((each.store, table) for each in self.stores for table in self.readers(topic))
+
+    def _contained(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
+        if (topic, partition) in self._restarted:
+            return None
+        return self._files_contain(table, topic, partition)
+
     def _applied(self, topic: str, partition: int) -> int | None:
         offsets = [
-            self._applied_in(each.store, table, topic, partition)
-            for each in self._stores
-            for table in self._readers(topic)
+            self._applied_in(store, table, topic, partition) for store, table in self._fed(topic)
         ]
         known = [offset for offset in offsets if offset is not None]
         return min(known) if known and len(known) == len(offsets) else None

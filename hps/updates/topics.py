@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 
 from hps.types import EmbeddingTable
@@ -28,6 +27,7 @@ class Topics:
         for table in self.tables.values():
             self._readers.setdefault(native_topic(table.model), []).append(table)
             self._readers.setdefault(hps_topic(table.model, table.name), []).append(table)
+        self._prefixes = tuple({hps_topic(table.model, "") for table in self.tables.values()})
 
     @property
     def names(self) -> Sequence[str]:
@@ -37,9 +37,6 @@ class Topics:
     def readers(self, topic: str) -> Sequence[EmbeddingTable]:
         return self._readers.get(topic, ())
 
-    def patterns(self) -> list[str]:
-        """One for each model: its topics may not exist yet, and a table nobody knows is to be noticed."""
-        models = sorted({table.model for table in self.tables.values()})
-        return [f"^{re.escape(native_topic(m))}$" for m in models] + [
-            f"^{re.escape(hps_topic(m, ''))}.+$" for m in models
-        ]
+    def wanted(self, topic: str) -> bool:
+        """Whether ``topic`` is read: those of a table of the models that is not known, too, to be noticed."""
+        return topic in self._readers or topic.startswith(self._prefixes)

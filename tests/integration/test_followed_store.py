@@ -14,7 +14,7 @@ from hps.config.model_schema import ModelSpec, TableSpec
 from hps.config.store_settings import RedisSettings
 from hps.models.writer import write_version
 from hps.tiers.base import FetchContext, Part
-from hps.tiers.positions import StreamPosition, TableChanges
+from hps.tiers.positions import Applied, StreamPosition, TableChanges
 from hps.tiers.redis import RedisTier
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable, make_version
@@ -162,7 +162,7 @@ def test_a_row_promoted_before_the_stream_was_read_gets_the_updates_since(tmp_pa
             fleet.send(2.0)
             fleet.feed(store, 2.0, 2)
             (stream,) = node.streams._readers.streams
-            assert stream.ingestor.begin(fleet.topic, 0) == 1
+            assert stream.ingestor._places.begin(fleet.topic, 0) == 1
 
 
 def test_a_row_promoted_before_a_primary_has_its_update_does_not_stay(tmp_path):
@@ -214,4 +214,6 @@ def test_redis_tells_all_its_positions(tmp_path, layout):
         store.apply(
             fleet.table, nothing(), [StreamPosition("a/b", 3, 7), StreamPosition("c", 0, 1)]
         )
-        assert store.positions(fleet.table) == {("a/b", 3): 7, ("c", 0): 1}
+        assert store.positions(fleet.table) == {("a/b", 3): Applied(7), ("c", 0): Applied(1)}
+        store.identify(fleet.table, "a/b", 3, "an id")
+        assert store.positions(fleet.table)["a/b", 3] == Applied(7, "an id")

@@ -6,21 +6,18 @@ from __future__ import annotations
 import logging
 import struct
 import time
-from contextlib import suppress
 
 import confluent_kafka as ck
 import numpy as np
 import pytest
 
 from hps.config.update_settings import KafkaSettings
-from hps.errors import Unavailable
 from hps.types import EmbeddingTable
 from hps.updates import Producer
 from hps.updates.codec import encode_hps, hps_topic
-from hps.updates.kafka.source import KafkaSource
 from hps.updates.source import DeadLetter, Reason, TableUpdate
 from hps.updates.topics import Topics, native_topic
-from tests.integration.test_kafka import native
+from tests.integration.test_kafka import native, source_of
 from tests.support.kafka_brokers import (
     SEES_NEW_TOPICS_SOON,
     make_topic,
@@ -65,18 +62,15 @@ def read(broker, table: EmbeddingTable, last: int) -> tuple[list[TableUpdate], l
     settings = KafkaSettings(
         brokers=broker.address, models=[table.model], options=SEES_NEW_TOPICS_SOON
     )
-    source = KafkaSource(
-        settings, unique("g"), Topics([table], settings.takes), lambda _topic, _partition: None
-    )
+    source = source_of(settings, Topics([table], settings.takes))
     updates: list[TableUpdate] = []
     dead: list[DeadLetter] = []
 
     def came() -> bool:
-        with suppress(Unavailable):  # just assigned, a partition is not to be sought at once
-            batch = source.poll(0.1)
-            if batch is not None:
-                updates.extend(batch.updates)
-                dead.extend(batch.dead)
+        batch = source.poll(0.1)
+        if batch is not None:
+            updates.extend(batch.updates)
+            dead.extend(batch.dead)
         return any(last in update.changes.keys for update in updates)
 
     until(came)

@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from contextlib import contextmanager
-from functools import partial
 
 import confluent_kafka as ck
 import numpy as np
@@ -17,7 +16,7 @@ from benchmarks.peers.process import free_ports
 from hps import metric_names as m
 from hps.config.update_settings import KafkaSettings
 from hps.errors import BadRequest, ConfigError, TierError, Unavailable
-from hps.meters import UpdateMeter
+from hps.meters import StreamMeter, UpdateMeter
 from hps.metrics import Metrics
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.positions import StreamPosition, TableChanges
@@ -31,7 +30,7 @@ from hps.updates.kafka.dead_letters import DeadLetterBox
 from hps.updates.kafka.hps_group import hps_group
 from hps.updates.kafka.source import KafkaSource
 from hps.updates.source import UpdateBatch
-from hps.updates.stream_places import Store
+from hps.updates.stream_places import Store, StreamPlaces
 from hps.updates.topics import Topics, native_topic
 from tests.support.kafka_brokers import (
     SEES_NEW_TOPICS_SOON,
@@ -49,7 +48,16 @@ class Reader:
     """One store fed from the topics of a model of its own."""
 
     def __init__(
-        self, broker, folder, model: str, *, begin=None, since_s=None, options=None, **settings
+        self,
+        broker,
+        folder,
+        model: str,
+        *,
+        begin=None,
+        since_s=None,
+        options=None,
+        member=None,
+        **settings,
     ) -> None:
         self.items = EmbeddingTable.make("items", 2, model=model)
         self.users = EmbeddingTable.make("users", 3, model=model)
@@ -64,18 +72,20 @@ class Reader:
         )
         topics = Topics([self.items, self.users], settings.takes)
         self.metrics = Metrics()
-        begin = begin or (lambda t, p: self.ingestor.begin(t, p))
-        group, meter = f"node.{model}", UpdateMeter(self.metrics)
-        lost = partial(meter.lost, group)
-        self.source = KafkaSource(settings, group, topics, begin, since_s, lost)
+        places = StreamPlaces([Store("rocksdb", self.store)], topics.readers)
+        places.begin = begin or places.begin
+        group = f"node.{model}"
+        observe = StreamMeter(self.metrics, group)
+        self.source = KafkaSource(
+            settings, group, topics, places, observe, member=member, since_s=since_s
+        )
         self.ingestor = Ingestor(
             self.source,
             topics.tables,
-            topics.readers,
-            [Store("rocksdb", self.store)],
+            places,
             None,
             DeadLetterTopic(settings),
-            meter,
+            UpdateMeter(self.metrics),
         )
         self.thread = IngestThread(self.ingestor, self.source, f"ingest-{model}")
         self.thread.start()
@@ -101,6 +111,12 @@ def reading(broker, folder, model: str, **given):
         yield reader
     finally:
         reader.close()
+
+
+def source_of(settings: KafkaSettings, topics: Topics) -> KafkaSource:
+    """One without a store."""
+    group, places = unique("g"), StreamPlaces([], topics.readers)
+    return KafkaSource(settings, group, topics, places, StreamMeter(Metrics(), group))
 
 
 @contextmanager
@@ -278,8 +294,8 @@ def test_two_readers_of_a_group_share_and_one_takes_over(broker, model, tmp_path
         pairs = zip(a.rows(keys), b.rows(keys), strict=True)
         return all(x == 1.0 or y == 1.0 for x, y in pairs)
 
-    with reading(broker, tmp_path / "b", model) as second:
-        with reading(broker, tmp_path / "a", model) as first:
+    with reading(broker, tmp_path / "b", model, member="b") as second:
+        with reading(broker, tmp_path / "a", model, member="a") as first:
             until(lambda: len(first.source.lag() or ()) == 2 == len(second.source.lag() or ()))
             send(0)
             until(lambda: both(first, second, range(40)))
@@ -292,6 +308,73 @@ def test_two_readers_of_a_group_share_and_one_takes_over(broker, model, tmp_path
         until(lambda: len(second.source.lag() or ()) == 4)
         send(100)
         until(lambda: second.rows(range(100, 140)) == [1.0] * 40)
+
+
+def test_member_that_ends_leaves_the_group_at_once(broker, model, tmp_path):
+    make_topic(broker, native_topic(model))
+    admin = ck.admin.AdminClient({"bootstrap.servers": broker.address})
+
+    def members() -> list[str]:
+        told = admin.describe_consumer_groups([f"node.{model}"])[f"node.{model}"].result(60)
+        return [member.group_instance_id for member in told.members]
+
+    with reading(broker, tmp_path, model, member="here") as reader:
+        until(lambda: reader.source.lag() == {(native_topic(model), 0): 0})
+        assert members() == ["here"]
+    assert members() == []
+
+
+def test_readers_of_one_name_both_read_on(broker, model, tmp_path, caplog):
+    topic = native_topic(model)
+    make_topic(broker, topic, 2)
+    with (
+        reading(broker, tmp_path / "a", model, member="here") as first,
+        reading(broker, tmp_path / "b", model, member="here") as second,
+    ):
+        until(lambda: len(first.source.lag() or ()) == 1 == len(second.source.lag() or ()))
+        with sending(broker) as producer:
+            for i in range(2):
+                producer.produce(topic, native(model, i, 1.0, 1), partition=i)
+        until(
+            lambda: (
+                sorted([*first.rows([0, 1]), *second.rows([0, 1])], key=str)
+                == [1.0, 1.0, None, None]
+            )
+        )
+    assert f"Kafka refused here in the group node.{model}" in caplog.text
+
+
+def test_plain_reader_joins_no_group_and_commits_for_kafkas_tools(broker, model, tmp_path):
+    topic, group = native_topic(model), f"node.{model}"
+    make_topic(broker, topic)
+    with sending(broker) as producer:
+        producer.produce(topic, native(model, 1, 1.0, 1))
+    admin = ck.admin.AdminClient({"bootstrap.servers": broker.address})
+    with reading(broker, tmp_path, model) as reader:
+        until(lambda: reader.applied(topic) == 1)
+
+        def committed() -> int:
+            (told,) = admin.list_consumer_group_offsets(
+                [ck.ConsumerGroupTopicPartitions(group)]
+            ).values()
+            return max((place.offset for place in told.result(60).topic_partitions), default=-1)
+
+        until(lambda: committed() == 1)
+        assert admin.describe_consumer_groups([group])[group].result(60).members == []
+
+
+def test_new_partitions_are_read(broker, model, tmp_path):
+    topic = native_topic(model)
+    make_topic(broker, topic)
+    with reading(broker, tmp_path, model) as reader:
+        until(lambda: reader.source.lag() == {(topic, 0): 0})
+        admin = ck.admin.AdminClient({"bootstrap.servers": broker.address})
+        admin.create_partitions([ck.admin.NewPartitions(topic, 3)])[topic].result(60)
+        until(lambda: len(reader.source.lag() or ()) == 3)
+        with sending(broker) as producer:
+            for i in range(3):
+                producer.produce(topic, native(model, i, 1.0, 1), partition=i)
+        until(lambda: reader.rows([0, 1, 2]) == [1.0] * 3)
 
 
 def test_seek_replays(broker, model, tmp_path):
@@ -337,7 +420,7 @@ def test_kept_waiting_for_long_it_stays_in_the_group_and_loses_nothing(
     topic = native_topic(model)
     options = {"max.poll.interval.ms": 6000, "session.timeout.ms": 6000}
     away = []
-    with reading(broker, tmp_path, model, options=options) as reader:
+    with reading(broker, tmp_path, model, options=options, member="here") as reader:
         apply = reader.store.apply
 
         def take(*given):
@@ -545,7 +628,7 @@ def test_the_lag_is_not_known_before_the_broker_told(model):
     (port,) = free_ports(1)
     settings = KafkaSettings(brokers=f"127.0.0.1:{port}")
     topics = Topics([EmbeddingTable.make("items", 2, model=model)], settings.takes)
-    source = KafkaSource(settings, "group", topics, lambda _t, _p: None)
+    source = source_of(settings, topics)
     try:
         assert source.poll(0.0) is None
         assert source.lag() is None
@@ -608,12 +691,12 @@ def test_what_a_transaction_leaves_in_the_stream_is_not_waited_for(broker, model
 def test_an_option_that_librdkafka_does_not_know(broker, model, tmp_path):
     settings = KafkaSettings(brokers=broker.address, options={"security.protokol": "ssl"})
     with pytest.raises(ConfigError, match=r"updates.kafka: .*security.protokol"):
-        KafkaSource(settings, "g", Topics([], settings.takes), lambda _t, _p: None)
+        source_of(settings, Topics([], settings.takes))
 
 
 def test_where_no_model_is_named_nothing_is_read(broker, caplog):
     settings = KafkaSettings(brokers=broker.address)
-    source = KafkaSource(settings, unique("g"), Topics([], settings.takes), lambda _t, _p: None)
+    source = source_of(settings, Topics([], settings.takes))
     try:
         assert source.poll(0.1) is None
         source.keep_alive()
@@ -630,6 +713,6 @@ def test_the_largest_messages_that_can_be_allowed_are_allowed_by_librdkafka(mode
     (port,) = free_ports(1)
     settings = KafkaSettings(brokers=f"127.0.0.1:{port}", max_message_bytes=most)
     topics = Topics([EmbeddingTable.make("items", 2, model=model)], settings.takes)
-    KafkaSource(settings, "g", topics, lambda _t, _p: None).close()
+    source_of(settings, topics).close()
     with pytest.raises(ValidationError, match="max_message_bytes"):
         KafkaSettings(brokers=settings.brokers, max_message_bytes=most + 1)

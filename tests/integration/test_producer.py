@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 
 import confluent_kafka as ck
 import numpy as np
@@ -15,8 +14,8 @@ from hps.types import EmbeddingTable, version_unix_ms
 from hps.updates import Producer
 from hps.updates.codec import decode_native, encode_hps, hps_topic
 from hps.updates.kafka.outgoing import partition_of
-from hps.updates.kafka.source import KafkaSource
 from hps.updates.topics import Topics, native_topic
+from tests.integration.test_kafka import source_of
 from tests.support.kafka_brokers import fresh_broker, make_topic, shared_broker, unique
 from tests.support.waiting import until
 
@@ -177,10 +176,10 @@ def test_what_was_sent_is_polled_at_once(broker, model):
     make_topic(broker, native_topic(model))
     settings = KafkaSettings(brokers=broker.address)
     topics = Topics([EmbeddingTable.make("items", 2, model=model)], settings.takes)
-    source = KafkaSource(settings, f"g.{model}", topics, lambda _topic, _partition: None)
+    source = source_of(settings, topics)
     with Producer(broker.address, model=model) as producer:
         producer.send("items", [1], rows([1]))
-        until(lambda: polled(source, 0.2))
+        until(lambda: source.poll(0.2))
         producer.send("items", [2], rows([2]))
         began = time.monotonic()
         batch = source.poll(60.0)
@@ -188,11 +187,6 @@ def test_what_was_sent_is_polled_at_once(broker, model):
     assert batch.rows == 1
     assert time.monotonic() - began < 30
     source.close()
-
-
-def polled(source, timeout_s: float):
-    with suppress(Unavailable):  # just assigned, a partition is not to be sought at once
-        return source.poll(timeout_s)
 
 
 def test_no_broker_is_told_at_once():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ from typer.testing import CliRunner, Result
 from hps.cli.main import app
 from hps.config.model_schema import ModelSpec
 from hps.config.update_settings import KafkaSettings
-from hps.errors import Unavailable
-from hps.meters import UpdateMeter
+from hps.meters import StreamMeter, UpdateMeter
 from hps.metrics import Metrics
 from hps.models.loader import load_tables
 from hps.models.repository import Repository
@@ -35,7 +34,7 @@ from hps.updates.codec import decode_native, encode_hps, encode_native, hps_topi
 from hps.updates.ingestor import Ingestor
 from hps.updates.kafka.client import DeadLetterTopic
 from hps.updates.kafka.source import KafkaSource
-from hps.updates.stream_places import Store
+from hps.updates.stream_places import Store, StreamPlaces
 from hps.updates.topics import Topics, native_topic
 from tests.support.kafka_brokers import make_topic, shared_broker, unique
 from tests.support.waiting import until
@@ -103,13 +102,14 @@ def feed(broker, store: RocksDbTier, tables: list[EmbeddingTable]) -> None:
     model = tables[0].model
     settings = KafkaSettings(brokers=broker.address, models=[model], dead_letters=f"{model}_dead")
     topics = Topics(tables, settings.takes)
-    source = KafkaSource(
-        settings, f"g.{model}", topics, lambda t, p: store.applied(tables[0], t, p)
-    )
+    # Where the first of them is, for the others are perhaps not written to.
+    places = StreamPlaces([Store("rocksdb", store)], lambda _topic: tables[:1])
+    observe = StreamMeter(Metrics(), f"g.{model}")
+    source = KafkaSource(settings, f"g.{model}", topics, places, observe)
+    places = StreamPlaces([Store("rocksdb", store)], topics.readers)
     ingestor = Ingestor(
-        source, topics.tables, topics.readers, [Store("rocksdb", store)], None,
-        DeadLetterTopic(settings), UpdateMeter(Metrics()),
-    )  # fmt: skip
+        source, topics.tables, places, None, DeadLetterTopic(settings), UpdateMeter(Metrics())
+    )
     with consumer_of(broker) as consumer:
         there = consumer.list_topics(timeout=60).topics
         ends = {
@@ -122,9 +122,8 @@ def feed(broker, store: RocksDbTier, tables: list[EmbeddingTable]) -> None:
         }
 
     def all_is_applied() -> bool:
-        with suppress(Unavailable):  # just assigned, a partition is not to be sought at once
-            ingestor.step(0.05)
-        return all(source._next.get(place, 0) >= end for place, end in ends.items())
+        ingestor.step(0.05)
+        return all(source.applied().get(place, 0) >= end for place, end in ends.items())
 
     until(all_is_applied)
     ingestor.note()

@@ -35,6 +35,7 @@ from hps.tracing import Origin, current, followed, record
 from hps.updates.ingestor import Ingestor
 from hps.updates.kafka.messages import traceparents
 from hps.updates.source import UpdateBatch
+from hps.updates.stream_places import StreamPlaces
 
 export = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
 
@@ -147,7 +148,8 @@ def test_updates_are_linked_to_the_traces_of_their_messages(spans):
         def commit(self, batch):
             pass
 
-    ingestor = Ingestor(Source(), {}, lambda topic: (), [], None, None, UpdateMeter(Metrics()))
+    places = StreamPlaces([], lambda topic: ())
+    ingestor = Ingestor(Source(), {}, places, None, None, UpdateMeter(Metrics()))
     record(spans.tracer)
     try:
         for _ in range(3):

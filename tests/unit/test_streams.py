@@ -63,7 +63,7 @@ def held():
 def test_a_switch_leaves_nothing_of_the_former_readers(resources, tmp_path):
     streams = Streams([USERS], Metrics(), resources)
     (port,) = free_ports(1)
-    streams.read_kafka(KafkaSettings(brokers=f"127.0.0.1:{port}"), "group", [], Caches())
+    streams.read_kafka(KafkaSettings(brokers=f"127.0.0.1:{port}", group="here"), [], Caches())
     streams.read_folder(DirectorySettings(path=tmp_path), [], Caches())
     before, switches = np.array(held()), 4
     for _ in range(switches):
@@ -105,7 +105,7 @@ def cut_off(resources, tables):
     """Streams that read a Kafka which is not there."""
     streams = Streams(tables, Metrics(), resources)
     (port,) = free_ports(1)
-    streams.read_kafka(KafkaSettings(brokers=f"127.0.0.1:{port}"), "group", [], Caches())
+    streams.read_kafka(KafkaSettings(brokers=f"127.0.0.1:{port}", group="here"), [], Caches())
     return streams
 
 
@@ -133,5 +133,7 @@ def test_rows_written_by_hand_tell_nothing_of_the_stream(resources):
 
 def test_seek_before_it_is_known_what_is_read(resources):
     streams = cut_off(resources, [USERS])
-    with pytest.raises(Unavailable, match="group does not know yet which partitions it reads"):
+    with pytest.raises(
+        Unavailable, match=r"hps\.node\.here does not know yet which partitions it reads"
+    ):
         streams.seek("hps_updates.ctr", 0, 0)

@@ -89,6 +89,11 @@ def _stream(name: str, stream: Mapping[str, Any]) -> Check:
         return Check(label, "FAIL", str(stream["problem"]), "see hps updates status")
     if stream.get("state") == "paused":
         return Check(label, "WARN", "paused", "hps updates resume")
+    if stream.get("state") == "starting":
+        found = "starting: it is not known yet which partitions it reads"
+        return Check(
+            label, "WARN", found, "look again in a few seconds, then see hps updates status"
+        )
     return Check(label, "OK", "are read")
 
 
@@ -112,6 +117,11 @@ def _lost(name: str, samples: Sequence[Sample]) -> Iterator[Check]:
                 f"{lost} messages of {topic} were deleted before they were read, since it started"
             )
             mend = "publish a version with all rows and load it; keep messages for longer: retention.ms"
+            yield Check(f"{name}: updates of {sample.labels.get('group', '')}", "WARN", found, mend)
+        elif sample.name == m.UPDATE_RESTARTED and sample.value:
+            topic, times = sample.labels.get("topic", ""), plural(int(sample.value), "partition")
+            found = f"{times} of {topic} did not continue what was applied, since it started"
+            mend = "publish a version with all rows, unless all messages of the former topic were applied"
             yield Check(f"{name}: updates of {sample.labels.get('group', '')}", "WARN", found, mend)
 
 

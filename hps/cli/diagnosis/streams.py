@@ -112,6 +112,8 @@ def _groups(view: Overview, groups: Sequence[str], topics: dict[str, TopicView])
 
 def _lag(group: str, found: GroupView, begins: dict[Place, int], ends: dict[Place, int]) -> Check:
     """``begins`` and ``ends``: of what is kept of each partition."""
+    from hps.config.update_settings import NODE
+
     name = f"group {group}"
     if found.problem:
         mend = f"give the user the rights DESCRIBE and READ on the group {group}"
@@ -124,13 +126,19 @@ def _lag(group: str, found: GroupView, begins: dict[Place, int], ends: dict[Plac
         )
     at = {place: found.committed.get(place, begin) for place, begin in begins.items()}
     lag = sum(max(0, end - max(at[place], begins[place])) for place, end in ends.items())
-    reads = f"{plural(found.members, 'member')}, {count(lag)} messages behind"
+    reads = f"{count(lag)} messages behind"
+    if is_shared := not group.startswith(NODE):  # a node's own reader is no member
+        reads = f"{plural(found.members, 'member')}, {reads}"
+    beyond = sum(at[place] > end for place, end in ends.items())
+    if beyond:
+        found_ = f"{plural(beyond, 'partition')} ended before what was applied: its topic was created again"
+        return Check(name, "WARN", found_, "start the servers of this group: they read it anew")
     lost = sum(max(0, begin - at[place]) for place, begin in begins.items())
     if lost:
         mend = "load the models' files again (hps store load), and keep messages for longer: retention.ms"
         gone = f"{count(lost)} messages were deleted before they were read; {reads}"
         return Check(name, "FAIL", gone, mend)
-    if not found.members and lag:
+    if is_shared and not found.members and lag:
         return Check(name, "WARN", f"nobody reads; {reads}", "start the servers of this group")
     if lag > LAG_WARN:
         mend = "see hps updates status: is a store slow, a reader paused?"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hps.tiers.positions import Place
+from hps.tiers.positions import Applied, Place, split_position_name
 from hps.tiers.redis.client import RedisClient
 from hps.tiers.redis.tables import Tables
 from hps.types import EmbeddingTable
@@ -26,16 +26,18 @@ class Positions:
         found = self._each(table, "HGET", position_field(topic, partition))
         return None if None in found else min(map(int, found))
 
-    def positions(self, table: EmbeddingTable) -> dict[Place, int]:
-        """The lowest of each stream, of those that all partitions have."""
+    def positions(self, table: EmbeddingTable) -> dict[Place, Applied]:
+        """The lowest of each stream, of those that all of the table's partitions have."""
         found = [
             dict(zip(each[::2], each[1::2], strict=True)) for each in self._each(table, "HGETALL")
         ]
-        common: dict[Place, int] = {}
+        common: dict[Place, Applied] = {}
         for field in set.intersection(*(set(each) for each in found)):
-            topic, _, partition = field.decode().rpartition("/")
-            if topic and partition.isdecimal():  # other facts lie there too
-                common[topic, int(partition)] = min(int(each[field]) for each in found)
+            split = split_position_name(field.decode())
+            if split is not None and not split[1]:
+                lowest = min(found, key=lambda each: int(each[field]))
+                topic_id = lowest.get(field + b"/id", b"").decode()
+                common[split[0]] = Applied(int(lowest[field]), topic_id)
         return common
 
     def identify(self, table: EmbeddingTable, topic: str, partition: int, topic_id: str) -> bool:

@@ -14,7 +14,13 @@ import numpy as np
 from rocksdict import WriteBatch
 
 from hps.tiers.base import newest_of_each
-from hps.tiers.positions import Place, StreamPosition, TableChanges
+from hps.tiers.positions import (
+    Applied,
+    Place,
+    StreamPosition,
+    TableChanges,
+    split_position_name,
+)
 from hps.tiers.rocksdb.database import Database
 from hps.tiers.rocksdb.layout import family_name
 from hps.tiers.rocksdb.load import position_prefix
@@ -54,19 +60,23 @@ class Positions:
         with self._database.errors():
             return self._get(table, StreamPosition(topic, partition, 0))
 
-    def positions(self, table: EmbeddingTable) -> dict[Place, int]:
+    def positions(self, table: EmbeddingTable) -> dict[Place, Applied]:
         """See `hps.tiers.positions.PositionedStore`."""
         prefix = position_prefix(family_name(table, self._database.layout))
-        found: dict[Place, int] = {}
+        offsets: dict[Place, int] = {}
+        ids: dict[Place, str] = {}
         with self._database.errors():
             at = self._database.db.iter()
             at.seek(prefix)
             while at.valid() and (name := at.key()).startswith(prefix):
-                topic, _, partition = name[len(prefix) :].decode().rpartition("/")
-                if partition.isdecimal():  # the topics' ids lie there too
-                    found[topic, int(partition)] = int(at.value())
+                if (split := split_position_name(name[len(prefix) :].decode())) is not None:
+                    place, of_id = split
+                    if of_id:
+                        ids[place] = at.value().decode()
+                    else:
+                        offsets[place] = int(at.value())
                 at.next()
-        return found
+        return {place: Applied(at, ids.get(place, "")) for place, at in offsets.items()}
 
     def identify(self, table: EmbeddingTable, topic: str, partition: int, topic_id: str) -> bool:
         """See `hps.tiers.positions.PositionedStore`."""

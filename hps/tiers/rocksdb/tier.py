@@ -20,7 +20,7 @@ import numpy as np
 
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.checks import check_keys, check_part, check_rows
-from hps.tiers.positions import Place, StreamPosition, TableChanges
+from hps.tiers.positions import Applied, Place, StreamPosition, TableChanges
 from hps.tiers.rocksdb.checkpoint import checkpoint
 from hps.tiers.rocksdb.database import Database, Family, estimated_rows
 from hps.tiers.rocksdb.errors import NAME
@@ -314,7 +314,7 @@ class RocksDbTier:
         self.fetch([part], FetchContext())
         return part.versions
 
-    def positions(self, table: EmbeddingTable) -> dict[Place, int]:
+    def positions(self, table: EmbeddingTable) -> dict[Place, Applied]:
         """See `hps.tiers.positions.PositionedStore`."""
         self._follower.keep_up()
         return self._positions.positions(table)

@@ -41,14 +41,13 @@ def client_options(addresses: str) -> dict[str, Any]:
 
 
 def reader_options(settings: KafkaSettings) -> dict[str, Any]:
-    """What a member of a group reads with, whose places and offsets are told by hand."""
+    """What a reader's consumer is made with: its places and offsets are set by hand."""
     return {
         **client_options(settings.brokers),
         "enable.auto.commit": False,
         "enable.auto.offset.store": False,
-        "auto.offset.reset": "earliest",
         "enable.partition.eof": True,
-        "session.timeout.ms": 30_000,
+        "session.timeout.ms": 10_000,
         "max.poll.interval.ms": 300_000,
         "topic.metadata.refresh.interval.ms": _NEW_TOPICS_MS,
         "fetch.message.max.bytes": max(1 << 20, settings.max_message_bytes),
@@ -57,6 +56,8 @@ def reader_options(settings: KafkaSettings) -> dict[str, Any]:
         "fetch.wait.max.ms": _FETCH_MS,
         "partition.assignment.strategy": "range,roundrobin",
         **settings.client_options(),
+        # Messages that are gone are to be noticed, whatever the options say.
+        "auto.offset.reset": "error",
     }
 
 

@@ -7,18 +7,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import confluent_kafka as ck
-from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined] # not in __all__
-
-from hps.config.update_settings import KafkaSettings
+from hps.errors import Unavailable
 from hps.tiers.positions import Place
 from hps.updates.arrivals import Arrivals
-from hps.updates.kafka.client import client_log, client_options
-from hps.updates.kafka.credentials import Credentials
+from hps.updates.kafka.cluster import Cluster
 
 log = logging.getLogger(__name__)
-
-_ANSWER_S = 2.0
 
 
 class Reader(Protocol):
@@ -36,40 +30,25 @@ class Reader(Protocol):
 class WaitingMessages:
     """Implements `hps.updates.arrivals.Waiting`, of ``topics``, some of which nobody may have made yet."""
 
-    def __init__(self, settings: KafkaSettings, reader: Reader, topics: Sequence[str]) -> None:
+    def __init__(self, cluster: Cluster, reader: Reader, topics: Sequence[str]) -> None:
+        self._cluster = cluster
         self._reader = reader
         self._arrivals = Arrivals()
         # Of a reader that does not know yet what there is: of topics that are not there, it has everything.
         self._places: Mapping[Place, int] = {(topic, 0): 0 for topic in topics}
         self._known = False
-        self._credentials = Credentials(settings)
-        self._admin = AdminClient(
-            {**client_options(settings.brokers), **settings.client_options()}, logger=client_log
-        )
 
     def look(self) -> None:
-        self._credentials.renew(self._admin)
         places, at_s = self._applied(), time.monotonic()
         ends: dict[Place, int] = {}
         try:
             if self._known:
-                self._ask(places, ends)
-            else:
-                there = self._admin.list_topics(timeout=_ANSWER_S).topics
-                if not any(topic in there for topic, _partition in places):
-                    ends = dict.fromkeys(places, 0)
-        except ck.KafkaException as error:
+                ends = self._cluster.ends(places)
+            elif not self._cluster.topics({topic for topic, _partition in places}.__contains__):
+                ends = dict.fromkeys(places, 0)
+        except Unavailable as error:
             log.debug("where partitions end is not known: %s", error)
         self._arrivals.saw(ends, at_s)
-
-    def _ask(self, places: Mapping[Place, int], ends: dict[Place, int]) -> None:
-        """Fill in what is told before something fails."""
-        latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
-        asked = {ck.TopicPartition(*place): latest for place in places}
-        if not asked:
-            return
-        for partition, answer in self._admin.list_offsets(asked, request_timeout=_ANSWER_S).items():
-            ends[partition.topic, partition.partition] = answer.result().offset
 
     def _applied(self) -> Mapping[Place, int]:
         """Those of the reader, or what it had while it is told anew."""

@@ -6,13 +6,10 @@ from collections.abc import Iterable, Mapping
 
 import confluent_kafka as ck
 
-from hps.config.update_settings import KafkaSettings
+from hps.config.update_settings import NODE, KafkaSettings
 from hps.errors import Unavailable
 from hps.tiers.positions import Place
 from hps.updates.kafka.client import ANSWER_S, client_log, reader_options
-
-NODE = "hps.node."
-"""How groups of nodes begin; what follows names the node, after its host unless told otherwise."""
 
 
 def hps_group(group: str) -> str:
@@ -35,7 +32,7 @@ class HpsProgress:
         there. Raises Unavailable."""
         if self._consumer is None:
             self._consumer = _asking(self._settings, self._group)
-        return _committed(self._consumer, self._group, [ck.TopicPartition(*place)]).get(place)
+        return _committed(self._consumer, self._group, [place]).get(place)
 
     def close(self) -> None:
         if self._consumer is not None:
@@ -43,14 +40,12 @@ class HpsProgress:
             self._consumer = None
 
 
-def committed(
-    settings: KafkaSettings, group: str, partitions: Iterable[ck.TopicPartition]
-) -> Mapping[tuple[str, int], int]:
-    """The first message of each partition that ``group`` has not committed, of those it knows. It is asked,
-    not joined. Raises Unavailable."""
+def committed(settings: KafkaSettings, group: str, places: Iterable[Place]) -> Mapping[Place, int]:
+    """The first message of each of ``places`` that ``group`` has not committed, of those it knows. It is
+    asked, not joined. Raises Unavailable."""
     consumer = _asking(settings, group)
     try:
-        return _committed(consumer, group, partitions)
+        return _committed(consumer, group, places)
     finally:
         consumer.close()
 
@@ -60,10 +55,8 @@ def _asking(settings: KafkaSettings, group: str) -> ck.Consumer:
     return ck.Consumer({**reader_options(settings), "group.id": group}, logger=client_log)
 
 
-def _committed(
-    consumer: ck.Consumer, group: str, partitions: Iterable[ck.TopicPartition]
-) -> dict[Place, int]:
-    asked = [ck.TopicPartition(each.topic, each.partition) for each in partitions]
+def _committed(consumer: ck.Consumer, group: str, places: Iterable[Place]) -> dict[Place, int]:
+    asked = [ck.TopicPartition(*place) for place in places]
     try:
         found = consumer.committed(asked, timeout=ANSWER_S)
     except ck.KafkaException as error:

@@ -286,6 +286,9 @@ def test_messages_that_were_deleted_before_they_were_read_are_told() -> None:
     (check,) = states._lost("server", [sample("hps_updates.b", 0.0), sample("hps_updates.c", 7.0)])
     assert (check.name, check.verdict) == ("server: updates of hps.node.a", "WARN")
     assert "7 messages of hps_updates.c" in check.found
+    labels = {"group": "hps.node.a", "topic": "t"}
+    (check,) = states._lost("server", [Sample(m.UPDATE_RESTARTED, labels, 2.0)])
+    assert "2 partitions of t did not continue what was applied" in check.found
 
 
 def test_lookup_nodes_of_a_front_end_that_serve_different_versions() -> None:
@@ -313,6 +316,9 @@ def test_lag_counts_what_is_kept_and_what_was_lost_is_told() -> None:
         True,
     )
     assert "40 messages behind" in lost.found
+    assert "1 partition ended before what was applied" in lag({place: 101}, 0).found
+    own = streams._lag("hps.node.a", GroupView(0, "", {place: 95}), {place: 0}, {place: 100})
+    assert (own.verdict, own.found) == ("OK", "5 messages behind"), "no member reads there"
     never = streams._lag("g", GroupView(0, "", {}), {place: 100}, {place: 100})
     assert never.verdict == "OK", "what is gone does not wait"
 

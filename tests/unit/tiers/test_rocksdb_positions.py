@@ -5,7 +5,7 @@ import pytest
 
 from hps.errors import TierError
 from hps.tiers.base import FetchContext, Part
-from hps.tiers.positions import StreamPosition, TableChanges
+from hps.tiers.positions import Applied, StreamPosition, TableChanges
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier, Tuning, restore
 from hps.types import EmbeddingTable, version_now
 
@@ -136,7 +136,7 @@ def test_readers_may_ask_but_not_apply(tier):
     tier.apply(ITEMS, changes({1: 1}), [at(10)])
     reader = RocksDbTier(tier.path, access="secondary", layout=tier.layout)
     assert reader.applied(ITEMS, "updates", 0) == 10
-    assert reader.positions(ITEMS) == {("updates", 0): 10}
+    assert reader.positions(ITEMS) == {("updates", 0): Applied(10)}
     with pytest.raises(TierError, match="access: secondary; writing is off"):
         reader.apply(ITEMS, changes({1: 2}), [at(11)])
     with pytest.raises(TierError, match="access: secondary; writing is off"):
@@ -149,6 +149,8 @@ def test_a_follower_reads_positions_as_far_as_the_primary_is(tier):
     reader = RocksDbTier(tier.path, access="secondary", layout=tier.layout, tuning=tuning)
     assert reader.positions(ITEMS) == {}
     tier.apply(ITEMS, changes({1: 1}), [at(10), StreamPosition("other/topic", 3, 7)])
-    assert reader.positions(ITEMS) == {("updates", 0): 10, ("other/topic", 3): 7}
+    assert reader.positions(ITEMS) == {("updates", 0): Applied(10), ("other/topic", 3): Applied(7)}
+    tier.identify(ITEMS, "updates", 0, "an id")
+    assert reader.positions(ITEMS)["updates", 0] == Applied(10, "an id")
     assert reader.positions(USERS) == {}
     reader.close()

@@ -11,6 +11,7 @@ import pytest
 from hps.config.update_settings import KafkaSettings
 from hps.updates.arrivals import LOOK_EVERY_S, Arrivals
 from hps.updates.files.waiting import WaitingFiles
+from hps.updates.kafka.cluster import Cluster
 from hps.updates.kafka.ends import WaitingMessages
 
 PLACE = ("topic", 0)
@@ -51,6 +52,15 @@ def test_when_nothing_is_heard_any_more_the_age_grows():
     assert arrivals.age_s(PLACE, 10, 61.0) == 60.0
     arrivals.saw({PLACE: 10}, 62.0)
     assert arrivals.age_s(PLACE, 10, 62.1) == 0.0
+
+
+def test_partition_that_was_created_again_is_not_behind_its_former_end():
+    arrivals = Arrivals()
+    arrivals.saw({PLACE: 100}, 1.0)
+    assert arrivals.age_s(PLACE, 100, 1.0) == 0.0
+    arrivals.saw({PLACE: 5}, 2.0)
+    assert arrivals.age_s(PLACE, 0, 3.0) == 2.0
+    assert arrivals.age_s(PLACE, 5, 3.0) == 0.0
 
 
 def test_a_long_wait_is_kept_in_bounded_memory_and_never_seems_shorter():
@@ -112,7 +122,7 @@ class Reader:
 
 def test_what_a_reader_had_counts_while_it_is_told_its_partitions_anew():
     reader = Reader()
-    waits = WaitingMessages(KafkaSettings(brokers="127.0.0.1:9"), reader, [PLACE[0]])
+    waits = WaitingMessages(Cluster(KafkaSettings(brokers="127.0.0.1:9")), reader, [PLACE[0]])
     assert waits.ages_s() == {PLACE: None}, "nobody knows what there is"
     reader.at, reader.placed = {("topic", 3): 10}, True
     assert waits.ages_s() == {("topic", 3): None}

@@ -23,7 +23,7 @@ from hps.updates.codec import encode_native
 from hps.updates.files.directory import DirectorySource
 from hps.updates.ingestor import Ingestor
 from hps.updates.source import Reason
-from hps.updates.stream_places import Store
+from hps.updates.stream_places import Store, StreamPlaces
 
 ITEMS = EmbeddingTable.make("items", 2, model="m")
 USERS = EmbeddingTable.make("users", 3, model="m", dtype=np.float16)
@@ -67,7 +67,7 @@ class House:
         chosen = DirectorySettings(path=self.folder, **settings)
         self.source = DirectorySource(chosen, TABLES, block)
         self.ingestor = Ingestor(
-            self.source, TABLES, lambda _topic: (), [Store("rocksdb", self.store)], None,
+            self.source, TABLES, StreamPlaces([Store("rocksdb", self.store)], lambda _topic: ()), None,
             self.letters, UpdateMeter(self.metrics),
         )  # fmt: skip
 

@@ -15,7 +15,7 @@ from hps.meters import UpdateMeter
 from hps.metrics import Metrics
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.cpu_cache import CpuCache
-from hps.tiers.positions import StreamPosition, TableChanges
+from hps.tiers.positions import Applied, StreamPosition, TableChanges
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable, make_version
 from hps.updates.followed_store import FollowedStore
@@ -100,18 +100,13 @@ class Node:
         self.followed = FollowedStore(store, Store("store", store, versioned))
         self.cache = CpuCache(dict.fromkeys(self.tables, 64))
         self.writer = CacheWriter(self.cache, [self.followed], 1024, own=self.followed)
-        self.ingestor = Ingestor(
-            stream,
-            stream.tables,
-            lambda _topic: self.tables,
-            [],
-            self.writer,
-            None,
-            UpdateMeter(Metrics()),
-            followed=self.followed,
-            other_writer=other_writer,
+        self.places = self.followed.places(
+            lambda _topic: self.tables, lambda *_: None, other_writer
         )
-        stream.begin = self.ingestor.begin
+        self.ingestor = Ingestor(
+            stream, stream.tables, self.places, self.writer, None, UpdateMeter(Metrics())
+        )
+        stream.begin = self.places.begin
 
     def promote(self, key: int) -> None:
         for table in self.tables:
@@ -283,7 +278,7 @@ def test_a_row_promoted_before_the_stream_begins_gets_the_updates_since(make):
     feeder.feed()
     node.promote(1)
     feeder.feed()
-    assert node.ingestor.begin(node.stream.topic, 0) == 1
+    assert node.places.begin(node.stream.topic, 0) == 1
     node.stream.begin_again()
     node.finish()
     assert node.rows(node.cache)[1] == 2.0
@@ -292,7 +287,7 @@ def test_a_row_promoted_before_the_stream_begins_gets_the_updates_since(make):
 def test_a_store_without_a_position_is_read_from_the_topics_beginning(make):
     node, _feeder = make([(0, False)])
     node.promote(1)
-    assert node.ingestor.begin(node.stream.topic, 0) is None
+    assert node.places.begin(node.stream.topic, 0) is None
 
 
 def test_a_reader_that_begins_again_continues_where_the_caches_are(make):
@@ -300,7 +295,7 @@ def test_a_reader_that_begins_again_continues_where_the_caches_are(make):
     node, feeder = make([(1, False)] * 6)
     feeder.feed(6)
     node.step()
-    assert node.ingestor.begin(node.stream.topic, 0) == 2
+    assert node.places.begin(node.stream.topic, 0) == 2
 
 
 class Losing:
@@ -313,7 +308,8 @@ class Losing:
     def positions(self, table):
         if self.error is not None:
             raise self.error
-        return {place: at - self.lost for place, at in self.store.positions(table).items()}
+        found = self.store.positions(table)
+        return {place: Applied(at.offset - self.lost) for place, at in found.items()}
 
 
 def test_updates_that_the_store_lost_are_applied_to_the_caches_again(database):
@@ -342,7 +338,7 @@ def test_a_store_that_does_not_answer_promotes_nothing_and_holds_updates(databas
     assert node.rows(node.cache)[1] is None
     feeder.feed()
     with pytest.raises(TierError, match="gone"):
-        node.ingestor.begin(node.stream.topic, 0)
+        node.places.begin(node.stream.topic, 0)
     node.step()
     assert node.ingestor.holds
     store.error = None
@@ -402,3 +398,25 @@ def test_a_held_batch_is_reported_and_lets_the_reader_be_paused(make, monkeypatc
     finally:
         thread.close()
     assert node.rows(node.cache)[1] == 1.0
+
+
+def test_updates_of_a_topic_created_again_wait_for_the_store_and_begin_at_the_first(database):
+    stream = stream_of(database, [(1, False)] * 6)
+    (table, *_) = stream.tables.values()
+    node, feeder = Node(database, stream), Feeder(database, stream)
+    feeder.feed(6)
+    database.identify(table, stream.topic, 0, "first")
+    node.finish()
+    assert not node.places.identify(stream.topic, 0, "first")
+    assert (node.places.begin(stream.topic, 0), node.places.furthest(stream.topic, 0)) == (6, 6)
+    assert node.places.identify(stream.topic, 0, "second")
+    assert (node.places.begin(stream.topic, 0), node.places.furthest(stream.topic, 0)) == (0, 0)
+    stream.next = 0
+    node.step()
+    assert node.ingestor.holds, "the store has the updates of the former topic"
+    assert database.applied(table, stream.topic, 0) == 6, "which is its writer's"
+    for each in stream.tables.values():
+        database.identify(each, stream.topic, 0, "second")
+        database.restart(each, stream.topic, 0)
+    assert "the topic was made anew" in node.places.lost()
+    node.close()

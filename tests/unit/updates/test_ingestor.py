@@ -22,7 +22,7 @@ from hps.updates.codec import decode_native, encode_native
 from hps.updates.ingest_thread import IngestThread
 from hps.updates.ingestor import CACHES, Ingestor
 from hps.updates.source import DeadLetter, Reason, UpdateBatch
-from hps.updates.stream_places import Store
+from hps.updates.stream_places import Store, StreamPlaces
 from hps.updates.writer import CacheWriter
 from tests.support.waiting import until
 
@@ -109,11 +109,11 @@ class House:
         self.ingestor = self.make([Store("rocksdb", self.store)], self.writer)
 
     def make(self, stores, caches) -> Ingestor:
-        meter = UpdateMeter(self.metrics)
+        """Its positions are ``places`` from then on."""
         readers = self.readers
-        return Ingestor(
-            self.source, TABLES, lambda t: readers.get(t, []), stores, caches, self.letters, meter
-        )
+        self.places = StreamPlaces(stores, lambda t: readers.get(t, []))
+        meter = UpdateMeter(self.metrics)
+        return Ingestor(self.source, TABLES, self.places, caches, self.letters, meter)
 
     def rows(self, tier, keys, table=ITEMS) -> dict[int, float | None]:
         part = Part.make(table, np.array(keys, np.int64))
@@ -319,11 +319,11 @@ def test_a_table_that_is_not_touched_gets_the_position_later(house, monkeypatch)
     house.source.batches = [batch(5, items=changes([(1, 1.0, 1)]))]
     house.ingestor.step()
     assert house.store.applied(USERS, "t", 0) is None
-    assert house.ingestor.begin("t", 0) is None, "users may lack all of it"
+    assert house.places.begin("t", 0) is None, "users may lack all of it"
     monkeypatch.setattr("hps.updates.ingestor.NOTE_EVERY_S", 0.0)
     house.ingestor.step()
     assert house.store.applied(USERS, "t", 0) == 5
-    assert house.ingestor.begin("t", 0) == 5
+    assert house.places.begin("t", 0) == 5
 
 
 def test_a_positions_that_waits_goes_with_the_tables_next_rows(house):
@@ -341,13 +341,14 @@ def test_polling_begins_where_the_store_that_lacks_most_is(house, tmp_path):
     second = RocksDbTier(tmp_path / "second")
     second.open_tables([ITEMS, USERS])
     both = [Store("rocksdb", house.store), Store("other", second)]
-    ingestor = house.make(both, None)
+    house.make(both, None)
     nothing = changes()
     for store, offset in ((house.store, 9), (second, 6)):
         for table in (ITEMS, USERS):
             store.apply(table, _for(table, nothing), [StreamPosition("t", 0, offset)])
-    assert ingestor.begin("t", 0) == 6
-    assert house.make([], None).begin("t", 0) is None, "nobody to ask"
+    assert house.places.begin("t", 0) == 6
+    house.make([], None)
+    assert house.places.begin("t", 0) is None, "nobody to ask"
     second.close()
 
 
@@ -368,7 +369,8 @@ def test_where_a_store_keeps_no_versions_the_caches_get_none_either(tmp_path, so
     writer = CacheWriter(cache, [store], 1024)
     meter, letters = UpdateMeter(Metrics()), Letters()
     stores = [Store("rocksdb", store, versioned=False)]
-    ingestor = Ingestor(source, TABLES, lambda _t: [ITEMS], stores, writer, letters, meter)
+    places = StreamPlaces(stores, lambda _t: [ITEMS])
+    ingestor = Ingestor(source, TABLES, places, writer, letters, meter)
     given = changes([(1, 0.0, 0)])
     cache.insert(ITEMS, given.keys, given.vectors, np.zeros(1, np.uint64))
     source.batches = [batch(1, items=changes([(1, 5.0, 8)]))]
@@ -547,7 +549,7 @@ def test_a_store_that_lost_what_it_had_is_filled_again(house, monkeypatch, more)
     monkeypatch.setattr("hps.updates.ingestor.NOTE_EVERY_S", 0.0)
     store = Forgetful()
     ingestor = house.make([Store("redis", store)], None)
-    assert ingestor.begin("t", 0) is None
+    assert house.places.begin("t", 0) is None
 
     def message(since: int) -> UpdateBatch:
         updates = batch(1, items=changes([(1, 1.0, since)])).updates
@@ -563,7 +565,7 @@ def test_a_store_that_lost_what_it_had_is_filled_again(house, monkeypatch, more)
         house.source.batches = [message(2)]
     ingestor.step()
     assert house.source.log.count("again") == 1
-    assert ingestor.begin("t", 0) is None, "all of it is wanted again"
+    assert house.places.begin("t", 0) is None, "all of it is wanted again"
     house.source.batches = [message(0), message(1), message(2)]
     for _ in range(4):
         ingestor.step()
@@ -574,7 +576,7 @@ def test_a_store_that_lost_what_it_had_is_filled_again(house, monkeypatch, more)
 def test_a_topic_of_no_table_is_not_read_again(house, monkeypatch):
     """No store has anything of it: its messages are dead letters."""
     monkeypatch.setattr("hps.updates.ingestor.NOTE_EVERY_S", 0.0)
-    assert house.ingestor.begin("nobody", 0) is None
+    assert house.places.begin("nobody", 0) is None
     letter = DeadLetter(Reason.UNKNOWN_TABLE, 0, StreamPosition("nobody", 0, 0), b"")
     house.source.batches = [UpdateBatch((), [StreamPosition("nobody", 0, 1)], [letter])]
     for _ in range(4):

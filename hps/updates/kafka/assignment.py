@@ -1,0 +1,97 @@
+"""Which partitions a Kafka consumer reads: all of its topics, or those that its group assigns to it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol
+
+import confluent_kafka as ck
+
+from hps.tiers.positions import Place
+from hps.updates.kafka.cluster import Topic
+
+log = logging.getLogger(__name__)
+
+_LEAVE_S = 3.0
+
+
+class Assignment(Protocol):
+    """Called by the thread that polls, which also assigns the ``places`` to the consumer."""
+
+    @property
+    def places(self) -> Collection[Place] | None:
+        """What is to be read here; None while that is not known."""
+        ...
+
+    def follow(self, topics: Mapping[str, Topic]) -> None:
+        """These are the topics from now on."""
+        ...
+
+    def leave(self) -> None:
+        """Give the places up. The consumer is closed afterwards."""
+        ...
+
+
+class EveryPartition:
+    """All partitions, without group membership: a reader that starts again has nothing to wait for."""
+
+    def __init__(self) -> None:
+        self.places: Collection[Place] | None = None
+
+    def follow(self, topics: Mapping[str, Topic]) -> None:
+        self.places = {
+            (name, partition)
+            for name, topic in topics.items()
+            for partition in range(topic.partitions)
+        }
+
+    def leave(self) -> None:
+        """Nothing to give up."""
+
+
+class GroupMember:
+    """Membership of a consumer group whose members share the partitions. A static member, one with a
+    `group.instance.id`, gets its partitions back at once when it starts again after a crash."""
+
+    def __init__(self, consumer: ck.Consumer, taken_back: Callable[[], None]) -> None:
+        """``taken_back``: called when the group takes all places back, before others get them."""
+        self._consumer = consumer
+        self._taken_back = taken_back
+        self._topics: list[str] = []
+        self.places: Collection[Place] | None = None
+
+    def follow(self, topics: Mapping[str, Topic]) -> None:
+        """Subscribe; the group is not joined before there is a topic."""
+        names = sorted(topics)
+        if names and names != self._topics:
+            self._consumer.subscribe(
+                names, on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._lost
+            )
+        elif not names:
+            if self._topics:
+                self._consumer.unsubscribe()
+            self.places = ()
+        self._topics = names
+
+    def leave(self) -> None:
+        """Leave the group, so that others take over at once: a static member does not leave when its consumer
+        is closed."""
+        deadline = time.monotonic() + _LEAVE_S
+        self._consumer.unsubscribe()
+        while self.places and time.monotonic() < deadline:
+            self._consumer.poll(0.05)
+        self._consumer.poll(0.05)  # until it has told the group
+
+    def _assigned(self, consumer: Any, partitions: list[ck.TopicPartition]) -> None:
+        consumer.assign([])  # until it is told where they begin
+        self.places = {(each.topic, each.partition) for each in partitions}
+
+    def _revoked(self, _consumer: Any, _partitions: list[ck.TopicPartition]) -> None:
+        self.places = None if self._topics else ()
+        self._taken_back()
+
+    def _lost(self, consumer: Any, partitions: list[ck.TopicPartition]) -> None:
+        log.warning("the group gave %d partitions to other members", len(partitions))
+        self._revoked(consumer, partitions)
