@@ -129,6 +129,9 @@ class _Builder:
                 self._tables, self._metrics, self._resources, watermarks_of(self._opened)
             ),
             promotions_into_stores=lambda: stores.promotions_waiting,
+            damage=stores.damage,
+            hindrance=stores.hindrance,
+            watch_damage=stores.watch_damage,
         )
         self._publish(node, serving)
         self._read_updates(node, writer)

@@ -251,7 +251,8 @@ _TIERS = (
         "counter",
         ("tier", "reason"),
         "Fetches that passed over a tier; reason=open (its circuit), failed, late, full (all of its "
-        "threads were busy), no_time (the request's deadline had passed), refused (tables that do not fit).",
+        "threads were busy), no_time (the request's deadline had passed), refused (some rows: tables that do "
+        "not fit, damaged files).",
     ),
     MetricSpec(
         m.TIER_AVAILABLE,
@@ -267,8 +268,8 @@ _TIERS = (
         "(of its disk), min_free_bytes (below which it takes no writes), pending_compaction_bytes, "
         "running_compactions, writes_stopped (1: writes wait for compactions), delayed_write_rate (bytes/s; "
         "0: not slowed down), background_errors, stalled_seconds (that writes have waited), lost_writes "
-        "(acknowledged ones that the start found missing, at most so many). Of gpu: bytes (of its caches, on "
-        "each device), pinned_host_bytes, static_tables.",
+        "(acknowledged ones that the start found missing, at most so many), damaged_files (found since). "
+        "Of gpu: bytes (of its caches, on each device), pinned_host_bytes, static_tables.",
     ),
     MetricSpec(
         m.TABLE_ROWS,

@@ -56,6 +56,12 @@ class Node(OpenModels):
     streams: Streams
     promotions_into_stores: Callable[[], Mapping[str, int]] = dict
     """Keys waiting to be copied from one store into another, by the latter's name."""
+    damage: Callable[[], str] = str
+    """What is damaged in its store, and the remedy; empty: nothing that is known."""
+    hindrance: Callable[[], str] = str
+    """Why a server with this node is not ready; empty: nothing keeps it from that."""
+    watch_damage: Callable[[Callable[[], None]], None] = lambda _changed: None
+    """Have a function called, on any thread, when more damage is found."""
     socket: NodeServer | None = None
     """By which other processes attach; None where `server.runtime` is not set."""
     control: Control | None = None
@@ -166,7 +172,11 @@ class Node(OpenModels):
         """What the node serves and holds, ready for JSON."""
         return {
             **OpenModels.status(self),  # a dataclass with slots has no super()
-            "warnings": [*self.warnings, *self._warnings_of_loads()],
+            "warnings": [
+                *self.warnings,
+                *self._warnings_of_loads(),
+                *filter(None, [self.damage()]),
+            ],
             "updates": self.streams.status(),
             "promotions_waiting_keys": sum(self.promotions_waiting().values()),
             "socket": self.socket.facts() if self.socket else None,

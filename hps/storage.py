@@ -7,7 +7,7 @@ RocksDB must be there when the node opens. Redis need not.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from threading import Lock
@@ -194,6 +194,28 @@ class Stores:
 
     def _as_store(self, rocksdb: RocksDbTier) -> Store:
         return Store("rocksdb", rocksdb, self._settings.tiers.rocksdb.layout == "native")
+
+    def damage(self) -> str:
+        """What is damaged in the node's own store, and the remedy; empty: nothing that is known."""
+        rocksdb = self._rocksdb
+        damaged = {} if rocksdb is None else rocksdb.damage.tables()
+        if not damaged:
+            return ""
+        files = ", ".join(f"{file} of table {table}" for file, table in sorted(damaged.items()))
+        return (
+            f"rocksdb: damaged table files: {files}; rows in them are answered by the default. Stop the node "
+            "and run `hps store verify --repair`"
+        )
+
+    def hindrance(self) -> str:
+        """`damage`, where the node is not to be ready then; else empty."""
+        settings = self._settings.tiers.rocksdb
+        return self.damage() if settings.on_corruption == "not_ready" else ""
+
+    def watch_damage(self, changed: Callable[[], None]) -> None:
+        """Have ``changed`` called, on any thread, when more damage is found."""
+        if self._rocksdb is not None:
+            self._rocksdb.damage.changed = changed
 
     @property
     def promotions_waiting(self) -> Mapping[str, int]:

@@ -112,10 +112,14 @@ def configured_tiers(configuration: Configuration) -> list[TierName]:
 
 @contextmanager
 def open_stores(
-    configuration: Configuration, tier: TierName | None, *, writing: bool = False
+    configuration: Configuration,
+    tier: TierName | None,
+    *,
+    writing: bool = False,
+    repair: bool = False,
 ) -> Iterator[list[RedisRows | RocksDbRows]]:
-    """The configured stores, or the one, fastest first. Raises ConfigError for one that is not
-    configured, TierError for a database that cannot be opened."""
+    """The configured stores, or the one, fastest first; ``repair``: RocksDB although it is damaged. Raises
+    ConfigError for one that is not configured, TierError for a database that cannot be opened."""
     chosen = [name for name in configured_tiers(configuration) if tier in (None, name)]
     if not chosen:
         raise ConfigError(_lack(tier))
@@ -123,19 +127,23 @@ def open_stores(
         yield [
             _open_redis(configuration, resources)
             if name is TierName.redis
-            else _open_rocksdb(configuration, resources, writing=writing)
+            else _open_rocksdb(configuration, resources, writing=writing, repair=repair)
             for name in chosen
         ]
 
 
 @contextmanager
 def open_store(
-    configuration: Configuration, tier: TierName | None, *, writing: bool = False
+    configuration: Configuration,
+    tier: TierName | None,
+    *,
+    writing: bool = False,
+    repair: bool = False,
 ) -> Iterator[RedisRows | RocksDbRows]:
     """The named store, else the one that holds every row."""
     if tier is None and configuration.settings.tiers.rocksdb.enabled:
         tier = TierName.rocksdb
-    with open_stores(configuration, tier, writing=writing) as stores:
+    with open_stores(configuration, tier, writing=writing, repair=repair) as stores:
         yield stores[-1]
 
 
@@ -159,7 +167,7 @@ def _open_redis(configuration: Configuration, resources: ExitStack) -> RedisRows
 
 
 def _open_rocksdb(
-    configuration: Configuration, resources: ExitStack, *, writing: bool
+    configuration: Configuration, resources: ExitStack, *, writing: bool, repair: bool
 ) -> RocksDbRows:
     from hps.rows.tiers import RocksDbRows
     from hps.tiers.rocksdb import RocksDbTier, Tuning
@@ -179,7 +187,8 @@ def _open_rocksdb(
             threads=chosen.threads,
             min_free_bytes=chosen.min_free_bytes,
         ),
-        on_lost_writes=chosen.on_lost_writes,
+        on_lost_writes="accept" if repair else chosen.on_lost_writes,
+        repair=repair,
     )
     resources.callback(tier.close)
     return RocksDbRows(tier)

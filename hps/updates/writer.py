@@ -6,11 +6,11 @@ reads the rows from every store at the moment it inserts them. So whichever come
 row is the one that stays; and so changes may overtake the promotions that wait, of which there can be
 many seconds' worth after a cold start, and are seen at once.
 
-A store that could not be asked may hold a newer row, or its deletion, and then nothing is promoted. But not
-when the node's own store could be: that one has every update before the caches are told of it, so its rows
-lag no more than lookups do that pass over the others. Otherwise a Redis that is down would keep the CPU cache
-cold for as long. Where rows have no versions, the row of the own store counts as the newest: another
-store may not have an update yet that the caches were told of before the row came.
+A store that could not be asked for a key may hold a newer row of it, or its deletion, and then the key is not
+promoted. But not when the node's own store could be: that one has every update before the caches are told of
+it, so its rows lag no more than lookups do that pass over the others. Otherwise a Redis that is down would
+keep the CPU cache cold for as long. Where rows have no versions, the row of the own store counts as the
+newest: another store may not have an update yet that the caches were told of before the row came.
 """
 
 from __future__ import annotations
@@ -242,9 +242,6 @@ class CacheWriter:
         except Exception:
             self._failed(table, keys)
             return True
-        if rows is None:
-            self._count("degraded", len(keys))
-            return True
         found = np.flatnonzero(rows.source)
         try:
             if len(found):
@@ -263,19 +260,19 @@ class CacheWriter:
             self._logged_at = time.monotonic()
             log.exception("promotion of %d keys of table %s failed", len(keys), table.id)
 
-    def _newest(self, table: EmbeddingTable, keys: KeyArray) -> tuple[Part | None, bool]:
-        """Each key's row of the highest version over all stores, source 0 where that is a deletion or no
-        store knows the key; and whether a store was skipped. None when that one may know better."""
-        newest = Part.make(table, keys)
+    def _newest(self, table: EmbeddingTable, keys: KeyArray) -> tuple[Part, bool]:
+        """Each key's row of the highest version over all stores, source 0 where that is a deletion, no store
+        knows the key, or a store that was skipped for it may know better; and whether one was skipped."""
+        newest, unsure = Part.make(table, keys), np.zeros(len(keys), bool)
         known = np.zeros(len(keys), bool)
         skipped, lacked = False, keys[:0]
         for store in self._stores:
             part, ctx = Part.make(table, keys), FetchContext()
             store.fetch([part], ctx)
             if ctx.degraded:
-                if self._own is None or store is self._own:
-                    return None, True
                 skipped = True
+                if self._own is None or store is self._own:
+                    unsure[part.missing] = True
             answered = np.ones(len(keys), bool)
             answered[part.missing] = False
             newer = answered & (~known | (part.versions > newest.versions))
@@ -288,6 +285,7 @@ class CacheWriter:
             known |= answered
         if len(self._stores) > 1 and not skipped and len(lacked):
             self._lacked(table, lacked)
+        newest.source[unsure] = 0
         return newest, skipped
 
 

@@ -141,12 +141,27 @@ class Frontend(Process[OpenModels]):
         if self._settings.role == "frontend":
             return self._connect(progress)
         node = self._open_node(self._configuration, progress)
+        self._heed(node)
         if self._workers is not None and node.socket is not None:
             node.metrics.include(self._workers.metrics)
             node.metrics.when_let_go(self._workers.forget)
             node.socket.answers["statistics"] = lambda _given: self._sums()
             self.state.sum_up(self._sums)
         return node
+
+    def _heed(self, node: Node) -> None:
+        """Be not ready while the node says so."""
+        workers, of_workers = self._workers, self.state.hindrance
+        self.state.hindrance = lambda: of_workers() or node.hindrance()
+
+        def changed() -> None:
+            self.state.tell()
+            if workers is not None:
+                workers.hinder(node.hindrance())
+
+        node.watch_damage(changed)
+        if node.hindrance():  # while it was opened
+            changed()
 
     def _opened(self, node: OpenModels) -> None:
         super()._opened(node)

@@ -45,6 +45,14 @@ def _tier(name: str, tier: Mapping[str, Any]) -> Iterator[Check]:
     if tier.get("writes_stopped"):
         mend = "writes wait for compactions: more tiers.rocksdb.threads, or a faster disk"
         yield Check(label, "WARN", "writes are stopped", mend)
+    if tier.get("damaged_files"):
+        mend = "stop the node and run hps store verify --repair"
+        yield Check(label, "FAIL", f"{tier['damaged_files']} damaged table files", mend)
+    if tier.get("lost_writes"):
+        found = (
+            f"up to {count(int(tier['lost_writes']))} acknowledged writes were lost at its start"
+        )
+        yield Check(label, "WARN", found, "write the rows of calls again; see its log")
     if tier.get("background_errors"):
         yield Check(label, "FAIL", f"{tier['background_errors']} background errors", "see its log")
     if tier.get("free_bytes") is not None:

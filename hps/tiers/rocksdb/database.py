@@ -7,6 +7,7 @@ the set of tables takes ``lock``.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,8 @@ from typing import Any, NoReturn
 from rocksdict import ColumnFamily, Options, Rdict
 
 from hps.errors import TierError
-from hps.tiers.rocksdb.errors import NAME, translate
+from hps.tiers.rocksdb.damage import DamagedFiles
+from hps.tiers.rocksdb.errors import NAME, Damaged, translate
 from hps.tiers.rocksdb.high_water import HighWater
 from hps.tiers.rocksdb.layout import RowCodec, family_name
 from hps.tiers.rocksdb.load import LoadRecord, Records, clean_leftovers
@@ -59,6 +61,7 @@ class Database:
     def __init__(self, settings: OpenSettings, layout: Layout) -> None:
         self.settings = settings
         self.layout: Layout = layout
+        self.damage = DamagedFiles(settings.path)
         self.lock = RLock()
         self._families: dict[EmbeddingTable, Family] = {}
         self._used = False
@@ -103,8 +106,31 @@ class Database:
     def fail(self, error: Exception) -> NoReturn:
         # rocksdict raises bare Exceptions and DbClosedError; anything else is not the database's.
         if type(error).__name__ in ("Exception", "DbClosedError") or isinstance(error, OSError):
-            raise translate(error, self.settings.path) from error
+            raise self._translated(error) from error
         raise error
+
+    def _translated(self, error: Exception) -> TierError:
+        """Not in `fail`, whose frame would hold what it raises, and that all frames before."""
+        translated = translate(error, self.settings.path)
+        if isinstance(translated, Damaged):
+            self.damage.found(error, self._table_of)
+        return translated
+
+    def _table_of(self, file: int) -> str:
+        """The table, of those in use, that has the table file of a number."""
+        listed = re.compile(rf"^ {file}:", re.MULTILINE)
+        for family in list(self._families.values()):
+            if listed.search(family.data.property_value("rocksdb.sstables") or ""):
+                return family.table.id
+        return "(unknown)"
+
+    def pass_over(self, error: Exception, table: str) -> None:
+        """Report a damaged table file, by which a read of ``table`` failed. Raises TierError for every other
+        error; a secondary may also miss a file that the primary has replaced."""
+        follows = self.settings.access == "secondary" and "no such file" in str(error).lower()
+        if follows or not isinstance(translate(error, self.settings.path), Damaged):
+            self.fail(error)
+        self.damage.found(error, lambda _file: table)
 
     def writable(self, needed: int = 0) -> None:
         """Raises TierError unless this instance may write, and the disk has room for ``needed`` bytes."""
@@ -223,7 +249,10 @@ class Database:
     def is_empty(self, family: Family) -> bool:
         first = family.data.iter()
         first.seek_to_first()
-        return not first.valid()
+        if first.valid():
+            return False
+        first.status()
+        return True
 
     def clear(self, family: Family) -> None:
         """Remove every row. A range deletion costs the same for any size and, unlike dropping the
@@ -252,6 +281,19 @@ class Database:
                 for name in names:
                     self.db.drop_column_family(name)
                     self.opened.families.discard(name)
+
+    def recreate(self, table: EmbeddingTable) -> None:
+        """Make a table anew without reading its files: no rows, no load record, no stream positions."""
+        with self.lock, self.errors():
+            self.require_primary()
+            name = family_name(table, self.layout)
+            self.records.remove(name)
+            self.db.delete(f"highest:{name}".encode())
+            self._families = {t: f for t, f in self._families.items() if f.name != name}
+            if name in self.opened.families:
+                self.db.drop_column_family(name)
+                self.opened.families.discard(name)
+            self.open_tables([table])
 
     def forget(self, tables: Iterable[EmbeddingTable]) -> None:
         """Have nothing more in memory of tables nobody asks for; what they hold stays."""
@@ -296,7 +338,11 @@ class Database:
             # A version that comes again while requests are on it has two objects a table.
             families = {family.name: family.data for family in list(self._families.values())}
             lost = self.opened.lost
-            return self.room.figures(list(families.values()), 0 if lost is None else lost.most or 1)
+            return self.room.figures(
+                list(families.values()),
+                lost_writes=0 if lost is None else lost.most or 1,
+                damaged_files=len(self.damage.tables()),
+            )
 
     # -- end --------------------------------------------------------------------------------------
 
@@ -314,6 +360,10 @@ class Database:
                     self.db.flush_wal(True)
                     self._flush(time.monotonic() + _CLOSE_BUDGET_S)
                     note_manifest(self.settings.path)
+            except Exception as error:
+                # The log has what is not flushed, and a compaction found the damage before.
+                if not isinstance(self._translated(error), Damaged):
+                    raise
             finally:
                 self._release()
 

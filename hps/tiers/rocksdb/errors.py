@@ -19,6 +19,7 @@ _DAMAGE = (
     "truncated record",
     "does not exist (create_if_missing is false)",
     "while stat a file for size",
+    "input/output error",
 )
 
 
@@ -59,8 +60,9 @@ def translate(error: BaseException, path: Path) -> TierError:
         return TierError(NAME, f"{path} is not a folder ({text})")
     if any(word in low for word in _DAMAGE):
         return Damaged(
-            f"{path} is damaged: {text}. Restore the folder from a checkpoint, or remove it: tables "
-            "are loaded again from the model repository, but rows streamed in since are lost with it",
+            f"{path} is damaged: {text}. Stop the node and run `hps store verify --repair`; if that does not "
+            "help, restore the folder from a checkpoint, or remove it: tables are loaded and streams read "
+            "again, but rows written by calls are lost with it",
         )
     return TierError(NAME, f"{path}: {text}")
 

@@ -32,19 +32,20 @@ def family_name(table: EmbeddingTable, layout: Layout) -> str:
 class RowCodec(RowValues):
     """Translates one table's keys and rows to stored bytes and back. Immutable."""
 
-    __slots__ = ("_key_bytes", "_table")
+    __slots__ = ("_table", "key_bytes")
 
     def __init__(self, table: EmbeddingTable, layout: Layout) -> None:
         super().__init__(table, layout)
         self._table = table
-        self._key_bytes = 8 if self.versioned or table.key_bits == 64 else 4
+        self.key_bytes = 8 if self.versioned or table.key_bits == 64 else 4
+        """Of a stored key."""
 
     def codes(self, keys: KeyArray) -> CodeArray:
         """(n,) int64 -> (n,) uint64 whose ascending order is the order of the stored keys."""
         if self.versioned:
             native: CodeArray = self._table.narrow(keys).view(np.uint64) ^ _SIGN
             return native
-        if self._key_bytes == 4:
+        if self.key_bytes == 4:
             return keys.astype(np.uint32).byteswap().astype(np.uint64)
         return keys.view(np.uint64).byteswap()
 
@@ -52,10 +53,10 @@ class RowCodec(RowValues):
         """n stored keys, joined -> (n,) int64. 32-bit keys of the ``hps`` layout are unsigned, as HPS's."""
         if self.versioned:
             return (np.frombuffer(stored, ">u8").astype(np.uint64) ^ _SIGN).view(np.int64)
-        return np.frombuffer(stored, "<u4" if self._key_bytes == 4 else "<i8").astype(np.int64)
+        return np.frombuffer(stored, "<u4" if self.key_bytes == 4 else "<i8").astype(np.int64)
 
     def stored_keys(self, code: CodeArray) -> list[Any]:
         """(n,) codes -> n keys as RocksDB keeps them."""
-        width = self._key_bytes
+        width = self.key_bytes
         stored: list[Any] = code.astype(f">u{width}").view(f"V{width}").tolist()
         return stored

@@ -108,6 +108,7 @@ class Records:
         while at.valid() and (name := at.key()).startswith(prefix):
             batch.delete(name)
             at.next()
+        at.status()
 
     def distrust(self, families: Iterable[str], *, versioned: bool) -> None:
         """Records may be older or newer than the rows of ``families``, which are all there are: have nothing
@@ -125,6 +126,9 @@ class Records:
 
     def mark_streamed(self, family: str) -> None:
         self._db().put(f"streamed:{family}".encode(), b"1")
+
+    def is_streamed(self, family: str) -> bool:
+        return bool(self.streamed([family]))
 
     def streamed(self, families: Sequence[str]) -> set[str]:
         if not families:
@@ -146,6 +150,7 @@ def loaded_until(found: LoadRecord | None, record: LoadRecord, family: Rdict) ->
     last = family.iter()
     last.seek_to_last()
     if not last.valid():
+        last.status()
         return -1
     log.info("a load of %d rows that was interrupted goes on", record.rows)
     return int.from_bytes(last.key(), "big")

@@ -87,12 +87,14 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class OpenSettings:
-    """``on_lost_writes``: what a primary does when acknowledged writes are missing from its log."""
+    """``on_lost_writes``: what a primary does when acknowledged writes are missing from its log. ``repair``:
+    open a primary although table files are damaged."""
 
     path: Path
     access: Access
     tuning: Tuning
     on_lost_writes: OnLostWrites = "refuse"
+    repair: bool = False
 
 
 def make_options(settings: OpenSettings, families: int) -> Options:
@@ -100,6 +102,7 @@ def make_options(settings: OpenSettings, families: int) -> Options:
     tuning, writes = settings.tuning, settings.access == "primary"
     options = Options(raw_mode=True)
     options.set_block_based_table_factory(_block_options(tuning))
+    options.set_paranoid_checks(not settings.repair)
     options.create_if_missing(writes)
     options.create_missing_column_families(writes)
     # Vectors are noise to a compressor: it would cost time and win nothing.
@@ -202,6 +205,11 @@ def make_private(path: Path, mend: str = "name another folder", *, exist_ok: boo
     except FileNotFoundError as error:
         why = f"{error.strerror}: {error.filename}"
         raise TierError(NAME, f"{path} cannot be made ({why}); {mend}") from None
+
+
+def repair_folder(path: Path) -> Path:
+    """Where a repair of the database at ``path`` keeps what it saves; there until it is done."""
+    return path / "hps-repair"
 
 
 def note_manifest(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from hps.tiers.rocksdb.open import (
     folder_beside,
     make_options,
     open_database,
+    repair_folder,
 )
 from hps.tiers.rocksdb.recovery import LostWrites, Recovery
 
@@ -36,6 +38,12 @@ class Opened:
         self._folder: TemporaryDirectory[str] | None = None
         self._acknowledged: Acknowledged | None = None
         check_manifest(settings.path)
+        if os.path.isdir(repair_folder(settings.path)) and not settings.repair:
+            raise TierError(
+                NAME,
+                f"{settings.path}: a repair was interrupted; run `hps store verify --repair` again, which "
+                "continues it",
+            )
         if settings.access == "primary":
             self._open_primary(settings, more)
         else:

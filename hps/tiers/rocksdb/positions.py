@@ -76,6 +76,7 @@ class Positions:
                     else:
                         offsets[place] = int(at.value())
                 at.next()
+            at.status()
         return {place: Applied(at, ids.get(place, "")) for place, at in offsets.items()}
 
     def identify(self, table: EmbeddingTable, topic: str, partition: int, topic_id: str) -> bool:

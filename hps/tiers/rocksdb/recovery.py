@@ -61,7 +61,7 @@ class Recovery:
         """Raises TierError, also where acknowledged writes are missing and that is not to be accepted. The
         log files are left as they are then, unless what is there of them is whole."""
         known, missing = self._noted, self._missing()
-        fault, damage = ", ".join(missing.values()), None
+        fault = ", ".join(missing.values())
         if not missing:
             mode = DBRecoveryMode.absolute_consistency()
             if known is None:  # the version that wrote it kept no record
@@ -69,13 +69,13 @@ class Recovery:
             try:
                 db = self._open(mode)
             except Damaged as error:
-                fault, damage = str(error.__cause__), error
+                fault = str(error.__cause__)
             else:
                 if known is None or db.latest_sequence_number() >= known.sequence:
                     return db
                 db.close()
                 fault = "its end is missing"
-        end = self._readable_end(damage)
+        end = self._readable_end()
         if known and end is not None and end >= known.sequence and not missing:
             return self._open(
                 DBRecoveryMode.point_in_time()
@@ -98,8 +98,9 @@ class Recovery:
         else:
             raise TierError(
                 NAME,
-                f"{settings.path} is damaged: {what}. Bring back the log files or a checkpoint, or open it "
-                f"without these writes: tiers.rocksdb.on_lost_writes: accept. {_LOSS}",
+                f"{settings.path} is damaged: {what}. Bring back the log files or a checkpoint; or keep what "
+                "can be read: `hps store verify --repair`, or tiers.rocksdb.on_lost_writes: accept. "
+                f"{_LOSS}",
             )
         db = self._open(mode)
         self.lost = LostWrites(most, later=end is None or db.latest_sequence_number() > end)
@@ -126,16 +127,16 @@ class Recovery:
         with self._reading(with_logs=False) as db:
             return int(db.property_int_value("rocksdb.min-log-number-to-keep") or 0)
 
-    def _readable_end(self, damage: Damaged | None) -> int | None:
+    def _readable_end(self) -> int | None:
         """The number of the last write before the first damaged record; None: table files hold later ones.
-        Raises ``damage`` when it is not the log's."""
+        Raises Damaged when something else than the log is."""
         try:
             with self._reading() as db:
                 return db.latest_sequence_number()
         except Damaged as error:
             if _AHEAD in str(error):
                 return None
-            raise (damage or error) from None
+            raise
 
     def _open(self, mode: DBRecoveryMode) -> Rdict:
         self._options.set_wal_recovery_mode(mode)

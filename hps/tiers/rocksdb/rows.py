@@ -58,13 +58,26 @@ class VersionedRows:
         self._database = database
         self._clock = clock
 
-    def read(self, family: Family, code: CodeArray) -> Stored:
-        """What is stored under ascending codes."""
+    def read(self, family: Family, code: CodeArray) -> tuple[Stored, bool]:
+        """What is stored under ascending codes, and whether all could be read: what lies in a damaged part of
+        a table file counts as not stored."""
+        keys, whole = family.codec.stored_keys(code), True
         try:
-            values: Any = family.data.get(family.codec.stored_keys(code), b"")
+            values: Any = family.data.get(keys, b"")
         except Exception as error:
-            self._database.fail(error)
-        return _decode(family, values)
+            self._database.pass_over(error, family.table.id)
+            values, whole = self._read_singly(family, keys), False
+        return _decode(family, values), whole
+
+    def _read_singly(self, family: Family, keys: Sequence[bytes]) -> list[bytes]:
+        values: list[Any] = []
+        for key in keys:
+            try:
+                values.append(family.data.get(key, b""))
+            except Exception as error:
+                self._database.pass_over(error, family.table.id)
+                values.append(b"")
+        return values
 
     def scan(self, family: Family, start: int | None = None) -> Iterator[Scanned]:
         """Every row, in the order of the stored keys, from key ``start`` on."""
@@ -93,6 +106,11 @@ class VersionedRows:
             first.seek_to_first()
             if first.valid():
                 _decode(family, [first.value()])
+                return
+            try:
+                first.status()
+            except Exception as error:
+                self._database.pass_over(error, family.table.id)
 
     def remembered(self, table: EmbeddingTable, versions: VersionArray) -> NDArray[np.bool_]:
         """Which tombstones are not yet older than the table's ``tombstone_ttl_s``."""
@@ -147,7 +165,8 @@ class VersionedRows:
             mask = family.marks.surpassed(code, versions)
         asked = np.flatnonzero(~mask)
         if len(asked):
-            stored = self.read(family, code[asked])
+            # A row that cannot be read is no reason to refuse one that can.
+            stored, _ = self.read(family, code[asked])
             live = self.remembered(family.table, stored.dead_versions)
             dead_at = stored.dead_at[live]
             known = np.zeros(len(asked), np.uint64)
@@ -208,7 +227,7 @@ class VersionedRows:
         for part in _slices(len(entries), _WRITE_SLICE):
             some = entries[part]
             code = np.unique(some["code"].astype(np.uint64))
-            stored = self.read(family, code)
+            stored, _ = self.read(family, code)
             over = stored.dead_at[stored.dead_versions < np.uint64(before)]
             self._database.room.write(partial(_forget, family, code[over], some))
 

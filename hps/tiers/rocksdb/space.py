@@ -38,7 +38,8 @@ class StoreFigures:
     """How a database is doing. Bytes of its table files, of the free disk, and below how many it takes no
     writes; bytes that compactions still have to rewrite; whether writes are stopped now, and bytes/s they are
     slowed down to (0 = not); background jobs that failed since the start; seconds that writes have waited for
-    compactions; acknowledged writes that the start found missing: at most so many, 1 when that is unknown."""
+    compactions; acknowledged writes that the start found missing: at most so many, 1 when that is unknown;
+    damaged table files found since the start."""
 
     table_bytes: int
     free_bytes: int
@@ -50,6 +51,7 @@ class StoreFigures:
     background_errors: int
     stalled_seconds: float
     lost_writes: int
+    damaged_files: int
 
 
 class Room:
@@ -105,7 +107,9 @@ class Room:
     def _int(self, name: str) -> int:
         return int(self._db().property_int_value(f"rocksdb.{name}") or 0)
 
-    def figures(self, families: list[Rdict], lost_writes: int) -> StoreFigures:
+    def figures(
+        self, families: list[Rdict], *, lost_writes: int, damaged_files: int
+    ) -> StoreFigures:
         def total(name: str) -> int:
             return sum(int(f.property_int_value(f"rocksdb.{name}") or 0) for f in families)
 
@@ -120,4 +124,5 @@ class Room:
             self._int("background-errors"),
             self._stalled_seconds,
             lost_writes,
+            damaged_files,
         )

@@ -22,6 +22,7 @@ from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.checks import check_keys, check_part, check_rows
 from hps.tiers.positions import Applied, Place, StreamPosition, TableChanges
 from hps.tiers.rocksdb.checkpoint import checkpoint
+from hps.tiers.rocksdb.damage import DamagedFiles
 from hps.tiers.rocksdb.database import Database, Family, estimated_rows
 from hps.tiers.rocksdb.errors import NAME
 from hps.tiers.rocksdb.follow import Follower
@@ -29,6 +30,7 @@ from hps.tiers.rocksdb.layout import CodeArray
 from hps.tiers.rocksdb.load import BulkLoad, LoadRecord, ingest_folder, loaded_until
 from hps.tiers.rocksdb.open import Access, OnLostWrites, OpenSettings, Tuning
 from hps.tiers.rocksdb.positions import Positions
+from hps.tiers.rocksdb.repair import Gap, TableRepair, check_records, gaps_of
 from hps.tiers.rocksdb.rows import Scanned, VersionedRows
 from hps.tiers.rocksdb.space import StoreFigures
 from hps.tiers.row_values import Layout
@@ -51,7 +53,8 @@ class RocksDbTier:
 
     ``layout="hps"`` reads and writes HPS's own layout: no versions, no tombstones, last write wins.
     ``on_lost_writes``: whether a primary opens when acknowledged writes are missing from its write-ahead
-    log. ``clock`` gives Unix seconds and drives the forgetting of tombstones.
+    log. ``repair``: open it although table files are damaged, for `repair` alone. ``clock`` gives Unix
+    seconds and drives the forgetting of tombstones.
     """
 
     def __init__(
@@ -62,9 +65,10 @@ class RocksDbTier:
         access: Access = "primary",
         tuning: Tuning = _TUNING,
         on_lost_writes: OnLostWrites = "refuse",
+        repair: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        settings = OpenSettings(Path(path), access, tuning, on_lost_writes)
+        settings = OpenSettings(Path(path), access, tuning, on_lost_writes, repair)
         self._layout: Layout = layout
         self._database = Database(settings, layout)
         self._follower = Follower(self._database)
@@ -207,11 +211,13 @@ class RocksDbTier:
         self._follower.catch_up()
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
+        """See `Tier`. Rows in a damaged part of a table file are missing, and ``ctx.degraded`` names the
+        tier then."""
         self._follower.keep_up()
         for part in parts:
             check_part(part)
-            if len(part.missing):
-                self._fetch_part(part)
+            if len(part.missing) and not self._fetch_part(part) and NAME not in ctx.degraded:
+                ctx.degraded.append(NAME)
 
     def scan(self, table: EmbeddingTable, *, start: int | None = None) -> Iterator[Scanned]:
         """Every row of the table in the order of the stored keys, from key ``start`` on, as they are at
@@ -226,6 +232,30 @@ class RocksDbTier:
         family = self._follower.find(table)
         return iter(()) if family is None else self._rows.tombstones(family)
 
+    @property
+    def damage(self) -> DamagedFiles:
+        """The damaged table files that were found."""
+        return self._database.damage
+
+    def gaps(self, table: EmbeddingTable) -> list[Gap]:
+        """The parts of a table that cannot be read. Reads all of it."""
+        return gaps_of(self._database, self._database.family(table))
+
+    def keys_of(self, table: EmbeddingTable, gap: Gap) -> tuple[int, int]:
+        """The first and last key of a gap, in the order of the stored keys."""
+        codec = self._database.family(table).codec
+        ends = (code.to_bytes(codec.key_bytes, "big") for code in (gap.first, gap.last))
+        first, last = codec.keys(b"".join(ends)).tolist()
+        return first, last
+
+    def check_records(self) -> None:
+        """Raises TierError when the store's own records cannot be read."""
+        check_records(self._database)
+
+    def repair(self, table: EmbeddingTable) -> TableRepair:
+        """The repair of a damaged table, which only a tier opened with ``repair`` can do."""
+        return TableRepair(self._database, table)
+
     def figures(self) -> StoreFigures:
         """Space and compactions, for status and metrics; some microseconds a table."""
         return self._database.figures()
@@ -235,14 +265,17 @@ class RocksDbTier:
         database itself; `restore` makes it one that is written to."""
         checkpoint(self._database, Path(folder))
 
-    def _fetch_part(self, part: Part) -> None:
+    def _fetch_part(self, part: Part) -> bool:
+        """False when some rows could not be read, and are missing."""
         family = self._follower.find(part.table)
         if family is None:
-            return
+            return True
         code = family.codec.codes(part.keys[part.missing])
         order = np.argsort(code)
         slices = [order[i : i + self._slice] for i in range(0, len(order), self._slice)]
-        answered = [self._fetch_slice(family, part, code[at], at) for at in slices]
+        answered, whole = zip(
+            *(self._fetch_slice(family, part, code[at], at) for at in slices), strict=True
+        )
         at = answered[0] if len(answered) == 1 else np.concatenate(answered)
         if len(at) == len(code):
             part.missing = part.missing[:0]
@@ -250,23 +283,25 @@ class RocksDbTier:
             left = np.ones(len(code), bool)
             left[at] = False
             part.missing = part.missing[left]
+        return all(whole)
 
     def _fetch_slice(
         self, family: Family, part: Part, code: CodeArray, order: IndexArray
-    ) -> IndexArray:
-        """Ascending codes, which stand at ``order`` of what is missing; those of it that are answered."""
-        stored = self._rows.read(family, code)
+    ) -> tuple[IndexArray, bool]:
+        """Ascending codes, which stand at ``order`` of what is missing; those of it that are answered, and
+        whether all could be read."""
+        stored, whole = self._rows.read(family, code)
         at = order[stored.at]
         found = part.missing[at]
         part.out[found] = stored.vectors
         part.versions[found] = stored.versions
         part.source[found] = Source.ROCKSDB
         if not len(stored.dead_at):
-            return at
+            return at, whole
         live = self._rows.remembered(part.table, stored.dead_versions)
         dead = order[stored.dead_at[live]]
         part.versions[part.missing[dead]] = stored.dead_versions[live]
-        return np.concatenate([at, dead])
+        return np.concatenate([at, dead]), whole
 
     # -- writing ----------------------------------------------------------------------------------
 

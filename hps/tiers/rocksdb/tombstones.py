@@ -57,6 +57,7 @@ class Tombstones:
                     break
                 found.append(key[start:])
                 at.next()
+            at.status()
         return np.frombuffer(b"".join(found), _ENTRY)
 
     def remove(self, batch: WriteBatch, entries: NDArray[np.void]) -> None:

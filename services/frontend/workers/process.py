@@ -75,7 +75,14 @@ class Worker(Process[OpenModels]):
 
     def run(self, control: Answering) -> None:
         """Answer requests until told to stop, or the node's process has ended."""
-        control.start({"numbers": self._numbers, "log": logs.set_level, "cover": self._cover})
+        control.start(
+            {
+                "numbers": self._numbers,
+                "log": logs.set_level,
+                "cover": self._cover,
+                "hinder": self._hinder,
+            }
+        )
         if self._replaces:
             # Unavailable when it is told to stop meanwhile: what runs below ends at once then.
             with suppress(Unavailable):
@@ -142,6 +149,12 @@ class Worker(Process[OpenModels]):
         """Accept connections in place of these workers, too, and of no others; from any thread."""
         if self._http is not None and self._loop is not None:
             asyncio.run_coroutine_threadsafe(self._http.cover(numbers), self._loop)
+
+    def _hinder(self, hindrance: str) -> None:
+        """Be not ready for this reason; empty: ready."""
+        if self.state.hindrance() != hindrance:
+            self.state.hindrance = lambda: hindrance
+            self.state.tell()
 
     def _trace(self, tracer: Tracer) -> None:
         self.state.observer = Observer(self._settings.access_log, tracer)

@@ -147,6 +147,13 @@ class Supervised:
             with suppress(OSError):  # it has ended
                 channel.tell("cover", list(numbers))
 
+    def hinder(self, hindrance: str) -> None:
+        """Have it say that it is not ready, and why; empty: that it is."""
+        channel = self._channel
+        if self.ready and channel is not None:
+            with suppress(OSError):  # it has ended
+                channel.tell("hinder", hindrance)
+
     def _ask(self) -> None:
         """What it has counted by now, as far as it tells."""
         channel = self._channel

@@ -71,6 +71,7 @@ class Supervisor:
             for number in range(1, server.workers + 1)
         ]
         self._spreading = threading.Lock()
+        self._hindrance = ""
         self.started = False
         self._stopping = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -133,6 +134,12 @@ class Supervisor:
             away = [worker.number for worker in self.workers if not worker.ready]
             for worker in self.workers:
                 worker.cover(away)
+                worker.hinder(self._hindrance)
+
+    def hinder(self, hindrance: str) -> None:
+        """Have all of them, and those to come, say that they are not ready, and why; empty: ready again."""
+        self._hindrance = hindrance
+        self._spread()
 
     def _broke(self) -> None:
         if self._loop is not None:

@@ -159,6 +159,23 @@ def test_a_shared_store_that_is_down_does_not_keep_the_cache_cold(make, down):
         assert counts == {"degraded": 2}
 
 
+def test_keys_that_a_degraded_store_did_answer_are_promoted(make):
+    """As one with a damaged file, which costs its own rows alone."""
+
+    class Damaged(Store):
+        def fetch(self, parts, ctx):
+            super().fetch(parts, ctx)
+            ctx.degraded.append("rocksdb")
+
+    store = Damaged()
+    put(store, [1], 1.0)
+    writer, cache, counts = make([store])
+    writer.promote(TABLE, arrays(1, 2))
+    assert writer.flush(60)
+    assert held(cache, 1, 2) == [1.0, None]
+    assert counts == {"inserted": 1, "degraded": 1}
+
+
 def test_a_shared_store_alone_must_be_asked(make):
     shared = Store()
     shared._info = TierInfo("redis", Source.REDIS, shared=True)

@@ -1,0 +1,59 @@
+"""Damaged tables of a RocksDB made whole again: from what can be read of them and the model's files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from hps.models.loader import row_version
+from hps.models.repository import ModelVersion
+from hps.models.sorting import block_rows
+from hps.tiers.rocksdb import Gap, RocksDbTier, Saved
+from hps.types import EmbeddingTable, KeyArray, Progress
+
+
+def repair_table(
+    tier: RocksDbTier, table: EmbeddingTable, version: ModelVersion | None, progress: Progress
+) -> Saved | None:
+    """Repair a table of ``tier``, which is opened for that; None when nothing of it is damaged. ``version``
+    has its files; None: there are none, and what cannot be read is gone.
+
+    Afterwards it holds every row that can be read, and the files' rows where one of theirs cannot. Its
+    stream positions are gone, so that streams are read again. Raises TierError or ModelError; run again, it
+    continues.
+    """
+    repair = tier.repair(table)
+    with progress.task(f"reading {table.name}", 1, "table") as step:
+        if not (repair.begun or tier.gaps(table)):
+            return None
+        saved = repair.save(_keys(table, version))
+        step(1)
+    repair.put_back()
+    if version is not None and saved.lost:
+        files, lost = version.tables[table.name], repair.lost
+        stamp = row_version(version, files)
+        with progress.task(f"loading {table.name}", files.rows) as step:
+            for keys, vectors in files.blocks(block_rows(files.dim)):
+                mine = np.isin(tier.codes(table, keys), lost)
+                rows = vectors[mine].astype(table.dtype, copy=False)
+                tier.insert(table, keys[mine], rows, np.full(len(rows), stamp, np.uint64))
+                step(len(keys))
+    repair.finish(saved)
+    return saved
+
+
+def _keys(table: EmbeddingTable, version: ModelVersion | None) -> Iterator[KeyArray]:
+    if version is not None:
+        files = version.tables[table.name]
+        rows = block_rows(1)
+        for start in range(0, files.rows, rows):
+            yield table.narrow(files.keys(start, start + rows))
+
+
+def describe_gaps(tier: RocksDbTier, table: EmbeddingTable, gaps: list[Gap]) -> str:
+    """Which keys cannot be read, in words."""
+    parts = [f"{first} to {last}" for first, last in (tier.keys_of(table, gap) for gap in gaps[:3])]
+    more = "" if len(gaps) <= 3 else f" and {len(gaps) - 3} more"
+    files = ", ".join(sorted(f for f, t in tier.damage.tables().items() if t == table.id))
+    return f"{len(gaps)} parts of {files} cannot be read: keys {', '.join(parts)}{more}"

@@ -1,0 +1,53 @@
+"""Damaged table files: found by reads, reported once each."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+_TABLE_FILE = re.compile(r"(\d+)\.sst\b")
+_UNNAMED = "(not named)"
+
+
+class DamagedFiles:
+    """Those of the database at ``path`` that reads have found since it was opened. Any thread may call it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._tables: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self.changed: Callable[[], None] = lambda: None
+        """Called when another one is found, on the thread that finds it."""
+
+    def found(self, error: Exception, table_of: Callable[[int], str]) -> None:
+        """``error``: RocksDB's, which may name a file. ``table_of`` the file's number: its table."""
+        named = _TABLE_FILE.search(str(error))
+        file = named[0] if named else _UNNAMED
+        with self._lock:
+            if file in self._tables:
+                return
+            table = self._tables[file] = table_of(int(named[1]) if named else 0)
+        log.error(
+            "rocksdb %s: table file %s of table %s is damaged: %s. Rows in the damaged part are answered by "
+            "the default, and marked degraded. Stop the node and run `hps store verify --repair`",
+            self._path,
+            file,
+            table,
+            str(error),  # a log record that is kept would hold its frames, and so the database
+        )
+        self.changed()
+
+    def tables(self) -> dict[str, str]:
+        """The table of each damaged file that is still there, by the file's name."""
+        with self._lock:
+            found = dict(self._tables)
+        return {
+            file: table
+            for file, table in found.items()
+            if file == _UNNAMED or (self._path / file).exists()
+        }

@@ -1,0 +1,249 @@
+"""Repair of tables whose files are damaged: what can be read is kept, and the column family made anew.
+
+RocksDB offers no repair of one column family, but drops one without reading it. So what can be read of a
+damaged table is written to SST files in the folder `hps-repair`, the column family is dropped and created
+again, these files are linked into it, and the caller inserts what the model's files have of the rest. Killed
+at any point, it continues when it is run again; until then the database is not opened for anything else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rocksdict import IngestExternalFileOptions, Rdict, SstFileWriter
+
+from hps.tiers.rocksdb.database import Database, Family
+from hps.tiers.rocksdb.layout import CodeArray
+from hps.tiers.rocksdb.load import LoadRecord, ingest_folder
+from hps.tiers.rocksdb.open import repair_folder
+from hps.tiers.rocksdb.rows import entries
+from hps.types import EmbeddingTable, KeyArray
+
+_FILE_BYTES = 256 << 20
+_DONE, _LOST = "saved.json", "lost.npy"
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A part of a table that cannot be read: stored keys as integers, ``first`` to ``last``."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What was kept of a damaged table: ``kept`` entries; the ``gaps``; how many keys of the model's files
+    lie in them and could not be read (``lost``); its load ``record``; whether rows were written to it after
+    the load (``streamed``)."""
+
+    kept: int
+    gaps: list[Gap]
+    lost: int
+    record: LoadRecord | None
+    streamed: bool
+
+
+def check_records(database: Database) -> None:
+    """Raises TierError when the store's own records, of all tables, cannot be read."""
+    with database.errors():
+        for _ in entries(database.db):
+            pass
+
+
+def gaps_of(database: Database, family: Family) -> list[Gap]:
+    """The parts of a table that cannot be read. Reads all of it."""
+    gaps: list[Gap] = []
+    for _ in _readable(database, family.data, family.table.id, family.codec.key_bytes, gaps):
+        pass
+    return gaps
+
+
+def _readable(
+    database: Database, data: Rdict, name: str, width: int, gaps: list[Gap]
+) -> Iterator[tuple[list[bytes], list[bytes]]]:
+    """Keys and values of all entries that can be read, in order; ``gaps`` gets what lies between. Keys have
+    ``width`` bytes."""
+    start, end, last = 0, (1 << 8 * width) - 1, -1
+    while True:
+        try:
+            for names, values in entries(data, start.to_bytes(width, "big")):
+                last = int.from_bytes(names[-1], "big")
+                yield names, values
+            return
+        except Exception as error:
+            database.pass_over(error, name)
+        first = max(start, last + 1)
+        start = _after(data, first, end, width)
+        gaps.append(Gap(first, start - 1))
+        if start > end:
+            return
+
+
+def _after(data: Rdict, first: int, end: int, width: int) -> int:
+    """The smallest code behind a damaged part that begins at ``first``, as far as doubled steps and halved
+    ones find it; ``end + 1`` where all is damaged to the end."""
+
+    def good(code: int) -> bool:
+        at = data.iter()
+        at.seek(code.to_bytes(width, "big"))
+        try:
+            at.status()
+        except Exception:
+            return False
+        return True
+
+    bad, step = first, 1
+    while not good(probe := min(first + step, end)):
+        if probe == end:
+            return end + 1
+        bad, step = probe, step * 2
+    while probe - bad > 1:
+        middle = (bad + probe) // 2
+        if good(middle):
+            probe = middle
+        else:
+            bad = middle
+    return probe
+
+
+class TableRepair:
+    """Of one table of a database that is opened for repair: `save`, `put_back`, then the caller inserts the
+    rows of `lost`, then `finish`."""
+
+    def __init__(self, database: Database, table: EmbeddingTable) -> None:
+        self._database = database
+        self._table = table
+        family = database.family(table)
+        self._name = family.name
+        self._folder = repair_folder(database.settings.path) / family.name.replace("/", "+")
+
+    @property
+    def begun(self) -> bool:
+        """Whether one was interrupted after its entries were saved."""
+        return (self._folder / _DONE).exists()
+
+    def save(self, keys: Iterable[KeyArray]) -> Saved:
+        """Write what can be read to files; ``keys``: those of the model's files, some at a time. A key in a
+        gap is looked up by itself: a newer row of it may lie in another file. Again after an interruption,
+        it returns what was saved then."""
+        if self.begun:
+            saved = json.loads((self._folder / _DONE).read_text())
+            record = saved["record"] and LoadRecord(**saved["record"])
+            gaps = [Gap(**gap) for gap in saved["gaps"]]
+            return Saved(**saved | {"gaps": gaps, "record": record})
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+        database, gaps = self._database, list[Gap]()
+        family, records = database.family(self._table), database.records
+        with database.errors():
+            parts = _readable(database, family.data, self._table.id, family.codec.key_bytes, gaps)
+            kept = self._write("1", parts)
+            found, lost = self._look_up(family, gaps, keys)
+            kept += self._write("2", [found] if found[0] else [])
+            record, streamed = records.get(self._name), records.is_streamed(self._name)
+        np.save(self._folder / _LOST, lost)
+        saved = Saved(kept, gaps, len(lost), record, streamed)
+        part = self._folder / f"{_DONE}.part"
+        part.write_text(json.dumps(asdict(saved)))
+        part.replace(self._folder / _DONE)
+        return saved
+
+    @property
+    def lost(self) -> CodeArray:
+        """(n,) ascending codes of the keys that were given to `save` and could not be read."""
+        lost: CodeArray = np.load(self._folder / _LOST)
+        return lost
+
+    def put_back(self) -> None:
+        """Make the table anew, with what was saved and without stream positions."""
+        database = self._database
+        with database.lock, database.errors():
+            database.recreate(self._table)
+            family = database.family(self._table)
+            database.mark_streamed(family)
+            ingest_folder(database.settings.path).mkdir(exist_ok=True)
+            for turn in "12":
+                linked = [self._link(file) for file in sorted(self._folder.glob(f"{turn}-*.sst"))]
+                if linked:
+                    options = IngestExternalFileOptions()
+                    options.set_move_files(True)
+                    family.data.ingest_external_file(linked, options)
+            family.marks.renew()
+            database.acknowledge()
+
+    def finish(self, saved: Saved) -> None:
+        """Note the load record again, and end the repair."""
+        database = self._database
+        with database.lock, database.errors():
+            family = database.family(self._table)
+            if saved.record is not None:
+                database.records.put(self._name, saved.record, keep_streamed=saved.streamed)
+                family.streamed = saved.streamed
+            family.marks.renew()
+            family.data.flush()
+            database.acknowledge()
+        shutil.rmtree(self._folder)
+        if not any(self._folder.parent.iterdir()):
+            self._folder.parent.rmdir()
+
+    def _link(self, file: Path) -> str:
+        """A second name for a file, for RocksDB to take over."""
+        target = ingest_folder(self._database.settings.path) / file.name
+        target.unlink(missing_ok=True)
+        os.link(file, target)
+        return str(target)
+
+    def _write(self, turn: str, parts: Iterable[tuple[list[bytes], list[bytes]]]) -> int:
+        """Entries in ascending order into files of bounded size; returns how many."""
+        number, writer, size = 0, None, 0
+        for names, values in parts:
+            if writer is None:
+                writer, size = SstFileWriter(self._database.options), 0
+                writer.open(str(self._folder / f"{turn}-{number:012}.sst"))
+            for name, value in zip(names, values, strict=True):
+                writer[name] = value
+            number += len(names)
+            size += sum(map(len, values))
+            if size > _FILE_BYTES:
+                writer.finish()
+                writer = None
+        if writer is not None:
+            writer.finish()
+        return number
+
+    def _look_up(
+        self, family: Family, gaps: list[Gap], keys: Iterable[KeyArray]
+    ) -> tuple[tuple[list[bytes], list[bytes]], CodeArray]:
+        """The entries of ``keys`` in ``gaps`` that can be read, in order, and the codes of the others."""
+        inside = (
+            [code[_within(code, gaps)] for code in map(family.codec.codes, keys)] if gaps else []
+        )
+        code = np.unique(np.concatenate(inside)) if inside else np.empty(0, np.uint64)
+        names, values, lost = [], [], np.zeros(len(code), bool)
+        for number, name in enumerate(family.codec.stored_keys(code)):
+            try:
+                value: Any = family.data.get(name)
+            except Exception as error:
+                self._database.pass_over(error, self._table.id)
+                lost[number] = True
+                continue
+            if value is not None:
+                names.append(name)
+                values.append(value)
+        return (names, values), code[lost]
+
+
+def _within(code: CodeArray, gaps: list[Gap]) -> Any:
+    """Which of ``code (n,)`` lie in one of the ``gaps``, which ascend."""
+    firsts = np.array([gap.first for gap in gaps], np.uint64)
+    lasts = np.array([gap.last for gap in gaps], np.uint64)
+    at = np.searchsorted(firsts, code, "right") - 1
+    return (at >= 0) & (code <= lasts[at])
