@@ -360,7 +360,8 @@ def test_failing_requests_leave_nothing_behind(server, proxy, open_tier, table, 
     before = resources()
     ask(number)
     proxy.silent = False
-    until(lambda: resources()[1] <= before[1] + 8)
+    threads, sockets, _ = before
+    until(lambda: resources()[0] <= threads + 8 and resources()[1] <= sockets + 8)
     after = resources()
     assert after[0] <= before[0] + 8
     assert after[2] <= before[2] + 8
