@@ -40,12 +40,15 @@ class Cluster:
             {**client_options(settings.brokers), **settings.client_options()}, logger=client_log
         )
 
-    def topics(self, wanted: Callable[[str], bool]) -> dict[str, Topic]:
-        """Those with a ``wanted`` name. Raises Unavailable."""
+    def topics(
+        self, wanted: Callable[[str], bool], consumer: ck.Consumer | None = None
+    ) -> dict[str, Topic]:
+        """Those with a ``wanted`` name, asked for by the ``consumer`` that is to read them, if given: it learns
+        of topics that it does not know by a scan each second. Raises Unavailable."""
         admin = self._client()
         try:
             # To ask for one by name might create it.
-            there = admin.list_topics(timeout=_ANSWER_S).topics
+            there = (consumer or admin).list_topics(timeout=_ANSWER_S).topics
         except ck.KafkaException as error:
             raise Unavailable(f"Kafka: {text_of(error)}") from None
         names = [name for name in there if wanted(name)]

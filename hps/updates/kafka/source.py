@@ -214,7 +214,7 @@ class KafkaSource:
         if now < self._refresh_at or not self._topics.tables:
             return
         try:
-            self._there = self.cluster.topics(self._topics.wanted)
+            self._there = self.cluster.topics(self._topics.wanted, self._consumer)
         except Unavailable as error:
             self._unreachable, self._refresh_at = str(error), now + _AGAIN_S
             return
