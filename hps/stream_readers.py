@@ -67,7 +67,7 @@ class Stream:
             "problem": self.problem,
             "stores": self.ingestor.store_names,
             "caches": self.ingestor.refreshes,
-            "lag": None if lag is None or None in lag.values() else sum(filter(None, lag.values())),
+            "lag": None if lag is None else sum(lag.values()),
             "partitions": [
                 {"topic": topic, "partition": partition, "lag": messages}
                 for (topic, partition), messages in sorted((lag or {}).items())

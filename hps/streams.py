@@ -107,10 +107,10 @@ class Streams:
             if stream.ingestor.holds:
                 return f"{stream.group} holds updates back: {stream.problem or 'for a moment'}"
             lag = stream.source.lag()
-            if lag is None or None in lag.values():
+            if lag is None:
                 why = stream.ingestor.problem or stream.source.problem
                 return f"{stream.group} does not know yet how far it is{f': {why}' if why else ''}"
-            waiting = sum(filter(None, lag.values()))
+            waiting = sum(lag.values())
             age_s = max((self.age_s(table) for table in tables), default=0.0)
             if waiting and not 0 < age_s < _NEARLY_S:
                 return f"{stream.group} has {waiting} messages to apply"
@@ -266,8 +266,7 @@ class Streams:
     def _lags(self) -> Iterable[tuple[tuple[str, ...], float]]:
         for stream in self._readers.streams:
             for (topic, partition), messages in (stream.source.lag() or {}).items():
-                if messages is not None:
-                    yield (stream.group, topic, str(partition)), messages
+                yield (stream.group, topic, str(partition)), messages
 
     def _each(
         self, said: Callable[[Stream], bool]

@@ -50,12 +50,13 @@ def status(
     tls: TlsOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
-    """Show what a server is doing: models, tiers, where its answers came from, how fast."""
+    """Show what a server is doing: models, tiers, where its answers came from, how fast, its updates."""
     with open_admin(server, api_key, tls) as client:
         report = client.status()
         samples = client.metrics()
     report["keys_by_tier"] = keys_by_tier(samples)
     answered = requests(samples)
+    report["dead_letters"] = dead_letters(samples)
     report["requests"] = [each for each in answered if each["model"]]
     report["unknown_model_requests"] = sum(r["requests"] for r in answered if not r["model"])
     if output is OutputFormat.json:
@@ -72,6 +73,15 @@ def keys_by_tier(samples: Iterable[Sample]) -> dict[str, int]:
             tier = sample.labels["tier"]
             counted[tier] = counted.get(tier, 0) + int(sample.value)
     return counted
+
+
+def dead_letters(samples: Iterable[Sample]) -> dict[str, int]:
+    """Update messages that could not be taken since the start, by reason."""
+    return {
+        sample.labels["reason"]: int(sample.value)
+        for sample in samples
+        if sample.name == "hps_update_dead_letters_total" and sample.value
+    }
 
 
 def requests(samples: Iterable[Sample]) -> list[dict[str, Any]]:
@@ -131,6 +141,7 @@ def _show(report: dict[str, Any]) -> None:
     )
     say()
     _show_tiers(report)
+    _show_updates(report)
     if report["requests"]:
         say()
         print_table(
@@ -201,6 +212,33 @@ def _show_tiers(report: dict[str, Any]) -> None:
             )
         if tier.get("problem"):
             warn(f"{name} does not answer: {tier['problem']}")
+
+
+def _show_updates(report: dict[str, Any]) -> None:
+    """The readers of update streams, what keeps them from applying, and dead letters."""
+    streams = report.get("updates", [])
+    if streams:
+        say()
+        print_table(
+            ("updates", "state", "messages behind", "oldest wait"),
+            [
+                (
+                    each["group"],
+                    each["state"],
+                    count(each["lag"]),
+                    age(max((table["age_s"] for table in each["tables"]), default=0)),
+                )
+                for each in streams
+            ],
+            styles={"paused": "yellow", "starting": "yellow"},
+        )
+    for each in streams:
+        if each["problem"]:
+            warn(f"updates of {each['group']} wait: {each['problem']}")
+    if dead := report["dead_letters"]:
+        reasons = ", ".join(f"{count(number)} {reason}" for reason, number in sorted(dead.items()))
+        found = plural(sum(dead.values()), "update message")
+        warn(f"{found} could not be taken since the start: {reasons}; see hps updates dlq")
 
 
 def _show_loading(report: dict[str, Any]) -> None:

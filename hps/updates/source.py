@@ -76,9 +76,9 @@ class UpdateSource(Protocol):
         """Why nothing comes, while something is wrong."""
         ...
 
-    def lag(self) -> Mapping[tuple[str, int], int | None] | None:
-        """What waits to be polled, by topic and partition, in messages or files, a moment ago; None of a
-        partition whose end is not known yet, and altogether while it is not known what is read here."""
+    def lag(self) -> Mapping[tuple[str, int], int] | None:
+        """What waits to be applied, by topic and partition, in messages or files, a moment ago; None while it
+        is not known what is read here."""
         ...
 
     def poll(self, timeout_s: float) -> UpdateBatch | None:

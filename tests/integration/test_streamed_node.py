@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import hps
+from hps import metric_names as m
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.config.server_settings import ServerSettings
 from hps.errors import ConfigError, NotFound
@@ -131,6 +132,20 @@ def test_redis_is_written_once_for_all_nodes_and_every_cache_is_refreshed(
         settings["updates"] = {}
         with hps.open(settings) as third:
             until(lambda: values(third, model, 5) == [(5.0, "redis")])
+
+
+def test_paused_reader_counts_what_comes_meanwhile(settings, model):
+    with hps.open(settings) as node:
+        send(model, (5, 5.0, 1))
+        until(lambda: values(node, model, 5)[0][0] == 5.0)
+        node.streams.pause()
+        send(model, (5, 6.0, 2), (6, 6.0, 1), (7, 7.0, 1))
+        until(lambda: node.streams.status()[0]["lag"] == 3)
+        labels = ("hps.node.here", native_topic(model), "0")
+        assert node.metrics.numbers()[m.UPDATE_LAG] == {labels: 3}
+        node.streams.resume()
+        until(lambda: node.streams.status()[0]["lag"] == 0)
+        assert values(node, model, 7)[0][0] == 7.0
 
 
 def test_pause_resume_and_seek(settings, model):

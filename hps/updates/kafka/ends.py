@@ -22,8 +22,12 @@ class Reader(Protocol):
         """Up to where each of the partitions that are its own is in the stores."""
         ...
 
-    def lag(self) -> Mapping[Place, int | None] | None:
+    def lag(self) -> Mapping[Place, int] | None:
         """None while it does not know which partitions these are, or where they begin."""
+        ...
+
+    def saw(self, ends: Mapping[Place, int]) -> None:
+        """Where its partitions end."""
         ...
 
 
@@ -44,6 +48,7 @@ class WaitingMessages:
         try:
             if self._known:
                 ends = self._cluster.ends(places)
+                self._reader.saw(ends)
             elif not self._cluster.topics({topic for topic, _partition in places}.__contains__):
                 ends = dict.fromkeys(places, 0)
         except Unavailable as error:

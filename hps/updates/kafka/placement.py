@@ -47,14 +47,20 @@ class Observe(Protocol):
 @dataclass(slots=True)
 class Reading:
     """One partition as it is read. ``next``: the offset that is polled next; ``applied``: up to where the
-    stores have it; ``low``: the first that Kafka kept when the reading began; ``jumped``: `next` was set by
-    hand or by HPS's position, so what is before it counts as applied."""
+    stores have it; ``low``: the first that Kafka kept when the reading began; ``end``: behind the last
+    message; ``jumped``: `next` was set by hand or by HPS's position: what is before it counts as applied."""
 
     topic_id: str
     next: int
     applied: int
     low: int
+    end: int
     jumped: bool = False
+
+    @property
+    def waiting(self) -> int:
+        """Messages that were not applied yet."""
+        return max(0, self.end - max(self.applied, self.low))
 
     def go_to(self, offset: int) -> None:
         """Have what was passed count as applied."""
@@ -113,7 +119,7 @@ class Placement:
                 self._restart(place, f"messages before {position} were lost; it ends at {end}")
                 restarted.add(place)
         readings, unknown = {}, []
-        for place, (low, _end) in bounds.items():
+        for place, (low, end) in bounds.items():
             former = places[place]
             if former is None or place in restarted:
                 begin = self._positions.begin(*place)
@@ -124,12 +130,13 @@ class Placement:
                 continue
             # Not from `low` on: a store notes a position only if it has what is before it, or what there was
             # between is gone.
-            readings[place] = Reading(_id_of(place, topics), begin, begin, low)
+            readings[place] = Reading(_id_of(place, topics), begin, begin, low, end)
             if begin < low:
                 _warn_of_gap(place, begin, low)
                 self._observe.lost(place[0], low - begin)
         for place, (first, jumped) in self._firsts(unknown, bounds, consumer).items():
-            readings[place] = Reading(_id_of(place, topics), first, first, bounds[place][0], jumped)
+            topic_id = _id_of(place, topics)
+            readings[place] = Reading(topic_id, first, first, *bounds[place], jumped)
         return readings
 
     def _is_of_another_topic(

@@ -15,7 +15,7 @@ _AGAIN_S = 0.5  # until Kafka is asked again for what it did not tell
 
 
 class Readings:
-    """Used by the thread that polls; `applied` by any."""
+    """Used by the thread that polls; `applied`, `waiting` and `saw` by any."""
 
     def __init__(self, placement: Placement) -> None:
         self.moved = False
@@ -40,6 +40,15 @@ class Readings:
     def applied(self) -> dict[Place, int]:
         """Up to where the stores have what Kafka keeps of each partition."""
         return {place: max(each.applied, each.low) for place, each in dict(self._of).items()}
+
+    def waiting(self) -> dict[Place, int]:
+        """Messages of each partition that were not applied yet."""
+        return {place: each.waiting for place, each in dict(self._of).items()}
+
+    def saw(self, ends: Mapping[Place, int]) -> None:
+        """The partitions end there."""
+        for place, reading in dict(self._of).items():
+            reading.end = ends.get(place, reading.end)
 
     def assignment(self) -> list[ck.TopicPartition]:
         """Each partition with the offset to be polled next, or the first behind it that Kafka keeps."""
@@ -101,6 +110,8 @@ class Readings:
         self._place_at = 0.0
 
     def _begin_anew(self, place: Place, former: Reading | None) -> None:
+        self._unplaced[place] = (
+            former  # first: whoever asks in between must not take it for complete
+        )
         del self._of[place]
-        self._unplaced[place] = former
         self._place_at = 0.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -72,8 +73,8 @@ class KafkaSource:
         self._there: dict[str, Topic] = {}
         self._heard: str | None = None  # what Kafka said last, until messages come again
         self._unreachable: str | None = None
-        self._lag: dict[Place, int | None] | None = None
-        self._known_at = time.monotonic()  # the lag
+        self._is_placed = False  # whether it is known which partitions are read, and from where on
+        self._placed_at = time.monotonic()
         self._refresh_at = self._look_at = 0.0
         self._messages = Messages(topics, settings.max_message_bytes, settings.max_ahead_s)
         self._credentials = Credentials(settings)
@@ -101,8 +102,8 @@ class KafkaSource:
         """What keeps messages from coming, if anything."""
         if self._heard or self._unreachable:
             return self._heard or self._unreachable
-        waited_s = time.monotonic() - self._known_at
-        if self._lag is None and waited_s > _SLOW_START_S:
+        waited_s = time.monotonic() - self._placed_at
+        if not self._is_placed and waited_s > _SLOW_START_S:
             return f"{self._group} has been waiting for its partitions for {waited_s:.0f} s"
         return None
 
@@ -158,10 +159,16 @@ class KafkaSource:
         reading.go_to(offset)
         self._readings.moved = True
 
-    def lag(self) -> dict[Place, int | None] | None:
-        """Messages per partition that are there and not polled yet, a moment ago; see `UpdateSource`. Any
+    def lag(self) -> dict[Place, int] | None:
+        """Messages per partition that are there and not applied yet, a moment ago; see `UpdateSource`. Any
         thread may ask."""
-        return self._lag
+        is_known = self._is_placed and self._readings.complete
+        return self._readings.waiting() if is_known else None
+
+    def saw(self, ends: Mapping[Place, int]) -> None:
+        """The partitions end there, as was asked beside this reader, which may be paused or wait for a store
+        and so hear nothing. Any thread may call."""
+        self._readings.saw(ends)
 
     def applied(self) -> dict[Place, int]:
         """The offset up to which each partition is in the stores, of those that are read here; what Kafka
@@ -186,25 +193,19 @@ class KafkaSource:
                 self._consumer.commit(offsets=offsets, asynchronous=True)
 
     def _look(self) -> None:
-        """Note the lag. The consumer lets one thread in at a time, so only this one may ask it."""
+        """Note where partitions end. The consumer lets one thread in at a time, so only this one may ask."""
         now = time.monotonic()
-        if self._assignment.places is None or not self._readings.complete:
-            self._lag = None
+        self._is_placed = self._assignment.places is not None and self._readings.complete
+        if not self._is_placed or now < self._look_at:
             return
-        if now < self._look_at:
-            return
-        self._known_at, self._look_at = now, now + _LOOK_EVERY_S
+        self._placed_at, self._look_at = now, now + _LOOK_EVERY_S
         self._tell_group()
-        behind: dict[Place, int | None] = {}
         for place, reading in self._readings.items():
             with suppress(ck.KafkaException):
-                low, high = self._consumer.get_watermark_offsets(
-                    ck.TopicPartition(*place), cached=True
-                )
-                # Before the first answer to a fetch no end is known: it is negative then.
-                polled = max(low, reading.next, reading.applied)
-                behind[place] = max(0, high - polled) if high >= 0 else None
-        self._lag = behind
+                at = ck.TopicPartition(*place)
+                _low, high = self._consumer.get_watermark_offsets(at, cached=True)
+                # Before the first answer to a fetch it is negative; it may be of a former fetch.
+                reading.end = max(reading.end, high)
 
     # -- which partitions are read, and where they begin -------------------------------------------
 
@@ -230,7 +231,6 @@ class KafkaSource:
         readings.follow(places)
         for place in readings.place(self._there, self.cluster, self._consumer):
             self._untold.pop(place, None)
-            self._look_at = 0.0
         if readings.moved or self._resting:
             self._consumer.assign(readings.assignment())
             readings.moved = self._resting = False
@@ -238,8 +238,8 @@ class KafkaSource:
     def _taken_back(self) -> None:
         """The group may give the partitions to other members."""
         self._tell_group()
+        self._is_placed = False
         self._readings.clear()
-        self._lag = None
 
     # -- messages ----------------------------------------------------------------------------------
 

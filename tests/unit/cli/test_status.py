@@ -11,7 +11,15 @@ from typer.testing import CliRunner
 
 from hps.cli.main import app
 from hps.cli.serve import processes
-from hps.cli.status import _show, _show_processes, _show_tiers, keys_by_tier, requests
+from hps.cli.status import (
+    _show,
+    _show_processes,
+    _show_tiers,
+    _show_updates,
+    dead_letters,
+    keys_by_tier,
+    requests,
+)
 from hps.cli.tables import flatten, show
 from hps.client import Admin
 from hps.client.admin import Sample
@@ -146,3 +154,29 @@ def test_requests_for_unknown_models_are_no_row(monkeypatch: pytest.MonkeyPatch)
     shown = CliRunner().invoke(app, ["status"]).stdout
     assert "2 requests rejected: no such model." in shown
     assert len([line for line in shown.splitlines() if " infer " in line]) == 1
+
+
+def test_updates_and_dead_letters_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = {
+        "group": "hps.node.a",
+        "state": "paused",
+        "problem": None,
+        "lag": 12_345,
+        "tables": [{"age_s": 3.0}, {"age_s": 75.2}],
+    }
+    stuck = {**stream, "group": "hps.shared", "state": "running", "problem": "redis: away"}
+    samples = [
+        Sample("hps_update_dead_letters_total", {"reason": "row_size"}, 3.0),
+        Sample("hps_update_dead_letters_total", {"reason": "checksum"}, 0.0),
+    ]
+    report = {"updates": [stream, stuck], "dead_letters": dead_letters(samples)}
+    _show_updates(report)
+    said = capsys.readouterr()
+    assert ["hps.node.a", "paused", "12,345", "1", "min", "15", "s"] in [
+        line.split() for line in said.out.splitlines()
+    ]
+    text = " ".join((said.out + said.err).split())
+    assert "updates of hps.shared wait: redis: away" in text
+    assert "3 update messages could not be taken since the start: 3 row_size" in text
+    _show_updates({"updates": [], "dead_letters": {}})
+    assert capsys.readouterr().out == ""

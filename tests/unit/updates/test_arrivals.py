@@ -119,6 +119,9 @@ class Reader:
     def lag(self):
         return dict.fromkeys(self.at, 0) if self.placed else None
 
+    def saw(self, ends):
+        pass
+
 
 def test_what_a_reader_had_counts_while_it_is_told_its_partitions_anew():
     reader = Reader()
