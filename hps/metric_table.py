@@ -275,7 +275,8 @@ _TIERS = (
         m.TABLE_ROWS,
         "gauge",
         ("tier", "model", "version", "table"),
-        "Rows a tier holds of a table.",
+        "Rows a tier holds of a table. Of rocksdb exact until the table is written to, then about: added "
+        "rows count once they are compacted. Kept deletions count, in redis, too.",
     ),
     MetricSpec(
         m.TABLE_CAPACITY,

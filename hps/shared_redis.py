@@ -81,6 +81,7 @@ class SharedRedis:
             guarded,
             redis.rows,
             state=lambda: guarded.state,
+            exact=lambda _table: chosen.layout == "hps",  # no deletion leaves an entry there
             size=lambda table: used.bytes if (used := (usage.value or {}).get(table)) else None,
             facts=lambda: {
                 "layout": chosen.layout,

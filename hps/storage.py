@@ -223,9 +223,9 @@ class Stores:
         return {} if self._redis is None else self._redis.promotions_waiting
 
     def rows(self, table: EmbeddingTable) -> int:
-        """Rows of a table: its files', or RocksDB's estimate when more were streamed in since."""
+        """Rows of a table at most: its files', or RocksDB's when more were streamed in since."""
         rows = self._files[table].rows
-        return rows if self._rocksdb is None else max(rows, self._rocksdb.rows(table))
+        return rows if self._rocksdb is None else max(rows, self._rocksdb.entries(table))
 
     def version_of_rows(self, table: EmbeddingTable) -> int | None:
         """The version all rows of the table's files have, when the stores hold exactly those; None when
@@ -265,6 +265,7 @@ class Stores:
             store.rows,
             state=lambda: guarded.state,
             facts=lambda: {"layout": chosen.layout, **_figures(store)},
+            exact=store.rows_exact,
         )
 
     def _load_rocksdb(

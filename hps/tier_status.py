@@ -19,9 +19,10 @@ Labelled = Iterator[tuple[tuple[str, ...], float]]
 
 @dataclass(slots=True)
 class TierStatus:
-    """A tier and what can be said of it: its ``rows`` of a table, its ``capacity`` of a table in rows when
-    it is bounded, the ``state`` of its circuit when it is guarded, the ``size`` of a table in bytes where it
-    knows that, and further ``facts``, ready for JSON. None of them waits."""
+    """A tier and what can be said of it: its ``rows`` of a table, and whether that is ``exact``; its
+    ``capacity`` of a table in rows when it is bounded, the ``state`` of its circuit when it is guarded, the
+    ``size`` of a table in bytes where it knows that, and further ``facts``, ready for JSON. None of them
+    waits."""
 
     tier: Tier
     rows: Callable[[EmbeddingTable], int]
@@ -29,6 +30,7 @@ class TierStatus:
     state: Callable[[], str] = lambda: "closed"
     size: Callable[[EmbeddingTable], int | None] = lambda _table: None
     facts: Callable[[], Mapping[str, Any]] = dict
+    exact: Callable[[EmbeddingTable], bool] = lambda _table: True
 
     def known_rows(self, table: EmbeddingTable) -> int | None:
         """``rows``, or None when a broken tier cannot say: a status is asked for most when one is."""
@@ -36,6 +38,13 @@ class TierStatus:
             return self.rows(table)
         except TierError:
             return None
+
+    def known_exact(self, table: EmbeddingTable) -> bool:
+        """``exact``, of what `known_rows` says."""
+        try:
+            return self.exact(table)
+        except TierError:
+            return True
 
     def describe(self) -> dict[str, Any]:
         """The tier as a whole, ready for JSON."""
@@ -63,6 +72,7 @@ def describe_table(table: EmbeddingTable, tiers: Sequence[TierStatus]) -> dict[s
         "dtype": table.dtype.name,
         "miss_policy": table.miss.kind,
         "rows": each(lambda entry: entry.known_rows(table)),
+        "rows_approximate": [t.tier.info.name for t in tiers if not t.known_exact(table)],
         "capacity_rows": each(lambda entry: entry.capacity(table)),
         "bytes": each(lambda entry: entry.size(table)),
     }

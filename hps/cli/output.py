@@ -154,8 +154,13 @@ class Number(str):
     """A number made readable (1.2 MB, 3,000): printed to the right like a number."""
 
 
-def count(value: int | None) -> Number:
-    return Number("-" if value is None else f"{value:,}")
+def count(value: int | None, *, about: bool = False) -> Number:
+    return Number("-" if value is None else approximate(f"{value:,}", about=about))
+
+
+def approximate(number: str, *, about: bool = True) -> Number:
+    """``~3,000``: a number that is not exact, where it is so."""
+    return Number(f"~{number}" if about and number != "-" else number)
 
 
 def plural(number: int, noun: str) -> str:

@@ -13,6 +13,7 @@ from hps.cli.output import (
     Number,
     Output,
     OutputFormat,
+    approximate,
     count,
     print_json,
     print_table,
@@ -64,8 +65,10 @@ def ls(
     """List the tables each store holds: rows, bytes, dim, layout.
 
     Also those that are not configured (any more), which hps store erase removes, and other versions than the
-    one that a start serves: a running node may serve those. Rows of RocksDB are its estimate, deleted ones
-    included. Exit code 1 when a store cannot be asked.
+    one that a start serves: a running node may serve those. Exit code 1 when a store cannot be asked.
+
+    ~ marks rows that are not counted exactly: of a table that was written to since its load, RocksDB counts
+    added rows once they are compacted. Remembered deletions count, in Redis, too.
     """
     configuration = read_config(config, overrides)
     try:
@@ -102,12 +105,12 @@ def _listed(store: RedisRows | RocksDbRows, models: Models) -> list[dict[str, An
     for name in sorted({*there, *configured}, key=lambda n: (n.model, n.version, n.name)):
         table = configured.get(name)
         record = store.record(name) if name in there else None
-        rows = bytes_ = 0
+        rows, bytes_, exact = 0, 0, True
         dim = table.dim if table else record.dim if record else None
         if name in there:
             shape = table or stand_in(name, dim or 1)
             problem = _problem(store, table) if table else _unconfigured(name, models)
-            rows, bytes_ = store.measure(shape)
+            rows, bytes_, exact = store.measure(shape)
         else:
             other = table is not None and store.other_layout(table)
             problem = f"there in the {other} layout" if other else "not there"
@@ -118,6 +121,7 @@ def _listed(store: RedisRows | RocksDbRows, models: Models) -> list[dict[str, An
                 "version": name.version if store.versioned else None,
                 "table": name.name,
                 "rows": rows,
+                "rows_approximate": not exact,
                 "bytes": bytes_ if dim or store.name == "redis" else None,
                 "dim": dim,
                 "dtype": str(table.dtype) if table else record.dtype if record else None,
@@ -154,8 +158,8 @@ def _show_tables(entries: list[dict[str, Any]]) -> None:
                 e["model"],
                 Number("-" if e["version"] is None else e["version"]),
                 e["table"],
-                count(e["rows"]),
-                size(e["bytes"]),
+                count(e["rows"], about=e["rows_approximate"]),
+                approximate(size(e["bytes"]), about=e["rows_approximate"]),
                 Number("-" if e["dim"] is None else e["dim"]),
                 e["layout"],
                 e["state"],

@@ -18,7 +18,17 @@ from hps.cli.options import (
     open_here,
     refuse_overrides,
 )
-from hps.cli.output import Number, Output, OutputFormat, count, print_json, print_table, share, size
+from hps.cli.output import (
+    Number,
+    Output,
+    OutputFormat,
+    approximate,
+    count,
+    print_json,
+    print_table,
+    share,
+    size,
+)
 from hps.errors import NotFound, Unavailable
 
 app = typer.Typer(add_completion=False)
@@ -43,7 +53,11 @@ def tables(
     tls: TlsOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
-    """List the tables of a server (or of --config): rows, bytes, and how much is cached."""
+    """List the tables of a server (or of --config): rows, bytes, and how much is cached.
+
+    ~ marks rows that are not counted exactly: of a table that was written to since its load, RocksDB counts
+    added rows once they are compacted. Remembered deletions count, in Redis, too.
+    """
     if config is not None:
         with open_here(config, overrides) as node:
             status = node.status()
@@ -74,6 +88,7 @@ def flatten(status: dict[str, Any]) -> list[dict[str, Any]]:
             held = table["rows"]
             stored = [rows for tier, rows in held.items() if kinds.get(tier) == "store"]
             rows = max(stored or held.values(), default=0)
+            about = any(held.get(tier) == rows for tier in table.get("rows_approximate", ()))
             cached = sum(n for tier, n in held.items() if kinds.get(tier) == "cache")
             found.append(
                 {
@@ -83,11 +98,16 @@ def flatten(status: dict[str, Any]) -> list[dict[str, Any]]:
                     "dim": table["dim"],
                     "dtype": table["dtype"],
                     "rows": rows,
+                    "rows_approximate": about,
                     "bytes": rows * table["dim"] * ITEM_BYTES.get(table["dtype"], 4),
                     "cached_rows": cached,
                     "rows_by_tier": held,
                     "shared": {
-                        tier: {"rows": held.get(tier), "bytes": table.get("bytes", {}).get(tier)}
+                        tier: {
+                            "rows": held.get(tier),
+                            "rows_approximate": tier in table.get("rows_approximate", ()),
+                            "bytes": table.get("bytes", {}).get(tier),
+                        }
                         for tier in shared
                     },
                     "miss_policy": table["miss_policy"],
@@ -111,9 +131,9 @@ def show(rows: list[dict[str, Any]]) -> None:
                 row["table"],
                 Number(row["dim"]),
                 row["dtype"],
-                count(row["rows"]),
-                size(row["bytes"]),
-                share(row["cached_rows"], row["rows"]),
+                count(row["rows"], about=row["rows_approximate"]),
+                approximate(size(row["bytes"]), about=row["rows_approximate"]),
+                approximate(share(row["cached_rows"], row["rows"]), about=row["rows_approximate"]),
                 *(_held(row["shared"][tier]) for tier in shared),
                 row["miss_policy"],
             )
@@ -128,4 +148,4 @@ def _held(found: dict[str, Any]) -> Number:
     if found["rows"] is None:
         return Number("-")
     taken = "" if found["bytes"] is None else f" ({size(found['bytes'])})"
-    return Number(f"{found['rows']:,}{taken}")
+    return Number(f"{count(found['rows'], about=found['rows_approximate'])}{taken}")

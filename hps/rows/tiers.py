@@ -99,11 +99,12 @@ class RocksDbRows(TierRows):
         """What was loaded into a table, configured or not."""
         return self.tier.loaded(stand_in(name, 1))
 
-    def measure(self, table: EmbeddingTable) -> tuple[int, int]:
-        """About how many rows there are, and their bytes."""
+    def measure(self, table: EmbeddingTable) -> tuple[int, int, bool]:
+        """How many rows there are, their bytes, and whether that is exact."""
         rows = self.tier.rows(table)
         width = 8 if self.versioned else table.key_bits // 8
-        return rows, rows * (width + RowValues(table, self.tier.layout).value_bytes)
+        each = width + RowValues(table, self.tier.layout).value_bytes
+        return rows, rows * each, self.tier.rows_exact(table)
 
     def tombstones(self, table: EmbeddingTable) -> Iterator[Rows]:
         return _tombstones(table, self.tier.tombstones(table))
@@ -169,10 +170,10 @@ class RedisRows(TierRows):
     def record(self, name: TableName) -> None:
         """Redis keeps none."""
 
-    def measure(self, table: EmbeddingTable) -> tuple[int, int]:
-        """Its entries, and the bytes Redis estimates for them."""
+    def measure(self, table: EmbeddingTable) -> tuple[int, int, bool]:
+        """Its entries, the bytes Redis estimates for them, and whether all entries are rows."""
         usage = self.tier.usage(table)
-        return usage.entries, usage.bytes
+        return usage.entries, usage.bytes, not self.versioned
 
     def scan(self, table: EmbeddingTable) -> Iterator[Rows]:
         """In no order."""

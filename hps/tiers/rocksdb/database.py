@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from rocksdict import ColumnFamily, Options, Rdict
 
 from hps.errors import TierError
+from hps.tiers.rocksdb.counts import estimated_rows
 from hps.tiers.rocksdb.damage import DamagedFiles
 from hps.tiers.rocksdb.errors import NAME, Damaged, translate
 from hps.tiers.rocksdb.high_water import HighWater
@@ -371,8 +372,3 @@ class Database:
         opened, self._opened = self.opened, None
         self._families.clear()
         opened.close()
-
-
-def estimated_rows(data: Rdict) -> int:
-    """RocksDB's estimate, tombstones and overwritten rows included."""
-    return int(data.property_int_value("rocksdb.estimate-num-keys") or 0)

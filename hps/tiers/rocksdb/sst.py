@@ -15,7 +15,7 @@ import numpy as np
 from rocksdict import IngestExternalFileOptions, Options, Rdict
 
 from hps.errors import ModelError
-from hps.tiers.rocksdb.database import estimated_rows
+from hps.tiers.rocksdb.counts import estimated_rows
 from hps.tiers.rocksdb.layout import RowCodec
 from hps.tiers.rocksdb.rows import entries
 from hps.types import EmbeddingTable, KeyArray, VectorArray

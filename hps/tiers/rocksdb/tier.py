@@ -22,8 +22,9 @@ from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.checks import check_keys, check_part, check_rows
 from hps.tiers.positions import Applied, Place, StreamPosition, TableChanges
 from hps.tiers.rocksdb.checkpoint import checkpoint
+from hps.tiers.rocksdb.counts import compacted_rows, entries_in
 from hps.tiers.rocksdb.damage import DamagedFiles
-from hps.tiers.rocksdb.database import Database, Family, estimated_rows
+from hps.tiers.rocksdb.database import Database, Family
 from hps.tiers.rocksdb.errors import NAME
 from hps.tiers.rocksdb.follow import Follower
 from hps.tiers.rocksdb.layout import CodeArray
@@ -127,9 +128,27 @@ class RocksDbTier:
         return self._database.family(table).streamed
 
     def rows(self, table: EmbeddingTable) -> int:
-        """RocksDB's estimate of the number of rows, tombstones and overwritten rows included."""
+        """How many rows there are. Once a table was written to (see `rows_exact`) it is about so many: rows
+        that were added count when they are compacted, and deletions that are remembered do."""
         with self._database.errors():
-            return estimated_rows(self._database.family(table).data)
+            record = self.loaded(table)
+            if record is None:
+                return self.entries(table)
+            if self.rows_exact(table):
+                return record.rows
+            return max(record.rows, compacted_rows(self._database.family(table).data))
+
+    def rows_exact(self, table: EmbeddingTable) -> bool:
+        """Whether `rows` is exact: those of the load, and nothing was written since."""
+        return (
+            self._layout == "native" and not self.streamed(table) and self.loaded(table) is not None
+        )
+
+    def entries(self, table: EmbeddingTable) -> int:
+        """How many rows there may be at most: deletions that are remembered count, and overwritten rows
+        until they are compacted."""
+        with self._database.errors():
+            return entries_in(self._database.family(table).data)
 
     def drop(self, *tables: EmbeddingTable) -> None:
         """Forget tables: their rows, tombstones and load records. No other call on them may run."""

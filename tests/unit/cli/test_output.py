@@ -184,12 +184,15 @@ def test_a_number_is_not_split_over_lines() -> None:
 def test_tables_with_a_shared_tier_fit_80_columns() -> None:
     row = {
         "model": "ctr", "version": 12, "table": "description", "dim": 128, "dtype": "float32",
-        "rows": 123_456_789, "bytes": 234_567_890_123, "cached_rows": 123_456_789,
-        "shared": {"redis": {"rows": 12_345_678, "bytes": 123_456_789}}, "miss_policy": "wait",
+        "rows": 123_456_789, "rows_approximate": True, "bytes": 234_567_890_123,
+        "cached_rows": 123_456_789, "miss_policy": "wait",
+        "shared": {
+            "redis": {"rows": 12_345_678, "rows_approximate": True, "bytes": 123_456_789}
+        },
     }  # fmt: skip
     lines = printed(80, lambda: tables.show([row, row]))
     assert len(lines) == 3, lines
-    assert "12,345,678 (123.5 MB)" in lines[1]
+    assert "~12,345,678 (123.5 MB)" in lines[1]
 
 
 def test_colours_on_a_terminal_and_no_color(monkeypatch: pytest.MonkeyPatch) -> None:

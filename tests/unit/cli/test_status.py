@@ -78,6 +78,18 @@ def test_a_table_counts_the_stores_rows_and_the_vectors_bytes() -> None:
     assert (table["model"], table["version"], table["table"]) == ("m", 3, "t")
 
 
+def test_rows_that_are_not_exact_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    status = copy.deepcopy(STATUS)
+    status["models"][0]["tables"][0]["rows_approximate"] = ["rocksdb"]
+    (table,) = flatten(status)
+    assert table["rows_approximate"]
+    show([table])
+    assert "~40" in (shown := capsys.readouterr().out)
+    assert "~25.0 %" in shown
+    show(flatten(STATUS))
+    assert "~" not in capsys.readouterr().out
+
+
 def with_redis(**redis: Any) -> dict[str, Any]:
     status = copy.deepcopy(STATUS)
     found = {"name": "redis", "kind": "cache", "shared": True, "circuit": "open", **redis}
@@ -90,7 +102,8 @@ def test_a_shared_tier_is_no_cache_of_the_node(capsys: pytest.CaptureFixture[str
     status = with_redis()
     (table,) = flatten(status)
     assert (table["rows"], table["cached_rows"]) == (40, 10)
-    assert table["shared"] == {"redis": {"rows": 25, "bytes": None}}
+    told = {"rows": 25, "rows_approximate": False, "bytes": None}
+    assert table["shared"] == {"redis": told}
     show([table])
     assert "in redis" in capsys.readouterr().out
     status["models"][0]["tables"][0]["bytes"] = {"redis": 2_000_000}

@@ -103,6 +103,42 @@ class TestOnDisk:
         tier.close()
 
 
+class TestRows:
+    """How many there are: exact until something is written after the load."""
+
+    @pytest.mark.parametrize("layout", ["native", "hps"])
+    def test_rows_are_exact_until_the_table_is_written_to(self, tmp_path, monkeypatch, layout):
+        monkeypatch.setattr("hps.tiers.rocksdb.load._FILE_BYTES", 20_000)
+        items = EmbeddingTable.make("items", 64)
+        keys = np.arange(3000)
+        tier = RocksDbTier(tmp_path, layout=layout)
+        code = np.sort(tier.codes(items, keys))
+        record = LoadRecord("x", 3000, 1, 64)
+        some = np.ones((75, 64), np.float32)
+        tier.bulk_load(items, [(code[i : i + 75], some) for i in range(0, 3000, 75)], record)
+        tier.close()
+        assert len(list(tmp_path.glob("*.sst"))) >= 20  # RocksDB's own estimate samples so many
+        tier = RocksDbTier(tmp_path, layout=layout)
+        assert (tier.rows(items), tier.rows_exact(items)) == (3000, layout == "native")
+        version = np.array([version_now()], np.uint64)
+        for rows in (keys[:1], np.array([5000]), keys):
+            versions = np.repeat(version, len(rows))
+            tier.insert(items, rows, np.ones((len(rows), 64), np.float32), versions)
+            tier.flush()
+            # What was added counts once it is compacted.
+            assert (tier.rows(items), tier.rows_exact(items)) == (3000, False)
+        assert tier.entries(items) == 6002
+        tier._database.family(items).data.compact_range(None, None)
+        assert tier.rows(items) == tier.entries(items) == 3001
+        tier.close()
+
+    def test_rows_of_a_table_that_was_never_loaded(self, tmp_path):
+        tier = RocksDbTier(tmp_path)
+        tier.insert(table(), KEYS, VECTORS, VERSIONS)
+        assert (tier.rows(table()), tier.rows_exact(table())) == (len(KEYS), False)
+        tier.close()
+
+
 class TestRestart:
     def test_rows_versions_and_tombstones_are_kept(self, tmp_path):
         tier = RocksDbTier(tmp_path)
