@@ -39,7 +39,7 @@ from hps.cli.values import (
     shown_age,
     shown_vector,
 )
-from hps.errors import ConfigError
+from hps.errors import ConfigError, NotFound
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -130,7 +130,7 @@ def get(
 ) -> None:
     """Show rows by their keys, in each store, with versions.
 
-    A key of which a store remembers the deletion is shown as deleted.
+    A key of which a store remembers the deletion is shown as deleted. Of a store without the table it warns.
     """
     import numpy as np
 
@@ -141,8 +141,7 @@ def get(
     typed = dict(zip(chosen.narrow(np.array(parsed)).tolist(), map(as_typed, keys), strict=True))
     found: list[dict[str, Any]] = []
     with open_stores(configuration, tier) as stores:
-        for store in stores:
-            store.check(chosen)
+        for store in _holding(stores, chosen):
             with work():
                 found += _held(store.name, asked.tolist(), store.get(chosen, asked))
     order = {key: i for i, key in enumerate(typed)}
@@ -155,6 +154,25 @@ def get(
     print_table(
         ("key", "tier", "version", "age", "vector"), [_cells(row) for row in found], styles=shown
     )
+
+
+def _holding(
+    stores: list[RedisRows | RocksDbRows], table: EmbeddingTable
+) -> list[RedisRows | RocksDbRows]:
+    """The stores that hold the table; of the others a warning. Raises NotFound where none does."""
+    holding, missing = [], []
+    for store in stores:
+        try:
+            store.check(table)
+        except NotFound as error:
+            missing.append(str(error))
+        else:
+            holding.append(store)
+    if not holding:
+        raise NotFound("; ".join(missing))
+    for text in missing:
+        warn(text)
+    return holding
 
 
 def _held(tier: str, keys: list[int], held: Held) -> list[dict[str, Any]]:

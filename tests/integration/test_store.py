@@ -102,10 +102,31 @@ def test_tables_before_and_after_a_load(config: Path) -> None:
         ("rocksdb", "items"): (100, 2, "ok"),
         ("rocksdb", "words"): (1000, 8, "ok"),
     }
+    assert not any(entry["rows_approximate"] for entry in entries if entry["rows"])
+    printed("put", "clicks", "users", 5, "--vector", V4, "--config", config, "--tier", "rocksdb")
+    changed = printed("ls", "clicks", "--config", config, "--tier", "rocksdb")
+    found = {e["table"]: (e["rows"], e["rows_approximate"]) for e in changed}
+    assert found == {"items": (100, False), "users": (100, True)}
+    shown = run("ls", "clicks", "--config", config, "--tier", "rocksdb").stdout
+    assert "~100" in shown
     only = printed("ls", "words", "--config", config, "--tier", "rocksdb")
     assert [(e["model"], e["version"], e["layout"]) for e in only] == [("words", 1, "native")]
     assert only[0]["bytes"] == 1000 * (8 + 9 + 8 * 4)
     assert run("ls", "nobody", "--config", config, "--tier", "rocksdb").exit_code == 2
+
+
+def test_get_shows_the_store_that_has_the_table_when_the_other_lacks_it(config: Path) -> None:
+    printed("load", "words", "--config", config)  # so that there is a database
+    printed("load", "clicks", "users", "--config", config, "--tier", "redis")
+    shown = run("get", "clicks", "users", 5, "--config", config, "--output", "json")
+    assert shown.exit_code == 0, shown.stderr
+    (row,) = json.loads(shown.stdout)["rows"]
+    assert (row["tier"], row["found"]) == ("redis", True)
+    assert "holds no table clicks/1/users" in shown.stderr
+    assert "holds no table" in refused("get", "clicks", "items", 5, "--config", config)
+    assert "holds no table" in refused(
+        "get", "clicks", "users", 5, "--config", config, "--tier", "rocksdb"
+    )
 
 
 def test_a_version_that_a_node_may_serve_is_not_called_unconfigured(
