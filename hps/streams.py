@@ -98,7 +98,7 @@ class Streams:
         }
         self._readers.follow(following, watermarks)
 
-    def behind(self, tables: Iterable[EmbeddingTable]) -> str:
+    def behind(self, tables: Collection[EmbeddingTable]) -> str:
         """What ``tables`` may still lack of the streams; empty when that is nothing to speak of, or when
         nobody reads. Never waits."""
         for stream in self._readers.streams:
@@ -111,8 +111,7 @@ class Streams:
                 why = stream.ingestor.problem or stream.source.problem
                 return f"{stream.group} does not know yet how far it is{f': {why}' if why else ''}"
             waiting = sum(lag.values())
-            age_s = max((self.age_s(table) for table in tables), default=0.0)
-            if waiting and not 0 < age_s < _NEARLY_S:
+            if waiting and not _arrived_lately(stream, tables):
                 return f"{stream.group} has {waiting} messages to apply"
         return ""
 
@@ -278,6 +277,17 @@ class Streams:
         if self._readers.streams:
             for table in self._readers.tables:
                 yield (table.model, table.name), self.age_s(table)
+
+
+def _arrived_lately(stream: Stream, tables: Collection[EmbeddingTable]) -> bool:
+    """Whether all messages for ``tables`` that are not applied yet are known to have come just now."""
+    ages_s = [
+        age_s
+        for (topic, _partition), age_s in stream.waits.ages_s().items()
+        if any(table in tables for table in stream.readers(topic))
+    ]
+    known = [age_s for age_s in ages_s if age_s is not None]
+    return len(known) == len(ages_s) and 0 < max(known, default=0.0) < _NEARLY_S
 
 
 def node_group(settings: KafkaSettings) -> str:

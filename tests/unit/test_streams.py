@@ -137,3 +137,13 @@ def test_seek_before_it_is_known_what_is_read(resources):
         Unavailable, match=r"hps\.node\.here does not know yet which partitions it reads"
     ):
         streams.seek("hps_updates.ctr", 0, 0)
+
+
+def test_messages_of_unknown_age_are_behind(resources, monkeypatch):
+    streams = cut_off(resources, [USERS])
+    (stream,) = streams._readers.streams
+    place = "hps_updates.ctr", 0
+    monkeypatch.setattr(stream.source, "applied", lambda: {place: 0})
+    monkeypatch.setattr(stream.source, "lag", lambda: {place: 1})
+    assert 0 < streams.age_s(USERS) < 1, "the reader began just now"
+    assert streams.behind([USERS]).endswith("has 1 messages to apply")
