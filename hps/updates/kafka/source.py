@@ -70,7 +70,7 @@ class KafkaSource:
         )
         self._untold: dict[Place, int] = {}  # applied, and not committed yet for Kafka's tools
         self._resting = False
-        self._there: dict[str, Topic] = {}
+        self._there: dict[str, Topic] | None = None  # not known yet
         self._heard: str | None = None  # what Kafka said last, until messages come again
         self._unreachable: str | None = None
         self._is_placed = False  # whether it is known which partitions are read, and from where on
@@ -215,12 +215,16 @@ class KafkaSource:
         if now < self._refresh_at or not self._topics.tables:
             return
         try:
-            self._there = self.cluster.topics(self._topics.wanted, self._consumer)
+            found = self.cluster.topics(self._topics.wanted, self._consumer)
         except Unavailable as error:
             self._unreachable, self._refresh_at = str(error), now + _AGAIN_S
             return
         self._unreachable, self._refresh_at = None, now + self._refresh_s
-        self._assignment.follow(self._there)
+        if self._there is None or found.keys() != self._there.keys():
+            names = ", ".join(sorted(found)) or "nothing yet: no topic of its models exists"
+            log.info("%s reads %s", self._group, names)
+        self._there = found
+        self._assignment.follow(found)
         self._readings.verify(self._there)
 
     def _assign(self) -> None:
@@ -229,7 +233,7 @@ class KafkaSource:
         if places is None:
             return
         readings.follow(places)
-        for place in readings.place(self._there, self.cluster, self._consumer):
+        for place in readings.place(self._there or {}, self.cluster, self._consumer):
             self._untold.pop(place, None)
         if readings.moved or self._resting:
             self._consumer.assign(readings.assignment())
