@@ -57,6 +57,9 @@ class Protocol(Parsing):
         self._heard += 1
         if self._refusal is not None:
             return
+        if self.flow.is_full:  # sent to the transport before it paused
+            self._unparsed += data
+            return
         if self._unwanted and not (data := self._drop(data)):
             return
         goes_on = self._reads == "body"
@@ -231,8 +234,24 @@ class Protocol(Parsing):
         self._give_up = None
         if self.transport.is_closing():
             return
-        self.flow.resume_reading()
+        if len(self.pipeline) <= 1:  # the one that begins now may be incomplete
+            self._read_on()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
         else:
             self._send_refusal()
+
+    def _read_on(self) -> None:
+        if self.flow.is_full:
+            self.loop.call_soon(self._parse_rest)
+        else:
+            self.flow.resume_reading()
+
+    def _parse_rest(self) -> None:
+        """Continue with what was received behind a full pipeline."""
+        if not self.flow.is_full or self.transport.is_closing():
+            return
+        data, self._unparsed, self.flow.is_full = self._unparsed, b"", False
+        self.data_received(data)
+        if not self.pipeline:
+            self.flow.resume_reading()

@@ -1,10 +1,12 @@
-"""HTTP/1.1 parsing of one connection: bounded heads, no tunnels, no other protocols."""
+"""HTTP/1.1 parsing of one connection: bounded heads, a bounded pipeline, no tunnels, no other protocols."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from services.frontend.http.lasting import Lasting
@@ -13,10 +15,25 @@ MAX_HEAD_BYTES = 64 << 10
 """Of a request's target and header fields, trailers included; `FIELD_BYTES` more count for each field."""
 FIELD_BYTES = 32
 """What a field costs beside its text: as HTTP/2 counts (RFC 9113, 6.5.2)."""
+MAX_PIPELINED = 16
+"""With so many requests queued behind the one that is being answered, a connection is not read further."""
+SLICE_BYTES = 4 << 10
+"""Bytes parsed between two checks of `MAX_PIPELINED`: the requests in them are queued beyond it."""
 
 
 class HeadTooLarge(Exception):
     """A request's head or trailers have more than `MAX_HEAD_BYTES`."""
+
+
+class Flow(FlowControl):
+    """Flow control of a connection that reads nothing while parsed requests wait (``is_full``), whatever the
+    request that is being answered asks for."""
+
+    is_full = False
+
+    def resume_reading(self) -> None:
+        if not self.is_full:
+            super().resume_reading()
 
 
 class Parsing(Lasting):
@@ -24,9 +41,12 @@ class Parsing(Lasting):
     requests before it.
 
     Parsing costs what was received: each head is parsed at most twice (the second time without its offer
-    of another protocol), has a bound in bytes and fields, and nothing behind a rejected one is parsed.
+    of another protocol), has a bound in bytes and fields, and nothing behind a rejected one is parsed. A
+    client that sends requests faster than they are answered waits: `MAX_PIPELINED` of them are queued, and
+    what was received behind them is parsed when these have been answered.
     """
 
+    flow: Flow
     _refusal: tuple[int, str] | None = None
     """Status and message of the connection's last answer; nothing more is read."""
     _begun: tuple[RequestResponseCycle, Any] | None = None
@@ -35,15 +55,29 @@ class Parsing(Lasting):
     _head_size, _pending = 0, 0
     _found = False
     """Whether the last feed ended a head or a request, or had bytes of a body."""
+    _body_read = 0
+    """Bytes of the body of the request that is read."""
+    _unparsed = b""
+    """What was received behind a full pipeline."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # uvicorn narrows it so, too
+        super().connection_made(transport)
+        self.flow = Flow(transport)
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser, which stops behind each head that offers another protocol. What is left gets
-        shorter with every head, so this ends."""
-        left: bytes | memoryview = data
+        """Feed the parser until the pipeline is full. The parser stops behind each head that offers another
+        protocol. What is left gets shorter with every feed, so this ends."""
+        left = memoryview(data)
         self._found = False
         try:
-            while left:
-                left = self._feed(left)
+            while left and self._refusal is None:
+                if len(self.pipeline) >= MAX_PIPELINED:
+                    self._unparsed += left
+                    self.flow.is_full = True
+                    self.flow.pause_reading()
+                    break
+                size = len(left) if len(left) <= SLICE_BYTES else self._slice_size()
+                left = left[min(size, len(left)) - len(self._feed(left[:size])) :]
             self._pending = 0 if self._found else self._pending + len(data)
             if self._pending > MAX_HEAD_BYTES:
                 raise HeadTooLarge
@@ -53,7 +87,15 @@ class Parsing(Lasting):
             else:
                 self._refuse(400, "Invalid HTTP request received.")
 
-    def _feed(self, data: bytes | memoryview) -> bytes | memoryview:
+    def _slice_size(self) -> int:
+        """How many bytes to feed at a time: a body whose length is known, or a slice."""
+        if self._reads == "body":
+            for name, value in self.headers:
+                if name == b"content-length":
+                    return max(int(value) - self._body_read, SLICE_BYTES)
+        return SLICE_BYTES
+
+    def _feed(self, data: memoryview) -> memoryview | bytes:
         """Feed the parser; the bytes it has not read. It stops at a request that asks for another protocol
         (``Upgrade: h2c``, as Java's client does by default) and leaves out its body: the head is read
         again without the offer, once."""
@@ -61,7 +103,7 @@ class Parsing(Lasting):
             self.parser.feed_data(data)
             return b""
         except httptools.HttpParserUpgrade as upgrade:
-            left = memoryview(data)[upgrade.args[0] :]
+            left = data[upgrade.args[0] :]
         if self.parser.get_method() == b"CONNECT":
             self._refuse(400, "CONNECT is not supported: this server is not a proxy")
             return b""
@@ -105,7 +147,7 @@ class Parsing(Lasting):
         if self.parser.should_upgrade():
             return
         super().on_headers_complete()
-        self._reads = "body"
+        self._reads, self._body_read = "body", 0
         self._head_read()
 
     def _head_read(self) -> None:
@@ -113,6 +155,7 @@ class Parsing(Lasting):
 
     def on_body(self, body: bytes) -> None:
         self._found = True
+        self._body_read += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:

@@ -22,7 +22,7 @@ class Wire(asyncio.Transport):
     def __init__(self):
         super().__init__()
         self.data = b""
-        self.closed = self.aborted = False
+        self.closed = self.aborted = self.paused = False
         self.unsent = 0
 
     def write(self, data):
@@ -43,10 +43,10 @@ class Wire(asyncio.Transport):
         return self.unsent
 
     def pause_reading(self):
-        pass
+        self.paused = True
 
     def resume_reading(self):
-        pass
+        self.paused = False
 
     @property
     def statuses(self):

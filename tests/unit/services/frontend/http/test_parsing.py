@@ -9,7 +9,13 @@ import pytest
 
 from hps.config.server_settings import ServerSettings
 from services.frontend.auth import OpenGuard
-from services.frontend.http.parsing import FIELD_BYTES, MAX_HEAD_BYTES
+from services.frontend.http.connection import Protocol
+from services.frontend.http.parsing import (
+    FIELD_BYTES,
+    MAX_HEAD_BYTES,
+    MAX_PIPELINED,
+    SLICE_BYTES,
+)
 from services.ingest.app import ingest_app
 from services.server_state import ServerState
 
@@ -123,6 +129,53 @@ def test_the_body_before_a_head_does_not_count_as_head(http):
         assert not wire.closed
 
     http.run(scenario)
+
+
+@pytest.mark.parametrize("piece", [256 << 10, 1000])
+@pytest.mark.parametrize("tail", [b"", b"what?\r\n\r\n"])
+def test_a_pipeline_is_bounded_and_answered_in_order(small, http, tail, piece):
+    """The first request waits for the store; what was received behind a full pipeline stays bytes."""
+    short = b"GET /v2/health/live HTTP/1.1\r\n\r\n"
+    most = MAX_PIPELINED + SLICE_BYTES // len(short) + 1
+    sent = http.request([12]) + short * 2 * most + http.request([1] * 9000) + short + tail
+
+    async def scenario():
+        protocol, wire = http.connect()
+        small.store.gate.clear()
+        longest = 0
+        for i in range(0, len(sent), piece):
+            await http.read(protocol, sent[i : i + piece])
+            longest = max(longest, len(protocol.pipeline))
+        assert longest <= most
+        assert wire.paused
+        protocol.flow.resume_reading()  # as an application does that waits for its client to go
+        assert wire.paused
+        small.store.gate.set()
+        statuses = [200] * (2 * most + 3) + [400] * bool(tail)
+        await http.until(lambda: len(wire.statuses) == len(statuses))
+        assert wire.statuses == statuses
+        assert b"[9000.0," in wire.data
+        assert wire.closed == bool(tail)
+        assert wire.closed or not wire.paused
+
+    http.run(scenario)
+
+
+def test_a_long_body_of_known_length_is_fed_whole(http, monkeypatch):
+    """The part of it that came with its head in one slice, the rest in another."""
+    fed = []
+    feed = Protocol._feed
+    monkeypatch.setattr(
+        Protocol, "_feed", lambda self, data: fed.append(len(data)) or feed(self, data)
+    )
+
+    async def scenario():
+        protocol, wire = http.connect()
+        await http.read(protocol, http.request([1]) + http.binary(list(range(60_000))))
+        await http.until(lambda: wire.statuses == [200, 200])
+
+    http.run(scenario)
+    assert len(fed) == 2
 
 
 @pytest.mark.parametrize("protocol_name", ["h2c", "websocket"])
