@@ -5,20 +5,28 @@ longer. RocksDB numbers its writes, so the file `hps-acknowledged` holds the num
 acknowledged, and the names and lengths of the log files as of at most a second before it. Like the log it
 is written without fsync: it survives ``kill -9``.
 
-Format: 20 decimal digits (the number), a newline, one line of JSON padded with spaces.
+Format: the number (u64 in the machine's byte order), one line of JSON, zeros up to a page. The page is mapped
+into memory, so recording a number is one store of 8 bytes, which no signal interrupts in the middle. A write
+call takes 1 to 3 µs and releases the interpreter lock. Disk space for the page is reserved when it is mapped:
+storing to it cannot fail later, when the disk is full.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import mmap
 import os
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+log = logging.getLogger(__name__)
+
 _FILE = "hps-acknowledged"
-_DIGITS = 20
+_NUMBER_BYTES = 8
 _LIST_EVERY_S = 1.0
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -44,41 +52,56 @@ class Acknowledged:
     def __init__(self, path: Path, sequence: int) -> None:
         self._path = path
         self._about = {"identity": _text(path / "IDENTITY"), "boot": _text(_BOOT)}
-        self._length = 0
-        self._file = os.open(path / _FILE, os.O_WRONLY | os.O_CREAT, 0o660)
-        self._listed = 0.0
+        self._file = os.open(path / _FILE, os.O_RDWR | os.O_CREAT, 0o660)
+        self._page = self._map()
+        self._numbers = memoryview(self._page)[:_NUMBER_BYTES].cast("Q")
+        self._list_at = 0.0
         self.note(sequence)
 
     def note(self, sequence: int) -> None:
-        """Record that every write up to ``sequence`` is acknowledged: 3 µs. A disk that refuses this, and has
-        taken the write itself, keeps an older record."""
-        with suppress(OSError):
-            os.pwrite(self._file, b"%020d" % sequence, 0)
-            if (now := time.monotonic()) - self._listed > _LIST_EVERY_S:
-                self._listed = now
-                self._list()
+        """Record that every write up to ``sequence`` is acknowledged."""
+        self._numbers[0] = sequence
+        if (now := time.monotonic()) >= self._list_at:
+            self._list_at = now + _LIST_EVERY_S
+            self._list()
 
     def close(self) -> None:
         """To be called once the database is closed."""
-        with suppress(OSError):
-            self._list()
+        self._list()
+        self._numbers.release()
+        self._page.close()
         os.close(self._file)
 
+    def _map(self) -> mmap.mmap:
+        """The file's first page; other memory on a file system that shares none, as some FUSE mounts."""
+        try:
+            os.posix_fallocate(self._file, 0, mmap.PAGESIZE)
+            return mmap.mmap(self._file, mmap.PAGESIZE)
+        except OSError as error:
+            log.warning(
+                "rocksdb %s: mapping %s into memory failed (%s): the next start will not detect writes lost "
+                "from the end of the write-ahead log; move tiers.rocksdb.path to a local file system",
+                self._path, _FILE, error,
+            )  # fmt: skip
+            return mmap.mmap(-1, mmap.PAGESIZE)
+
     def _list(self) -> None:
+        """Write the list of log files. A disk that is full keeps an older one."""
         about = json.dumps(self._about | {"logs": log_files(self._path)})
-        self._length = max(self._length, len(about))
-        os.pwrite(self._file, f"\n{about.ljust(self._length)}\n".encode(), _DIGITS)
+        with suppress(OSError):
+            os.pwrite(self._file, f"{about}\n".encode(), _NUMBER_BYTES)
 
 
 def noted(path: Path) -> Noted | None:
     """The record beside the database at ``path``; None where there is none, or that of another database."""
     try:
-        digits, about = (path / _FILE).read_text().split("\n")[:2]
-        found = json.loads(about)
+        record = (path / _FILE).read_bytes()
+        found = json.loads(record[_NUMBER_BYTES:].partition(b"\n")[0])
         if found["identity"] != _text(path / "IDENTITY"):
             return None
-        return Noted(int(digits), found["logs"], found["boot"] == _text(_BOOT))
-    except (OSError, ValueError, KeyError):
+        sequence = int.from_bytes(record[:_NUMBER_BYTES], sys.byteorder)
+        return Noted(sequence, found["logs"], found["boot"] == _text(_BOOT))
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 

@@ -1,5 +1,6 @@
 """A write-ahead log that lost acknowledged writes: found at the next start, refused or accepted, counted."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -221,6 +222,37 @@ def test_without_a_record_of_acknowledged_writes_only_damage_is_refused(folder, 
         flip(log)
         with pytest.raises(TierError, match="an unknown number of acknowledged writes"):
             RocksDbTier(path)
+
+
+def test_a_record_of_the_earlier_format_counts_as_none(folder):
+    """20 decimal digits, a newline and the list of log files."""
+    path = folder()
+    record = path / "hps-acknowledged"
+    about = record.read_bytes()[8:].partition(b"\n")[0]
+    record.write_bytes(b"%020d\n" % 10**12 + about + b"\n")
+    assert acknowledged.noted(path) is None
+    tier = RocksDbTier(path)
+    assert there(tier).all()
+    tier.close()
+    noted = acknowledged.noted(path)
+    assert noted is not None
+    assert ROWS < noted.sequence < 10 * ROWS
+
+
+def test_a_file_system_without_shared_memory_is_reported_and_written_to(
+    tmp_path, monkeypatch, caplog
+):
+    def refuse(*_):
+        raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    for offset in (1, 2):
+        tier = RocksDbTier(tmp_path / "db")
+        tier.open_tables([A])
+        apply(tier, A, offset, offset)
+        assert tier.applied(A, "stream", 0) == offset
+        tier.close()
+    assert "mapping hps-acknowledged into memory failed (" in caplog.text
 
 
 def test_a_reader_refuses_a_damaged_log(folder):
