@@ -69,9 +69,10 @@ class PositionedStore(Protocol):
         applying it again is harmless."""
         ...
 
-    def versions(self, table: EmbeddingTable, keys: KeyArray) -> VersionArray:
-        """The stored version of each of ``keys (n,)``, which are unique: of its row, or of its deletion where
-        that is remembered; 0 where nothing is known of it. Raises TierError when any could not be read."""
+    def versions(self, table: EmbeddingTable, keys: KeyArray, at_least: int = 0) -> VersionArray:
+        """The stored version of each of ``keys (n,)``: of its row, or of its deletion where that is
+        remembered; 0 where the key is unknown. A version below ``at_least`` may be returned as 0, which
+        spares reading it. Raises TierError when any could not be read."""
         ...
 
     def applied(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:

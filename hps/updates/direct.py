@@ -94,16 +94,17 @@ class DirectWriter:
 
     def _versions(self, table: EmbeddingTable, keys: KeyArray, version: int) -> VersionArray:
         """(n,) for ``keys (n,)``: ``version``, or one above what a store has."""
-        unique, at = np.unique(keys, return_inverse=True)
-        stored = np.zeros(len(unique), np.uint64)
+        stored = np.zeros(len(keys), np.uint64)
         for each in self._stores:
             if each.versioned:
-                np.maximum(stored, each.store.versions(table, unique), out=stored)
+                np.maximum(stored, each.store.versions(table, keys, version), out=stored)
+        if not stored.any():
+            return np.full(len(keys), version, np.uint64)
         versions = self._clock.above(version, stored)
         if not versions.all():
             wrong = int(np.flatnonzero(versions == 0)[0])
             raise BadRequest(
-                f"key {unique[wrong]} of table '{table.name}' is stored with version {stored[wrong]}, and no "
+                f"key {keys[wrong]} of table '{table.name}' is stored with version {stored[wrong]}, and no "
                 "version above it fits 64 bits; erase the table (`hps store erase`) and load it again"
             )
         if ahead := int(np.count_nonzero(versions != version)):
@@ -112,8 +113,7 @@ class DirectWriter:
                 "written with versions above them: check the clocks of producers and nodes",
                 table.id, ahead, version_unix_ms(int(stored.max())) / 1e3 - time.time(),
             )  # fmt: skip
-        result: VersionArray = versions[at]
-        return result
+        return versions
 
     def _check(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, deleted: KeyArray
@@ -129,6 +129,8 @@ class DirectWriter:
         if not finite.all():
             key = int(keys[np.flatnonzero(~finite)[0]])
             raise BadRequest(f"the vector of key {key} is not finite in {table.dtype.name}")
+        if not len(keys) or not len(deleted):
+            return
         both = np.intersect1d(table.narrow(keys), table.narrow(deleted))
         if len(both):
             raise BadRequest(f"key {int(both[0])} is to be written and to be deleted")

@@ -189,8 +189,8 @@ class RedisTier:
         check_keys(table, changes.deleted, changes.deleted_versions)
         self._writes.apply(table, changes, positions, share)
 
-    def versions(self, table: EmbeddingTable, keys: KeyArray) -> VersionArray:
-        """See `hps.tiers.positions.PositionedStore`."""
+    def versions(self, table: EmbeddingTable, keys: KeyArray, at_least: int = 0) -> VersionArray:
+        """See `hps.tiers.positions.PositionedStore`. Reads every key, as other processes write, too."""
         deadline = self._client.deadline()
         opened, part = self._tables.usable(table, deadline), Part.make(table, keys)
         read = PartRead(part, opened.layout, 0, oldest_tombstone(table, time.time()))

@@ -18,7 +18,14 @@ from hps.tiers.rocksdb.database import Database, Family
 from hps.tiers.rocksdb.errors import NAME
 from hps.tiers.rocksdb.layout import CodeArray
 from hps.tiers.row_values import Stored, WrongLength
-from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray, oldest_tombstone
+from hps.types import (
+    EmbeddingTable,
+    IndexArray,
+    KeyArray,
+    VectorArray,
+    VersionArray,
+    oldest_tombstone,
+)
 
 # rocksdict holds the interpreter lock while it writes (2 µs a row of 128 bytes): more rows per batch would
 # keep request threads waiting. Rows are encoded more at a time, which costs half as much.
@@ -115,6 +122,13 @@ class VersionedRows:
     def remembered(self, table: EmbeddingTable, versions: VersionArray) -> NDArray[np.bool_]:
         """Which tombstones are not yet older than the table's ``tombstone_ttl_s``."""
         return versions >= np.uint64(oldest_tombstone(table, self._clock()))
+
+    def reaching(self, table: EmbeddingTable, keys: KeyArray, version: int) -> IndexArray:
+        """Positions of the ``keys (n,)`` that may be stored with ``version`` (above 0) or a higher one."""
+        with self._database.lock, self._database.errors():
+            family = self._database.family(table)
+            below = np.full(len(keys), version - 1, np.uint64)
+            return np.flatnonzero(~family.marks.surpassed(family.codec.codes(keys), below))
 
     def write(
         self,

@@ -362,11 +362,18 @@ class RocksDbTier:
         self._positions.apply(table, changes, positions)
         self._database.acknowledge()
 
-    def versions(self, table: EmbeddingTable, keys: KeyArray) -> VersionArray:
-        """See `hps.tiers.positions.PositionedStore`."""
-        part = Part.make(table, keys)
-        self.fetch([part], FetchContext())
-        return part.versions
+    def versions(self, table: EmbeddingTable, keys: KeyArray, at_least: int = 0) -> VersionArray:
+        """See `hps.tiers.positions.PositionedStore`. Reads only keys whose high-water mark reaches
+        ``at_least``."""
+        versions = np.zeros(len(keys), np.uint64)
+        asked = np.arange(len(keys))
+        if at_least and self.access == "primary":
+            asked = self._rows.reaching(table, keys, at_least)
+        if len(asked):
+            part = Part.make(table, keys[asked])
+            self.fetch([part], FetchContext())
+            versions[asked] = part.versions
+        return versions
 
     def positions(self, table: EmbeddingTable) -> dict[Place, Applied]:
         """See `hps.tiers.positions.PositionedStore`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -40,6 +41,15 @@ def row(value: float) -> np.ndarray:
 
 
 TABLE = EmbeddingTable.make("t", 2)
+
+
+class NoCaches:
+    def update(self, *_):
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    delete = update
 
 
 class Node:
@@ -118,6 +128,36 @@ def test_an_acknowledged_write_is_there_whatever_was_stored_and_the_clock_says(
     finally:
         monkeypatch.undo()
         node.close()
+
+
+def test_a_write_reads_no_rows_unless_a_stored_version_may_be_ahead(tmp_path, monkeypatch):
+    store, keys = RocksDbTier(tmp_path), np.arange(64)
+    rows = np.zeros((64, 2), np.float32)
+    read = []
+    monkeypatch.setattr(store, "fetch", lambda parts, _ctx: read.append(parts[0].keys.tolist()))
+    direct = DirectWriter([Store("store", store)], NoCaches(), UpdateMeter(Metrics()))
+    direct.write(TABLE, keys, rows, NONE)
+    ahead = direct.write(TABLE, NONE, NO_ROWS, keys)
+    assert read == []
+    store.insert(TABLE, keys[5:6], rows[:1], np.array([ahead + (1 << 40)], np.uint64))
+    direct.write(TABLE, keys, rows, NONE)
+    (some,) = read
+    assert 5 in some
+    assert len(some) < 32  # its bucket of high-water marks, not the table
+    store.close()
+
+
+def test_a_write_of_a_repeated_key_ahead_of_the_clock_gives_it_one_version(tmp_path):
+    store, key = RocksDbTier(tmp_path), np.array([7])
+    ahead = make_version(time.time_ns() // 10**6 + 3_600_000, 0)
+    store.insert(TABLE, key, row(1), np.array([ahead], np.uint64))
+    direct = DirectWriter([Store("store", store)], NoCaches(), UpdateMeter(Metrics()))
+    version = direct.write(TABLE, np.array([7, 7]), np.concatenate([row(2), row(3)]), NONE)
+    assert version > ahead
+    part = Part.make(TABLE, key)
+    store.fetch([part], FetchContext())
+    assert (part.versions[0], part.out[0, 0]) == (version, 3)
+    store.close()
 
 
 def test_two_nodes_that_write_in_one_millisecond_leave_all_stores_with_the_same_row(

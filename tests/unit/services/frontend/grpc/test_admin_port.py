@@ -67,7 +67,7 @@ class KeptStore:
     def applied(self, _table):
         return {}
 
-    def versions(self, table, keys):
+    def versions(self, table, keys, at_least=0):
         part = Part.make(table, keys)
         self.tier.fetch([part], FetchContext())
         return part.versions
