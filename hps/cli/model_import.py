@@ -33,8 +33,9 @@ Examples:
       --feature ad=deep,wide --default wide=-0.5
 \b
 A table's SOURCE is an array, a Parquet file or a folder; FILE:ARRAY is an array of another file.
-Row numbers become the keys unless --keys names them. The repository's model.yaml describes a second
-and later version too, unless --spec, --feature or --default say otherwise.
+An array T.vectors has the keys T.keys, a Parquet file its only integer column; of other arrays row
+numbers become the keys, unless --keys names them. The repository's model.yaml describes a second and
+later version too, unless --spec, --feature or --default say otherwise.
 """
 
 

@@ -29,8 +29,9 @@ Chunk = tuple[KeyArray, NDArray[np.float32]]
 @dataclass(frozen=True, slots=True)
 class TableChoice:
     """A table to be made: from which ``sources`` (arrays, files or folders; several are stacked on each
-    other), with keys from ``keys`` (an array or column; None: row numbers). ``vectors`` names the
-    column or columns (a pattern) of a Parquet file. An empty ``name`` is derived from the source."""
+    other), with keys from ``keys`` (an array or column; None: the array paired with the vectors, else row
+    numbers; in Parquet the only integer column). ``vectors`` names the column or columns (a pattern) of
+    a Parquet file. An empty ``name`` is derived from the source."""
 
     name: str = ""
     sources: tuple[str, ...] = ()
@@ -78,7 +79,8 @@ def table_name(source: str) -> str:
 
 def tables_from_arrays(file: ArrayFile, choices: Sequence[TableChoice]) -> tuple[ImportTable, ...]:
     """The chosen tables of a file of arrays; without a choice, what the file makes plain itself:
-    pairs ``T.keys``/``T.vectors`` (or ``T_keys``/``T_vectors``), or the only matrix."""
+    pairs ``T.keys``/``T.vectors`` (or ``T_keys``/``T_vectors``), or the only matrix. A chosen array of
+    such a pair has the pair's keys, too, unless the choice names others."""
     expanded = [c for choice in choices for c in _expand(file, choice)] or _plain(file)
     names = [c.name for c in expanded]
     for name in names:
@@ -108,12 +110,11 @@ def _expand(file: ArrayFile, choice: TableChoice) -> list[TableChoice]:
 
 
 def _plain(file: ArrayFile) -> list[TableChoice]:
-    pairs = []
-    for name in file.arrays:
-        for vectors, keys in ((".vectors", ".keys"), ("_vectors", "_keys")):
-            stem = name.removesuffix(vectors)
-            if stem != name and stem + keys in file.arrays:
-                pairs.append(TableChoice(table_name(stem), (name,), stem + keys))
+    pairs = [
+        TableChoice(table_name(name[: -len("_vectors")]), (name,), keys)
+        for name in file.arrays
+        if (keys := _paired_keys(file, name)) is not None
+    ]
     if pairs:
         return pairs
     if len(file.arrays) == 1 and all(a.is_matrix for a in file.arrays.values()):
@@ -123,6 +124,15 @@ def _plain(file: ArrayFile) -> list[TableChoice]:
         f"{file.path}: say which arrays are embedding tables, as in --table NAME=ARRAY; it holds "
         f"{file.contents(matrices=True)}"
     )
+
+
+def _paired_keys(file: ArrayFile, name: str) -> str | None:
+    """The array of keys that belongs to the vectors ``name``; None where there is none."""
+    for vectors, keys in ((".vectors", ".keys"), ("_vectors", "_keys")):
+        found = name.removesuffix(vectors) + keys
+        if name.endswith(vectors) and found in file.arrays:
+            return found
+    return None
 
 
 def _table(file: ArrayFile, choice: TableChoice) -> ImportTable:
@@ -138,7 +148,8 @@ def _table(file: ArrayFile, choice: TableChoice) -> ImportTable:
                 f"{file.path}: table '{choice.name}' stacks {arrays[0]} and {array}, whose dims differ"
             )
     rows = sum(array.shape[0] for array in arrays)
-    keys = None if choice.keys is None else file.get(choice.keys, f"the keys of '{choice.name}'")
+    chosen = choice.keys or (_paired_keys(file, arrays[0].name) if len(arrays) == 1 else None)
+    keys = None if chosen is None else file.get(chosen, f"the keys of '{choice.name}'")
     if keys is not None and not keys.is_keys:
         raise ModelError(
             f"{file.path}: '{keys.name}' cannot be keys: expected integers (rows,), found "

@@ -54,6 +54,7 @@ def plan_import(
     others: dict[Path, list[TableChoice]] = {}
     for choice in choices:
         file, array = _other_file(kind, choice)
+        choice = _with_keys_of(file or path, choice)
         if file is None or file == path:
             own.append(choice if file is None else replace(choice, sources=array))
         else:
@@ -96,6 +97,18 @@ def _other_file(kind: str, choice: TableChoice) -> tuple[Path | None, tuple[str,
         if other not in (None, kind):
             return file, () if other in ARRAY_FILES else (str(file),)
     return None, ()
+
+
+def _with_keys_of(file: Path, choice: TableChoice) -> TableChoice:
+    """``choice`` without the file in its ``keys``, which may be ``FILE:ARRAY`` as the vectors'."""
+    named, _, array = (choice.keys or "").rpartition(":")
+    if not array or not Path(named).is_file():
+        return choice
+    if Path(named) != file:
+        raise ModelError(
+            f"the keys of table '{choice.name}' are of {named}, its vectors of {file}; put both into one file"
+        )
+    return replace(choice, keys=array)
 
 
 def _plan(path: Path, kind: str, choices: Sequence[TableChoice]) -> ImportPlan:

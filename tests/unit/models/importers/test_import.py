@@ -110,6 +110,21 @@ class TestSeveralFiles:
             ("sparse", 4),
         ]
 
+    def test_chosen_vectors_of_a_pair_keep_its_keys(self, tmp_path, parquet):
+        np.savez(tmp_path / "pairs.npz", **{"users.keys": KEYS, "users.vectors": ROWS})
+        choices = [TableChoice("items", (str(parquet),)), TableChoice("u", ("users.vectors",))]
+        import_model(tmp_path / "models", "ctr", plan_import(tmp_path / "pairs.npz", choices))
+        assert contents(tmp_path / "models", "ctr", "u")[0] == KEYS.tolist()
+
+    def test_keys_may_name_the_file_as_their_vectors_do(self, tmp_path, npz, parquet):
+        choices = [TableChoice("users", (f"{npz}:vectors",), f"{npz}:ids")]
+        import_model(tmp_path / "models", "ctr", plan_import(parquet, choices))
+        assert contents(tmp_path / "models", "ctr", "users")[0] == KEYS.tolist()
+
+    def test_keys_of_another_file_than_the_vectors_are_refused(self, npz, parquet):
+        with pytest.raises(ModelError, match=r"keys of table 'users' .* put both into one file"):
+            plan_import(npz, [TableChoice("users", ("vectors",), f"{parquet}:id")])
+
     def test_stacked_arrays_are_of_one_file(self, npz, parquet):
         wanted = TableChoice("all", (f"{npz}:vectors", "vectors"))
         with pytest.raises(ModelError, match="stack arrays of one file"):
