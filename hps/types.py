@@ -132,8 +132,14 @@ class JaggedKeys:
 
     @staticmethod
     def dense(keys: Any) -> JaggedKeys:
-        """``keys (batch,)`` or ``(batch, hotness)``; unsigned 64-bit keys are reinterpreted."""
-        arr = as_keys(keys)
+        """``keys (batch,)`` or ``(batch, hotness)``; unsigned 64-bit keys are reinterpreted.
+
+        Raises ``TypeError`` for anything but integers, ``ValueError`` for lists of mixed depth.
+        """
+        try:
+            arr = as_keys(keys)
+        except ValueError:
+            raise ValueError(_mixed_depth(keys)) from None
         return JaggedKeys(arr.reshape(-1), arr.shape[0])
 
     @staticmethod
@@ -145,7 +151,10 @@ class JaggedKeys:
         Raises ``TypeError`` for keys that are not integers, ``ValueError`` for weights of other lengths.
         Converts element by element: arrays with ``offsets`` are faster for large batches.
         """
-        lengths = [len(bag) for bag in keys]
+        try:
+            lengths = [len(bag) for bag in keys]
+        except TypeError:
+            raise TypeError(_mixed_depth(keys)) from None
         flat = as_keys([key for bag in keys for key in bag])
         if flat.ndim != 1:
             raise TypeError(f"a sample's keys must be one flat list, got shape {flat.shape[1:]}")
@@ -153,6 +162,8 @@ class JaggedKeys:
         np.cumsum(lengths, out=offsets[1:])
         if weights is None:
             return JaggedKeys(flat, len(lengths), offsets)
+        if len(weights) != len(lengths):
+            raise ValueError(f"{len(lengths)} samples have keys, {len(weights)} have weights")
         for i, (length, bag) in enumerate(zip(lengths, weights, strict=True)):
             if len(bag) != length:
                 raise ValueError(f"sample {i} has {length} keys, but {len(bag)} weights")
@@ -180,6 +191,14 @@ def _is_nested(keys: Any) -> bool:
     return all(isinstance(bag, list | tuple | np.ndarray) for bag in keys)
 
 
+def _mixed_depth(keys: Sequence[Any]) -> str:
+    """Error message for keys of which some, but not all, are lists of a sample's keys."""
+    wrong = [i for i, bag in enumerate(keys) if not hasattr(bag, "__len__")]
+    if not wrong:
+        return "a sample's keys must be one flat list"
+    return f"expected a list of keys for each sample, got {keys[wrong[0]]!r} for sample {wrong[0]}"
+
+
 def as_keys(keys: Any) -> KeyArray:
     """Integer keys as C-contiguous int64 without changing a bit (uint64 is reinterpreted).
 
@@ -196,16 +215,22 @@ def as_keys(keys: Any) -> KeyArray:
         return arr.astype(np.int64)
     if arr.size == 0:
         return arr.astype(np.int64)
-    raise TypeError(f"keys must be integers, got dtype {arr.dtype}")
+    wrong = [key for key in arr.flat if not _is_key(key)][:1] if arr.dtype == object else []
+    found = f"{wrong[0]!r}" if wrong else f"dtype {arr.dtype}"
+    raise TypeError(f"keys must be integers from -2^63 to 2^64-1, got {found}")
 
 
 def _large_integers(keys: Sequence[Any], arr: NDArray[Any]) -> NDArray[Any]:
     """``keys`` as uint64; ``arr`` if one of them is not an integer of 64 bits. NumPy converts a list with
     integers from 2^63 on and smaller ones to float64, ``arr``."""
     exact = np.array(keys, object)
-    if not all(type(key) is int and -(2**63) <= key < 2**64 for key in exact.flat):
+    if not all(_is_key(key) for key in exact.flat):
         return arr
     return (exact & (2**64 - 1)).astype(np.uint64)
+
+
+def _is_key(key: Any) -> bool:
+    return type(key) is int and -(2**63) <= key < 2**64
 
 
 @dataclass(slots=True)

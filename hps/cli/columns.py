@@ -30,12 +30,14 @@ def keys_of(
     *,
     is_hex: bool = False,
     missing: Callable[[str], KeyArray] | None = None,
+    hotness: int | None = None,
 ) -> JaggedKeys:
     """An Arrow array of ``n`` samples as keys; ``first_row`` is its place in the file, for errors.
 
     ``is_hex``: text is hexadecimal, with or without ``0x``. ``missing`` gives the keys that stand for an
-    empty cell of a feature; without it, that is a sample without keys."""
-    values, lengths = _flat(column)
+    empty cell of a feature; without it, that is a sample without keys. ``hotness``: keys per sample, where
+    the feature takes a fixed number."""
+    values, lengths = _flat(name, column, first_row)
     where = _Where(name, first_row, lengths)
     if _is_text(values.type):
         keys = _parse_keys(values, where, is_hex=is_hex)
@@ -52,6 +54,13 @@ def keys_of(
         empty = _missing(column, lengths)
         if len(empty):
             keys, lengths = _filled(keys, lengths, empty, missing(name))
+    if hotness is not None and (lengths != hotness).any():
+        odd = int(np.flatnonzero(lengths != hotness)[0])
+        remedy = "" if lengths[odd] else "; --missing default gives empty cells the table's default"
+        raise BadRequest(
+            f"column {name!r}, row {first_row + odd + 1}: {lengths[odd]} keys, the feature takes "
+            f"{hotness} per sample{remedy}"
+        )
     return as_samples(keys, lengths)
 
 
@@ -89,7 +98,7 @@ def dense_of(
     name: str, column: Any, dtype: np.dtype[Any], shape: Sequence[int], first_row: int = 0
 ) -> NDArray[Any]:
     """An Arrow array of ``n`` samples as a tensor ``(n, *shape[1:])`` of ``dtype``."""
-    values, lengths = _flat(column)
+    values, lengths = _flat(name, column, first_row)
     where = _Where(name, first_row, lengths)
     is_fixed = all(size > 0 for size in shape[1:])
     width = math.prod(shape[1:]) if is_fixed or not len(lengths) else int(lengths[0])
@@ -133,7 +142,7 @@ class _Where:
         return BadRequest(f"column {self.name!r} is not {wanted}")
 
 
-def _flat(column: Any) -> tuple[Any, IndexArray]:
+def _flat(name: str, column: Any, first_row: int) -> tuple[Any, IndexArray]:
     """Any column as flat values without nulls, and how many of them each sample has."""
     kind = column.type
     if pa.types.is_dictionary(kind):
@@ -143,7 +152,11 @@ def _flat(column: Any) -> tuple[Any, IndexArray]:
         lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
         values = column.flatten()
         if values.null_count:
-            raise BadRequest("a list column holds an empty element; take it out of the list")
+            at = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
+            row = first_row + int(np.searchsorted(np.cumsum(lengths), at, "right")) + 1
+            raise BadRequest(
+                f"column {name!r}, row {row}: the list has a null element; remove it from the list"
+            )
         return values, lengths.astype(np.int64)
     if _is_text(kind):
         return _split(column)

@@ -61,12 +61,14 @@ def read(reader: Reader, path: Path, size: int) -> Iterator[tuple[Mapping[str, A
         raise BadRequest(f"{path}: {error}") from None
 
 
-def _check_columns(path: Path, names: tuple[str, ...], present: list[str]) -> None:
+def _check_columns(
+    path: Path, names: tuple[str, ...], present: list[str], remedy: str = ""
+) -> None:
     missing = [name for name in names if name not in present]
     if missing:
         raise BadRequest(
             f"{path} has no column {', '.join(missing)}; it has {', '.join(present)}. Columns are "
-            "named as the model's features and dense inputs"
+            f"named as the model's features and dense inputs{remedy}"
         )
     twice = [name for name in names if present.count(name) > 1]
     if twice:
@@ -115,7 +117,8 @@ class CsvReader:
             csv.ParseOptions(delimiter=delimiter),
             options,
         )
-        _check_columns(path, names, self._file.schema.names)
+        remedy = "" if header else "; a file without a header line needs --columns"
+        _check_columns(path, names, self._file.schema.names, remedy)
 
     def batches(self, size: int) -> Iterator[tuple[Mapping[str, Any], int]]:
         read = 0

@@ -220,7 +220,14 @@ class _Scores:
 
         wanted = self._signature
         features = {
-            f: keys_of(f, columns[f], self.rows, is_hex=self._is_hex, missing=self._missing)
+            f: keys_of(
+                f,
+                columns[f],
+                self.rows,
+                is_hex=self._is_hex,
+                missing=self._missing,
+                hotness=wanted.hotness.get(f),
+            )
             for f in wanted.features
         }
         dense = {

@@ -71,5 +71,27 @@ def test_from_lists_takes_weights_of_the_same_lengths() -> None:
     assert found.weights.dtype == np.float32
     with pytest.raises(ValueError, match="sample 1 has 2 keys, but 1 weights"):
         JaggedKeys.from_lists([[1], [2, 3]], [[0.5], [1]])
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="2 samples have keys, 1 have weights"):
         JaggedKeys.from_lists([[1], [2, 3]], [[0.5]])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([None, [1, 2]], "expected a list of keys for each sample, got None for sample 0"),
+        ([[1, 2], 3], "expected a list of keys for each sample, got 3 for sample 1"),
+        ([2**64], "keys must be integers from -2^63 to 2^64-1, got 18446744073709551616"),
+        ([1, None], "keys must be integers from -2^63 to 2^64-1, got None"),
+        ([["a"], [1, 2]], "keys must be integers from -2^63 to 2^64-1, got dtype <U"),
+    ],
+)
+@pytest.mark.parametrize("convert", [tensors_of, jagged])
+def test_wrong_keys_are_named(given: Any, message: str, convert: Any) -> None:
+    with pytest.raises(BadRequest) as error:
+        convert({"tags": given})
+    assert f"feature 'tags': {message}" in str(error.value)
+
+
+def test_from_lists_rejects_one_flat_list() -> None:
+    with pytest.raises(TypeError, match="a list of keys for each sample, got 1 for sample 0"):
+        JaggedKeys.from_lists([1, 2])  # type: ignore[list-item]

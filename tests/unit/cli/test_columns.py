@@ -147,3 +147,16 @@ def test_hex_keys_without_a_prefix_are_rejected_unless_asked() -> None:
 def test_missing_cells_take_the_given_keys(column: pa.Array, expected: list[list[int]]) -> None:
     found = keys_of("f", column, missing=lambda _name: np.array([77, 78]))
     assert samples(found) == expected
+
+
+@pytest.mark.parametrize("missing", [None, lambda _: np.array([7, 7])])
+def test_wrong_number_of_keys_names_row_and_remedy(missing) -> None:
+    with pytest.raises(BadRequest) as error:
+        keys_of("k", pa.array(["1", ""]), 10, hotness=1, missing=missing)
+    assert "column 'k', row 12: " in str(error.value)
+    assert ("; --missing default" in str(error.value)) is (missing is None)
+
+
+def test_null_in_a_list_names_column_and_row() -> None:
+    with pytest.raises(BadRequest, match=r"column 'k', row 13: the list has a null element"):
+        keys_of("k", pa.array([[1, 2], None, [3, None], []]), 10)

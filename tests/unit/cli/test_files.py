@@ -207,6 +207,12 @@ def test_columns_of_a_file_without_a_header_are_named(
     assert (keys.keys.tolist(), keys.offsets.tolist()) == ([0x68FD1E64], [0, 1, 1])
 
 
+def test_file_without_a_header_hints_at_columns_option(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text("1\t2\n")
+    with pytest.raises(BadRequest, match=r"it has 1, 2\. .*without a header line needs --columns"):
+        open_reader(tmp_path / "a.tsv", ("user",))
+
+
 def test_columns_option_is_for_text_files(tmp_path: Path) -> None:
     write_samples(tmp_path / "samples.jsonl")
     with pytest.raises(ConfigError, match=r"--columns names the columns of \.csv and \.tsv files"):
