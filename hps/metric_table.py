@@ -325,7 +325,8 @@ _UPDATES = (
         m.UPDATE_DEAD,
         "counter",
         ("reason",),
-        "Update messages that could not be taken; see the dead letters.",
+        "Update messages that could not be taken, each counted once, however often it is read; see the dead "
+        "letters.",
     ),
     MetricSpec(
         m.UPDATE_LOST,

@@ -22,6 +22,7 @@ from hps.updates.ingestor import Ingestor
 from hps.updates.kafka.client import DeadLetterTopic
 from hps.updates.kafka.ends import WaitingMessages
 from hps.updates.kafka.hps_group import HpsProgress, hps_group
+from hps.updates.kafka.kept_letters import KeptLetters
 from hps.updates.kafka.source import KafkaSource
 from hps.updates.source import UpdateSource
 from hps.updates.stream_places import Places, Readers, Store, StreamPlaces
@@ -93,6 +94,7 @@ class StreamReaders:
         self._watermarks = watermarks
         self._metrics = metrics
         self._meter = UpdateMeter(metrics)
+        self._kept = KeptLetters()
         self._resources = resources
         self._begin: list[Callable[[], None]] = []
         self._paused: Collection[str] = ()  # groups that begin so
@@ -162,7 +164,7 @@ class StreamReaders:
             since_s=None if hps is None else time.time() - _OVERLAP_S,
             hps=hps_group(fed_by),
         )
-        dead_letters = DeadLetterTopic(settings)
+        dead_letters = DeadLetterTopic(settings, self._kept)
         self._generation.callback(dead_letters.close)
         ingestor = Ingestor(source, topics.tables, places, caches, dead_letters, self._meter)
         waits = WaitingMessages(source.cluster, source, topics.names)

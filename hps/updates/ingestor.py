@@ -48,8 +48,13 @@ _LATE_S = 1.0
 class DeadLetters(Protocol):
     """Where messages go that cannot be taken."""
 
-    def keep(self, letters: Sequence[DeadLetter]) -> None:
-        """Returns once they are kept. Raises HpsError when they cannot be, and is called again."""
+    def keep(self, letters: Sequence[DeadLetter]) -> Sequence[DeadLetter]:
+        """Returns those that were not kept before, once all are kept. Raises HpsError when they cannot be,
+        and is called again."""
+        ...
+
+    def report(self) -> None:
+        """Log what was kept since the last log line, if that is due. Called every few seconds."""
         ...
 
 
@@ -131,6 +136,7 @@ class Ingestor:
             self._observe.took(time.perf_counter() - started)
         if time.monotonic() - self._noted_at > NOTE_EVERY_S:
             self.note()
+            self._dead_letters.report()
             if lost := self._places.lost():
                 log.error("updates are read again: %s", lost)
                 self._held = None
@@ -168,15 +174,17 @@ class Ingestor:
     def apply(self, batch: UpdateBatch) -> None:
         """Dead letters, stores, caches, in this order."""
         if batch.dead:
-            self._until_done("dead letters", lambda: self._dead_letters.keep(batch.dead))
-            for letter in batch.dead:
-                self._observe.dead(letter.reason.name.lower())
+            self._until_done("dead letters", lambda: self._keep(batch.dead))
         tables = [self._tables[update.table] for update in batch.updates]
         last = {table: number for number, table in enumerate(tables)}
         for number, (table, update) in enumerate(zip(tables, batch.updates, strict=True)):
             ended = number == last[table]
             self._apply(table, update, self._places.told(table, batch.positions) if ended else ())
         self._places.took(batch.positions, set(tables))
+
+    def _keep(self, letters: Sequence[DeadLetter]) -> None:
+        for letter in self._dead_letters.keep(letters):
+            self._observe.dead(letter.reason.name.lower())
 
     def note(self) -> None:
         """Have the stores keep the positions of tables that nothing was written to lately."""

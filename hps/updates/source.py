@@ -40,7 +40,8 @@ class TableUpdate:
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
     """A message that could not be taken: why, the byte of ``payload`` that tells, where it stood, and its
-    Kafka timestamp (Unix ms), -1 where it has none."""
+    Kafka timestamp (Unix ms), -1 where it has none. ``attempt``: 1, or one more each time that it was sent
+    again as a dead letter."""
 
     reason: Reason
     at: int
@@ -48,6 +49,7 @@ class DeadLetter:
     payload: bytes
     key: bytes | None = None
     timestamp_ms: int = -1
+    attempt: int = 1
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -28,6 +28,7 @@ from hps.updates.ingestor import Ingestor
 from hps.updates.kafka.client import DeadLetterTopic
 from hps.updates.kafka.dead_letters import DeadLetterBox
 from hps.updates.kafka.hps_group import hps_group
+from hps.updates.kafka.kept_letters import KeptLetters
 from hps.updates.kafka.source import KafkaSource
 from hps.updates.source import UpdateBatch
 from hps.updates.stream_places import Store, StreamPlaces
@@ -84,7 +85,7 @@ class Reader:
             topics.tables,
             places,
             None,
-            DeadLetterTopic(settings),
+            DeadLetterTopic(settings, KeptLetters()),
             UpdateMeter(self.metrics),
         )
         self.thread = IngestThread(self.ingestor, self.source, f"ingest-{model}")

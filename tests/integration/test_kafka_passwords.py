@@ -18,6 +18,7 @@ from hps.config.update_settings import KafkaSettings
 from hps.errors import Unavailable
 from hps.types import EmbeddingTable
 from hps.updates.kafka.client import DeadLetterTopic
+from hps.updates.kafka.kept_letters import KeptLetters
 from hps.updates.source import DeadLetter
 from hps.updates.topics import Topics, native_topic
 from tests.integration.test_kafka import source_of
@@ -84,7 +85,7 @@ def test_it_is_read_again_by_who_reads_and_who_writes(users: Users) -> None:
     settings = users.settings(model)
     table = EmbeddingTable.make("items", 2, model=model)
     source = source_of(settings, Topics([table], settings.takes))
-    letters = DeadLetterTopic(settings)
+    letters = DeadLetterTopic(settings, KeptLetters())
     try:
         until(lambda: source.poll(0.1) is None and "uthentication" in str(source.problem), WAIT_S)
         producer = ck.Producer({"bootstrap.servers": users.broker.address})

@@ -33,6 +33,7 @@ from hps.updates import Producer
 from hps.updates.codec import decode_native, encode_hps, encode_native, hps_topic
 from hps.updates.ingestor import Ingestor
 from hps.updates.kafka.client import DeadLetterTopic
+from hps.updates.kafka.kept_letters import KeptLetters
 from hps.updates.kafka.source import KafkaSource
 from hps.updates.stream_places import Store, StreamPlaces
 from hps.updates.topics import Topics, native_topic
@@ -108,7 +109,12 @@ def feed(broker, store: RocksDbTier, tables: list[EmbeddingTable]) -> None:
     source = KafkaSource(settings, f"g.{model}", topics, places, observe)
     places = StreamPlaces([Store("rocksdb", store)], topics.readers)
     ingestor = Ingestor(
-        source, topics.tables, places, None, DeadLetterTopic(settings), UpdateMeter(Metrics())
+        source,
+        topics.tables,
+        places,
+        None,
+        DeadLetterTopic(settings, KeptLetters()),
+        UpdateMeter(Metrics()),
     )
     with consumer_of(broker) as consumer:
         there = consumer.list_topics(timeout=60).topics

@@ -36,6 +36,7 @@ from hps.updates.ingestor import Ingestor
 from hps.updates.kafka.messages import traceparents
 from hps.updates.source import UpdateBatch
 from hps.updates.stream_places import StreamPlaces
+from tests.support.letters import Letters
 
 export = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
 
@@ -149,7 +150,7 @@ def test_updates_are_linked_to_the_traces_of_their_messages(spans):
             pass
 
     places = StreamPlaces([], lambda topic: ())
-    ingestor = Ingestor(Source(), {}, places, None, None, UpdateMeter(Metrics()))
+    ingestor = Ingestor(Source(), {}, places, None, Letters(), UpdateMeter(Metrics()))
     record(spans.tracer)
     try:
         for _ in range(3):

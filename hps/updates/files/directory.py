@@ -114,8 +114,12 @@ class DirectorySource:
         self._names.clear()
         self._looked = False
 
-    def keep(self, letters: Sequence[DeadLetter]) -> None:
+    def keep(self, letters: Sequence[DeadLetter]) -> Sequence[DeadLetter]:
         """The file they stand in is kept as a whole, in ``rejected/``, when its end is committed."""
+        return letters
+
+    def report(self) -> None:
+        """Each file is logged when it is rejected."""
 
     def lag(self) -> dict[tuple[str, int], int] | None:
         """Files that wait, of those that were there when the folder was looked at last; None before."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +13,10 @@ import confluent_kafka as ck
 
 from hps.config.update_settings import KafkaSettings
 from hps.errors import ConfigError, Unavailable
+from hps.tiers.positions import StreamPosition
 from hps.updates.kafka.credentials import Credentials
-from hps.updates.source import DeadLetter
+from hps.updates.kafka.kept_letters import KeptLetters
+from hps.updates.source import DeadLetter, Reason
 
 log = logging.getLogger(__name__)
 client_log = logging.getLogger(f"{__name__}.librdkafka")
@@ -22,12 +24,16 @@ client_log = logging.getLogger(f"{__name__}.librdkafka")
 ANSWER_S = 10.0
 SIZE_HEADER = "hps-size"
 """Of a dead letter that stands for a message too large to be kept: how many bytes that had."""
+ATTEMPT_HEADER = "hps-attempt"
+"""Of a message that was sent again, and of a dead letter made of it: 2, and one more each time."""
 LARGEST = 1_000_000_000
 """What librdkafka takes at most for the bytes of a message."""
 # A broker answers when there is so much, or after so long: each answer costs it, and us, half a millisecond.
 _FETCH_BYTES, _FETCH_MS = 256 << 10, 25
 _NEW_TOPICS_MS = 10_000
 _SAY_AGAIN_S, _MOST_SAID = 60.0, 1000
+_LOG_LETTERS_S = 30.0
+_ATTEMPT_DIGITS = 10
 
 
 def client_options(addresses: str) -> dict[str, Any]:
@@ -77,10 +83,13 @@ def check_options(settings: KafkaSettings) -> None:
 
 class DeadLetterTopic:
     """Keeps messages that could not be taken in a topic of their own, as they came; headers say why and where
-    from. Of one that is larger than the topic allows, only these are kept, and its size."""
+    from. Of one that is larger than the topic allows, only these are kept, and its size. What is in ``kept``
+    is not kept again."""
 
-    def __init__(self, settings: KafkaSettings) -> None:
+    def __init__(self, settings: KafkaSettings, kept: KeptLetters) -> None:
         self._topic = settings.dead_letters
+        self._kept = kept
+        self._log = _LetterLog(self._topic)
         self._credentials = Credentials(settings)
         self._producer = ck.Producer(
             {
@@ -93,8 +102,22 @@ class DeadLetterTopic:
             logger=client_log,
         )
 
-    def keep(self, letters: Sequence[DeadLetter]) -> None:
-        """Raises Unavailable when Kafka does not acknowledge all of them in time."""
+    def keep(self, letters: Sequence[DeadLetter]) -> Sequence[DeadLetter]:
+        """Returns those that were not kept before. Raises Unavailable when Kafka does not acknowledge all of
+        these in time."""
+        with self._kept.lock:
+            if new := self._kept.missing(letters):
+                self._keep(new)
+                self._kept.add(new)
+        self._log.add(new)
+        self._log.flush(_LOG_LETTERS_S)
+        return new
+
+    def report(self) -> None:
+        """Log what was kept since the last log line, if that is due."""
+        self._log.flush(_LOG_LETTERS_S)
+
+    def _keep(self, letters: Sequence[DeadLetter]) -> None:
         self._credentials.renew(self._producer)
         for letter in self._send(letters):
             # Kafka refuses a whole batch of messages for its size.
@@ -152,13 +175,49 @@ class DeadLetterTopic:
 
     def close(self) -> None:
         """End its threads and connections. What `keep` did not return for is given up."""
+        self._log.flush(0.0)
         self._producer.purge()
         self._producer.close()
 
 
+class _LetterLog:
+    """Logs how many letters were kept, for which reasons and where the first of each was: one line for many
+    letters."""
+
+    def __init__(self, topic: str) -> None:
+        self._topic = topic
+        self._unlogged: dict[Reason, tuple[StreamPosition, int]] = {}
+        self._logged_at = float("-inf")
+
+    def add(self, letters: Sequence[DeadLetter]) -> None:
+        for letter in letters:
+            first, number = self._unlogged.get(letter.reason, (letter.position, 0))
+            self._unlogged[letter.reason] = first, number + 1
+
+    def flush(self, every_s: float) -> None:
+        """Log what was added, unless the last line is younger than ``every_s``."""
+        now = time.monotonic()
+        if not self._unlogged or now - self._logged_at < every_s:
+            return
+        reasons = ", ".join(
+            f"{number} {reason.name.lower()} (first: {at.topic}/{at.partition} at {at.offset})"
+            for reason, (at, number) in self._unlogged.items()
+        )
+        log.warning(
+            "dead letters kept in %s: %s; list them with hps updates dlq", self._topic, reasons
+        )
+        self._unlogged, self._logged_at = {}, now
+
+
+def attempt_of(headers: Mapping[str, bytes | None]) -> int:
+    """How often a message was sent, by its headers."""
+    text = headers.get(ATTEMPT_HEADER) or b""
+    return int(text) if text.isdigit() and len(text) < _ATTEMPT_DIGITS else 1
+
+
 def _headers(letter: DeadLetter) -> list[tuple[str, str | bytes | None]]:
     at = letter.position
-    return [
+    headers: list[tuple[str, str | bytes | None]] = [
         ("hps-reason", letter.reason.name.lower().encode()),
         ("hps-at-byte", str(letter.at).encode()),
         ("hps-topic", at.topic.encode()),
@@ -166,6 +225,9 @@ def _headers(letter: DeadLetter) -> list[tuple[str, str | bytes | None]]:
         ("hps-offset", str(at.offset).encode()),
         ("hps-timestamp", str(letter.timestamp_ms).encode()),
     ]
+    if letter.attempt > 1:
+        headers.append((ATTEMPT_HEADER, str(letter.attempt).encode()))
+    return headers
 
 
 class _Once(logging.Filter):

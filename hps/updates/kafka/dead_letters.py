@@ -1,11 +1,13 @@
-"""Dead letters read back out of their topic: looked at, and sent again to where they came from.
+"""Dead letters read back out of their topic: listed, and sent again to where they came from.
 
-A letter that was sent again stays in the topic; a note behind it, in the same partition, tells so.
+The topic may have several letters of one message: each node keeps one, and so does a reader that reads the
+message again after a restart. They are listed as one, the newest, whose reason holds today and which Kafka
+deletes last. A letter that was sent again stays in the topic; a note behind it, in the same partition, says
+so for all letters of that message, older or newer.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +19,9 @@ from hps.errors import Unavailable
 from hps.native.twin_codec import HEADER, MAGIC
 from hps.updates.codec import hps_table
 from hps.updates.kafka.brokers import Brokers, text_of
-from hps.updates.kafka.client import LARGEST, SIZE_HEADER
+from hps.updates.kafka.client import ATTEMPT_HEADER, LARGEST, SIZE_HEADER, attempt_of
+from hps.updates.kafka.kept_letters import Identity, Newest
 
-MOST = 100_000
-"""Letters that are looked at, the newest ones."""
 _REQUEUED = "hps-requeued"
 _HEADER_BYTES, _NAME_BYTES = 3, 11  # of HEADER's fields
 _CHUNK = 500
@@ -31,7 +32,7 @@ class Letter:
     """Where it lies and since when (Unix ms); why, and the byte that told; where it came from, with its
     timestamp there (Unix ms, -1: unknown); its ``size`` in bytes, the table it speaks of, `model/table`,
     where that can be told, and whether it is ``whole``: else it was too large for the topic, which has only
-    what is said here."""
+    what is said here. ``attempt``: see `DeadLetter`."""
 
     partition: int
     offset: int
@@ -45,10 +46,22 @@ class Letter:
     size: int
     table: str | None
     whole: bool = True
+    attempt: int = 1
 
     @property
     def place(self) -> tuple[int, int]:
         return self.partition, self.offset
+
+    @property
+    def age_order(self) -> tuple[int, tuple[int, int]]:
+        """Sorts letters by age, the oldest first."""
+        return self.unix_ms, self.place
+
+    @property
+    def identity(self) -> Identity:
+        """The same for all letters of one message."""
+        at = self.topic, self.from_partition, self.from_offset
+        return Identity(*at, self.timestamp_ms, self.attempt)
 
 
 class DeadLetterBox:
@@ -67,19 +80,26 @@ class DeadLetterBox:
         self._consumer = self._brokers.connect(ck.Consumer, own)
 
     def letters(self, *, again: bool = False) -> list[Letter]:
-        """All that were not sent again yet, with ``again`` those too, oldest first; the newest ``MOST``."""
-        found: OrderedDict[tuple[int, int], Letter] = OrderedDict()
+        """One of each message that was not sent again yet, with ``again`` of those too, oldest first; the
+        newest ``MOST``."""
+        found: Newest[Identity, Letter] = Newest()
+        places: Newest[tuple[int, int], Identity] = Newest()
+        requeued: Newest[Identity, None] = Newest()
         for message in self._messages(self._bounds()):
             headers = dict(message.headers() or ())
             if (noted := headers.get(_REQUEUED)) is not None:
                 for offset in noted.split(b",") if not again else ():
-                    found.pop((message.partition(), int(offset)), None)
+                    if (of := places.get((message.partition(), int(offset)))) is not None:
+                        requeued[of] = None
+                        found.pop(of, None)
                 continue
             letter = _letter(message, headers)
-            found[letter.place] = letter
-            if len(found) > MOST:
-                found.popitem(last=False)
-        return sorted(found.values(), key=lambda each: (each.unix_ms, each.place))
+            places[letter.place] = of = letter.identity
+            former = found.get(of)
+            # Partitions are read in any order.
+            if of not in requeued and (former is None or former.age_order < letter.age_order):
+                found[of] = letter
+        return sorted(found.values(), key=lambda each: each.age_order)
 
     def requeue(self, letters: Sequence[Letter]) -> list[tuple[Letter, str]]:
         """Send them to the topics and partitions they came from, oldest first in each; returns those that
@@ -129,6 +149,7 @@ class DeadLetterBox:
                 message.value(),
                 message.key(),
                 partition=letter.from_partition,
+                headers={ATTEMPT_HEADER: str(letter.attempt + 1).encode()},
                 timestamp=max(0, letter.timestamp_ms),  # 0: the moment
                 on_delivery=delivered,
             )
@@ -221,6 +242,7 @@ def _letter(message: Any, headers: dict[str, bytes]) -> Letter:
         len(payload) if whole else number(SIZE_HEADER),
         _table(topic, payload),
         whole,
+        attempt_of(headers),
     )
 
 

@@ -12,6 +12,7 @@ from hps.tiers.positions import StreamPosition
 from hps.tracing import traceparent_of
 from hps.updates.ahead import without_ahead
 from hps.updates.codec import Decoded, decode_hps, decode_native, hps_table
+from hps.updates.kafka.client import attempt_of
 from hps.updates.source import DeadLetter, Reason, TableUpdate
 from hps.updates.topics import Topics
 
@@ -100,4 +101,7 @@ def _ends(messages: Sequence[Any]) -> list[StreamPosition]:
 def _letter(message: Any, reason: Reason, at: int) -> DeadLetter:
     position = StreamPosition(message.topic(), message.partition(), message.offset())
     payload = message.value() or b""
-    return DeadLetter(reason, at, position, payload, message.key(), message.timestamp()[1])
+    headers, timestamp_ms = dict(message.headers() or ()), message.timestamp()[1]
+    return DeadLetter(
+        reason, at, position, payload, message.key(), timestamp_ms, attempt_of(headers)
+    )

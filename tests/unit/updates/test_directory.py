@@ -24,6 +24,7 @@ from hps.updates.files.directory import DirectorySource
 from hps.updates.ingestor import Ingestor
 from hps.updates.source import Reason
 from hps.updates.stream_places import Store, StreamPlaces
+from tests.support.letters import Letters
 
 ITEMS = EmbeddingTable.make("items", 2, model="m")
 USERS = EmbeddingTable.make("users", 3, model="m", dtype=np.float16)
@@ -42,14 +43,6 @@ def message(rows=(), deleted=(), table: str = "m/items", dim: int = 2, made_ms=N
     )
     (one,) = encode_native(table, changes, event_ms=NOW_MS)
     return one
-
-
-class Letters:
-    def __init__(self) -> None:
-        self.kept: list = []
-
-    def keep(self, letters):
-        self.kept += letters
 
 
 class House:

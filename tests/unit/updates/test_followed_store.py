@@ -24,6 +24,7 @@ from hps.updates.ingestor import Ingestor
 from hps.updates.source import MESSAGE, TableUpdate, UpdateBatch
 from hps.updates.stream_places import Store
 from hps.updates.writer import CacheWriter
+from tests.support.letters import Letters
 from tests.support.waiting import until
 
 KEYS = 2
@@ -104,7 +105,7 @@ class Node:
             lambda _topic: self.tables, lambda *_: None, other_writer
         )
         self.ingestor = Ingestor(
-            stream, stream.tables, self.places, self.writer, None, UpdateMeter(Metrics())
+            stream, stream.tables, self.places, self.writer, Letters(), UpdateMeter(Metrics())
         )
         stream.begin = self.places.begin
 

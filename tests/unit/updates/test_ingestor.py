@@ -24,6 +24,7 @@ from hps.updates.ingestor import CACHES, Ingestor
 from hps.updates.source import DeadLetter, Reason, UpdateBatch
 from hps.updates.stream_places import Store, StreamPlaces
 from hps.updates.writer import CacheWriter
+from tests.support.letters import Letters
 from tests.support.waiting import until
 
 ITEMS = EmbeddingTable.make("items", 2, model="m")
@@ -86,14 +87,6 @@ class Stream:
 
     def close(self):
         self.log.append("close")
-
-
-class Letters:
-    def __init__(self) -> None:
-        self.kept: list[DeadLetter] = []
-
-    def keep(self, letters):
-        self.kept += letters
 
 
 class House:
@@ -299,6 +292,14 @@ def test_dead_letters_are_kept_before_the_commit_and_counted(house):
     assert house.rows(house.store, [1]) == {1: 1.0}
 
 
+def test_dead_letters_are_reported_with_the_notes(house, monkeypatch):
+    monkeypatch.setattr("hps.updates.ingestor.NOTE_EVERY_S", 0.0)
+    reports = []
+    monkeypatch.setattr(house.letters, "report", lambda: reports.append(1))
+    house.ingestor.step(0.0)
+    assert reports == [1]
+
+
 def test_a_batch_is_not_committed_while_its_dead_letters_cannot_be_kept(house, monkeypatch):
     monkeypatch.setattr("hps.updates.ingestor.FIRST_PAUSE_S", 0.001)
     left = [2]
@@ -307,6 +308,7 @@ def test_a_batch_is_not_committed_while_its_dead_letters_cannot_be_kept(house, m
         if left[0]:
             left[0] -= 1
             raise Unavailable("Kafka does not take dead letters")
+        return letters
 
     monkeypatch.setattr(house.letters, "keep", keep)
     letter = DeadLetter(Reason.CHECKSUM, 8, StreamPosition("t", 0, 3), b"HPSU...")

@@ -1,0 +1,64 @@
+"""Identity of dead letters, and a memory of those that were kept, so that a message is kept only once."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeVar
+
+from hps.updates.source import DeadLetter, Reason
+
+MOST = 100_000
+"""Letters that are remembered, and listed: the newest ones."""
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Identity(NamedTuple):
+    """Identity of a dead letter: the message it was made of, by its place in Kafka, its timestamp there (Unix
+    ms), which differs where a topic was created again, and how often it was sent: `hps updates dlq --requeue`
+    keeps the timestamp."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp_ms: int
+    attempt: int
+
+
+class Newest(OrderedDict[K, V]):
+    """The ``MOST`` entries that were set last."""
+
+    def __setitem__(self, key: K, value: V) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > MOST:
+            self.popitem(last=False)
+
+
+class KeptLetters:
+    """Memory of the newest letters that the readers of this process have kept, across their restarts: they
+    read a stream again when another version of a model is loaded. A message that is kept for one reason and
+    then has another is kept again.
+
+    Hold ``lock`` from `missing` to `add`: readers of one stream then do not keep a letter twice.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._kept: Newest[tuple[Identity, Reason], None] = Newest()
+
+    def missing(self, letters: Iterable[DeadLetter]) -> list[DeadLetter]:
+        """Those of ``letters`` that were not kept yet, as far as is remembered."""
+        return [each for each in letters if (identity(each), each.reason) not in self._kept]
+
+    def add(self, letters: Sequence[DeadLetter]) -> None:
+        for each in letters:
+            self._kept[identity(each), each.reason] = None
+
+
+def identity(letter: DeadLetter) -> Identity:
+    at = letter.position
+    return Identity(at.topic, at.partition, at.offset, letter.timestamp_ms, letter.attempt)
