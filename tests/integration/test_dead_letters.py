@@ -14,6 +14,7 @@ import hps
 from hps import metric_names as m
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.config.update_settings import KafkaSettings
+from hps.errors import Unavailable
 from hps.models.writer import write_version
 from hps.tiers.positions import StreamPosition
 from hps.updates.codec import encode_hps, hps_topic
@@ -153,6 +154,33 @@ def test_letter_is_kept_and_counted_once_by_a_node_with_two_readers(broker, mode
         until(lambda: [[p["lag"] for p in s["partitions"]] for s in streams.status()] == [[0], [0]])
         assert counted(node) == {"bad_magic": 2}
     assert messages_in(broker, kafka.dead_letters) == 2
+
+
+def test_letter_of_an_unknown_table_is_kept_once_across_restarts(broker, model, kafka, tmp_path):
+    topic, dead = hps_topic(model, "nobody"), kafka.dead_letters
+    (row,) = encode_hps(np.array([1]), np.ones((1, 2), np.float32))
+    for number in (1, 2):
+        with sending(broker) as producer:
+            producer.produce(topic, row)
+        with reading(broker, tmp_path, model) as reader:
+            until(lambda reader=reader: (reader.source.lag() or {}).get((topic, 0)) == 0)
+            assert reader.metrics.counter(m.UPDATE_DEAD, "unknown_table").value == 1
+        assert messages_in(broker, dead) == number
+
+
+def test_reader_that_may_not_know_its_group_reads_unknown_tables_again(
+    broker, model, kafka, tmp_path, monkeypatch, caplog
+):
+    def refuse(*_):
+        raise Unavailable("Kafka: what the group has committed: not authorized")
+
+    monkeypatch.setattr("hps.updates.kafka.placement.committed_by", refuse)
+    topic = hps_topic(model, "nobody")
+    with sending(broker) as producer:
+        producer.produce(topic, encode_hps(np.array([1]), np.ones((1, 2), np.float32))[0])
+    with reading(broker, tmp_path, model) as reader:
+        until(lambda: reader.metrics.counter(m.UPDATE_DEAD, "unknown_table").value == 1)
+    assert "dead letters of unknown tables are kept again: Kafka: what the group" in caplog.text
 
 
 def test_letters_of_one_message_are_listed_as_the_newest(model, kafka):

@@ -32,7 +32,7 @@ class HpsProgress:
         there. Raises Unavailable."""
         if self._consumer is None:
             self._consumer = _asking(self._settings, self._group)
-        return _committed(self._consumer, self._group, [place]).get(place)
+        return committed_by(self._consumer, self._group, [place]).get(place)
 
     def close(self) -> None:
         if self._consumer is not None:
@@ -45,7 +45,7 @@ def committed(settings: KafkaSettings, group: str, places: Iterable[Place]) -> M
     asked, not joined. Raises Unavailable."""
     consumer = _asking(settings, group)
     try:
-        return _committed(consumer, group, places)
+        return committed_by(consumer, group, places)
     finally:
         consumer.close()
 
@@ -55,7 +55,8 @@ def _asking(settings: KafkaSettings, group: str) -> ck.Consumer:
     return ck.Consumer({**reader_options(settings), "group.id": group}, logger=client_log)
 
 
-def _committed(consumer: ck.Consumer, group: str, places: Iterable[Place]) -> dict[Place, int]:
+def committed_by(consumer: ck.Consumer, group: str, places: Iterable[Place]) -> dict[Place, int]:
+    """`committed`, asked by a ``consumer`` of that ``group``."""
     asked = [ck.TopicPartition(*place) for place in places]
     try:
         found = consumer.committed(asked, timeout=ANSWER_S)

@@ -15,7 +15,8 @@ from hps.tiers.positions import Place
 from hps.updates.kafka.brokers import text_of
 from hps.updates.kafka.client import ANSWER_S
 from hps.updates.kafka.cluster import Cluster, Topic
-from hps.updates.kafka.hps_group import committed
+from hps.updates.kafka.hps_group import committed, committed_by
+from hps.updates.stream_places import Readers
 
 log = logging.getLogger(__name__)
 
@@ -76,17 +77,22 @@ class Reading:
 class Placement:
     """Of one reader, called by its thread. Where no store knows a position, reading begins with the messages
     of ``since_s`` (Unix seconds), if given, else where the group ``hps`` was (`KafkaSettings.hps_offsets`),
-    or with all there are."""
+    or with all there are. A topic that changes none of the ``tables`` has dead letters only, and no store
+    keeps a position in it: there the reader's ``group`` says which of them were kept."""
 
     def __init__(
         self,
         settings: KafkaSettings,
+        group: str,
         hps: str,
+        tables: Readers,
         positions: Positions,
         since_s: float | None,
         observe: Observe,
     ) -> None:
         self._settings = settings
+        self._group = group
+        self._tables = tables
         self._hps_group = hps if settings.hps_offsets and since_s is None else None
         self._positions = positions
         self._since_s = since_s
@@ -134,7 +140,10 @@ class Placement:
             if begin < low:
                 _warn_of_gap(place, begin, low)
                 self._observe.lost(place[0], low - begin)
-        for place, (first, jumped) in self._firsts(unknown, bounds, consumer).items():
+        kept = self._kept([p for p in unknown if p not in restarted], bounds, consumer)
+        unknown = [place for place in unknown if place not in kept]
+        firsts = self._firsts(unknown, bounds, consumer)
+        for place, (first, jumped) in {**kept, **firsts}.items():
             topic_id = _id_of(place, topics)
             readings[place] = Reading(topic_id, first, first, *bounds[place], jumped)
         return readings
@@ -161,6 +170,23 @@ class Placement:
             "that were lost must be sent again", *place, why,
         )  # fmt: skip
         self._observe.restarted(place[0])
+
+    def _kept(
+        self,
+        places: Sequence[Place],
+        bounds: Mapping[Place, tuple[int, int]],
+        consumer: ck.Consumer,
+    ) -> dict[Place, tuple[int, bool]]:
+        """`_firsts` of ``places`` in topics that change no table, as far as the group has committed them."""
+        asked = [place for place in places if not self._tables(place[0])]
+        if not asked:
+            return {}
+        try:
+            found = committed_by(consumer, self._group, asked)
+        except Unavailable as error:
+            log.warning("dead letters of unknown tables are kept again: %s", error)
+            return {}
+        return {place: (at, True) for place, at in found.items() if at <= bounds[place][1]}
 
     def _firsts(
         self,

@@ -66,7 +66,15 @@ class KafkaSource:
         if member is not None:
             self._options.setdefault(_STATIC_ID, member)
         self._readings = Readings(
-            Placement(settings, hps or hps_group(group), positions, since_s, observe)
+            Placement(
+                settings,
+                group,
+                hps or hps_group(group),
+                topics.readers,
+                positions,
+                since_s,
+                observe,
+            )
         )
         self._untold: dict[Place, int] = {}  # applied, and not committed yet for Kafka's tools
         self._resting = False
