@@ -25,7 +25,7 @@ from hps.cli.store_open import (
     ConfigFile,
     Models,
     TierOption,
-    configured_tiers,
+    chosen_tiers,
     open_models,
     open_store,
     open_stores,
@@ -78,7 +78,7 @@ def ls(
         models = Models()
     entries: list[dict[str, Any]] = []
     failed = False
-    for name in [tier] if tier else configured_tiers(configuration):
+    for name in chosen_tiers(configuration, tier):
         try:
             with open_store(configuration, name) as store:
                 entries += [e for e in _listed(store, models) if model in (None, e["model"])]

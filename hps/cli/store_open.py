@@ -103,11 +103,14 @@ def open_models(configuration: Configuration) -> Models:
     return models
 
 
-def configured_tiers(configuration: Configuration) -> list[TierName]:
-    """Fastest first."""
+def chosen_tiers(configuration: Configuration, tier: TierName | None) -> list[TierName]:
+    """The configured ones, or the one, fastest first. Raises ConfigError when it is not configured."""
     tiers = configuration.settings.tiers
     there = {TierName.redis: tiers.redis is not None, TierName.rocksdb: tiers.rocksdb.enabled}
-    return [name for name, enabled in there.items() if enabled]
+    chosen = [name for name, enabled in there.items() if enabled and tier in (None, name)]
+    if not chosen:
+        raise ConfigError(_lack(tier))
+    return chosen
 
 
 @contextmanager
@@ -120,9 +123,7 @@ def open_stores(
 ) -> Iterator[list[RedisRows | RocksDbRows]]:
     """The configured stores, or the one, fastest first; ``repair``: RocksDB although it is damaged. Raises
     ConfigError for one that is not configured, TierError for a database that cannot be opened."""
-    chosen = [name for name in configured_tiers(configuration) if tier in (None, name)]
-    if not chosen:
-        raise ConfigError(_lack(tier))
+    chosen = chosen_tiers(configuration, tier)
     with ExitStack() as resources:
         yield [
             _open_redis(configuration, resources)
@@ -171,11 +172,12 @@ def _open_rocksdb(
 ) -> RocksDbRows:
     from hps.rows.tiers import RocksDbRows
     from hps.tiers.rocksdb import RocksDbTier, Tuning
+    from hps.tiers.rocksdb.open import existing_families
 
     chosen = configuration.settings.tiers.rocksdb
-    if not writing and not chosen.path.exists():
+    if not writing and not existing_families(chosen.path):
         raise NotFound(
-            f"there is no database {chosen.path} (tiers.rocksdb.path); `hps store load` makes it"
+            f"there is no database in {chosen.path} (tiers.rocksdb.path); `hps store load` makes it"
         )
     tier = RocksDbTier(
         chosen.path,

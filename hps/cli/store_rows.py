@@ -24,6 +24,7 @@ from hps.cli.store_open import (
     TableArgument,
     TierName,
     TierOption,
+    chosen_tiers,
     open_models,
     open_store,
     open_stores,
@@ -39,14 +40,15 @@ from hps.cli.values import (
     shown_age,
     shown_vector,
 )
-from hps.errors import ConfigError, NotFound
+from hps.errors import ConfigError, NotFound, TierError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hps.config import Configuration
     from hps.rows.base import Held, Rows
     from hps.rows.tiers import RedisRows, RocksDbRows
-    from hps.types import EmbeddingTable
+    from hps.types import EmbeddingTable, KeyArray
 
 SCAN_EXAMPLES = """\b
 Examples:
@@ -130,7 +132,8 @@ def get(
 ) -> None:
     """Show rows by their keys, in each store, with versions.
 
-    A key of which a store remembers the deletion is shown as deleted. Of a store without the table it warns.
+    A key of which a store remembers the deletion is shown as deleted. A store without the table is a warning;
+    exit code 1 when a store cannot be asked.
     """
     import numpy as np
 
@@ -139,40 +142,45 @@ def get(
     chosen = open_models(configuration).one(model, table)
     asked = key_array(chosen, parsed)
     typed = dict(zip(chosen.narrow(np.array(parsed)).tolist(), map(as_typed, keys), strict=True))
-    found: list[dict[str, Any]] = []
-    with open_stores(configuration, tier) as stores:
-        for store in _holding(stores, chosen):
-            with work():
-                found += _held(store.name, asked.tolist(), store.get(chosen, asked))
+    found, failed = _in_each_store(configuration, tier, chosen, asked)
     order = {key: i for i, key in enumerate(typed)}
     found.sort(key=lambda row: order[row["key"]])
     found = [row | {"key": typed[row["key"]]} for row in found]
     if output is OutputFormat.json:
         print_json({"model": model, "table": table, "rows": found})
-        return
-    shown = {"deleted": "yellow", "not there": "yellow"}
-    print_table(
-        ("key", "tier", "version", "age", "vector"), [_cells(row) for row in found], styles=shown
-    )
+    else:
+        print_table(
+            ("key", "tier", "version", "age", "vector"),
+            [_cells(row) for row in found],
+            styles={"deleted": "yellow", "not there": "yellow"},
+        )
+    if failed:
+        raise typer.Exit(1)
 
 
-def _holding(
-    stores: list[RedisRows | RocksDbRows], table: EmbeddingTable
-) -> list[RedisRows | RocksDbRows]:
-    """The stores that hold the table; of the others a warning. Raises NotFound where none does."""
-    holding, missing = [], []
-    for store in stores:
+def _in_each_store(
+    configuration: Configuration, tier: TierName | None, table: EmbeddingTable, keys: KeyArray
+) -> tuple[list[dict[str, Any]], bool]:
+    """The keys' rows in each store that has the table, and whether a store could not be asked. Warns of the
+    other stores; raises NotFound or TierError when no store has the table."""
+    found: list[dict[str, Any]] = []
+    problems: list[NotFound | TierError] = []
+    for name in chosen_tiers(configuration, tier):
         try:
-            store.check(table)
-        except NotFound as error:
-            missing.append(str(error))
-        else:
-            holding.append(store)
-    if not holding:
-        raise NotFound("; ".join(missing))
-    for text in missing:
-        warn(text)
-    return holding
+            with open_store(configuration, name) as store:
+                store.check(table)
+                with work():
+                    found += _held(store.name, keys.tolist(), store.get(table, keys))
+        except (NotFound, TierError) as error:
+            problems.append(error)
+    failures = [error for error in problems if isinstance(error, TierError)]
+    if not found:
+        if len(problems) == 1 or failures:
+            raise (failures or problems)[0]
+        raise NotFound("; ".join(map(str, problems)))
+    for problem in problems:
+        warn(str(problem))
+    return found, bool(failures)
 
 
 def _held(tier: str, keys: list[int], held: Held) -> list[dict[str, Any]]:

@@ -129,6 +129,23 @@ def test_get_shows_the_store_that_has_the_table_when_the_other_lacks_it(config: 
     )
 
 
+@pytest.mark.parametrize("folder", ["missing", "empty"])
+def test_get_shows_the_row_in_redis_when_there_is_no_database(
+    config: Path, tmp_path: Path, folder: str
+) -> None:
+    if folder == "empty":
+        (tmp_path / "db").mkdir()
+    printed("load", "clicks", "users", "--config", config, "--tier", "redis")
+    shown = run("get", "clicks", "users", 5, "--config", config, "--output", "json")
+    assert shown.exit_code == 0, shown.stderr
+    (row,) = json.loads(shown.stdout)["rows"]
+    assert (row["tier"], row["found"]) == ("redis", True)
+    assert f"there is no database in {tmp_path}/db" in shown.stderr
+    only = refused("get", "clicks", "users", 5, "--config", config, "--tier", "rocksdb")
+    assert "there is no database" in only
+    assert "holds no table" in refused("get", "clicks", "items", 5, "--config", config)
+
+
 def test_a_version_that_a_node_may_serve_is_not_called_unconfigured(
     tmp_path: Path, small_repository: Path
 ) -> None:
@@ -487,7 +504,14 @@ def test_a_wrong_shape_is_named(loaded: Any, server: RedisServer) -> None:
 
 def test_a_redis_that_is_away(loaded: Any) -> None:
     away = (*loaded, "--set", 'tiers.redis.addresses=["127.0.0.1:1"]')
-    assert "127.0.0.1:1 cannot be reached" in refused("get", "clicks", "users", 1, *away)
+    for only in ([], ["--tier", "redis"]):
+        got = run("get", "clicks", "users", 1, *away, *only, "--output", "json")
+        assert got.exit_code == (2 if only else 1)
+        assert "127.0.0.1:1 cannot be reached" in got.stderr
+        rows = [] if only else json.loads(got.stdout)["rows"]
+        assert [(row["tier"], row["found"]) for row in rows] == (
+            [] if only else [("rocksdb", True)]
+        )
     listed = run("ls", *away, "--output", "json")
     assert listed.exit_code == 1
     assert {entry["tier"] for entry in json.loads(listed.stdout)} == {"rocksdb"}
