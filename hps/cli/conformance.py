@@ -37,8 +37,9 @@ EXAMPLES = """\b
 Examples:
   hps conformance
   hps conformance --server localhost:8000 --server grpc://localhost:8001
-  hps conformance --server triton:8000 --server grpc://triton:8001 --model resnet --json
-  hps conformance -s https://a:8000 -s grpcs://a:8001 --tls ca=ca.crt --api-key KEY
+  hps conformance -s triton:8000 -s grpc://triton:8001 --model resnet --json
+  hps conformance -s https://a:8000 -s grpcs://a:8001 --tls ca=ca.crt \\
+      --api-key KEY
 """
 
 

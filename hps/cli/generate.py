@@ -83,8 +83,9 @@ REQUEST_EXAMPLES = """\b
 Examples:
   hps generate requests ctr --out requests.json --count 1000
   perf_analyzer -m ctr -u localhost:8000 -b 64 --input-data requests.json
-  hps generate requests words --form tables --distribution hot:0.2,0.8 --out keys.json
-  hps generate requests bags --batch 64 --hotness 20 --ragged --out requests.npz
+  hps generate requests words --form tables --distribution hot:0.2,0.8 \\
+      --out keys.json
+  hps generate requests bags --batch 64 --hotness 20 --ragged --out bags.npz
 
 perf_analyzer puts samples together by itself (-b); an .npz has whole requests, arrays NUMBER/TENSOR.
 """

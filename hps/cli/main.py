@@ -64,6 +64,11 @@ def _load(name: str) -> Any:
         command = typer.main.get_group(app)
     else:
         command = typer.main.get_command(app)
+    for each in command.params:
+        if (
+            each.param_type_name == "argument" and each.hidden
+        ):  # deprecated; click shows it in the usage
+            each.get_usage_pieces = lambda _context: []
     command.name = name
     return command
 

@@ -154,7 +154,7 @@ def _default(value: float | list[float]) -> str:
 
 VERIFY_EXAMPLES = """\b
 Examples:
-  hps model verify                     the newest version of every model of ./models
+  hps model verify            the newest version of every model of ./models
   hps model verify ctr --version 3
 \b
 Exit code 1 when a check fails.

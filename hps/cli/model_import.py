@@ -19,23 +19,26 @@ DEFAULT_REPOSITORY = Path("models")
 
 IMPORT_EXAMPLES = """\b
 Examples:
-  hps model import ps.json                          every model of an HPS configuration
-  hps model import 0_sparse_2000.model --name ctr   HugeCTR folders: key, emb_vector
+  hps model import ps.json                  all models of HPS's configuration
+  hps model import sparse.model --name ctr  HugeCTR folders: key, emb_vector
   hps model import net.pt --name ctr --table users=user_emb.weight \\
       --table items=item_emb.weight --dense ctr.onnx
   hps model import net.pt --name ctr --table 'all=emb.*.weight'
-                                                    stacked, one feature with an offset per part
-  hps model import items.parquet --name ctr --table items=items.parquet --keys items=item_id
-  hps model import tables.npz --name ctr --table items=vectors --keys items=ids
+      stacked, one feature with an offset per part
+  hps model import items.parquet --name ctr --table items=items.parquet \\
+      --keys items=item_id
+  hps model import t.npz --name ctr --table items=vectors --keys items=ids
   hps model import emb.safetensors --name ctr --table all=fused.weight \\
-      --feature user=all+0:context --feature item=all+100000:mean:max_hotness=50
-  hps model import tables.npz --name ctr --table deep=vectors --table wide=items.parquet \\
-      --feature ad=deep,wide --default wide=-0.5
+      --feature user=all+0:context \\
+      --feature item=all+100000:mean:max_hotness=50
+  hps model import tables.npz --name ctr --table deep=vectors \\
+      --table wide=items.parquet --feature ad=deep,wide --default wide=-0.5
 \b
-A table's SOURCE is an array, a Parquet file or a folder; FILE:ARRAY is an array of another file.
-An array T.vectors has the keys T.keys, a Parquet file its only integer column; of other arrays row
-numbers become the keys, unless --keys names them. The repository's model.yaml describes a second and
-later version too, unless --spec, --feature or --default say otherwise.
+A table's SOURCE is an array, a Parquet file or a folder; FILE:ARRAY is an
+array of another file. An array T.vectors has the keys T.keys, a Parquet file
+its only integer column; of other arrays row numbers become the keys, unless
+--keys names them. The repository's model.yaml describes a second and later
+version too, unless --spec, --feature or --default say otherwise.
 """
 
 

@@ -41,7 +41,8 @@ Examples:
   hps predict ctr --input user=17 --input ad=4,8,15 --explain
   hps predict ctr impressions.parquet --out scores.parquet
   hps predict ctr impressions.csv --config config.yaml --out scores.npz
-  hps predict ctr day_23.tsv --columns label,price,ad,user --hex-keys --missing default
+  hps predict ctr day_23.tsv --columns label,price,ad,user --hex-keys \\
+      --missing default
 """
 SHOWN_VALUES = 6
 # Random keys tried until one has no row.

@@ -47,7 +47,7 @@ EXAMPLES = """\b
 Examples:
   hps profile ctr --batch 64
   hps profile ctr --batch 64 --protocol grpc
-  hps profile ctr --server http://127.0.0.1:8002 --requests requests.npz --json
+  hps profile ctr -s http://127.0.0.1:8002 --requests requests.npz --json
   hps profile ctr --config config.yaml
 """
 _MEANING = {

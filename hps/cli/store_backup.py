@@ -46,8 +46,8 @@ _CHECKPOINT_S = 3600.0  # another disk may be slow
 
 CHECKPOINT_EXAMPLES = """\b
 Examples:
-  hps store checkpoint /backup/2026-01-31 --config hps.yaml          # no node is running
-  hps store checkpoint --server http://127.0.0.1:8002 --keep 3        # a running node makes it
+  hps store checkpoint /backup/2026-01-31 --config hps.yaml  # node stopped
+  hps store checkpoint -s http://127.0.0.1:8002 --keep 3  # by a running node
 """
 
 
@@ -115,8 +115,9 @@ def _make(folder: Path, config: Path, overrides: list[str] | None, output: Outpu
 RESTORE_EXAMPLES = """\b
 Examples:
   hps store restore /backup/2026-01-31 --config hps.yaml
-  hps store restore /backup/2026-01-31 --config hps.yaml --set tiers.rocksdb.path=restored
-  hps store restore /checkpoints --bootstrap --config hps.yaml       # before a node's first start
+  hps store restore /backup/2026-01-31 --config hps.yaml \\
+      --set tiers.rocksdb.path=restored
+  hps store restore /checkpoints --bootstrap --config hps.yaml  # a new node
 """
 
 
@@ -203,7 +204,8 @@ IMPORT_EXAMPLES = """\b
 Examples:
   hps store import-dump ctr user user.bin --config hps.yaml
   hps store import-dump ctr user user.sst --config hps.yaml
-  hps store import-dump ctr user user.bin --config hps.yaml --version 2026-01-31 --tier redis
+  hps store import-dump ctr user user.bin --config hps.yaml \\
+      --version 2026-01-31 --tier redis
 """
 
 

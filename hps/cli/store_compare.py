@@ -59,13 +59,14 @@ class Kind(StrEnum):
 
 DIFF_EXAMPLES = """\b
 Examples:
-  hps store diff --config hps.yaml                         rocksdb against the models' files
-  hps store diff ctr --config hps.yaml --tier redis --against rocksdb --ignore missing
+  hps store diff --config hps.yaml           rocksdb against the models' files
+  hps store diff ctr --config hps.yaml --tier redis --against rocksdb \\
+      --ignore missing
   hps store diff ctr user --config hps.yaml --sample 10000 --output json
   hps store diff --config native.yaml --against rocksdb --other hps.yaml
 \b
 missing  is not in the store            newer  has a newer version there
-deleted  has a tombstone there instead  other  has other values, its version tells nothing
+deleted  has a tombstone there instead  other  has other values
 older    has an older version there     extra  is only there
 \b
 Exit code 1 when they differ.

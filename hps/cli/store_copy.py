@@ -40,7 +40,7 @@ LOAD_EXAMPLES = """\b
 Examples:
   hps store load --config hps.yaml                   every table into RocksDB
   hps store load ctr user --config hps.yaml --tier redis
-  hps store load ctr --config hps.yaml --rebuild     again, without the rows streamed in since
+  hps store load ctr --config hps.yaml --rebuild   without streamed rows
 """
 
 
@@ -106,7 +106,8 @@ def _rate(entry: dict[str, Any]) -> Any:
 EXPORT_EXAMPLES = """\b
 Examples:
   hps store export ctr user --out user.parquet --config hps.yaml
-  hps store export ctr user --out changes.npz --since 2026-01-31T12:00Z --config hps.yaml
+  hps store export ctr user --out changes.npz --config hps.yaml \\
+      --since 2026-01-31T12:00Z
 """
 
 
@@ -169,8 +170,9 @@ Examples:
   hps store convert --config hps.yaml --into native.yaml
   hps store convert ctr --config hps.yaml --into native.yaml --tier redis
 \b
-hps.yaml says layout: hps, native.yaml layout: native; another folder for RocksDB; Redis may be the same
-one. Afterwards: hps store diff --config native.yaml --against rocksdb --other hps.yaml
+hps.yaml says layout: hps, native.yaml layout: native; another folder for
+RocksDB; Redis may be the same one. Afterwards:
+  hps store diff --config native.yaml --against rocksdb --other hps.yaml
 """
 
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 SCAN_EXAMPLES = """\b
 Examples:
   hps store scan ctr user --config hps.yaml
-  hps store scan ctr user --config hps.yaml --from -100 --limit 1000 --output json
+  hps store scan ctr user --config hps.yaml --from -100 --limit 1000 -o json
   hps store scan ctr user --config hps.yaml --tier redis
 """
 
@@ -114,7 +114,8 @@ def _scanned(
 GET_EXAMPLES = """\b
 Examples:
   hps store get ctr user 17 42 --config hps.yaml
-  hps store get ctr user -9223372036854775808 0xffffffffffffffff --config hps.yaml --output json
+  hps store get ctr user -9223372036854775808 0xffffffffffffffff \\
+      --config hps.yaml --output json
 """
 
 
@@ -208,7 +209,8 @@ def _cells(row: dict[str, Any]) -> list[Any]:
 PUT_EXAMPLES = """\b
 Examples:
   hps store put ctr user 17 --vector 0.1,-0.2,0.3,0.4 --config hps.yaml
-  hps store put ctr user 0xff --vector '[0.1, -0.2, 0.3, 0.4]' --config hps.yaml --tier redis
+  hps store put ctr user 0xff --vector '[0.1, -0.2, 0.3, 0.4]' \\
+      --config hps.yaml --tier redis
 """
 VersionOption = Annotated[
     str | None,

@@ -27,8 +27,8 @@ class Dense(StrEnum):
 
 EXAMPLES = """\b
 Examples:
-  hps triton export ctr --out triton-models                       the network alone
-  hps triton export ctr --out triton-models --config hps.yaml     lookups and network, an ensemble
+  hps triton export ctr --out triton-models                      the network
+  hps triton export ctr --out triton-models --config hps.yaml    and lookups
   tritonserver --model-repository triton-models
   hps serve --config hps.yaml --set dense.triton.url=localhost:8001
 

@@ -55,7 +55,10 @@ def dlq(
         str | None, typer.Option("--topic", help="Default: updates.kafka.dead_letters.")
     ] = None,
     reason: Annotated[
-        list[Cause] | None, typer.Option("--reason", help="Only these; repeatable.")
+        list[Cause] | None,
+        typer.Option(
+            "--reason", metavar="REASON", help=f"Only these: {', '.join(Cause)}. Repeatable."
+        ),
     ] = None,
     limit: Annotated[
         int | None, typer.Option("--limit", "-n", min=1, help="Only the newest N; shown are 20.")

@@ -29,7 +29,7 @@ def test_every_command_is_in_the_page() -> None:
 def shown(text: str) -> Iterator[str]:
     """Command lines; in a block with prompts, those after one. `…` stands for more of the same."""
     prompt = re.compile(r"^\$ ", re.MULTILINE)
-    for prompted, line in _LINE.findall(text.replace("\\\n", " ")):
+    for prompted, line in _LINE.findall(re.sub(r" *\\\n *", " ", text)):
         if (prompted or not prompt.search(text)) and "…" not in line and "..." not in line:
             yield line
 

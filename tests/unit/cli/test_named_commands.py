@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from hps.cli.main import COMMANDS, _load
+from hps.cli.main import COMMANDS, _load, app
 
 ROOT = Path(__file__).parents[3]
 CODE = [p for folder in ("hps", "services", "tools", "examples", "benchmarks")
@@ -108,3 +109,20 @@ def test_every_command_that_is_named_exists(of: str) -> None:
                     wrong.append(f"{path.relative_to(ROOT)}: hps {words[:60]}: no {lack}")
     assert wrong == []
     assert count > 100
+
+
+def commands() -> Iterator[list[str]]:
+    for name, entry in COMMANDS.items():
+        if entry.group:
+            yield from ([name, each] for each in _load(name).commands)
+        else:
+            yield [name]
+
+
+def test_help_fits_80_columns_and_shows_no_deprecated_argument() -> None:
+    wide, deprecated = [], []
+    for words in commands():
+        shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*words, "--help"]).output
+        wide += [(words, line) for line in shown.splitlines() if len(line) > 80]
+        deprecated += [words for _ in re.finditer(r"\[(second|urls)\]", shown)]
+    assert (wide, deprecated) == ([], [])
