@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <memory>
 
+#include "bindings_gil.hpp"
+
 namespace nb = nanobind;
 
 using Keys = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -19,7 +21,7 @@ void without_gil(std::size_t n, Work work) {
   if (n < kReleaseGilFrom) {
     work();
   } else {
-    nb::gil_scoped_release release;
+    const WithoutGil released;
     work();
   }
 }

@@ -33,7 +33,7 @@ void locked(hps::InFlight& table, std::size_t n, Work work) {
     const std::unique_lock<std::mutex> held(table.lock, std::try_to_lock);
     if (held) return work();
   }
-  const nb::gil_scoped_release release;
+  const WithoutGil released;
   const std::lock_guard<std::mutex> held(table.lock);
   work();
 }

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <stdexcept>
 
+#include "bindings_gil.hpp"
 #include "hps/resp.hpp"
 
 namespace nb = nanobind;
@@ -55,7 +56,7 @@ class PyRowReplies {
       throw std::invalid_argument("begin and end must lie in the buffer");
     const char* data = reinterpret_cast<const char*>(buffer.data()) + begin;
     if (end - begin < kReleaseGilFrom) return begin + replies_.feed(data, end - begin);
-    nb::gil_scoped_release release;
+    const WithoutGil released;
     return begin + replies_.feed(data, end - begin);
   }
 

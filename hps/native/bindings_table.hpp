@@ -126,19 +126,19 @@ class CacheTable {
     if (rows) check_rows(*rows, n);
     const std::uint8_t* from = rows ? static_cast<const std::uint8_t*>(rows->data()) : nullptr;
     // Another writer may have to be waited for: never with the GIL.
-    nb::gil_scoped_release release;
+    const WithoutGil released;
     table_.write({keys.data(), versions.data(), from, n, oldest_tombstone, resident_only});
   }
 
   void evict(Keys keys) {
-    nb::gil_scoped_release release;
+    const WithoutGil released;
     table_.evict(keys.data(), keys.shape(0));
   }
 
   nb::object top_k(std::size_t n) const {
     std::vector<hps::HotKey> hot;
     {
-      nb::gil_scoped_release release;
+      const WithoutGil released;
       hot = table_.top_k(n);
     }
     std::unique_ptr<std::int64_t[]> keys(new std::int64_t[hot.size()]);
