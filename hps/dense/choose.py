@@ -124,11 +124,13 @@ def _there(
 
 
 def _regions(triton: TritonSettings, device: int) -> Regions | None:
+    from hps.dense.triton.host_memory import remove_stale_regions
     from hps.dense.triton.memory import SMALLEST, Regions
 
     if triton.shared_memory == "none":
         return None
     if triton.shared_memory == "system":
+        remove_stale_regions()
         return Regions()
     if (why := lacking()) is not None:
         raise ConfigError(

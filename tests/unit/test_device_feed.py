@@ -15,7 +15,8 @@ from hps.dense.fallback import Fallback
 from hps.dense.onnx import OnnxModel
 from hps.dense.triton import TritonModel
 from hps.dense.triton.device_memory import DeviceRegion
-from hps.dense.triton.memory import Regions, unused_name
+from hps.dense.triton.host_memory import unused_name
+from hps.dense.triton.memory import Regions
 from hps.dense.triton.transport import Described, OnDevice, Unreachable
 from hps.devices import device_count
 from tests.support.twin_device import Array

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.cuda.loader import cupy
-from hps.dense.triton.memory import unused_name
+from hps.dense.triton.host_memory import unused_name
 from hps.dense.triton.transport import OnDevice
 from hps.errors import Unavailable
 

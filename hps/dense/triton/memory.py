@@ -6,19 +6,17 @@ For large batches: what it saves is measured by `benchmarks/dense_transports.py`
 from __future__ import annotations
 
 import logging
-import os
-import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from multiprocessing.shared_memory import SharedMemory
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hps.dense.base import TensorInfo
+from hps.dense.triton.host_memory import HostRegion
 from hps.dense.triton.transport import NotReached, OnDevice, Placed, Refused, Transport
 from hps.errors import DeadlineExceeded, DenseModelError, Unavailable
 
@@ -57,38 +55,6 @@ class Region(Protocol):
     def release(self) -> None:
         """Triton does not know it any more, or never did."""
         ...
-
-
-class HostRegion:
-    """A `Region` of the host's memory."""
-
-    def __init__(self, size: int) -> None:
-        self.name = unused_name()
-        self.key: str | OnDevice = f"/{self.name}"
-        self.registered = False
-        self._memory = SharedMemory(self.name, create=True, size=size)
-        self.size = self._memory.size
-
-    def put(self, tensors: Iterable[tuple[int, NDArray[Any]]]) -> None:
-        for offset, array in tensors:
-            self._array(offset, array.shape, array.dtype)[...] = array
-
-    def get(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
-        return self._array(offset, shape, dtype).copy()
-
-    def drop(self) -> None:
-        self._memory.close()
-        self._memory.unlink()
-
-    def release(self) -> None:
-        """What Triton mapped was its own."""
-
-    def _array(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
-        return np.ndarray(shape, dtype, buffer=self._memory.buf, offset=offset)
-
-
-def unused_name() -> str:
-    return f"hps-{os.getpid()}-{secrets.token_hex(8)}"
 
 
 class Regions:

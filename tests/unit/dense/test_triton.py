@@ -33,8 +33,9 @@ from hps.dense.fallback import Fallback
 from hps.dense.triton import TritonModel
 from hps.dense.triton.device_memory import DeviceRegion
 from hps.dense.triton.grpc import GrpcTransport
+from hps.dense.triton.host_memory import HostRegion
 from hps.dense.triton.http import HttpTransport
-from hps.dense.triton.memory import HostRegion, Regions
+from hps.dense.triton.memory import Regions
 from hps.dense.triton.transport import (
     Described,
     NotReached,

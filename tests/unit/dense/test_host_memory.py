@@ -1,0 +1,94 @@
+"""Shared-memory regions of killed processes are removed, those of living ones stay."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hps.config.dense_settings import TritonSettings
+from hps.dense.choose import _regions
+from hps.dense.triton.host_memory import HostRegion, remove_stale_regions
+from hps.dense.triton.memory import SMALLEST
+from hps.errors import Unavailable
+
+SHARED = Path("/dev/shm")
+OWNER = f"""
+import sys
+from hps.dense.triton.host_memory import HostRegion
+print(HostRegion({SMALLEST}).name, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def owner() -> Iterator[Callable[..., tuple[subprocess.Popen[str], Path]]]:
+    """Starts processes that have a region each, by a command such as `unshare`; kills them at the end."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*command: str) -> tuple[subprocess.Popen[str], Path]:
+        process = subprocess.Popen(
+            [*command, sys.executable, "-c", OWNER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        assert process.stdout is not None
+        return process, SHARED / process.stdout.readline().strip()
+
+    yield start
+    for process in started:
+        kill(process)
+    remove_stale_regions()
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """With its children, as the kernel ends a container: Python's resource tracker cannot clean up then."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def test_the_next_start_removes_regions_of_a_killed_process_and_keeps_others(owner):
+    living, of_living = owner()
+    killed, of_killed = owner()
+    mine = HostRegion(SMALLEST)
+    kill(killed)
+    assert of_killed.stat().st_size == SMALLEST
+    assert _regions(TritonSettings(url="there:1", shared_memory="system"), 0) is not None
+    assert not of_killed.exists()
+    assert of_living.exists()
+    mine.put([(64, np.arange(4))])
+    assert mine.get(64, (4,), np.dtype(np.int64)).tolist() == [0, 1, 2, 3]
+    assert (SHARED / mine.name).exists()
+    mine.drop()
+    assert not (SHARED / mine.name).exists()
+    kill(living)
+    remove_stale_regions()
+    assert not of_living.exists()
+
+
+def test_regions_of_a_process_in_another_pid_namespace_stay_while_it_lives(owner):
+    command = ("unshare", "--pid", "--fork", "--kill-child")
+    if subprocess.run([*command, "true"], capture_output=True).returncode:
+        pytest.skip("no pid namespace can be made; run as root")
+    process, region = owner(*command)
+    remove_stale_regions()
+    assert region.exists()
+    kill(process)
+    remove_stale_regions()
+    assert not region.exists()
+
+
+def test_a_region_larger_than_shared_memory_is_unavailable_and_leaves_nothing():
+    with pytest.raises(Unavailable, match=r"/dev/shm has no 35,184,372,088,832 bytes to share"):
+        HostRegion(1 << 45)
+    assert not list(SHARED.glob(f"*hps-dense-{os.getpid()}-*"))
