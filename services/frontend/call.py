@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from hps.lookup.base import Submit
 from hps.tracing import Origin
-from services.frontend.places import Elsewhere
+from services.frontend.places import Elsewhere, Target
 
 
 @dataclass(slots=True)
@@ -34,10 +35,12 @@ class Form:
 class Call:
     """A request. ``inputs`` are the elements of each, ``(n,)``, flat and aligned, and may be read-only; the
     form has their shapes. ``id`` is the client's name for the request, or empty. ``batch`` is filled in by
-    the endpoint: samples, for statistics. ``origin`` is on whose behalf it is, where anybody cares."""
+    the endpoint: samples, for statistics. ``origin`` is on whose behalf it is, where anybody cares.
+    ``targets``: the outputs that are wanted in shared memory, and where."""
 
     form: Form
     inputs: dict[str, NDArray[Any]]
     id: str = ""
     batch: int = 1
     origin: Origin | None = None
+    targets: Mapping[str, Target] = field(default_factory=dict)

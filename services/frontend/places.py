@@ -3,6 +3,7 @@ memory extension has them."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,6 +28,31 @@ class Place(NamedTuple):
         """As a tensor's parameters tell it."""
         told: dict[str, str | int] = {_REGION: self.region, _SIZE: self.size}
         return {**told, _OFFSET: self.offset} if self.offset else told
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """What is registered. ``file`` tells the file from another that takes its name later. ``busy`` is held
+    while the region is written, so that the end of a region is the end of writes to it."""
+
+    name: str
+    key: str
+    offset: int
+    size: int
+    file: tuple[int, int]
+    busy: threading.Lock = field(default_factory=threading.Lock, compare=False)
+
+    def as_json(self) -> dict[str, Any]:
+        """As the protocol tells it."""
+        told = {"name": self.name, "key": self.key, "offset": self.offset}
+        return {**told, "byte_size": self.size}
+
+
+class Target(NamedTuple):
+    """Where a request wants an output: a place, and the region that had its name when the request came."""
+
+    place: Place
+    region: Region
 
 
 @dataclass(slots=True)

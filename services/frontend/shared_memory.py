@@ -14,7 +14,6 @@ import stat
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +25,13 @@ from hps.errors import BadRequest, Forbidden, NotFound, Unsupported
 from services.frontend import faults
 from services.frontend.endpoints import Output
 from services.frontend.errors import TooLarge, shown
-from services.frontend.places import Elsewhere, Place
+from services.frontend.places import Elsewhere, Place, Region, Target
 
 FOLDER = Path("/dev/shm")
 # Regions at a time, and bytes of a name.
 _MOST, _NAME = 4096, 255
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _NOTHING = np.empty(0, np.uint8)
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """What is registered. ``file`` tells the file from another that takes its name later. ``busy`` is held
-    while the region is written, so that the end of a region is the end of writes to it."""
-
-    name: str
-    key: str
-    offset: int
-    size: int
-    file: tuple[int, int]
-    busy: threading.Lock = field(default_factory=threading.Lock, compare=False)
-
-    def as_json(self) -> dict[str, Any]:
-        """As the protocol tells it."""
-        told = {"name": self.name, "key": self.key, "offset": self.offset}
-        return {**told, "byte_size": self.size}
 
 
 class Regions:
@@ -109,9 +90,11 @@ class Regions:
             raise NotFound(f"Unable to find system shared memory region: '{name}'")
         return [r.as_json() for r in list(self._regions.values()) if name in ("", r.name)]
 
-    def take(self, tensors: Elsewhere, caller: str) -> dict[str, NDArray[Any]]:
-        """The inputs, each read into an array of its own, ``(n,)``. Raises ``BadRequest``, ``TooLarge``,
-        ``NotFound`` or as ``require``."""
+    def take(
+        self, tensors: Elsewhere, caller: str
+    ) -> tuple[dict[str, NDArray[Any]], dict[str, Target]]:
+        """The inputs, each read into an array of its own, ``(n,)``, and the targets of the outputs. Raises
+        ``BadRequest``, ``TooLarge``, ``NotFound`` or as ``require``."""
         if not self.on:
             raise faults.shared_memory(next(iter((*tensors.inputs, *tensors.outputs))))
         self.require(caller)
@@ -120,17 +103,18 @@ class Regions:
                 f"the inputs in shared memory take {tensors.size} bytes, at most {self._most_bytes} are "
                 "taken; send smaller batches or raise server.max_body_bytes"
             )
-        for name, place in tensors.outputs.items():  # before anything is looked up
-            self._region(name, place)
-        return {n: self._read(n, place, dtype) for n, (place, dtype) in tensors.inputs.items()}
+        targets = {n: Target(place, self._region(n, place)) for n, place in tensors.outputs.items()}
+        inputs = {n: self._read(n, place, dtype) for n, (place, dtype) in tensors.inputs.items()}
+        return inputs, targets
 
-    def put(self, outputs: Sequence[Output], places: Mapping[str, Place]) -> list[Output]:
-        """The outputs that are left, in their order, once those that have a place are there: of these no
-        elements are left. Raises ``BadRequest`` or ``NotFound``."""
+    def put(self, outputs: Sequence[Output], targets: Mapping[str, Target]) -> list[Output]:
+        """The outputs that are left, in their order, once those that have a target are there: of these no
+        elements are left. Raises ``BadRequest``, or ``NotFound`` when a region was unregistered since `take`,
+        even if its name is registered again."""
         left = []
         for name, array in outputs:
-            if (place := places.get(name)) is not None:
-                self._write(name, place, array)
+            if (target := targets.get(name)) is not None:
+                self._write(name, target, array)
                 array = _NOTHING
             left.append((name, array))
         return left
@@ -160,24 +144,25 @@ class Regions:
                 left, at = left[read:], at + read
         return array
 
-    def _write(self, tensor: str, place: Place, array: NDArray[Any]) -> None:
+    def _write(self, tensor: str, target: Target, array: NDArray[Any]) -> None:
+        place, region = target
         if array.nbytes > place.size:
             raise BadRequest(
                 f"shared memory size specified with the request for output '{tensor}' ({place.size} bytes) "
                 f"should be at least {array.nbytes} bytes to hold the results"
             )
         left = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-        region = self._region(tensor, place)
         at = region.offset + place.offset
-        with region.busy, _told_of(region.key), self._opened(region, os.O_WRONLY) as file:
+        with region.busy:
             if self._regions.get(region.name) is not region:
                 raise NotFound(f"shared memory region '{region.name}' was unregistered meanwhile")
-            # Nor may a write make a file longer that was cut short.
-            if os.fstat(file).st_size < at + array.nbytes:
-                raise _short(region.key)
-            while left:
-                written = os.pwrite(file, left, at)
-                left, at = left[written:], at + written
+            with _told_of(region.key), self._opened(region, os.O_WRONLY) as file:
+                # Nor may a write make a file longer that was cut short.
+                if os.fstat(file).st_size < at + array.nbytes:
+                    raise _short(region.key)
+                while left:
+                    written = os.pwrite(file, left, at)
+                    left, at = left[written:], at + written
 
     def _look(self, key: str, offset: int, size: int) -> tuple[int, int]:
         """Which file ``key`` stands for, which has the bytes."""

@@ -188,7 +188,9 @@ class Inference:
                 endpoint.require_bytes(elsewhere.size, expected)
             elif endpoint.is_busy:
                 endpoint.require_room(elsewhere.size)
-            call.inputs.update(self._state.regions.take(elsewhere, address_of(reply.context)))
+            caller = address_of(reply.context)
+            inputs, call.targets = self._state.regions.take(elsewhere, caller)
+            call.inputs.update(inputs)
         return call
 
     def _end(

@@ -52,8 +52,8 @@ class Encoder:
         pieces: list[Any] = [head]
         if call.id:
             pieces.append(field(_ID, call.id.encode()))
-        if (elsewhere := call.form.elsewhere) is not None:
-            outputs = self._regions.put(outputs, elsewhere.outputs)
+        if call.targets:
+            outputs = self._regions.put(outputs, call.targets)
         for _, array in outputs:
             pieces.append(b"%c%b" % (_RAW, varint(array.nbytes)))
             if array.size:

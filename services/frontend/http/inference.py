@@ -75,7 +75,8 @@ class Inference:
         if (elsewhere := call.form.elsewhere) is not None:
             if route.entry.endpoint.is_busy:
                 route.entry.endpoint.require_room(elsewhere.size)
-            call.inputs.update(app.state.regions.take(elsewhere, peer.host))
+            inputs, call.targets = app.state.regions.take(elsewhere, peer.host)
+            call.inputs.update(inputs)
         self._call = call
         self._parsed = perf_counter_ns()
         observer = app.state.observer
@@ -154,8 +155,8 @@ class Inference:
         route = head.route
         assert route is not None
         outputs = route.entry.endpoint.outputs(call, result)
-        if (elsewhere := call.form.elsewhere) is not None:
-            self._state.regions.put(outputs, elsewhere.outputs)
+        if call.targets:
+            self._state.regions.put(outputs, call.targets)
         freshness = route.entry.freshness
         stale_s = freshness.flag() if freshness.stale_s else result.stale_s
         reply = route.encoder.encode(call.form, result.defaulted, result.degraded, stale_s, outputs)

@@ -34,11 +34,15 @@ def numbers(tmp_path, regions):
 
 
 def taken(regions, place, caller=HERE):
-    return regions.take(Elsewhere({"f": (place, INT64)}), caller)["f"]
+    return regions.take(Elsewhere({"f": (place, INT64)}), caller)[0]["f"]
+
+
+def targets(regions, place):
+    return regions.take(Elsewhere(outputs={"f": place}), HERE)[1]
 
 
 def put(regions, place, array):
-    return regions.put([("f", array), ("g", array)], {"f": place})
+    return regions.put([("f", array), ("g", array)], targets(regions, place))
 
 
 def test_tensors_are_read_where_they_are(regions, numbers):
@@ -127,9 +131,7 @@ def test_sizes_are_those_of_the_file(regions, numbers):
             regions.register("s", "numbers", offset, size, HERE)
     for place in (Place("r", 73), Place("r", 8, 72), Place("r", 2**63, 2**63)):
         with pytest.raises(BadRequest, match="Invalid offset"):
-            regions.put([("f", np.zeros(0))], {"f": place})
-    with pytest.raises(BadRequest, match="Invalid offset"):
-        regions.take(Elsewhere(outputs={"f": Place("r", 73)}), HERE)
+            targets(regions, place)
     with pytest.raises(NotFound, match="Unable to find shared memory region"):
         taken(regions, Place("none", 8))
     with pytest.raises(TooLarge, match=r"at most 1000 are taken.*server\.max_body_bytes"):
@@ -158,6 +160,19 @@ def test_names_and_how_many_there_may_be(regions, numbers, monkeypatch):
         regions.register("s", "numbers", 0, 8, HERE)
 
 
+def test_an_answer_to_an_earlier_request_is_not_written_into_a_region_of_the_same_name(
+    regions, numbers
+):
+    """As one of a client that hung up, unregistered its region, and uses the name for the next request."""
+    earlier = targets(regions, Place("r", 8))
+    regions.unregister("r", HERE)
+    regions.register("r", "/numbers", 8, 72, HERE)
+    with pytest.raises(NotFound, match="'r' was unregistered meanwhile"):
+        regions.put([("f", np.array([-1]))], earlier)
+    put(regions, Place("r", 8), np.array([-2]))
+    assert np.fromfile(numbers, np.int64).tolist() == [0, -2, *range(2, 10)]
+
+
 def test_unregister_waits_for_the_answer_that_is_written(regions, numbers, monkeypatch):
     writing, going_on = threading.Event(), threading.Event()
     really = os.pwrite
@@ -183,12 +198,11 @@ def test_unregister_waits_for_the_answer_that_is_written(regions, numbers, monke
         put(regions, Place("r", 8), np.array([-1]))
 
 
-def test_an_answer_that_comes_when_the_region_is_gone(regions, numbers, monkeypatch):
-    region = regions._region("f", Place("r", 8))
+def test_an_answer_that_comes_when_the_region_is_gone(regions, numbers):
+    earlier = targets(regions, Place("r", 8))
     regions.unregister("r", HERE)
-    monkeypatch.setattr(regions, "_region", lambda *_: region)  # found just before
     with pytest.raises(NotFound, match="'r' was unregistered meanwhile"):
-        put(regions, Place("r", 8), np.array([-1]))
+        regions.put([("f", np.array([-1]))], earlier)
     assert np.fromfile(numbers, np.int64)[1] == 1
 
 
