@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from hps.config import Configuration, Settings, apply_override
 from hps.config.legacy import LegacyModel
@@ -18,7 +19,7 @@ from hps.dense.base import DenseModel
 from hps.dense.choose import NetworkSpec, check_here, open_network
 from hps.errors import ConfigError, HpsError
 from hps.lookup.base import Feature, LookupModel
-from hps.models.repository import ModelVersion, Repository, open_legacy
+from hps.models.repository import SPEC_FILE, ModelVersion, Repository, open_legacy
 from hps.types import EmbeddingTable
 from hps.wiring import check_wiring, fed_tensors, served_tensors
 
@@ -54,11 +55,19 @@ def version_openers(
         version = (chosen or {}).get(name)
         openers.setdefault(name, partial(opens, name, version, overrides.get(name)))
     if not openers:
-        raise ConfigError(
-            f"no model to serve: {settings.repository} holds none; make one with `hps model import` "
-            "or set models.repository"
-        )
+        raise ConfigError(_no_model(settings.repository))
     return openers
+
+
+def _no_model(repository: Path) -> str:
+    """Error message for a repository without models."""
+    message = f"no model to serve: {repository} holds none; "
+    folders = sorted(p.name for p in repository.glob("[!.]*") if p.is_dir())
+    if folders:
+        return (
+            message + f"folder '{folders[0]}' has no {SPEC_FILE}: add it, or import the model again"
+        )
+    return message + "make one with `hps model import` or set models.repository"
 
 
 def _open_legacy(legacy: LegacyModel, override: ModelOverride | None) -> ModelVersion:

@@ -330,6 +330,12 @@ def test_no_model(tmp_path):
         hps.open(settings(tmp_path, models={"repository": str(tmp_path / "nowhere")}))
 
 
+def test_folder_without_a_description_is_named_when_there_is_no_model(tmp_path):
+    (tmp_path / "models/ctr/1").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"holds none; folder 'ctr' has no model\.yaml"):
+        hps.open(settings(tmp_path))
+
+
 # -- caches --------------------------------------------------------------------------------------
 
 
