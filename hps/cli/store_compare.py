@@ -33,7 +33,7 @@ from hps.cli.store_open import (
     work,
 )
 from hps.cli.store_repair import files_of, repaired
-from hps.errors import ConfigError
+from hps.errors import ConfigError, NotFound
 
 if TYPE_CHECKING:
     from hps.rows.base import RowSource
@@ -235,8 +235,11 @@ def verify(
         findings += repaired(configuration, models, tier)
     with open_store(configuration, tier) as store:
         for each in chosen:
-            store.check(each)
-        for each in chosen:
+            try:
+                store.check(each)
+            except NotFound as error:
+                findings.append((each.id, f"rows in {store.name}", "FAIL", f"{error}"))
+                continue
             files = models.versions[each.model].tables[each.name]
             checked = check_files(files, ConsoleProgress())
             findings.append((each.id, "checksums", checked.level, checked.text))

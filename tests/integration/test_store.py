@@ -341,6 +341,20 @@ def test_every_row_is_verified(loaded: Any) -> None:
     assert "1 missing (keys 7" in bad[1]["detail"]
 
 
+@pytest.mark.parametrize("repair", [(), ("--repair",)])
+def test_verify_reports_a_table_that_is_not_loaded_and_checks_the_others(
+    config: Path, repair: tuple[str, ...]
+) -> None:
+    printed("load", "words", "--config", config, "--tier", "rocksdb")
+    found = printed("verify", *repair, "--config", config, code=1)
+    result = {(f["table"], f["check"]): f["result"] for f in found}
+    assert result["words/1/words", "rows in rocksdb"] == "OK"
+    assert result["clicks/1/users", "rows in rocksdb"] == "FAIL"
+    assert (("(all)", "repair") in result) is bool(repair)
+    (detail,) = [f["detail"] for f in found if f["table"] == "clicks/1/users"]
+    assert "holds no table clicks/1/users" in detail
+
+
 # -- whole tables ----------------------------------------------------------------------------------
 
 
