@@ -39,7 +39,7 @@ from hps.errors import ConfigError
 if TYPE_CHECKING:
     from hps.cli.bench.load import Tensors
     from hps.client import Tls
-    from hps.client.http_wire import Request
+    from hps.client.http_messages import Request
 
 app = typer.Typer(add_completion=False)
 

@@ -10,7 +10,7 @@ from urllib.parse import quote
 from hps.cli.bench.hot import MOST
 from hps.client import Admin, Client
 from hps.client.address import address
-from hps.client.http_wire import Request, key_headers
+from hps.client.http_messages import Request, key_headers
 from hps.client.rest import Http
 from hps.errors import ConfigError, NotFound
 

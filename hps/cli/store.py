@@ -36,7 +36,7 @@ from hps.errors import ConfigError, NotFound, TierError
 
 if TYPE_CHECKING:
     from hps.rows.tiers import RedisRows, RocksDbRows
-    from hps.tiers.redis.layout import TableName
+    from hps.tiers.table_name import TableName
     from hps.types import EmbeddingTable
 
 HELP = """Look into the stores of a configuration and care for them: Redis and RocksDB.

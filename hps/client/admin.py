@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 from hps.client.address import Tls, address
-from hps.client.http_wire import Request, key_headers
+from hps.client.http_messages import Request, key_headers
 from hps.client.rest import Http
 from hps.errors import NotFound
 

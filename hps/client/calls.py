@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hps.client.errors import Unreachable, retry_after_s
 from hps.client.wire import Answer, Keys, numpy_type, tensors_of
-from hps.errors import BadRequest, DeadlineExceeded, HpsError, Unavailable
+from hps.errors import BadRequest, HpsError, Unavailable
 from hps.types import LookupResult, PredictResult
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
@@ -249,11 +249,3 @@ class Patience:
         self._retries -= 1
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         return pause
-
-
-def left_s(until: float) -> float:
-    """The time until the instant ``until``; DeadlineExceeded when it has passed."""
-    left = until - time.monotonic()
-    if left <= 0:
-        raise DeadlineExceeded("no answer within the request's time")
-    return left

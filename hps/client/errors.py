@@ -6,6 +6,7 @@ import http.client
 import json
 import math
 import ssl
+import time
 
 from hps.errors import (
     BadRequest,
@@ -123,3 +124,11 @@ def unreachable(base: str, error: Exception) -> HpsError:
         asked = "want a certificate of its clients" if base.startswith("https") else "speak https"
         hint = f"; does it {asked}?"
     return Unreachable(f"{base} cannot be reached: {error or type(error).__name__}{hint}")
+
+
+def left_s(until: float) -> float:
+    """The time until the instant ``until``; DeadlineExceeded when it has passed."""
+    left = until - time.monotonic()
+    if left <= 0:
+        raise DeadlineExceeded("no answer within the request's time")
+    return left

@@ -10,9 +10,9 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from hps.client.address import Address
-from hps.client.calls import Call, left_s
-from hps.client.errors import ended
-from hps.client.http_wire import checked_key
+from hps.client.calls import Call
+from hps.client.errors import ended, left_s
+from hps.client.http_messages import checked_key
 from hps.client.trace import trace_headers
 from hps.client.wire import Answer, decoded, encoded
 from hps.errors import HpsError

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 
 from hps.client.calls import Call
-from hps.client.errors import replied
+from hps.client.http_messages import Reply, Request, key_headers
 from hps.client.trace import trace_headers
 from hps.client.wire import Answer, decoded, encoded, numpy_type
-from hps.errors import BadRequest, ConfigError, HpsError
+from hps.errors import BadRequest, HpsError
 
-_KEY, _ID = re.compile(r"[\x21-\x7e]+"), re.compile(r"[\x20-\x7e]+")
+_ID = re.compile(r"[\x20-\x7e]+")
 _HEADER_SIZE = "Inference-Header-Content-Length"
 _PATHS = {
     "server": "/v2",
@@ -25,53 +24,6 @@ _PATHS = {
     "config": "/v2/models/{}/config",
     "models": "/v2/repository/index",
 }
-
-
-class Request(NamedTuple):
-    """``path`` begins with a slash; ``body`` None: there is none."""
-
-    verb: str
-    path: str
-    headers: Mapping[str, str]
-    body: bytes | None = None
-
-
-class Reply(NamedTuple):
-    """An answer; ``headers`` by their names in lower case."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-
-    def checked(self, url: str) -> Reply:
-        """Raises what an answer that is no success says."""
-        if self.status == 200:
-            return self
-        raise replied(self.status, self.body, self.headers.get("retry-after"), url)
-
-    def json(self, url: str) -> Any:
-        """What a success says."""
-        self.checked(url)
-        try:
-            return json.loads(self.body) if self.body else {}
-        except ValueError:
-            raise HpsError(f"{url} did not answer with JSON; is it an hps server?") from None
-
-
-def checked_key(api_key: str) -> str:
-    """A key as servers have them. ConfigError, which does not quote it, for anything else: no header could
-    carry it, and a line's end would begin another one."""
-    if not _KEY.fullmatch(api_key):
-        raise ConfigError(
-            "the API key has characters that no key has (spaces, line ends, letters beyond ASCII); is it the "
-            "key alone?"
-        )
-    return api_key
-
-
-def key_headers(api_key: str | None) -> dict[str, str]:
-    """Who asks. Raises as `checked_key`."""
-    return {"Authorization": f"Bearer {checked_key(api_key)}"} if api_key else {}
 
 
 class HttpWire:

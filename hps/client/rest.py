@@ -9,9 +9,8 @@ import socket
 from typing import Any
 
 from hps.client.address import Address
-from hps.client.calls import left_s
-from hps.client.errors import unreachable
-from hps.client.http_wire import Reply, Request
+from hps.client.errors import left_s, unreachable
+from hps.client.http_messages import Reply, Request
 
 _JOINED_BYTES = 256 << 10
 

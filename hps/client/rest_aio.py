@@ -5,9 +5,8 @@ from __future__ import annotations
 import aiohttp
 
 from hps.client.address import Address
-from hps.client.calls import left_s
-from hps.client.errors import unreachable
-from hps.client.http_wire import Reply, Request
+from hps.client.errors import left_s, unreachable
+from hps.client.http_messages import Reply, Request
 
 
 class AsyncHttp:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import astuple
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +15,15 @@ from numpy.typing import NDArray
 from hps.config.store_settings import RedisSettings
 from hps.errors import NotFound
 from hps.rows.base import BLOCK, Held, Rows, blocks, fetch
-from hps.tiers.redis import RedisTier
-from hps.tiers.redis.layout import TableName
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier
 from hps.tiers.rocksdb.layout import family_name
 from hps.tiers.rocksdb.open import existing_families
 from hps.tiers.row_values import Layout, RowValues
+from hps.tiers.table_name import TableName
 from hps.types import EmbeddingTable, KeyArray, VersionArray
+
+if TYPE_CHECKING:
+    from hps.tiers.redis import RedisTier
 
 _SCANNED = 2000  # entries per HSCAN
 _PLACES = 16
@@ -163,6 +165,8 @@ class RedisRows(TierRows):
 
     def other_layout(self, table: EmbeddingTable) -> Layout | None:
         """The layout in which the table is there instead."""
+        from hps.tiers.redis import RedisTier
+
         other = _other(self.tier.layout)
         with closing(RedisTier(self._settings.model_copy(update={"layout": other}))) as tier:
             return other if name_of(table, other) in tier.find_tables(table.model) else None

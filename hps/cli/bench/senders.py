@@ -12,7 +12,8 @@ from hps.client import Tls
 from hps.client.address import Address, address
 from hps.client.calls import Call
 from hps.client.errors import unreachable
-from hps.client.http_wire import HttpWire, Reply, Request
+from hps.client.http_messages import Reply, Request
+from hps.client.http_wire import HttpWire
 from hps.errors import DeadlineExceeded
 
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)

@@ -138,7 +138,7 @@ def _certificate(name: str, url: str, tls: Tls | None) -> Check:
 
 def _clock(name: str, url: str, tls: Tls | None) -> Check:
     from hps.client.address import address
-    from hps.client.http_wire import Request
+    from hps.client.http_messages import Request
     from hps.client.rest import Http
 
     line = Http(address(url, tls))

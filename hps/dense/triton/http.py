@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException
 
 from hps.client.address import Tls, address
-from hps.client.http_wire import Reply, Request
+from hps.client.http_messages import Reply, Request
 from hps.client.rest import Http
 from hps.dense.triton.transport import (
     Described,

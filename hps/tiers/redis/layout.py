@@ -26,7 +26,6 @@ import re
 import struct
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from hashlib import sha1
 from importlib.resources import files
 from typing import Any, Literal, NamedTuple
@@ -36,6 +35,7 @@ from numpy.typing import NDArray
 
 from hps.native import partition_hash
 from hps.tiers.row_values import Layout, RowValues
+from hps.tiers.table_name import TableName
 from hps.types import EmbeddingTable, IndexArray, KeyArray
 
 Policy = Literal["random", "least_used", "oldest"]
@@ -78,15 +78,6 @@ class Share(NamedTuple):
 
     partition: int
     at: IndexArray
-
-
-@dataclass(frozen=True, slots=True)
-class TableName:
-    """A table by its names in Redis; ``version`` is 0 in the ``hps`` layout, which knows none."""
-
-    model: str
-    version: int
-    name: str
 
 
 class TableLayout:

@@ -26,11 +26,11 @@ from hps.tiers.redis.connection import NAME
 from hps.tiers.redis.layout import (
     DESCRIBE,
     TableLayout,
-    TableName,
     packed_script,
     parse_key,
     pattern,
 )
+from hps.tiers.table_name import TableName
 from hps.types import EmbeddingTable, KeyArray
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.redis.client import RedisClient
 from hps.tiers.redis.commands import Command, read_replies
 from hps.tiers.redis.connection import NAME
-from hps.tiers.redis.layout import SCRIPTS, WRITE_SLICE, TableName, stamp
+from hps.tiers.redis.layout import SCRIPTS, WRITE_SLICE, stamp
 from hps.tiers.redis.load import Loads
 from hps.tiers.redis.load import Source as LoadSource
 from hps.tiers.redis.positions import Positions
@@ -35,6 +35,7 @@ from hps.tiers.redis.tables import OpenTable, Tables, Usage
 from hps.tiers.redis.upkeep import Upkeep
 from hps.tiers.redis.writes import Only, Writes
 from hps.tiers.row_values import Layout, Stored, WrongLength
+from hps.tiers.table_name import TableName
 from hps.types import (
     EmbeddingTable,
     IndexArray,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from hps import __version__
 from hps.cli.main import COMMANDS, app
+from hps.tiers.rocksdb import RocksDbTier
 
 # Each takes 20 to 200 ms to import.
 HEAVY = [
@@ -53,3 +56,44 @@ def test_the_overview_and_the_version_import_no_heavy_module(words: list[str]) -
 def test_version_is_an_option_too() -> None:
     done = CliRunner().invoke(app, ["--version"])
     assert (done.exit_code, done.stdout) == (0, f"hps {__version__}\n")
+
+
+def imported_by(*words: str) -> list[str]:
+    """The heavy modules that a command has imported when it ends."""
+    code = (
+        "import sys\nfrom hps.cli.main import app\n"
+        f"try: app({list(words)!r}, standalone_mode=False)\n"
+        "except BaseException as error: print(repr(error))\n"
+        f"print(*(m for m in {HEAVY!r} if m in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    return done.stdout.splitlines()[-1].split()
+
+
+@pytest.mark.parametrize("command", ["status", "tables", "hotkeys"])
+def test_commands_that_ask_a_server_import_no_numpy(command: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    assert set(imported_by(command, "--server", address)) <= {"rich"}
+
+
+def test_a_store_command_imports_no_redis_where_none_is_configured(tmp_path: Path) -> None:
+    RocksDbTier(tmp_path / "db").close()
+    (tmp_path / "models").mkdir()
+    config = tmp_path / "hps.yaml"
+    config.write_text(
+        f"models: {{repository: {tmp_path}/models}}\ntiers: {{rocksdb: {{path: {tmp_path}/db}}}}\n"
+    )
+    imported = imported_by("store", "ls", "--config", str(config))
+    assert "rocksdict" in imported
+    assert "redis" not in imported
+
+
+def test_the_client_offers_its_names_and_no_others() -> None:
+    import hps.client
+
+    assert all(getattr(hps.client, name) for name in dir(hps.client))
+    with pytest.raises(AttributeError, match=r"module 'hps.client' has no attribute 'Clients'"):
+        _ = hps.client.Clients

@@ -1,0 +1,60 @@
+"""HTTP requests and replies of a client, and the header with its API key. Starts without NumPy."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from hps.client.errors import replied
+from hps.errors import ConfigError, HpsError
+
+_KEY = re.compile(r"[\x21-\x7e]+")
+
+
+class Request(NamedTuple):
+    """``path`` begins with a slash; ``body`` None: there is none."""
+
+    verb: str
+    path: str
+    headers: Mapping[str, str]
+    body: bytes | None = None
+
+
+class Reply(NamedTuple):
+    """An answer; ``headers`` by their names in lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    def checked(self, url: str) -> Reply:
+        """Raises what an answer that is no success says."""
+        if self.status == 200:
+            return self
+        raise replied(self.status, self.body, self.headers.get("retry-after"), url)
+
+    def json(self, url: str) -> Any:
+        """What a success says."""
+        self.checked(url)
+        try:
+            return json.loads(self.body) if self.body else {}
+        except ValueError:
+            raise HpsError(f"{url} did not answer with JSON; is it an hps server?") from None
+
+
+def checked_key(api_key: str) -> str:
+    """A key as servers have them. ConfigError, which does not quote it, for anything else: no header could
+    carry it, and a line's end would begin another one."""
+    if not _KEY.fullmatch(api_key):
+        raise ConfigError(
+            "the API key has characters that no key has (spaces, line ends, letters beyond ASCII); is it the "
+            "key alone?"
+        )
+    return api_key
+
+
+def key_headers(api_key: str | None) -> dict[str, str]:
+    """Who asks. Raises as `checked_key`."""
+    return {"Authorization": f"Bearer {checked_key(api_key)}"} if api_key else {}
