@@ -27,7 +27,7 @@ class Load(Protocol):
 
 @dataclass
 class Turns:
-    """What was seen at capacity, and for ``seconds`` each below and above it."""
+    """Measurements at capacity, and for ``seconds`` each below and above it."""
 
     seconds: float
     able: Seen = field(default_factory=Seen)

@@ -1,4 +1,4 @@
-"""How soon a server that was killed serves updates again.
+"""Time until a server that was killed serves updates again.
 
 A server with RocksDB, a CPU cache and a Redis that it feeds, as a member of the shared group, is killed
 (``kill -9``) and started again. Judged is the time from the moment that it is ready: until an update is

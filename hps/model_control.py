@@ -112,7 +112,7 @@ class ModelControl:
             return found.version
 
     def _found(self, name: str, version: int | None) -> ModelVersion:
-        """The version in the repository, whose folder is not told to who asks."""
+        """The version in the repository; errors do not contain its folder."""
         override = (self._settings.models.serve or {}).get(name)
         try:
             return self._repository.open(name, version, override)

@@ -57,7 +57,7 @@ class Node(OpenModels):
     promotions_into_stores: Callable[[], Mapping[str, int]] = dict
     """Keys waiting to be copied from one store into another, by the latter's name."""
     damage: Callable[[], str] = str
-    """What is damaged in its store, and the remedy; empty: nothing that is known."""
+    """Known damage of its store, and the remedy; empty: none."""
     hindrance: Callable[[], str] = str
     """Why a server with this node is not ready; empty: nothing keeps it from that."""
     watch_damage: Callable[[Callable[[], None]], None] = lambda _changed: None

@@ -101,7 +101,7 @@ def dense_runs(settings: Settings, resources: ExitStack) -> Workers:
 
 
 def runs_at_a_time(dense: DenseSettings) -> int:
-    """How many runs of networks there are at a time. More than there are cores take turns on them, which
+    """Number of runs of networks at a time. More than there are cores take turns on them, which
     costs: of predictions by 0.5 M parameters, a core did 168 a second four at a time, 183 one by one."""
     if dense.runs is not None:
         return dense.runs

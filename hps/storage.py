@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Promoted:
     """The ``tiers`` that promotions into the caches read, fastest first. ``own``: the one that has every
-    update before the caches are told of it, if any; ``own_first``: of rows of equal versions its is taken."""
+    update before the caches receive it, if any; ``own_first``: of rows of equal versions its is taken."""
 
     tiers: Sequence[Tier]
     own: Tier | None
@@ -75,7 +75,7 @@ class Stores:
         self._rocksdb: RocksDbTier | None = None
         self._redis: SharedRedis | None = None
         self.followed: FollowedStore | None = None
-        """What other processes feed from the streams that the node reads for its caches alone."""
+        """Stores that other processes feed from the streams that the node reads for its caches alone."""
         self.statuses: list[TierStatus] = []
         self.warnings: list[str] = []
 
@@ -196,7 +196,7 @@ class Stores:
         return Store("rocksdb", rocksdb, self._settings.tiers.rocksdb.layout == "native")
 
     def damage(self) -> str:
-        """What is damaged in the node's own store, and the remedy; empty: nothing that is known."""
+        """Known damage of the node's own store, and the remedy; empty: none."""
         rocksdb = self._rocksdb
         damaged = {} if rocksdb is None else rocksdb.damage.tables()
         if not damaged:

@@ -173,7 +173,7 @@ class StreamReaders:
     def _hps_beside(
         self, settings: KafkaSettings, group: str, followed: FollowedStore | None
     ) -> HpsProgress | None:
-        """Where HPS itself is in the streams, if it may be what feeds ``followed`` instead of our ``group``:
+        """Offsets of HPS in the streams, if it may be what feeds ``followed`` instead of our ``group``:
         in its own layout, and where our nodes don't."""
         if followed is None or followed.versioned:
             return None

@@ -291,5 +291,5 @@ def _arrived_lately(stream: Stream, tables: Collection[EmbeddingTable]) -> bool:
 
 
 def node_group(settings: KafkaSettings) -> str:
-    """Where a node's own reader commits its offsets; also its name as a member of the shared group."""
+    """Group to which a node's own reader commits its offsets; also its member name in the shared group."""
     return f"{NODE}{settings.group or socket.gethostname()}"

@@ -65,7 +65,7 @@ class ServerState(Generic[Node]):
         self._publish(self.metrics)
         self.loading: list[dict[str, Any]] = []
         self.urls: Mapping[str, str] = {}
-        """Where the server listens: base URLs by the port's name."""
+        """Addresses of the server: base URLs by the port's name."""
         self._started = time.monotonic()
 
     @property

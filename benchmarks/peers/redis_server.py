@@ -22,7 +22,7 @@ PROGRAM = os.environ.get("REDIS_SERVER", "redis-server")
 
 
 def lacking() -> str | None:
-    """What to do where there is no Redis."""
+    """Remedy where there is no Redis."""
     if shutil.which(PROGRAM):
         return None
     return f"{PROGRAM} is not installed: run `make bench-peers`, or apt-get install redis-server"

@@ -1,4 +1,4 @@
-"""What ``hps config validate`` checks besides the settings: models, the ports' certificates, Kafka's options.
+"""Checks of ``hps config validate`` besides the settings: models, the ports' certificates, Kafka's options.
 
 Everything here needs files and packages of the server, but no other process, no port and no GPU.
 """
@@ -85,7 +85,7 @@ def _check_description(report: Report, path: Path) -> ModelVersion | None:
 
 
 def port_certificates(settings: Settings) -> Iterator[FileCheck]:
-    """Those of the ports that the role opens."""
+    """Certificates of the ports that the role opens."""
     from hps.config.server_settings import opened_ports
     from services.frontend.certificates import server_context
 

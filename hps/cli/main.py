@@ -50,7 +50,7 @@ COMMANDS = {
     "store": Entry(CARE, "Look into Redis and RocksDB; load, compare, convert.", group=True),
     "generate": Entry(CARE, "Make models and requests for load tests.", group=True),
     "triton": Entry(CARE, "Make model repositories for a Triton server.", group=True),
-    "updates": Entry(CARE, "Send rows to serving nodes; look at what they refused.", group=True),
+    "updates": Entry(CARE, "Send rows to serving nodes; show what they refused.", group=True),
     "config": Entry(CARE, "Show, check and describe the configuration.", group=True),
     "version": Entry(CARE, "Print the version of hps and of what it stands on."),
 }

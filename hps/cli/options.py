@@ -116,7 +116,7 @@ def open_admin(url: str, api_key: str | None, tls: str | None, *, timeout_s: flo
 
 
 def tls_of(given: str | None) -> Tls | None:
-    """What ``--tls`` says; each of its parts may be left out."""
+    """Settings from ``--tls``; each of its parts may be left out."""
     if not given:
         return None
     from hps.client import Tls

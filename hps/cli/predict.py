@@ -29,7 +29,7 @@ app = typer.Typer(add_completion=False)
 
 
 class Missing(StrEnum):
-    """What an empty cell of a feature stands for."""
+    """Meaning of an empty cell of a feature."""
 
     empty = "empty"
     default = "default"
@@ -298,7 +298,7 @@ def _one(
 
 
 def _account(target: Target, model: str, features: Features) -> dict[str, Any]:
-    """Of each feature, and of each table that takes its keys: the keys, where each row came from, and the
+    """For each feature, and each table that takes its keys: the keys, where each row came from, and the
     vectors that the network takes."""
     from hps.cli.targets import source_names
 

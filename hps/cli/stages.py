@@ -44,7 +44,7 @@ def account(profiles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def keys_of(profiles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """How many keys the lookups had, and the share that each tier answered, ``default`` for keys without a
+    """Number of keys in the lookups, and the share that each tier answered, ``default`` for keys without a
     row; none where a lookup is not timed by its tiers, as on a GPU."""
     counts: dict[str, int] = {}
     for lookup in (each for profile in profiles for each in _lookups(profile)):

@@ -13,7 +13,7 @@ from hps.config.model_schema import Strict
 from hps.config.secrets import read_secret
 
 NODE = "hps.node."
-"""How groups of nodes begin; what follows names the node, after its host unless told otherwise."""
+"""Prefix of the groups of nodes; the node's name follows, by default its host's."""
 
 _OURS = (
     "bootstrap.servers",

@@ -34,7 +34,7 @@ class Report:
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     configuration: Configuration | None = None
-    """What the file amounts to, if it is a configuration that can be read."""
+    """The configuration in the file, if it can be read."""
     _absent: set[Path] = field(default_factory=set)
 
     def run(self, check: Callable[[], Any]) -> Any:

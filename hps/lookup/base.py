@@ -69,8 +69,8 @@ def spread(
 
 
 def keys_order(tables: Sequence[str], features: Sequence[tuple[str, str]]) -> Mapping[str, str]:
-    """What HPS's ``KEYS`` go by, in order, with the table of each: the tables, or where these are HPS's fused
-    ones the ``features (name, table)``, which are called as the tables were before."""
+    """Names that HPS's ``KEYS`` go by, in order, with the table of each: the tables, or where these are HPS's
+    fused ones the ``features (name, table)``, which are called as the tables were before."""
     return dict(features) if any(map(is_fused, tables)) else dict(zip(tables, tables, strict=True))
 
 

@@ -51,7 +51,7 @@ class FusedFiles(TableFiles):
     def _ranges(
         self, start: int, stop: int | None, read: Callable[[TableFiles, int, int], Any]
     ) -> list[Any]:
-        """What ``read(part, first, last)`` gives of each part's share of the rows."""
+        """Results of ``read(part, first, last)`` for each part's share of the rows."""
         stop = self.rows if stop is None else min(stop, self.rows)
         found, begin = [], 0
         for part in self.parts:

@@ -65,7 +65,7 @@ class ModelVersion:
 
     @property
     def key(self) -> str:
-        """What it is called between processes."""
+        """Its name between processes."""
         return f"{self.name}/{self.version}"
 
     @property

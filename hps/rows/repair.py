@@ -52,7 +52,7 @@ def _keys(table: EmbeddingTable, version: ModelVersion | None) -> Iterator[KeyAr
 
 
 def describe_gaps(tier: RocksDbTier, table: EmbeddingTable, gaps: list[Gap]) -> str:
-    """Which keys cannot be read, in words."""
+    """Text that names the keys that cannot be read."""
     parts = [f"{first} to {last}" for first, last in (tier.keys_of(table, gap) for gap in gaps[:3])]
     more = "" if len(gaps) <= 3 else f" and {len(gaps) - 3} more"
     files = ", ".join(sorted(f for f, t in tier.damage.tables().items() if t == table.id))

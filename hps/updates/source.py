@@ -79,8 +79,8 @@ class UpdateSource(Protocol):
         ...
 
     def lag(self) -> Mapping[tuple[str, int], int] | None:
-        """What waits to be applied, by topic and partition, in messages or files, a moment ago; None while it
-        is not known what is read here."""
+        """Lag by topic and partition, in messages or files, a moment ago; None while it is unknown what is
+        read here."""
         ...
 
     def poll(self, timeout_s: float) -> UpdateBatch | None:

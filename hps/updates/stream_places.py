@@ -34,7 +34,7 @@ class Places(Protocol):
 
     @property
     def stores(self) -> Sequence[Store]:
-        """Those that the reader writes."""
+        """Stores that the reader writes."""
         ...
 
     @property
@@ -67,7 +67,7 @@ class Places(Protocol):
     def told(
         self, table: EmbeddingTable, positions: Sequence[StreamPosition]
     ) -> list[StreamPosition]:
-        """What a store is to note with the last rows of ``table`` in a batch up to ``positions``."""
+        """Positions for a store to note with the last rows of ``table`` in a batch up to ``positions``."""
         ...
 
     def took(self, positions: Sequence[StreamPosition], told: set[EmbeddingTable]) -> None:
@@ -75,7 +75,7 @@ class Places(Protocol):
         ...
 
     def unnoted(self) -> Iterator[tuple[EmbeddingTable, list[StreamPosition]]]:
-        """What tables are still to note that no rows came for; once taken it counts as noted."""
+        """Positions still to note for tables without new rows; once taken they count as noted."""
         ...
 
     def lost(self) -> str:
@@ -85,7 +85,7 @@ class Places(Protocol):
 
 
 def loss(store: str, place: Place, offset: int, reached: int) -> str:
-    """What is reported of a ``store`` that has updates up to ``offset`` and had them up to ``reached``."""
+    """Report on a ``store`` that has updates up to ``offset`` and had them up to ``reached``."""
     topic, partition = place
     return (
         f"{store} has the updates of {topic}/{partition} up to {offset}, but had them up to {reached}: rows "

@@ -7,10 +7,10 @@ row is the one that stays; and so changes may overtake the promotions that wait,
 many seconds' worth after a cold start, and are seen at once.
 
 A store that could not be asked for a key may hold a newer row of it, or its deletion, and then the key is not
-promoted. But not when the node's own store could be: that one has every update before the caches are told of
+promoted. But not when the node's own store could be: that one has every update before the caches receive
 it, so its rows lag no more than lookups do that pass over the others. Otherwise a Redis that is down would
 keep the CPU cache cold for as long. Where rows have no versions, the row of the own store counts as the
-newest: another store may not have an update yet that the caches were told of before the row came.
+newest: another store may not have an update yet that the caches received before the row came.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ KEYS_SOURCE = "KEYS.source"
 
 
 class KeysForm:
-    """What ``NUMKEYS`` counts the keys of, in order, for the model of one engine: its tables, or its features
+    """Names whose keys ``NUMKEYS`` counts, in order, for the model of one engine: its tables, or its features
     where HPS fused the tables."""
 
     def __init__(self, engine: Lookup) -> None:

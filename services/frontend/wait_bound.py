@@ -1,4 +1,4 @@
-"""How long a request would wait in an admission queue, and the longest wait that is allowed.
+"""Expected wait of a request in an admission queue, and the longest wait that is allowed.
 
 In an overload the bound shrinks, as CoDel's does. A queue that is always full is of no use: every request
 waits for as long as the bound allows, and clients that wait no longer than that have given up by its turn, or
@@ -18,7 +18,7 @@ _LEAST_S = 0.005
 
 
 class WaitEstimate:
-    """When the requests that run will be done, by how long others took. Changed under the queue's lock."""
+    """Estimate of when running requests end, by how long others took. Changed under the queue's lock."""
 
     def __init__(self, slots: int) -> None:
         """``slots``: requests that run at a time."""
@@ -27,7 +27,7 @@ class WaitEstimate:
         # of their times is the same.
         self.begun: list[float] = []
         self.work_s = 0.0
-        """How long one takes."""
+        """Duration of one request."""
         self.turn_s = 0.0
         """The same with those that are done when they begin, as queued ones may be."""
 
@@ -45,7 +45,7 @@ class WaitEstimate:
         self.turn_s -= _LATEST * self.turn_s
 
     def wait_s(self, ahead: int) -> float:
-        """How long a request would wait behind ``ahead`` others in the queue."""
+        """Expected wait of a request behind ``ahead`` others in the queue."""
         begun = (*self.begun,)  # others end meanwhile
         ahead -= max(0, self.slots - len(begun))
         if ahead < 0:

@@ -119,7 +119,7 @@ def test_the_servers_hottest_keys_are_asked_for(
 
 
 def test_without_hot_keys_the_result_says_why(small_server: Hps, tmp_path: Path) -> None:
-    """Port 8002 is none of this server's, whoever has it."""
+    """Port 8002 is none of this server's."""
     url, file = f"http://{small_server.address}", tmp_path / "run.json"
     few = ["--duration", "0.2", "--warmup", "0", "--distinct", "8", "--json", file]
     assert bench("clicks", "--server", url, *few).exit_code == 0

@@ -59,7 +59,7 @@ def listed(kafka: KafkaSettings, *, again: bool = False) -> list[Letter]:
 
 
 def requeue(kafka: KafkaSettings) -> int:
-    """How many were sent again: all that are listed."""
+    """Number of letters sent again: all that are listed."""
     with closing(DeadLetterBox(kafka)) as box:
         letters = box.letters()
         assert not box.requeue(letters)
@@ -77,7 +77,7 @@ def letter(topic: str, offset: int, *, at_ms: int = 1000, reason=Reason.CHECKSUM
 
 
 def messages_in(broker, topic: str) -> int:
-    """Those of two partitions."""
+    """Letters of two partitions."""
     consumer = ck.Consumer({"bootstrap.servers": broker.address, "group.id": unique("g")})
     with closing(consumer):
         places = [ck.TopicPartition(topic, p) for p in (0, 1)]

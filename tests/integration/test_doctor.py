@@ -404,7 +404,7 @@ def folders_of(server: Hps) -> dict[str, str]:
 
 
 def on_ports(server: Hps, database: str, **changed: int) -> dict[str, Check]:
-    """What is found of the ports of a server, for a configuration that has them too."""
+    """Findings on the ports of a server, for a configuration that has them too."""
     given = {"http": server.address, "grpc": server.grpc, "admin": server.admin}
     numbers = {name: int(at.rpartition(":")[2]) for name, at in given.items()} | changed
     settings = configuration_from(

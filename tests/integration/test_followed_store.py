@@ -85,7 +85,7 @@ def asked(node: hps.Node, fleet: Fleet) -> float:
 
 
 def cached(node: hps.Node, fleet: Fleet) -> float | None:
-    """What the CPU cache itself has."""
+    """Row in the CPU cache itself."""
     (table,) = (t for m in node.models.values() for t in m.tables.values())
     part = Part.make(table, np.array([KEY]))
     (cache,) = (each.tier for each in node.tiers if each.tier.info.name == "cpu")

@@ -329,7 +329,7 @@ DEADLINE_S = 15.0
 
 @st.composite
 def messages(draw: st.DrawFn) -> bytes:
-    """What looks like a request, mostly one that the server could read."""
+    """Bytes that resemble a request, mostly one that the server could read."""
     method = draw(st.sampled_from(["GET", "POST"]) | st.sampled_from(METHODS.split()))
     version = draw(st.just(VERSIONS[0]) | st.sampled_from(VERSIONS))
     lines = [f"{method} {draw(st.sampled_from(TARGETS.split()))} {version}"]
@@ -344,7 +344,7 @@ def messages(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def connections(draw: st.DrawFn) -> list[bytes]:
-    """What is sent on a connection, in the pieces that are sent."""
+    """Pieces of bytes to send on a connection."""
     sent = b"".join(draw(st.lists(messages(), min_size=1, max_size=4)))
     if draw(st.booleans()):
         return [sent]

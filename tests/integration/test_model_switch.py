@@ -299,7 +299,7 @@ def test_models_are_listed_loaded_and_unloaded(server):
 
 
 class Files:
-    """Of a version, put back at the end."""
+    """Files of a version, put back at the end."""
 
     def __init__(self, folder):
         self._folder = folder
@@ -318,7 +318,7 @@ class Files:
 
 @pytest.fixture
 def files(server):
-    """Those of version 1 of ``clicks``, which is served."""
+    """Files of version 1 of ``clicks``, which is served."""
     assert server.load("clicks", 1)[0] == 200
     files = Files(server.repository / "clicks/1")
     yield files
@@ -369,7 +369,7 @@ def test_files_of_a_served_version_that_were_changed_in_place(server, files, nam
 
 
 def test_a_network_that_is_not_the_one_that_was_published(server, files):
-    """Of a version that is not served."""
+    """Files of a version that is not served."""
     other = Files(server.repository / "clicks/2")
     for changed in (noise, lambda _: network(0.25)):
         other.change("dense.onnx", changed)

@@ -21,7 +21,7 @@ LISTENERS = ("HTTP", "GRPC", "ADMIN")
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """What the README's commands use of a checkout."""
+    """Copy of the parts of a checkout that the README's commands use."""
     (tmp_path / "hps").symlink_to(ROOT / "hps", target_is_directory=True)
     (tmp_path / ".venv").symlink_to(sys.prefix, target_is_directory=True)
     return tmp_path

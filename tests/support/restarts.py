@@ -39,7 +39,7 @@ class Restarts:
     value: float = 0.0
 
     def served(self) -> float:
-        """What a lookup answers for the key."""
+        """Answer of a lookup of the key."""
         keys = {"name": TABLE, "shape": [1, 1], "datatype": "INT64", "data": [KEY]}
         url = f"http://{self.part.http}/v2/models/{MODEL}.lookup/infer"
         body = json.dumps({"inputs": [keys]}).encode()
@@ -47,7 +47,7 @@ class Restarts:
             return float(json.load(answer)["outputs"][0]["data"][0])
 
     def in_redis(self) -> float:
-        """What is in Redis for the key."""
+        """Row in Redis for the key."""
         return float(self.redis.get(self.table, np.array([KEY])).out[0, 0])
 
     def send(self) -> None:

@@ -1,4 +1,4 @@
-"""Hot keys of a running server: what load tests ask for unless they are told otherwise."""
+"""Hot keys of a running server: the default keys of load tests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Pools:
 
 
 def hot_pools(model: str, hot_keys: HotKeys) -> Pools:
-    """Those of ``model`` by feature: the table's keys without the feature's offset."""
+    """Hot keys of ``model`` by feature: the table's keys without the feature's offset."""
     try:
         told = hot_keys(model.removesuffix(".lookup"))
     except NotFound:
@@ -57,7 +57,7 @@ def require_same(admin: Admin, url: str) -> None:
 
 
 def guessed_admin(url: str) -> str:
-    """Where a server whose ports are the usual ones has its admin port."""
+    """Admin address of a server that has the default ports."""
     at = urlsplit(url)
     host = f"[{at.hostname}]" if ":" in (at.hostname or "") else at.hostname
     secured = at.scheme in ("https", "grpcs")
@@ -84,6 +84,6 @@ def sources_of(
 
 
 def shares(counts: NDArray[np.integer[Any]]) -> dict[str, float]:
-    """Of keys by `Source`: the share of each that has any, by its name."""
+    """Share of the keys from each `Source` that answered any, by its name."""
     total = max(1, int(counts.sum()))
     return {Source(code).name.lower(): n / total for code, n in enumerate(counts.tolist()) if n}

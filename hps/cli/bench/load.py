@@ -43,7 +43,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where requests come from: a ``file`` of them, the rows of a model in a ``repository``, or neither."""
+    """Source of requests: a ``file`` of them, the rows of a model in a ``repository``, or neither."""
 
     file: Path | None = None
     repository: Path | None = None
@@ -199,7 +199,7 @@ def different_keys(requests: Sequence[Tensors]) -> int:
 
 
 def keys_in(tensors: Tensors) -> int:
-    """How many keys a request asks for."""
+    """Number of keys in a request."""
     return sum(
         array.size
         for name, array in tensors.items()

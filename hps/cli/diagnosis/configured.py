@@ -85,7 +85,7 @@ def _rows(settings: Settings, versions: Sequence[ModelVersion]) -> Iterator[Chec
 
 
 def _folders(settings: Settings) -> Check:
-    """Those that the node writes to now and then. Raises ConfigError."""
+    """Folders that the node writes to at intervals. Raises ConfigError."""
     from hps.config.validation import check_folders
 
     check_folders(settings)

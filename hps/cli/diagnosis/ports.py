@@ -32,7 +32,7 @@ _PATIENCE_S = 5.0
 def ports(
     settings: Settings, running: Running, api_key: str | None, tls: Tls | None
 ) -> Iterator[Check]:
-    """Those that the role opens; ``running`` is what is known of the server on this configuration's ports."""
+    """Ports that the role opens; ``running``: the server found on this configuration's ports."""
     yield attempt("access", lambda: exposure(settings))
     for name, listener in opened_ports(settings.server):
         yield port(f"{name} port", listener, running, api_key, tls)
@@ -90,7 +90,7 @@ def port(
 
 
 def _holder(name: str, at: Listener, api_key: str | None, tls: Tls | None) -> Check | None:
-    """What has a port that is taken: OK for an hps server, None for what is none."""
+    """Owner of a port that is taken: OK for an hps server, None for any other."""
     place, setting = f"{at.host}:{at.port}", f"server.{name.split()[0]}"
     try:
         return Check(name, "OK", f"{place} is served by hps") if is_ours(at, api_key, tls) else None

@@ -57,7 +57,7 @@ class Followers:
     def __init__(self, served: Mapping[str, int]) -> None:
         self._served = {name: Loaded(name, version) for name, version in served.items()}
         self.fingerprints: dict[str, str] = {}
-        """Of versions that are served or may come, by `ModelVersion.key`; processes open no others."""
+        """Versions that are served or may be served next, by `ModelVersion.key`; processes open no others."""
         self._coming: Loaded | None = None
         self._followers: dict[Hashable, _Follower] = {}
         self._deaths: list[

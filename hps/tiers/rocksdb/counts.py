@@ -1,4 +1,4 @@
-"""How many rows a column family has, as far as RocksDB knows without reading them."""
+"""Number of rows in a column family, as far as RocksDB knows without reading them."""
 
 from __future__ import annotations
 

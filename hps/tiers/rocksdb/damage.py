@@ -15,7 +15,7 @@ _UNNAMED = "(not named)"
 
 
 class DamagedFiles:
-    """Those of the database at ``path`` that reads have found since it was opened. Any thread may call it."""
+    """Damaged files that reads of the database at ``path`` found since it was opened; thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -38,7 +38,7 @@ class RowCodec(RowValues):
         super().__init__(table, layout)
         self._table = table
         self.key_bytes = 8 if self.versioned or table.key_bits == 64 else 4
-        """Of a stored key."""
+        """Bytes of a stored key."""
 
     def codes(self, keys: KeyArray) -> CodeArray:
         """(n,) int64 -> (n,) uint64 whose ascending order is the order of the stored keys."""

@@ -112,7 +112,7 @@ class Records:
 
     def distrust(self, families: Iterable[str], *, versioned: bool) -> None:
         """Records may be older or newer than the rows of ``families``, which are all there are: have nothing
-        rely on them. Streams are read again, each write looks at what is stored, and small tables, whose
+        rely on them. Streams are read again, each write reads what is stored, and small tables, whose
         load went through the log, are loaded again (``versioned``: that leaves newer rows as they are)."""
         batch = WriteBatch(raw_mode=True)
         for family in families:
@@ -282,7 +282,7 @@ class BulkLoad:
         try:
             options = IngestExternalFileOptions()
             options.set_move_files(True)
-            # RocksDB numbers it as a write before it has noted the file: nobody may acknowledge that number.
+            # RocksDB numbers it as a write before it has noted the file: do not acknowledge that number.
             with self._lock:
                 family.ingest_external_file(self._files[-1:], options)
         finally:

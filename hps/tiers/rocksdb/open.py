@@ -208,7 +208,7 @@ def make_private(path: Path, mend: str = "name another folder", *, exist_ok: boo
 
 
 def repair_folder(path: Path) -> Path:
-    """Where a repair of the database at ``path`` keeps what it saves; there until it is done."""
+    """Folder in which a repair of the database at ``path`` keeps what it saves, until it is done."""
     return path / "hps-repair"
 
 

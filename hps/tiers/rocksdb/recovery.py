@@ -47,7 +47,7 @@ class LostWrites:
 
 
 class Recovery:
-    """Of one primary, opened with ``options`` and these column ``families``."""
+    """Recovery of one primary, opened with ``options`` and these column ``families``."""
 
     def __init__(self, settings: OpenSettings, options: Options, families: Iterable[str]) -> None:
         self._settings = settings
@@ -55,7 +55,7 @@ class Recovery:
         self._families = list(families)
         self._noted = noted(settings.path)
         self.lost: LostWrites | None = None
-        """What was lost, once it is open."""
+        """Lost writes, once the database is open."""
 
     def open(self) -> Rdict:
         """Raises TierError, also where acknowledged writes are missing and that is not to be accepted. The

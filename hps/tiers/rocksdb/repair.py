@@ -40,7 +40,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What was kept of a damaged table: ``kept`` entries; the ``gaps``; how many keys of the model's files
+    """Result for a damaged table: ``kept`` entries; the ``gaps``; how many keys of the model's files
     lie in them and could not be read (``lost``); its load ``record``; whether rows were written to it after
     the load (``streamed``)."""
 
@@ -115,8 +115,8 @@ def _after(data: Rdict, first: int, end: int, width: int) -> int:
 
 
 class TableRepair:
-    """Of one table of a database that is opened for repair: `save`, `put_back`, then the caller inserts the
-    rows of `lost`, then `finish`."""
+    """Repair of one table of a database that is opened for it: `save`, `put_back`, then the caller inserts
+    the rows of `lost`, then `finish`."""
 
     def __init__(self, database: Database, table: EmbeddingTable) -> None:
         self._database = database
@@ -242,7 +242,7 @@ class TableRepair:
 
 
 def _within(code: CodeArray, gaps: list[Gap]) -> Any:
-    """Which of ``code (n,)`` lie in one of the ``gaps``, which ascend."""
+    """Mask of the ``code (n,)`` that lie in one of the ``gaps``, which ascend."""
     firsts = np.array([gap.first for gap in gaps], np.uint64)
     lasts = np.array([gap.last for gap in gaps], np.uint64)
     at = np.searchsorted(firsts, code, "right") - 1

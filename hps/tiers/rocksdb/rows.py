@@ -66,7 +66,7 @@ class VersionedRows:
         self._clock = clock
 
     def read(self, family: Family, code: CodeArray) -> tuple[Stored, bool]:
-        """What is stored under ascending codes, and whether all could be read: what lies in a damaged part of
+        """Values stored under ascending codes, and whether all could be read: what lies in a damaged part of
         a table file counts as not stored."""
         keys, whole = family.codec.stored_keys(code), True
         try:

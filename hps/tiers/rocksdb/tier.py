@@ -128,7 +128,7 @@ class RocksDbTier:
         return self._database.family(table).streamed
 
     def rows(self, table: EmbeddingTable) -> int:
-        """How many rows there are. Once a table was written to (see `rows_exact`) it is about so many: rows
+        """Number of rows. Once a table was written to (see `rows_exact`) it is about so many: rows
         that were added count when they are compacted, and deletions that are remembered do."""
         with self._database.errors():
             record = self.loaded(table)
@@ -145,7 +145,7 @@ class RocksDbTier:
         )
 
     def entries(self, table: EmbeddingTable) -> int:
-        """How many rows there may be at most: deletions that are remembered count, and overwritten rows
+        """Upper bound of the number of rows: deletions that are remembered count, and overwritten rows
         until they are compacted."""
         with self._database.errors():
             return entries_in(self._database.family(table).data)

@@ -1,4 +1,4 @@
-"""Which partitions a Kafka consumer reads: all of its topics, or those that its group assigns to it."""
+"""Partitions that a Kafka consumer reads: all of its topics, or those that its group assigns to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Assignment(Protocol):
 
     @property
     def places(self) -> Collection[Place] | None:
-        """What is to be read here; None while that is not known."""
+        """Partitions to be read here; None while they are not known."""
         ...
 
     def follow(self, topics: Mapping[str, Topic]) -> None:
@@ -82,10 +82,10 @@ class GroupMember:
         self._consumer.unsubscribe()
         while self.places and time.monotonic() < deadline:
             self._consumer.poll(0.05)
-        self._consumer.poll(0.05)  # until it has told the group
+        self._consumer.poll(0.05)  # until it has notified the group
 
     def _assigned(self, consumer: Any, partitions: list[ck.TopicPartition]) -> None:
-        consumer.assign([])  # until it is told where they begin
+        consumer.assign([])  # until their first offsets are set
         self.places = {(each.topic, each.partition) for each in partitions}
 
     def _revoked(self, _consumer: Any, _partitions: list[ck.TopicPartition]) -> None:

@@ -25,7 +25,7 @@ ANSWER_S = 10.0
 SIZE_HEADER = "hps-size"
 """Of a dead letter that stands for a message too large to be kept: how many bytes that had."""
 ATTEMPT_HEADER = "hps-attempt"
-"""Of a message that was sent again, and of a dead letter made of it: 2, and one more each time."""
+"""Header of a message that was sent again, and of its dead letter: 2, and one more each time."""
 LARGEST = 1_000_000_000
 """What librdkafka takes at most for the bytes of a message."""
 # A broker answers when there is so much, or after so long: each answer costs it, and us, half a millisecond.
@@ -47,7 +47,7 @@ def client_options(addresses: str) -> dict[str, Any]:
 
 
 def reader_options(settings: KafkaSettings) -> dict[str, Any]:
-    """What a reader's consumer is made with: its places and offsets are set by hand."""
+    """Options of a reader's consumer: its places and offsets are set by hand."""
     return {
         **client_options(settings.brokers),
         "enable.auto.commit": False,
@@ -210,7 +210,7 @@ class _LetterLog:
 
 
 def attempt_of(headers: Mapping[str, bytes | None]) -> int:
-    """How often a message was sent, by its headers."""
+    """Number of times that a message was sent, by its headers."""
     text = headers.get(ATTEMPT_HEADER) or b""
     return int(text) if text.isdigit() and len(text) < _ATTEMPT_DIGITS else 1
 

@@ -43,7 +43,7 @@ class Cluster:
     def topics(
         self, wanted: Callable[[str], bool], consumer: ck.Consumer | None = None
     ) -> dict[str, Topic]:
-        """Those with a ``wanted`` name, asked for by the ``consumer`` that is to read them, if given: by
+        """Topics with a ``wanted`` name, asked for by the ``consumer`` that is to read them, if given: by
         itself it looks for topics that it does not know once a second. Raises Unavailable."""
         admin = self._client()
         try:

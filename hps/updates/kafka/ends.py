@@ -27,7 +27,7 @@ class Reader(Protocol):
         ...
 
     def saw(self, ends: Mapping[Place, int]) -> None:
-        """Where its partitions end."""
+        """End offsets of its partitions."""
         ...
 
 

@@ -51,7 +51,7 @@ class KeptLetters:
         self._kept: Newest[tuple[Identity, Reason], None] = Newest()
 
     def missing(self, letters: Iterable[DeadLetter]) -> list[DeadLetter]:
-        """Those of ``letters`` that were not kept yet, as far as is remembered."""
+        """The ``letters`` that were not kept yet, as far as is remembered."""
         return [each for each in letters if (identity(each), each.reason) not in self._kept]
 
     def add(self, letters: Sequence[DeadLetter]) -> None:

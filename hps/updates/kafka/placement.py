@@ -1,4 +1,4 @@
-"""Where the reading of a Kafka partition begins: at the stores' positions, if Kafka can continue there."""
+"""First offset to read of a Kafka partition: at the stores' positions, if Kafka can continue there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Positions(Protocol):
-    """How far the stores are: `hps.updates.stream_places.StreamPlaces`, whose methods raise TierError."""
+    """Positions of the stores: `hps.updates.stream_places.StreamPlaces`, whose methods raise TierError."""
 
     def identify(self, topic: str, partition: int, topic_id: str) -> bool: ...
 
@@ -75,10 +75,11 @@ class Reading:
 
 
 class Placement:
-    """Of one reader, called by its thread. Where no store knows a position, reading begins with the messages
-    of ``since_s`` (Unix seconds), if given, else where the group ``hps`` was (`KafkaSettings.hps_offsets`),
-    or with all there are. A topic that changes none of the ``tables`` has dead letters only, and no store
-    keeps a position in it: there the reader's ``group`` says which of them were kept."""
+    """Placement of one reader, called by its thread. Where no store knows a position, reading begins with the
+    messages of ``since_s`` (Unix seconds), if given, else where the group ``hps`` was
+    (`KafkaSettings.hps_offsets`), or with all there are. A topic that changes none of the ``tables`` has dead
+    letters only, and no store keeps a position in it: there the reader's ``group`` says which of
+    them were kept."""
 
     def __init__(
         self,
@@ -194,7 +195,7 @@ class Placement:
         bounds: Mapping[Place, tuple[int, int]],
         consumer: ck.Consumer,
     ) -> dict[Place, tuple[int, bool]]:
-        """Where to begin partitions that no store knows, and whether what is before counts as applied."""
+        """First offsets of partitions that no store knows, and whether what is before counts as applied."""
         hps: Mapping[Place, int] = {}
         if self._hps_group is not None and places:
             hps = committed(self._settings, self._hps_group, places)

@@ -110,8 +110,6 @@ class Readings:
         self._place_at = 0.0
 
     def _begin_anew(self, place: Place, former: Reading | None) -> None:
-        self._unplaced[place] = (
-            former  # first: whoever asks in between must not take it for complete
-        )
+        self._unplaced[place] = former  # first: a reader in between must not take it for complete
         del self._of[place]
         self._place_at = 0.0

@@ -107,7 +107,7 @@ class KafkaSource:
 
     @property
     def problem(self) -> str | None:
-        """What keeps messages from coming, if anything."""
+        """Reason why no messages arrive, if there is one."""
         if self._heard or self._unreachable:
             return self._heard or self._unreachable
         waited_s = time.monotonic() - self._placed_at

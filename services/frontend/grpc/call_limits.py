@@ -1,7 +1,7 @@
 """Limits of grpc's core on the calls of one connection, so that no client's calls displace another's.
 
 The core queues the calls of a method until the server takes them. By default that queue drops calls at random
-beyond 1,000, whoever made them, and ends them with CANCELLED; a cancelled call stays in it until its turn. So
+beyond 1,000, from any client, and ends them with CANCELLED; a cancelled call stays in it until its turn. So
 one client that makes and cancels calls faster than the server takes them ends other clients' calls, or delays
 them for seconds where the queue is longer.
 """

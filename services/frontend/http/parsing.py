@@ -12,9 +12,9 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from services.frontend.http.lasting import Lasting
 
 MAX_HEAD_BYTES = 64 << 10
-"""Of a request's target and header fields, trailers included; `FIELD_BYTES` more count for each field."""
+"""Bound of a request's target and header fields, with trailers; each field counts `FIELD_BYTES` more."""
 FIELD_BYTES = 32
-"""What a field costs beside its text: as HTTP/2 counts (RFC 9113, 6.5.2)."""
+"""Cost of a field beside its text: as HTTP/2 counts (RFC 9113, 6.5.2)."""
 MAX_PIPELINED = 16
 """With so many requests queued behind the one that is being answered, a connection is not read further."""
 SLICE_BYTES = 4 << 10
@@ -58,7 +58,7 @@ class Parsing(Lasting):
     _body_read = 0
     """Bytes of the body of the request that is read."""
     _unparsed = b""
-    """What was received behind a full pipeline."""
+    """Bytes received behind a full pipeline."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # uvicorn narrows it so, too
         super().connection_made(transport)
@@ -88,7 +88,7 @@ class Parsing(Lasting):
                 self._refuse(400, "Invalid HTTP request received.")
 
     def _slice_size(self) -> int:
-        """How many bytes to feed at a time: a body whose length is known, or a slice."""
+        """Number of bytes to feed at a time: a body whose length is known, or a slice."""
         if self._reads == "body":
             for name, value in self.headers:
                 if name == b"content-length":

@@ -41,7 +41,7 @@ class Asking:
             asked = self.tell(what, *given)
             while True:
                 number, answer = self._received()
-                if number == asked:  # nobody waits for the answers to others
+                if number == asked:  # no caller waits for the answers to others
                     return answer
 
     def tell(self, what: str, *given: Any) -> int:

@@ -99,7 +99,7 @@ class Heartbeat:
         self.silent_s = 0.0
         """Seconds since it last answered on all."""
         self.stuck_s = 0.0
-        """Those of them in which it could have worked: see `_Opportunity`."""
+        """Seconds of them in which it could have worked: see `_Opportunity`."""
         self._ways = ways
         self._opportunity = _Opportunity(pid)
         self._checked = time.monotonic()
@@ -132,7 +132,7 @@ class _Opportunity:
         self._cpu_s = 0.0
 
     def since(self, passed_s: float) -> float:
-        """Of the last ``passed_s``."""
+        """Opportunity in the last ``passed_s``."""
         try:
             if _TRACED.search((self._folder / "status").read_bytes()):
                 return 0.0

@@ -49,7 +49,7 @@ _PATIENCE_S = 1e9
 
 class Worker(Process[OpenModels]):
     """The data port, and gRPC's, of worker ``number``; ``listeners``: of all workers, if they answer HTTP.
-    ``replaces``: another was there before, so whoever connects waits for the answer instead of being told
+    ``replaces``: another was there before, so clients that connect wait for the answer instead of being told
     that models are being loaded."""
 
     def __init__(

@@ -238,7 +238,7 @@ class Supervised:
             self._changed()
 
     def _start(self, channel: Asking, files: Sequence[int]) -> subprocess.Popen[bytes] | None:
-        """The worker's process, which inherits ``files``; None when told to stop."""
+        """The worker's process, which inherits ``files``; None when asked to stop."""
         with self._lock:
             if self._stopping.is_set():
                 return None

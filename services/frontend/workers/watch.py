@@ -20,19 +20,19 @@ _TRACE_S = 0.5
 
 
 class Watch:
-    """Of worker ``number``, one process after another. ``timeout_s``: how long it may be without an answer,
-    see `Heartbeat.stuck_s`. ``ready`` is called with whether it answers, when that changes."""
+    """Watch over worker ``number``, one process after another. ``timeout_s``: how long it may be without an
+    answer, see `Heartbeat.stuck_s`. ``ready`` is called with whether it answers, when that changes."""
 
     def __init__(self, number: int, timeout_s: float, ready: Callable[[bool], None]) -> None:
         self.timeouts = 0
-        """How often a process was killed because it did not answer."""
+        """Number of processes killed because they did not answer."""
         self.unresponsive = False
         self._number, self._timeout_s, self._ready = number, timeout_s, ready
 
     def until_it_ends(
         self, process: subprocess.Popen[bytes], heartbeat: Heartbeat, stopping: threading.Event
     ) -> int:
-        """Its exit code. A process that was told to stop is only waited for."""
+        """Its exit code. A process that was asked to stop is only waited for."""
         try:
             while True:
                 with suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""What the stores' benchmarks need beside the product: what they say where it is missing."""
+"""Messages of the stores' benchmarks where a part beside the product is missing."""
 
 import shutil
 

@@ -44,7 +44,7 @@ def strings(path: Path) -> Iterator[str]:
 
 
 def named(text: str) -> Iterator[tuple[str, str]]:
-    """What follows each `hps` of a text, and where it stands: in ``code``, at the beginning of a ``line``, or
+    """Text behind each `hps` of a text, and where it stands: in ``code``, at the beginning of a ``line``, or
     within ``prose``."""
     for span in SPAN.finditer(text):
         if span[1].startswith("hps "):
@@ -69,7 +69,7 @@ def sub_commands() -> set[str]:
 
 
 def unknown(words: str, where: str) -> str:
-    """What of a command line does not exist; empty when all does."""
+    """Parts of a command line that do not exist."""
     first, *rest = (word.strip(".,:;()'\"[]…") for word in words.split())
     if first not in COMMANDS:
         return first if where == "code" and first and first not in OF_HPS else ""

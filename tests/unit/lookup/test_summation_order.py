@@ -114,7 +114,7 @@ def by_definition(rows, keys, pooling):
 
 
 def answers(world, keys):
-    """What every path through the engine makes of ``keys``, by its name."""
+    """Results of every path through the engine for ``keys``, by its name."""
     distinct = np.unique(keys.keys)
     other = JaggedKeys(np.arange(1, keys.batch + 1), keys.batch)
 

@@ -646,7 +646,7 @@ def write(cache, table, of, until):
 
 
 def race(cache, table, seconds, defines=(), read=read, of=KEYS):
-    """What three readers saw, of so many keys: rounds of the writer, wrong rows, rows found."""
+    """Observations of three readers of so many keys: rounds of the writer, wrong rows, rows found."""
     started = threading.Semaphore(0)
     stop, wrong, found = threading.Event(), [], []
     readers = [

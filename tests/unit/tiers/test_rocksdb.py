@@ -104,7 +104,7 @@ class TestOnDisk:
 
 
 class TestRows:
-    """How many there are: exact until something is written after the load."""
+    """Number of rows: exact until something is written after the load."""
 
     @pytest.mark.parametrize("layout", ["native", "hps"])
     def test_rows_are_exact_until_the_table_is_written_to(self, tmp_path, monkeypatch, layout):

@@ -98,7 +98,7 @@ DAMAGE = {"cut": cut, "cut between": cut_between_records, "flipped": flip, "dele
 
 
 def there(tier: RocksDbTier) -> np.ndarray:
-    """Which of the keys 0 to 999 have their row."""
+    """Keys from 0 to 999 that have their row."""
     found = np.zeros(ROWS, bool)
     for of, keys in ((A, np.arange(0, ROWS, 2)), (B, np.arange(1, ROWS, 2))):
         part = Part.make(of, keys)

@@ -1,4 +1,4 @@
-"""What a direct write acknowledges is in the stores, whatever the clocks say."""
+"""Acknowledged direct writes are in the stores, whatever the clocks say."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class Node:
         assert self.stream.next == len(self.stream.changes)
 
     def judge(self) -> None:
-        """What is resident is what the store has."""
+        """Resident rows equal the store's."""
         for number, table in enumerate(self.tables):
             part = Part.make(table, self.stream.keys)
             self.cache.fetch([part], FetchContext())

@@ -1,4 +1,4 @@
-"""Where streams begin: what the stores say, and what of it cannot be of the topic that is there now."""
+"""First offsets of streams: what the stores say, and what of it cannot be of the topic that is there now."""
 
 import pytest
 

@@ -202,7 +202,7 @@ def test_a_store_without_updates_is_not_trusted_alone(make):
 
 @pytest.mark.parametrize("own_first", [True, False])
 def test_of_rows_without_versions_the_own_stores_row_is_promoted(make, own_first):
-    """The shared store may lag behind an update that the caches were told of already."""
+    """The shared store may lag behind an update that the caches have received already."""
     shared, own = Store(), Store()
     put(shared, [1, 2], 1.0, version=0)
     put(own, [1], 2.0, version=0)

@@ -216,7 +216,7 @@ def parsers(monkeypatch):
 
 @pytest.fixture(params=["data", "admin", "ingest"])
 def any_app(request, data, admin):
-    """What answers on a port: that for requests, the admin ports of a server and of ``hps ingest``."""
+    """Applications of ports: that for requests, the admin ports of a server and of ``hps ingest``."""
     if request.param == "ingest":
         return ingest_app(ServerState("ingest"), ServerSettings(), OpenGuard())
     return {"data": data, "admin": admin}[request.param]

@@ -200,7 +200,7 @@ class Silent:
 
 @pytest.fixture
 def watched(process, monkeypatch):
-    """``watched(*seconds)``: a process watched whose heartbeat is `Silent`; what was told of it."""
+    """``watched(*seconds)``: a process watched whose heartbeat is `Silent`; what was reported of it."""
     monkeypatch.setattr("services.frontend.workers.watch.BEAT_S", 0.01)
 
     def watch(*seconds):
