@@ -14,7 +14,7 @@ from hps.cuda import launch
 from hps.cuda.layout import Policy
 from hps.cuda.loader import cupy
 from hps.tiers.base import Part
-from hps.tiers.gpu_cache import GpuCache
+from hps.tiers.gpu.cache import GpuCache
 from hps.types import EmbeddingTable, make_version
 
 CALL = 1 << 20

@@ -38,9 +38,9 @@ from benchmarks.peers import gpu as peers
 from hps.cuda import launch
 from hps.cuda.loader import cupy, lacking
 from hps.tiers.base import FetchContext
-from hps.tiers.bridge import HostBridge
-from hps.tiers.cpu_cache import CpuCache
-from hps.tiers.gpu_cache import GpuCache
+from hps.tiers.cpu.cache import CpuCache
+from hps.tiers.gpu.cache import GpuCache
+from hps.tiers.gpu.host_bridge import HostBridge
 from hps.types import EmbeddingTable
 
 SMALL, LARGE = 4 << 20, 64 << 20
@@ -376,9 +376,9 @@ BENCHMARK = Benchmark(
     measured=(
         "hps/cuda",
         *(f"hps/tiers/{name}.py" for name in ("gpu_cache", "gpu_tables", "gpu_asks", "gpu_checks")),
-        *("hps/tiers/bridge.py", "hps/tiers/gpu_space.py"),
-        *("hps/device_path.py", "hps/dense/lanes.py"),
-        *("hps/lookup/completed.py", "hps/lookup/at_once.py"),
+        *("hps/tiers/gpu/host_bridge.py", "hps/tiers/gpu/space.py"),
+        *("hps/predict/device_path.py", "hps/dense/lanes.py"),
+        *("hps/lookup/gpu/miss_fill.py", "hps/lookup/gpu/prepared.py"),
     ),
     helpers=(
         *("benchmarks/common.py", "benchmarks/measure.py", "benchmarks/gpu.py"),

@@ -16,7 +16,7 @@ from benchmarks.gpu import CALL, NOW, Filled, part_of
 from benchmarks.measure import zipf_keys
 from hps.cuda.layout import Policy
 from hps.tiers.base import FetchContext
-from hps.tiers.gpu_cache import GpuCache
+from hps.tiers.gpu.cache import GpuCache
 from hps.types import EmbeddingTable
 
 BATCH = 1024

@@ -205,7 +205,7 @@ BENCHMARK = Benchmark(
     title="Rows that many lookups miss at a time",
     run=run,
     bars=BARS,
-    measured=("hps/tiers", "hps/lookup", "hps/workers.py", "benchmarks/single_flight.py"),
+    measured=("hps/tiers", "hps/lookup", "hps/threads.py", "benchmarks/single_flight.py"),
 )
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from benchmarks.peers.process import free_ports
 from benchmarks.peers.triton import start_triton
 from hps.errors import DeadlineExceeded, HpsError, Unavailable
 from hps.models.repository import Repository
-from hps.node import Node
+from hps.node.node import Node
 from hps.triton.export import export_dense
 from tests.integration.conftest import write_models
 

@@ -67,8 +67,8 @@ BENCHMARK = Benchmark(
     measured=(
         "hps/tiers",
         "hps/updates",
-        "hps/streams.py",
-        "hps/stream_readers.py",
+        "hps/node/streams.py",
+        "hps/node/stream_readers.py",
         "tests/support",
     ),
     lacking=_lacking,

@@ -306,9 +306,9 @@ BENCHMARK = Benchmark(
         "hps/lookup",
         "hps/tiers",
         "hps/updates",
-        "hps/streams.py",
-        "hps/stream_readers.py",
-        "hps/attached.py",
+        "hps/node/streams.py",
+        "hps/node/stream_readers.py",
+        "hps/node/attached.py",
     ),
     lacking=_lacking,
 )

@@ -32,16 +32,16 @@ from benchmarks.common import Bar, Benchmark, Options, Report, main
 from benchmarks.measure import Spread, alternate, ratio, versions
 from benchmarks.peers.environments import PeerMissing
 from benchmarks.peers.rocksdb import Updates
-from hps.meters import UpdateMeter
-from hps.metrics import Metrics
-from hps.tiers.cpu_cache import CpuCache
+from hps.observability.meters import UpdateMeter
+from hps.observability.metrics import Metrics
+from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray, make_version
 from hps.updates.codec import decode_native, encode_native
 from hps.updates.ingestor import Ingestor
 from hps.updates.source import UpdateBatch
-from hps.updates.stream_places import Store, StreamPlaces
+from hps.updates.stream_positions import Store, StreamPlaces
 from hps.updates.topics import Topics, table_name
 from hps.updates.writer import CacheWriter
 
@@ -264,7 +264,7 @@ BENCHMARK = Benchmark(
     title="Streamed rows a second into RocksDB and the CPU cache",
     run=run,
     bars=BARS,
-    measured=("hps/native", "hps/tiers/rocksdb", "hps/tiers/cpu_cache.py", "hps/updates"),
+    measured=("hps/native", "hps/tiers/rocksdb", "hps/tiers/cpu/cache.py", "hps/updates"),
 )
 
 if __name__ == "__main__":

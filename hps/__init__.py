@@ -15,12 +15,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hps.attached import Attached, attach
-    from hps.build import open
     from hps.config import Settings
-    from hps.connected import Connected, connect
     from hps.errors import HpsError
-    from hps.node import Node
+    from hps.node.attached import Attached, attach
+    from hps.node.build import open
+    from hps.node.connected import Connected, connect
+    from hps.node.node import Node
     from hps.types import (
         JaggedKeys,
         LookupRequest,
@@ -52,12 +52,12 @@ __all__ = [
 
 # Nothing is imported until it is asked for: `import hps` costs no ONNX Runtime and no RocksDB.
 _HOMES = {
-    "open": "hps.build",
-    "attach": "hps.attached",
-    "Attached": "hps.attached",
-    "connect": "hps.connected",
-    "Connected": "hps.connected",
-    "Node": "hps.node",
+    "open": "hps.node.build",
+    "attach": "hps.node.attached",
+    "Attached": "hps.node.attached",
+    "connect": "hps.node.connected",
+    "Connected": "hps.node.connected",
+    "Node": "hps.node.node",
     "Settings": "hps.config",
     "HpsError": "hps.errors",
 }

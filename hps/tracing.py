@@ -1,8 +1,8 @@
 """On whose behalf something is done: a request's id, and its place in a trace.
 
-A request that has neither is no object at all (None), and costs nothing. Spans are recorded where
-OpenTelemetry is switched on (`hps.otel`); everywhere else a trace that came with a request is passed on to
-those who are asked on its behalf, as W3C Trace Context has it.
+A request that has neither is no object at all (None), and costs nothing. With OpenTelemetry
+(`hps.observability.otel`) spans are recorded; otherwise a request's trace is passed on to the services that
+work for it, as W3C Trace Context.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from pydantic import BaseModel
 
-from hps import metric_names as m
 from hps.config import Settings
 from hps.config.certificates import expiry
-from hps.metrics import Metrics
+from hps.observability import metric_names as m
+from hps.observability.metrics import Metrics
 
 _OWN = ("certificate_file", "certificate")
 _ROOTS = ("client_ca_file", "ca_file", "ca")

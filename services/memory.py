@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from hps import metric_names as m
-from hps.control_groups import GROUPS, PROC, own_groups
-from hps.metrics import Metrics
+from hps.cgroups import GROUPS, PROC, own_groups
+from hps.observability import metric_names as m
+from hps.observability.metrics import Metrics
 
 _KILOBYTE = 1024
 # Of the two versions of control groups: their controller, a group's limit and use, and what of that are

@@ -19,11 +19,11 @@ from typing import Any, Generic, Protocol
 
 import uvloop
 
-from hps import otel
 from hps.config import Configuration
 from hps.config.auth import check_exposure
 from hps.config.server_settings import Listener
 from hps.errors import ConfigError
+from hps.observability import otel
 from hps.tracing import record
 from hps.types import NoProgress, Progress
 from services.frontend.certificates import server_context

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hps import metric_names as m
-from hps.metrics import Metrics
+from hps.observability import metric_names as m
+from hps.observability.metrics import Metrics
 
 _STATUS = Path("/proc/self/status")
 _RESIDENT = {"Anon": "anonymous", "File": "file", "Shmem": "shared"}

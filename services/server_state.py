@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from hps import metric_names as m
 from hps.config import Settings
 from hps.config.shown import identity
 from hps.errors import Unavailable
-from hps.metrics import Metrics
+from hps.observability import metric_names as m
+from hps.observability.metrics import Metrics
 from services.expiry import publish_expiry
 from services.memory import publish_memory
 from services.process_numbers import publish_process
@@ -29,7 +29,7 @@ _REASONS: dict[Phase, str] = {
 
 
 class Opened(Protocol):
-    """What a server runs: `hps.node.Node` or `hps.ingest.Ingest`."""
+    """What a server runs: `hps.node.node.Node` or `hps.node.ingest.Ingest`."""
 
     @property
     def metrics(self) -> Metrics: ...

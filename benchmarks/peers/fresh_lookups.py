@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 import hps
 from benchmarks.measure import zipf_keys
 from benchmarks.peers.row_stream import PROBES
-from hps.open_models import OpenModels
+from hps.node.served_models import OpenModels
 from services.frontend.workers.slices import ask_for_short_slices
 
 LOOKUPS_S, KEYS = 200, 1_024

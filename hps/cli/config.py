@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hps.cli.output import Output, OutputFormat, plural, print_json, print_table, say, warn
+from hps.tools.output import Output, OutputFormat, plural, print_json, print_table, say, warn
 
 app = typer.Typer(no_args_is_help=True, help="Show, check and describe the configuration.")
 
@@ -165,7 +165,7 @@ def convert(
 
     `hps model import` brings the rows over.
     """
-    from hps.config.ps_json import read_ps_json
+    from hps.config.ps_json.converter import read_ps_json
     from hps.config.shown import SETTINGS_FILE, converted
     from hps.errors import ConfigError
 

@@ -54,7 +54,7 @@ def _absent_models(configuration: Configuration) -> Path | None:
 
 
 def _check_models(report: Report, configuration: Configuration) -> list[ModelVersion]:
-    from hps.opening import check_models
+    from hps.node.opened_models import check_models
 
     opened = []
     for name, found in check_models(configuration):
@@ -70,7 +70,7 @@ def _check_description(report: Report, path: Path) -> ModelVersion | None:
     """The newest version beside a ``model.yaml``. None where there is none. Raises ModelError."""
     from hps.config import Settings
     from hps.models.repository import SPEC_FILE, Repository
-    from hps.opening import check_model
+    from hps.node.opened_models import check_model
 
     folder = path.parent
     if path.name != SPEC_FILE or not any(each.name.isdigit() for each in folder.iterdir()):

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hps.cli.options import HTTP, ApiKeyOption, TlsOption, former_urls, tls_of
-from hps.cli.output import (
+from hps.errors import ConfigError, Unavailable
+from hps.tools.output import (
     JsonOption,
     Output,
     OutputFormat,
@@ -21,11 +22,10 @@ from hps.cli.output import (
     say,
     warn,
 )
-from hps.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
     from hps.client import Tls
-    from hps.conformance import Target
+    from hps.tools.conformance import Target
 
 _SCHEMES = ("", "http", "https", "grpc", "grpcs")
 GOOD, DIFFERS, KNOWN, LACKS = "as it should", "differs", "known", "not offered"
@@ -94,8 +94,8 @@ def conformance(
     told with the reason and does not fail. Exit 0: it speaks it; 1: it does something else, or cannot be
     asked. A request that hangs is given up after 30 s.
     """
-    from hps.conformance.checks import CHECKS
-    from hps.conformance.known import known_of
+    from hps.tools.conformance.checks import CHECKS
+    from hps.tools.conformance.known import known_of
 
     headers = {"x-api-key": api_key} if api_key else {}
     addresses = former_urls(server, urls) or [HTTP]
@@ -128,7 +128,7 @@ def conformance(
 
 def _judged(check: str, verdict: str, found: Sequence[str], known: Any) -> dict[str, Any]:
     """A row. ``why``: for each text that was found, why it is known of this server, or ""."""
-    from hps.conformance.known import reasons
+    from hps.tools.conformance.known import reasons
 
     why = reasons(known, check, found) if verdict == DIFFERS else []
     if why and all(why):
@@ -150,8 +150,8 @@ def _target(
     """The server with requests that it answers, and how it calls itself. Raises ConfigError, Unavailable."""
     import grpc
 
-    from hps.conformance import Deviation, Target
-    from hps.conformance.sampling import named, samples_of
+    from hps.tools.conformance import Deviation, Target
+    from hps.tools.conformance.sampling import named, samples_of
 
     by = _by_protocol(addresses)
     (http, http_tls), (rpc, rpc_tls) = (

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hps.cli.output import Number, count, print_table, say, share
 from hps.errors import ConfigError
+from hps.tools.output import Number, count, print_table, say, share
 
 if TYPE_CHECKING:
     from hps.cli.demo_data import DemoData

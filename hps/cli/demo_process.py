@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from hps.cli.output import say
 from hps.errors import ConfigError, Unavailable
+from hps.tools.output import say
 
 PORTS = {"http": 8000, "grpc": 8001, "admin": 8002}
 START_S = 60.0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hps.cli.options import ApiKeyOption, SetOption, TlsOption, tls_of
-from hps.cli.output import (
+from hps.tools.output import (
     VERDICT_STYLES,
     JsonOption,
     Output,
@@ -23,8 +23,8 @@ from hps.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from hps.cli.diagnosis.check import Check
     from hps.client import Tls
+    from hps.tools.doctor.check import Check
 
 app = typer.Typer(add_completion=False)
 
@@ -89,12 +89,12 @@ def run(
     api_key: str | None,
     tls: Tls | None = None,
 ) -> Iterator[Check]:
-    from hps.cli.diagnosis.check import Check, guarded
-    from hps.cli.diagnosis.configured import configured
-    from hps.cli.diagnosis.machine import machine
-    from hps.cli.diagnosis.servers import servers as each_of
     from hps.config import load_config
     from hps.errors import HpsError
+    from hps.tools.doctor.check import Check, guarded
+    from hps.tools.doctor.configured import configured
+    from hps.tools.doctor.machine import machine
+    from hps.tools.doctor.servers import servers as each_of
 
     is_configured = config is not None or bool(overrides)
     yield from guarded("machine", machine(alone=not is_configured))

@@ -10,7 +10,7 @@ import typer
 
 from hps.cli.model import RepositoryOption, VersionOption
 from hps.cli.model_import import DEFAULT_REPOSITORY
-from hps.cli.output import count, say
+from hps.tools.output import count, say
 
 app = typer.Typer(no_args_is_help=True, help="Make models and requests for load tests.")
 
@@ -61,7 +61,7 @@ def model(
     """Write a model of random rows, and a small network over them."""
     from hps.cli.progress import ConsoleProgress
     from hps.errors import ConfigError
-    from hps.generate.model import model_spec, write_model
+    from hps.tools.generate.model import model_spec, write_model
 
     usual = (26, 13) if preset is Preset.hugectr else (2, 4)
     if preset is not Preset.none and (tables or usual[0], dense or usual[1]) != usual:
@@ -118,8 +118,8 @@ def requests(
     seed: SeedOption = 1,
 ) -> None:
     """Write requests to a model: for perf_analyzer, or as arrays."""
-    from hps.generate.requests import Recipe, Requests, save
     from hps.models.repository import Repository
+    from hps.tools.generate.requests import Recipe, Requests, save
 
     recipe = Recipe(form.value, batch, distribution, hotness, ragged, unknown)
     made = Requests(Repository(repository).open(model, version), recipe, seed)

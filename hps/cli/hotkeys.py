@@ -15,8 +15,8 @@ from hps.cli.options import (
     TlsOption,
     open_admin,
 )
-from hps.cli.output import Number, Output, OutputFormat, print_json, print_table, warn
 from hps.errors import BadRequest, NotFound
+from hps.tools.output import Number, Output, OutputFormat, print_json, print_table, warn
 
 app = typer.Typer(add_completion=False)
 

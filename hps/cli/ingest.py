@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from hps.cli.options import SetOption
-from hps.cli.output import Output, OutputFormat, print_json, say
 from hps.cli.serve import check_early
+from hps.tools.output import Output, OutputFormat, print_json, say
 
 app = typer.Typer(add_completion=False)
 
@@ -56,7 +56,7 @@ def ingest(
     """
     from hps.config import load_config
     from hps.errors import ConfigError
-    from hps.ingest import check_role
+    from hps.node.ingest import check_role
 
     if ctx.args:
         raise ConfigError(f"the configuration file is an option: hps ingest --config {ctx.args[0]}")

@@ -19,14 +19,14 @@ from hps.cli.options import (
     open_here,
     refuse_overrides,
 )
-from hps.cli.output import Output, OutputFormat, plural, print_json, print_table, warn
 from hps.cli.values import as_typed, parse_key, shown_age, shown_vector
 from hps.errors import NotFound
-from hps.names import hint_for
+from hps.suggestions import hint_for
+from hps.tools.output import Output, OutputFormat, plural, print_json, print_table, warn
 
 if TYPE_CHECKING:
     from hps.client import Admin
-    from hps.node import Node
+    from hps.node.node import Node
 
 app = typer.Typer(add_completion=False)
 

@@ -120,7 +120,7 @@ def _usage_in_one_line() -> Iterator[None]:
         message = getattr(error, "format_message", error.__str__)()
         if message.startswith("Usage:"):  # the help of a command that lacks a sub-command
             raise
-        from hps.cli.output import complain
+        from hps.tools.output import complain
 
         words: list[str] = []
         while context is not None and context.parent is not None:
@@ -133,7 +133,7 @@ def _usage_in_one_line() -> Iterator[None]:
 
 def tell(error: HpsError) -> None:
     """One line on stderr; a line each for a configuration with several mistakes."""
-    from hps.cli.output import complain, problems
+    from hps.tools.output import complain, problems
 
     hint = "; the command takes it from --api-key or HPS_API_KEY"
     suffix = hint if isinstance(error, Unauthenticated) else ""
@@ -183,7 +183,7 @@ def main() -> None:
     except Exception as error:
         import traceback
 
-        from hps.cli.output import complain
+        from hps.tools.output import complain
 
         traceback.print_exc()
         if not isinstance(error, HpsError):  # --debug lets those through

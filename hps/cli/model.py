@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hps.cli.model_import import DEFAULT_REPOSITORY, IMPORT_EXAMPLES, import_
-from hps.cli.output import (
+from hps.errors import ConfigError, ModelError
+from hps.tools.output import (
     VERDICT_STYLES,
     Output,
     OutputFormat,
@@ -19,7 +20,6 @@ from hps.cli.output import (
     size,
     warn,
 )
-from hps.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from hps.models.repository import ModelVersion, Repository
@@ -198,7 +198,7 @@ def _check(models: Any, name: str, version: int | None) -> list[tuple[str, str, 
     from hps.cli.progress import ConsoleProgress
     from hps.config import Settings
     from hps.models.check import check_version
-    from hps.opening import open_model
+    from hps.node.opened_models import open_model
 
     try:
         opened = models.open(name, version)

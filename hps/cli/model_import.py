@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hps.cli.output import Output, OutputFormat, plural, print_json, say, warn
 from hps.errors import ConfigError
+from hps.tools.output import Output, OutputFormat, plural, print_json, say, warn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

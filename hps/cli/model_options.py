@@ -134,7 +134,7 @@ def _tensor(name: str, datatype: str, shape: Sequence[int]) -> TensorSpec:
 def check_wiring(spec: ModelSpec, dense: Path | None) -> None:
     """Whether the network takes what the description feeds it, before anything is written."""
     from hps.models.repository import ModelVersion
-    from hps.opening import open_model
+    from hps.node.opened_models import open_model
 
     if spec.dense is not None and dense is None:
         raise ModelError(

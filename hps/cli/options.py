@@ -19,7 +19,7 @@ from hps.errors import ConfigError
 
 if TYPE_CHECKING:
     from hps.client import Admin, Tls
-    from hps.node import Node
+    from hps.node.node import Node
 
 HTTP, ADMIN = "http://127.0.0.1:8000", "http://127.0.0.1:8002"
 _FORMER = "hps.cli.options.former_admin"
@@ -47,7 +47,7 @@ def _former_admin(context: typer.Context, value: str | None) -> None:
 
 
 def _deprecated(form: str) -> None:
-    from hps.cli.output import warn
+    from hps.tools.output import warn
 
     warn(f"{form} is deprecated; give --server URL instead")
 
@@ -137,10 +137,10 @@ def refuse_overrides(overrides: list[str] | None) -> None:
 @contextmanager
 def open_here(config: Path, overrides: list[str] | None) -> Iterator[Node]:
     """The node of a configuration file, opened in this process and closed at the end."""
-    from hps.build import open_node
-    from hps.cli.output import warn
     from hps.cli.progress import ConsoleProgress
     from hps.config import load_config
+    from hps.node.build import open_node
+    from hps.tools.output import warn
 
     configuration = load_config(config, overrides or ())
     for warning in configuration.warnings:

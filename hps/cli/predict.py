@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from hps.cli.options import HTTP, ApiKeyOption, ConfigOption, ServerOption, SetOption, TlsOption
-from hps.cli.output import Output, OutputFormat, plural, print_json, print_table, say, warn
 from hps.errors import ConfigError, NotFound, Unsupported
+from hps.tools.output import Output, OutputFormat, plural, print_json, print_table, say, warn
 
 if TYPE_CHECKING:
     from hps.cli.request import Features
-    from hps.cli.signature import Signature
     from hps.cli.targets import Submit, Target
+    from hps.tools.signature import Signature
     from hps.types import KeyArray, PredictRequest, PredictResult
 
 app = typer.Typer(add_completion=False)
@@ -248,7 +248,7 @@ class _Scores:
 
 
 def _summary(out: Path, score: _Scores, seconds: float) -> None:
-    from hps.cli.output import console, count, plural, share
+    from hps.tools.output import console, count, plural, share
 
     rows, keys, defaulted = score.rows, score.keys, score.defaulted
     rate = f"{rows / seconds:,.0f} rows/s" if seconds > 0 else ""

@@ -23,7 +23,8 @@ from hps.cli.options import (
     refuse_overrides,
     tls_of,
 )
-from hps.cli.output import (
+from hps.errors import ConfigError
+from hps.tools.output import (
     JsonOption,
     Number,
     Output,
@@ -34,12 +35,11 @@ from hps.cli.output import (
     say,
     share,
 )
-from hps.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hps.cli.bench.load import Tensors
     from hps.client import Tls
     from hps.client.http_messages import Request
+    from hps.tools.bench.load import Tensors
 
 app = typer.Typer(add_completion=False)
 
@@ -82,7 +82,7 @@ class Target(Protocol):
     def profile(self, model: str, request: Request) -> dict[str, Any]: ...
 
     def hot_keys(self, model: str) -> Sequence[Mapping[str, Any]]:
-        """See `hps.cli.bench.hot.HotKeys`."""
+        """See `hps.tools.bench.hot.HotKeys`."""
         ...
 
     def plain(self, request: Request) -> float | None:
@@ -133,8 +133,8 @@ def profile(
     or to the node of a configuration, opened in this process. They ask for its hottest keys, where it has
     any. No other request is looked at or slowed down.
     """
-    from hps.cli.bench.load import Recipe, Source, made_requests
     from hps.cli.stages import account
+    from hps.tools.bench.load import Recipe, Source, made_requests
 
     recipe = Recipe(min(count, 256), batch, keys, rows, hotness, seed)
     former, model = former_target(model, second)
@@ -203,7 +203,7 @@ def _opened(
 
 
 def _show(found: dict[str, Any]) -> None:
-    from hps.cli.bench.shown import in_words, warn_of_defaults
+    from hps.tools.bench.shown import in_words, warn_of_defaults
 
     about = found["about"]
     say(

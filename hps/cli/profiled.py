@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from hps.cli.bench.hot import MOST
 from hps.client import Admin, Client
 from hps.client.address import address
 from hps.client.http_messages import Request, key_headers
 from hps.client.rest import Http
 from hps.errors import ConfigError, NotFound
+from hps.tools.bench.hot import MOST
 
 if TYPE_CHECKING:
     from hps.client import Tls
-    from hps.node import Node
+    from hps.node.node import Node
 
 _PATIENCE_S = 30.0
 _LENGTH = "Inference-Header-Content-Length"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, TextIO
 
-from hps.cli.output import age, count, size
+from hps.tools.output import age, count, size
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

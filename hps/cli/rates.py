@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hps import metric_names as m
+from hps.observability import metric_names as m
 
 if TYPE_CHECKING:
     from hps.client.admin import Sample

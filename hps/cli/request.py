@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.cli.columns import as_samples
-from hps.cli.signature import Dense, Signature
 from hps.errors import BadRequest, ConfigError
+from hps.tools.signature import Dense, Signature
 from hps.types import JaggedKeys
 
 Features = dict[str, JaggedKeys]

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hps.cli.options import SetOption
-from hps.cli.output import Output, OutputFormat, plural, print_json, say
 from hps.cli.tables import flatten
 from hps.cli.tables import show as show_tables
+from hps.tools.output import Output, OutputFormat, plural, print_json, say
 
 if TYPE_CHECKING:
     from hps.config import Configuration

@@ -15,7 +15,7 @@ from hps.cli.options import (
     TlsOption,
     open_admin,
 )
-from hps.cli.output import (
+from hps.tools.output import (
     Number,
     Output,
     OutputFormat,

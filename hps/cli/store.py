@@ -9,18 +9,6 @@ import typer
 
 from hps.cli import store_backup, store_compare, store_copy, store_rows
 from hps.cli.options import SetOption
-from hps.cli.output import (
-    Number,
-    Output,
-    OutputFormat,
-    approximate,
-    count,
-    print_json,
-    print_table,
-    say,
-    size,
-    warn,
-)
 from hps.cli.store_open import (
     ConfigFile,
     Models,
@@ -33,6 +21,18 @@ from hps.cli.store_open import (
     work,
 )
 from hps.errors import ConfigError, NotFound, TierError
+from hps.tools.output import (
+    Number,
+    Output,
+    OutputFormat,
+    approximate,
+    count,
+    print_json,
+    print_table,
+    say,
+    size,
+    warn,
+)
 
 if TYPE_CHECKING:
     from hps.rows.tiers import RedisRows, RocksDbRows

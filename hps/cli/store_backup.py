@@ -17,7 +17,6 @@ from hps.cli.options import (
     open_admin,
     refuse_overrides,
 )
-from hps.cli.output import Output, OutputFormat, plural, print_json, say, warn
 from hps.cli.progress import ConsoleProgress
 from hps.cli.store_open import (
     ConfigFile,
@@ -33,6 +32,7 @@ from hps.cli.store_open import (
 from hps.cli.store_rows import VersionOption
 from hps.cli.values import parse_version
 from hps.errors import ConfigError
+from hps.tools.output import Output, OutputFormat, plural, print_json, say, warn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,15 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hps.cli.options import SetOption
-from hps.cli.output import (
-    VERDICT_STYLES,
-    Output,
-    OutputFormat,
-    count,
-    print_json,
-    print_table,
-    say,
-)
 from hps.cli.progress import ConsoleProgress
 from hps.cli.store_open import (
     ConfigFile,
@@ -34,6 +25,15 @@ from hps.cli.store_open import (
 )
 from hps.cli.store_repair import files_of, repaired
 from hps.errors import ConfigError, NotFound
+from hps.tools.output import (
+    VERDICT_STYLES,
+    Output,
+    OutputFormat,
+    count,
+    print_json,
+    print_table,
+    say,
+)
 
 if TYPE_CHECKING:
     from hps.rows.base import RowSource

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hps.cli.options import SetOption
-from hps.cli.output import Output, OutputFormat, count, plural, print_json, print_table, say, warn
 from hps.cli.progress import ConsoleProgress
 from hps.cli.store_open import (
     ConfigFile,
@@ -29,6 +28,7 @@ from hps.cli.store_open import (
 )
 from hps.cli.values import parse_version
 from hps.errors import ConfigError, NotFound
+from hps.tools.output import Output, OutputFormat, count, plural, print_json, print_table, say, warn
 
 if TYPE_CHECKING:
     from hps.config import Configuration

@@ -82,8 +82,8 @@ class Models:
 def read_config(config: Path, overrides: list[str] | None) -> Configuration:
     import logging
 
-    from hps.cli.output import warn
     from hps.config import load_config
+    from hps.tools.output import warn
 
     # What a store logs is an error of the command, or nothing to say.
     logging.getLogger("hps").addHandler(logging.NullHandler())
@@ -94,7 +94,7 @@ def read_config(config: Path, overrides: list[str] | None) -> Configuration:
 
 
 def open_models(configuration: Configuration) -> Models:
-    from hps.opening import open_versions
+    from hps.node.opened_models import open_versions
 
     models = Models()
     for version in open_versions(configuration):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hps.cli.output import count
 from hps.cli.progress import ConsoleProgress
 from hps.cli.store_open import Models, TierName, open_store, work
 from hps.errors import ConfigError, TierError
+from hps.tools.output import count
 
 if TYPE_CHECKING:
     from hps.config import Configuration

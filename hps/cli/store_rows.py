@@ -7,16 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hps.cli.options import SetOption
-from hps.cli.output import (
-    Number,
-    Output,
-    OutputFormat,
-    plural,
-    print_json,
-    print_table,
-    say,
-    warn,
-)
 from hps.cli.store_open import (
     ConfigFile,
     ModelArgument,
@@ -41,6 +31,16 @@ from hps.cli.values import (
     shown_vector,
 )
 from hps.errors import ConfigError, NotFound, TierError
+from hps.tools.output import (
+    Number,
+    Output,
+    OutputFormat,
+    plural,
+    print_json,
+    print_table,
+    say,
+    warn,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,7 +18,8 @@ from hps.cli.options import (
     open_here,
     refuse_overrides,
 )
-from hps.cli.output import (
+from hps.errors import NotFound, Unavailable
+from hps.tools.output import (
     Number,
     Output,
     OutputFormat,
@@ -29,7 +30,6 @@ from hps.cli.output import (
     share,
     size,
 )
-from hps.errors import NotFound, Unavailable
 
 app = typer.Typer(add_completion=False)
 

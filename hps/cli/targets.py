@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.cli.options import open_here, refuse_overrides, tls_of
-from hps.cli.signature import MAX_BATCH, Signature
+from hps.threads import Done, Workers
+from hps.tools.signature import MAX_BATCH, Signature
 from hps.types import JaggedKeys, LookupRequest, LookupResult, PredictRequest, PredictResult
-from hps.workers import Done, Workers
 
 if TYPE_CHECKING:
     from hps.client import Client
-    from hps.node import Node
+    from hps.node.node import Node
 
 
 Submit = Callable[[str, PredictRequest], "Future[PredictResult]"]

@@ -13,15 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from hps.cli.options import ADMIN, ApiKeyOption, TlsOption, former_urls, open_admin
-from hps.cli.output import (
-    JsonOption,
-    Output,
-    OutputFormat,
-    console,
-    print_json,
-)
 from hps.cli.top_screen import screen
 from hps.errors import HpsError
+from hps.tools.output import JsonOption, Output, OutputFormat, console, print_json
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor

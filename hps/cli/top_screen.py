@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hps.cli.output import Number, age, count, table_of
+from hps.tools.output import Number, age, count, table_of
 
 _STYLES = {"ready": "green", "not ready": "yellow", "away": "bold red"}
 _SERVER = (

@@ -10,9 +10,9 @@ import typer
 
 from hps.cli.model import RepositoryOption, VersionOption
 from hps.cli.model_import import DEFAULT_REPOSITORY
-from hps.cli.output import say
 from hps.config import load_config
 from hps.errors import ConfigError
+from hps.tools.output import say
 
 app = typer.Typer(no_args_is_help=True, help="Make model repositories for a Triton server.")
 

@@ -14,7 +14,7 @@ from hps.cli.options import (
     TlsOption,
     open_admin,
 )
-from hps.cli.output import Number, Output, OutputFormat, count, print_json, print_table, say, warn
+from hps.tools.output import Number, Output, OutputFormat, count, print_json, print_table, say, warn
 
 if TYPE_CHECKING:
     from hps.client import Admin

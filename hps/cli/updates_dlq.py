@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hps.cli.options import SetOption
-from hps.cli.output import (
+from hps.cli.updates_kafka import BrokersOption, SomeConfig, configuration_of, kafka_settings
+from hps.tools.output import (
     Output,
     OutputFormat,
     age,
@@ -22,7 +23,6 @@ from hps.cli.output import (
     size,
     warn,
 )
-from hps.cli.updates_kafka import BrokersOption, SomeConfig, configuration_of, kafka_settings
 
 if TYPE_CHECKING:
     from hps.updates.kafka.dead_letters import Letter

@@ -14,21 +14,12 @@ import typer
 
 from hps.cli.model_import import DEFAULT_REPOSITORY
 from hps.cli.options import SetOption
-from hps.cli.output import (
-    Output,
-    OutputFormat,
-    count,
-    plural,
-    print_json,
-    print_table,
-    say,
-    warn,
-)
 from hps.cli.progress import ConsoleProgress
 from hps.cli.updates_kafka import BrokersOption, SomeConfig, configuration_of, kafka_settings
 from hps.cli.updates_sources import BLOCK, Outgoing, from_file, from_versions
 from hps.cli.values import parse_version
 from hps.errors import ConfigError
+from hps.tools.output import Output, OutputFormat, count, plural, print_json, print_table, say, warn
 
 if TYPE_CHECKING:
     from hps.config.update_settings import KafkaSettings

@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from hps.cli.output import Number, age
 from hps.errors import ConfigError
+from hps.tools.output import Number, age
 
 if TYPE_CHECKING:
     from hps.types import EmbeddingTable, KeyArray, VectorArray

@@ -8,7 +8,7 @@ from importlib import metadata
 
 import typer
 
-from hps.cli.output import Output, OutputFormat, print_json, print_table
+from hps.tools.output import Output, OutputFormat, print_json, print_table
 
 app = typer.Typer(add_completion=False)
 

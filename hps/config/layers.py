@@ -14,7 +14,7 @@ from hps.config.schema import Settings
 from hps.config.shape import Slot, is_secret, walk
 from hps.config.yaml_text import parse_yaml
 from hps.errors import ConfigError
-from hps.names import hint_for
+from hps.suggestions import hint_for
 
 ROOT = Slot(Settings, Settings)
 DEFAULT = "default"

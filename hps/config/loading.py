@@ -19,9 +19,9 @@ from hps.config.layers import (
     seen_by_all,
     without_empty_sections,
 )
-from hps.config.legacy import LegacyModel
 from hps.config.model_file import place
 from hps.config.problems import InvalidConfiguration, Problem, dotted, leaves, validate
+from hps.config.ps_json.legacy import LegacyModel
 from hps.config.schema import Settings
 from hps.config.shape import describe_value
 from hps.config.yaml_text import read_yaml
@@ -60,7 +60,7 @@ def load_config(
         return _configuration([], None, overrides, environ)
     path = Path(path)
     if path.suffix.lower() == ".json":
-        from hps.config.ps_json import read_ps_json
+        from hps.config.ps_json.converter import read_ps_json
 
         legacy = read_ps_json(path)
         layer = Layer(legacy.settings, legacy.where)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hps.config.checks import Finding, duplicates
-from hps.names import hint_for
+from hps.suggestions import hint_for
 
 FLOAT16_MAX = 65_504.0
 # Suffixes that the wire adds to a feature's name.

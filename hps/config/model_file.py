@@ -10,7 +10,7 @@ from hps.config.model_schema import ModelSpec
 from hps.config.problems import InvalidConfiguration, Problem, validate
 from hps.config.schema import ModelOverride
 from hps.config.yaml_text import dump_yaml, read_yaml
-from hps.names import hint_for
+from hps.suggestions import hint_for
 
 
 def load_model_spec(path: Path) -> ModelSpec:

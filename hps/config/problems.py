@@ -18,7 +18,7 @@ from hps.config.checks import Path as KeyPath
 from hps.config.shape import Slot, describe, describe_value, is_secret, walk
 from hps.config.units import unit_hint
 from hps.errors import ConfigError
-from hps.names import did_you_mean, hint_for
+from hps.suggestions import did_you_mean, hint_for
 
 Model = TypeVar("Model", bound=BaseModel)
 Where = Callable[[KeyPath], str]

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from hps.config.legacy import PsJson
 from hps.config.loading import Configuration
 from hps.config.model_file import dump_model_spec
 from hps.config.model_schema import ModelSpec
 from hps.config.problems import dotted, leaves
+from hps.config.ps_json.legacy import PsJson
 from hps.config.schema import Settings
 from hps.config.server_settings import ApiKey
 from hps.config.shape import Slot, is_secret, walk

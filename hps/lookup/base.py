@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from hps.config.ps_tables import is_fused
+from hps.config.ps_json.tables import is_fused
 from hps.tracing import Origin
 from hps.types import EmbeddingTable, JaggedKeys, KeyArray, LookupRequest, LookupResult, Pooling
 

@@ -11,9 +11,9 @@ from typing import Generic, Protocol, TypeVar
 from hps.lookup.base import Feature, Lookup, Submit
 from hps.lookup.batching import Batcher, Bounds, Size
 from hps.lookup.merged import Merged, checked, kind
+from hps.threads import Done, then
 from hps.tracing import Origin, followed, on_behalf_of
 from hps.types import EmbeddingTable, JaggedKeys, KeyArray, LookupRequest, LookupResult
-from hps.workers import Done, then
 
 
 class BatchedLookup:

@@ -8,7 +8,7 @@ import numpy as np
 
 from hps.errors import BadRequest
 from hps.lookup.base import Feature, LookupModel
-from hps.names import hint_for
+from hps.suggestions import hint_for
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, VectorArray, as_keys
 
 _INT64 = np.dtype(np.int64)

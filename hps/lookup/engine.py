@@ -17,13 +17,14 @@ from hps.errors import DeadlineExceeded
 from hps.lookup.base import Feature, LookupModel, Submit
 from hps.lookup.checks import check_keys, check_out_names, check_sizes, check_targets
 from hps.lookup.fused import ShortWay
-from hps.lookup.gaps import GapJob, Gaps
-from hps.lookup.job import Job, WholeJob
+from hps.lookup.lookup_job import Job, WholeJob
+from hps.lookup.partial_hits import GapJob, Gaps
 from hps.lookup.plans import Plans
-from hps.lookup.share import Share, make_share
+from hps.lookup.table_keys import Share, make_share
 from hps.lookup.traced import traced
-from hps.meters import LookupMeter
-from hps.metrics import Metrics
+from hps.observability.meters import LookupMeter
+from hps.observability.metrics import Metrics
+from hps.threads import Done, Lanes, Workers, then
 from hps.tiers.base import Part, Tier
 from hps.tiers.fused import fused
 from hps.tracing import Origin, timed
@@ -35,7 +36,6 @@ from hps.types import (
     LookupRequest,
     LookupResult,
 )
-from hps.workers import Done, Lanes, Workers, then
 
 # A request with more keys than this is worth a thread hop even when memory holds them all: it would
 # hold up an event loop for milliseconds.

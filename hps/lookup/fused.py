@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.checks import check_keys, check_sizes
-from hps.lookup.gaps import Gaps, TableGaps
+from hps.lookup.partial_hits import Gaps, TableGaps
 from hps.lookup.plans import Group
 from hps.lookup.pooling import divisors, is_pooled, offsets_of, weights_of
-from hps.meters import LookupMeter
+from hps.observability.meters import LookupMeter
 from hps.tiers.fused import POOLED_DTYPES, Ask, Bags, FusedLookup, Gather, gather_alike
 from hps.types import (
     EmbeddingTable,

@@ -12,12 +12,12 @@ from threading import Semaphore
 from typing import Protocol
 
 from hps.errors import TierError, TierTimeout, Unavailable
+from hps.threads import Workers
 from hps.tiers.base import FetchContext, Part, Tier, TierInfo
 from hps.tiers.breaker import CircuitBreaker, State
 from hps.tiers.checks import check_part
 from hps.tiers.parts import apart, hand_over
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
-from hps.workers import Workers
 
 # A fetch waits for a thread of a guarded tier for this share of the tier's deadline: long enough for one
 # that is merely busy, and a slow tier soon holds up nobody beyond its own threads.

@@ -19,7 +19,7 @@ from hps.tiers.positions import TableChanges
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray, version_unix_ms
 from hps.updates.cache_refresh import Caches, refresh
 from hps.updates.ingestor import Observe
-from hps.updates.stream_places import Store
+from hps.updates.stream_positions import Store
 from hps.updates.version_clock import VersionClock
 
 log = logging.getLogger(__name__)

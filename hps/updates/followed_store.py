@@ -19,7 +19,7 @@ from hps.tiers.positions import Applied, Place, StreamPosition
 from hps.tiers.wrappers import Wrapper
 from hps.types import EmbeddingTable
 from hps.updates.source import TableUpdate
-from hps.updates.stream_places import Contained, Readers, Store, loss
+from hps.updates.stream_positions import Contained, Readers, Store, loss
 
 OtherWriter = Callable[[Place], int | None]
 """``other_writer(place)``: the offset up to which a writer that keeps no positions in the store has applied a
@@ -90,7 +90,7 @@ class FollowedStore(Wrapper):
         return 0 if _differ(seen.topic_id, topic_id) else seen.offset
 
     def lost(self) -> str:
-        """See `hps.updates.stream_places.Places`, in any table seen so far; each call checks one table.
+        """See `hps.updates.stream_positions.Places`, in any table seen so far; each call checks one table.
         Progress is that of the store then."""
         if not self._to_check:
             self._to_check.extend(self._seen)
@@ -132,7 +132,7 @@ class FollowedStore(Wrapper):
 
 
 class FollowedPlaces:
-    """`hps.updates.stream_places.Places` of a reader that refreshes caches after ``followed`` was fed.
+    """`hps.updates.stream_positions.Places` of a reader that refreshes caches after ``followed`` was fed.
 
     ``other_writer``: asked as well where others may feed the store without keeping positions in it, as HPS
     does; while neither knows a position, nothing is waited for.

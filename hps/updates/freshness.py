@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, TypeVar
 
-from hps import metric_names as m
 from hps.errors import Unavailable
-from hps.metrics import Metrics
+from hps.observability import metric_names as m
+from hps.observability.metrics import Metrics
 from hps.types import EmbeddingTable, LookupResult, PredictResult
 
 OnStale = Literal["flag", "refuse"]

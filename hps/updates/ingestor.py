@@ -31,7 +31,7 @@ from hps.tracing import recorder
 from hps.types import EmbeddingTable
 from hps.updates.cache_refresh import Caches, refresh
 from hps.updates.source import DeadLetter, TableUpdate, UpdateBatch, UpdateSource
-from hps.updates.stream_places import Places, Store
+from hps.updates.stream_positions import Places, Store
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class DeadLetters(Protocol):
 
 
 class Observe(Protocol):
-    """Who counts (`hps.meters.UpdateMeter`); called on the ingestor's thread."""
+    """Who counts (`hps.observability.meters.UpdateMeter`); called on the ingestor's thread."""
 
     def applied(self, table: EmbeddingTable, result: str, rows: int) -> None:
         """``result``: upserted, deleted, not_finite or expired."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from hps import metric_names as m
-from hps.batched_pipeline import BatchedPipeline
 from hps.config.admission_settings import BatchingSettings
 from hps.config.server_settings import ServerSettings
 from hps.lookup.base import Lookup
 from hps.lookup.batched import BatchedLookup
 from hps.lookup.batching import Bounds
-from hps.metrics import Metrics
-from hps.open_models import ServedModel
+from hps.node.served_models import ServedModel
+from hps.observability import metric_names as m
+from hps.observability.metrics import Metrics
+from hps.predict.batched import BatchedPipeline
 from services.frontend.endpoints import Endpoint
 from services.frontend.lookup_endpoint import LookupEndpoint
 from services.frontend.metadata import ModelInfo, lookup_info, ranking_info, tables_info

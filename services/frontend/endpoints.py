@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from hps.errors import BadRequest
 from hps.lookup.base import Feature, inputs_of
-from hps.names import hint_for
-from services.frontend.call import Call
+from hps.suggestions import hint_for
 from services.frontend.datatypes import InputRule
 from services.frontend.errors import shown
+from services.frontend.inference_request import Call
 
 # An output on its way out: its name and its values.
 Output = tuple[str, NDArray[Any]]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hps.errors import BadRequest
-from hps.names import hint_for
+from hps.suggestions import hint_for
 from services.frontend.datatypes import INTEGERS, InputRule
 from services.frontend.errors import TooLarge, shown
 

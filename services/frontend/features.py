@@ -9,8 +9,8 @@ from hps.dense.base import DATATYPES
 from hps.errors import BadRequest
 from hps.lookup.base import Feature, inputs_of
 from hps.types import JaggedKeys
-from services.frontend.call import Call
 from services.frontend.datatypes import INTEGERS, InputRule
+from services.frontend.inference_request import Call
 
 _WEIGHTS = {"FP32": DATATYPES["FP32"]}
 

@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 
 from hps.errors import BadRequest
 from hps.lookup.base import Lookup, Submit
-from hps.node import ServedModel
+from hps.node.node import ServedModel
+from hps.threads import Done
 from hps.tracing import Origin
 from hps.types import JaggedKeys, KeyArray, LookupRequest, LookupResult
-from hps.workers import Done
-from services.frontend.call import Call
 from services.frontend.datatypes import INTEGERS, InputRule
 from services.frontend.endpoints import Output, asked_for, output_aliases, unexpected_output
 from services.frontend.errors import shown
 from services.frontend.features import FeatureInputs
+from services.frontend.inference_request import Call
 from services.frontend.keys_form import KEYS, KEYS_SOURCE, NUMKEYS, OUTPUT0, KeysForm
 
 

@@ -14,9 +14,9 @@ from hps.config.auth import load_api_keys
 from hps.config.runtime import for_workers
 from hps.config.server_settings import Listener
 from hps.errors import ConfigError
-from hps.node import Node
-from hps.open_models import OpenModels
-from hps.otel import Tracer
+from hps.node.node import Node
+from hps.node.served_models import OpenModels
+from hps.observability.otel import Tracer
 from hps.types import Progress
 from services.frontend import logs
 from services.frontend.auth import guard
@@ -175,7 +175,7 @@ class Frontend(Process[OpenModels]):
         self.state.observer = Observer(self._settings.access_log, tracer)
 
     def _connect(self, progress: Progress) -> OpenModels:
-        from hps.connected import connect
+        from hps.node.connected import connect
 
         connected = connect(self._configuration, wait_s=None, progress=progress)
         self.state.hindrance = lambda: connected.problem
@@ -215,7 +215,7 @@ class Frontend(Process[OpenModels]):
 
 def _open_node(configuration: Configuration, progress: Progress) -> Node:
     # Imported late: a front end needs none of the stores' packages.
-    from hps.build import open_node
+    from hps.node.build import open_node
 
     return open_node(configuration, progress)
 

@@ -14,8 +14,8 @@ from typing import Any
 import orjson
 
 from hps.lookup.base import inputs_of
-from hps.node import ServedModel
-from hps.predict_checks import TOP_K_INDEX
+from hps.node.node import ServedModel
+from hps.predict.checks import TOP_K_INDEX
 from hps.types import Source
 from services.frontend.keys_form import KEYS, KEYS_SOURCE, NUMKEYS, OUTPUT0, KeysForm
 

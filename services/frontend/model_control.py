@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hps.errors import BadRequest, Unavailable, Unsupported
-from hps.node import Control, Node
+from hps.node.node import Control, Node
 from services.frontend.errors import shown
 from services.frontend.state import State
 

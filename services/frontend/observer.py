@@ -8,10 +8,10 @@ import secrets
 from time import perf_counter_ns
 from typing import Any
 
-from hps.otel import Tracer
+from hps.observability.otel import Tracer
 from hps.tracing import Origin
-from services.frontend.call import Call
 from services.frontend.endpoints import Endpoint
+from services.frontend.inference_request import Call
 from services.frontend.logs import fields
 
 access = logging.getLogger("hps.access")

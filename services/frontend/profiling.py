@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 from hps.config.server_settings import ServerSettings
 from hps.errors import BadRequest
-from hps.profile import Profile
-from services.frontend.call import Call
+from hps.observability.profile import Profile
 from services.frontend.endpoints import Output
+from services.frontend.inference_request import Call
 from services.frontend.state import Entry, State
 
 

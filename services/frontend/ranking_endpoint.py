@@ -7,13 +7,13 @@ from concurrent.futures import Future
 
 from hps.dense.base import DATATYPES
 from hps.errors import BadRequest
-from hps.node import ServedModel
-from hps.predict_checks import TOP_K_INDEX
+from hps.node.node import ServedModel
+from hps.predict.checks import TOP_K_INDEX
 from hps.types import PredictRequest, PredictResult
-from services.frontend.call import Call
 from services.frontend.datatypes import InputRule
 from services.frontend.endpoints import Output, asked_for, output_aliases, unexpected_output
 from services.frontend.features import FeatureInputs
+from services.frontend.inference_request import Call
 
 Scores = Callable[[PredictRequest], Future[PredictResult]]
 

@@ -25,7 +25,7 @@ from hps.errors import BadRequest, Forbidden, NotFound, Unsupported
 from services.frontend import faults
 from services.frontend.endpoints import Output
 from services.frontend.errors import TooLarge, shown
-from services.frontend.places import Elsewhere, Place, Region, Target
+from services.frontend.shared_memory_refs import Elsewhere, Place, Region, Target
 
 FOLDER = Path("/dev/shm")
 # Regions at a time, and bytes of a name.

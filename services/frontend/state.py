@@ -11,13 +11,13 @@ from typing import Any
 from hps.config import Settings
 from hps.errors import NotFound, Unavailable
 from hps.lookup.base import Lookup
-from hps.metric_triton import TRITON
-from hps.metrics import Metrics
-from hps.open_models import OpenModels, ServedModel
-from hps.serving import runs_at_a_time
-from services.frontend.admission import Admission
+from hps.node.served_models import OpenModels, ServedModel
+from hps.node.serving import runs_at_a_time
+from hps.observability.metric_triton import TRITON
+from hps.observability.metrics import Metrics
+from services.frontend.admission.controller import Admission
+from services.frontend.admission.queue import Line
 from services.frontend.batching import endpoints
-from services.frontend.line import Line
 from services.frontend.metadata import ModelInfo
 from services.frontend.observer import Observer
 from services.frontend.shared_memory import Regions

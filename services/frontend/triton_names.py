@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hps import metric_names as m
-from hps.metric_triton import TRITON
-from hps.metrics import Numbers
+from hps.observability import metric_names as m
+from hps.observability.metric_triton import TRITON
+from hps.observability.metrics import Numbers
 
 # The rest is OTHER: the request was at fault, or late.
 _REASONS = {

@@ -7,14 +7,14 @@ from starlette.responses import Response
 
 from hps import __version__
 from hps.config.server_settings import ServerSettings
-from hps.ingest import Ingest
+from hps.node.ingest import Ingest
 from services.frontend.auth import Guard
 from services.frontend.http.admin import metrics_route, status_routes
 from services.frontend.http.api import Json, answers, needs
 from services.frontend.http.app import Contained, bare_api
 from services.frontend.http.asgi import Plain
 from services.frontend.http.logging import logging_routes
-from services.frontend.http.protocol import health_routes
+from services.frontend.http.oip_routes import health_routes
 from services.frontend.http.updates import updates_routes
 from services.frontend.metadata import SERVER_NAME
 from services.server_state import ServerState

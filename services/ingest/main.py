@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from hps.config import Configuration
 from hps.config.auth import load_api_keys
 from hps.config.server_settings import Listener
-from hps.ingest import Ingest, open_ingest
+from hps.node.ingest import Ingest, open_ingest
 from hps.types import Progress
 from services.frontend.auth import guard
 from services.frontend.http.asgi import Application

@@ -25,13 +25,13 @@ from hps.dense.base import DATATYPES
 from hps.errors import BadRequest, ConfigError, DeadlineExceeded, HpsError, NotFound, Unsupported
 from hps.lookup.batching import is_of_the_server
 from hps.lookup.merged import Merged, checked, kind
-from hps.names import hint_for
-from hps.open_models import ServedModel
+from hps.node.served_models import ServedModel
+from hps.suggestions import hint_for
 from hps.types import LookupRequest, LookupResult
 from services.frontend import faults
-from services.frontend.call import Call, Form
 from services.frontend.endpoints import Output
 from services.frontend.errors import status_of, told
+from services.frontend.inference_request import Call, Form
 from services.frontend.keys_form import KEYS
 from services.frontend.lookup_endpoint import LookupEndpoint
 

@@ -400,7 +400,7 @@ def test_replicas_are_the_scaler_s_where_there_is_one() -> None:
 
 
 def test_metrics_that_scale_exist() -> None:
-    from hps.metric_table import METRICS
+    from hps.observability.metric_table import METRICS
 
     known = {metric.name for metric in METRICS}
     used = set()

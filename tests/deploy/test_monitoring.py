@@ -18,12 +18,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.core import TyperGroup
 
 from benchmarks.peers.hps_server import Hps, start_hps
-from hps import metric_names as m
 from hps.cli.main import app
 from hps.config.schema import Settings
 from hps.config.shape import settings_of
-from hps.metric_table import METRICS
-from hps.metric_triton import TRITON
+from hps.observability import metric_names as m
+from hps.observability.metric_table import METRICS
+from hps.observability.metric_triton import TRITON
 from hps.types import Source
 from tests.integration.conftest import write_models
 from tests.support.promql import grouped, selected

@@ -14,7 +14,7 @@ from benchmarks.peers.hps_server import Hps, start_hps
 from examples.ctr.data import Samples, Split, read_csv, split
 from examples.ctr.export import publish
 from examples.ctr.training import DEFAULTS, Trained, train
-from hps.node import Node
+from hps.node.node import Node
 from tests.integration.conftest import triton_ready
 
 __all__ = ["triton_ready"]

@@ -24,7 +24,7 @@ from benchmarks.peers.hps_server import Hps
 from examples.ctr.data import FEATURES, Samples
 from examples.ctr.training import auc
 from hps.client import Client
-from hps.node import Node
+from hps.node.node import Node
 
 pytestmark = pytest.mark.data
 

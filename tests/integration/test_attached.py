@@ -177,7 +177,7 @@ def test_a_node_of_another_version_is_not_waited_for(node, settings, monkeypatch
     def refused(*_given):
         raise next(told)
 
-    monkeypatch.setattr("hps.attached.Connections.ask", refused)
+    monkeypatch.setattr("hps.node.attached.Connections.ask", refused)
     with pytest.raises(TierMisfit, match="version 2"):
         hps.attach(settings)
 

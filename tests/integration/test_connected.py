@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 import hps
-from hps import metric_names as m
 from hps.config.server_settings import GrpcSettings, ServerSettings
 from hps.errors import ConfigError, ModelError, TierError, Unavailable
-from hps.profile import Profile
+from hps.observability import metric_names as m
+from hps.observability.profile import Profile
 from hps.types import LookupRequest
 from services.frontend.auth import OpenGuard
 from services.frontend.grpc.server import GrpcServer

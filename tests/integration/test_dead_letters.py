@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import hps
-from hps import metric_names as m
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.config.update_settings import KafkaSettings
 from hps.errors import Unavailable
 from hps.models.writer import write_version
+from hps.observability import metric_names as m
 from hps.tiers.positions import StreamPosition
 from hps.updates.codec import encode_hps, hps_topic
 from hps.updates.kafka.client import DeadLetterTopic
@@ -174,7 +174,7 @@ def test_reader_that_may_not_know_its_group_reads_unknown_tables_again(
     def refuse(*_):
         raise Unavailable("Kafka: what the group has committed: not authorized")
 
-    monkeypatch.setattr("hps.updates.kafka.placement.committed_by", refuse)
+    monkeypatch.setattr("hps.updates.kafka.start_positions.committed_by", refuse)
     topic = hps_topic(model, "nobody")
     with sending(broker) as producer:
         producer.produce(topic, encode_hps(np.array([1]), np.ones((1, 2), np.float32))[0])

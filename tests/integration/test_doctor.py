@@ -30,10 +30,6 @@ from typer.testing import CliRunner
 
 from benchmarks.peers.hps_server import Hps
 from benchmarks.peers.process import free_ports
-from hps.cli.diagnosis import configured, lookups, ports, servers, states, stores, streams
-from hps.cli.diagnosis import triton as triton_checks
-from hps.cli.diagnosis.check import Check
-from hps.cli.diagnosis.models import models
 from hps.cli.main import app
 from hps.client import Admin, Client
 from hps.config import Configuration, configuration_from
@@ -43,6 +39,10 @@ from hps.config.server_settings import HttpSettings
 from hps.config.store_settings import RedisSettings
 from hps.config.update_settings import KafkaSettings
 from hps.models.repository import Repository
+from hps.tools.doctor import configured, lookups, ports, servers, states, stores, streams
+from hps.tools.doctor import triton as triton_checks
+from hps.tools.doctor.check import Check
+from hps.tools.doctor.models import models
 from hps.types import EmbeddingTable
 from hps.updates.kafka.overview import TopicView
 from tests.support.kafka_brokers import fresh_broker, make_topic, shared_broker, unique

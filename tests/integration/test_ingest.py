@@ -21,11 +21,11 @@ from hps.config import configuration_from
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.config.store_settings import RedisSettings
 from hps.errors import ConfigError, Unavailable
-from hps.ingest import open_ingest
-from hps.metrics import Metrics
 from hps.models.writer import write_version
-from hps.opening import OpenedTables, open_versions
-from hps.storage import Stores
+from hps.node.ingest import open_ingest
+from hps.node.opened_models import OpenedTables, open_versions
+from hps.node.stores import Stores
+from hps.observability.metrics import Metrics
 from hps.tiers.positions import TableChanges
 from hps.tiers.redis import RedisTier
 from hps.types import EmbeddingTable, NoProgress, make_version

@@ -13,11 +13,11 @@ import pytest
 from pydantic import ValidationError
 
 from benchmarks.peers.process import free_ports
-from hps import metric_names as m
 from hps.config.update_settings import KafkaSettings
 from hps.errors import BadRequest, ConfigError, TierError, Unavailable
-from hps.meters import StreamMeter, UpdateMeter
-from hps.metrics import Metrics
+from hps.observability import metric_names as m
+from hps.observability.meters import StreamMeter, UpdateMeter
+from hps.observability.metrics import Metrics
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.rocksdb import RocksDbTier
@@ -31,7 +31,7 @@ from hps.updates.kafka.hps_group import hps_group
 from hps.updates.kafka.kept_letters import KeptLetters
 from hps.updates.kafka.source import KafkaSource
 from hps.updates.source import UpdateBatch
-from hps.updates.stream_places import Store, StreamPlaces
+from hps.updates.stream_positions import Store, StreamPlaces
 from hps.updates.topics import Topics, native_topic
 from tests.support.kafka_brokers import (
     SEES_NEW_TOPICS_SOON,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from confluent_kafka.admin import AdminClient
 
-from hps import metric_names as m
+from hps.observability import metric_names as m
 from hps.updates.codec import encode_hps, hps_topic
 from hps.updates.kafka import cluster
 from hps.updates.topics import native_topic

@@ -13,7 +13,7 @@ import pytest
 import hps
 from hps.config import Configuration, load_config
 from hps.errors import BadRequest
-from hps.node import Node
+from hps.node.node import Node
 from hps.types import JaggedKeys, Source
 from hps.updates import Producer
 from tests.support.kafka_brokers import shared_broker, unique

@@ -17,10 +17,11 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from benchmarks.peers.process import free_ports
-from hps import otel, tracing
-from hps.build import open_node
+from hps import tracing
 from hps.config import configuration_from
 from hps.errors import ConfigError, ModelError
+from hps.node.build import open_node
+from hps.observability import otel
 from hps.types import LookupResult
 from services.frontend.http import server as http_server
 from services.frontend.main import Frontend

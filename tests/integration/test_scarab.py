@@ -11,11 +11,11 @@ import pytest
 from hps.native import dedup
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.chain import TierChain
-from hps.tiers.cpu_cache import CpuCache
+from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.memory import MemoryTier
 from hps.types import EmbeddingTable, NoProgress, Source, version_now
+from hps.updates.cache_warmup import Warming
 from hps.updates.snapshot import read_hot_keys, write_hot_keys
-from hps.updates.warm import Warming
 from hps.updates.writer import CacheWriter
 
 TABLE = EmbeddingTable.make("items", 8)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import hps
-from hps import metric_names as m
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.config.server_settings import ServerSettings
 from hps.errors import ConfigError, NotFound
 from hps.models.writer import write_version
+from hps.observability import metric_names as m
 from hps.types import Source, version_unix_ms
 from hps.updates.topics import native_topic
 from services.frontend.auth import OpenGuard

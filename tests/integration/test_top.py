@@ -19,9 +19,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks.peers.hps_server import Hps
-from hps.cli import output, top_screen
+from hps.cli import top_screen
 from hps.cli.main import app
 from hps.client import Client
+from hps.tools import output
 
 NOBODY = "http://127.0.0.1:9"
 

@@ -17,11 +17,11 @@ from typer.testing import CliRunner, Result
 from hps.cli.main import app
 from hps.config.model_schema import ModelSpec
 from hps.config.update_settings import KafkaSettings
-from hps.meters import StreamMeter, UpdateMeter
-from hps.metrics import Metrics
 from hps.models.loader import load_tables
 from hps.models.repository import Repository
 from hps.models.writer import write_version
+from hps.observability.meters import StreamMeter, UpdateMeter
+from hps.observability.metrics import Metrics
 from hps.rows.compare import compare
 from hps.rows.files import FileRows
 from hps.rows.tiers import RocksDbRows
@@ -35,7 +35,7 @@ from hps.updates.ingestor import Ingestor
 from hps.updates.kafka.client import DeadLetterTopic
 from hps.updates.kafka.kept_letters import KeptLetters
 from hps.updates.kafka.source import KafkaSource
-from hps.updates.stream_places import Store, StreamPlaces
+from hps.updates.stream_positions import Store, StreamPlaces
 from hps.updates.topics import Topics, native_topic
 from tests.support.kafka_brokers import make_topic, shared_broker, unique
 from tests.support.waiting import until

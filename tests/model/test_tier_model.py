@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.chain import TierChain
-from hps.tiers.cpu_cache import CpuCache
+from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.memory import MemoryTier
 from hps.types import EmbeddingTable, make_version
 

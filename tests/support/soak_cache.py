@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from hps.tiers.attached_cache import AttachedCache
 from hps.tiers.base import FetchContext, Part
-from hps.tiers.cpu_cache import CacheMemory, CpuCache
-from hps.tiers.cpu_segments import Segments
+from hps.tiers.cpu.attached_cache import AttachedCache
+from hps.tiers.cpu.cache import CacheMemory, CpuCache
+from hps.tiers.cpu.segments import Segments
 from hps.types import EmbeddingTable
 
 ROOM, BATCH, READERS, THREADS = 4_000, 500, 2, 2

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 
 from hps.cuda.loader import cupy
+from hps.threads import Workers
 from hps.tiers.base import FetchContext, Part, Tier, TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.checks import check_part
-from hps.tiers.cpu_cache import CpuCache
+from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.memory import MemoryTier
 from hps.tiers.node import Connections, Followers, NodeServer, NodeTier
-from hps.tiers.promoting import Promoting
+from hps.tiers.promotion import Promoting
 from hps.tiers.rocksdb import Access, RocksDbTier, Tuning
 from hps.tiers.single_flight import SingleFlight
 from hps.tiers.wrappers import Guarded, Metered
 from hps.types import EmbeddingTable, Source
-from hps.workers import Workers
 
 ROWS = 4096
 """What the tables of a tier under test may hold without a cache dropping any."""
@@ -182,21 +182,21 @@ class OnHost:
 
 
 def gpu_cache(_path: Path, tables: TableSet) -> Any:
-    from hps.tiers.gpu_cache import GpuCache
+    from hps.tiers.gpu.cache import GpuCache
 
     return OnHost(GpuCache(dict.fromkeys(tables, 2 * ROWS)))
 
 
 def gpu_chain(_path: Path, tables: TableSet) -> Any:
-    from hps.tiers.bridge import HostBridge
-    from hps.tiers.gpu_cache import GpuCache
+    from hps.tiers.gpu.cache import GpuCache
+    from hps.tiers.gpu.host_bridge import HostBridge
 
     cache = GpuCache(dict.fromkeys(tables, 2 * ROWS))
     return OnHost(TierChain([cache, HostBridge(memory(Source.ROCKSDB))]))
 
 
 def gpu_bridge(_path: Path, tables: TableSet) -> Any:
-    from hps.tiers.bridge import HostBridge
+    from hps.tiers.gpu.host_bridge import HostBridge
 
     return OnHost(HostBridge(cpu_cache(_path, tables)))
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from hps import devices
 from hps.cuda.pool import RowBags
 from hps.lookup.pooling import pool
 from hps.native import dedup
-from hps.tiers import gpu_memory
+from hps.node import devices
 from hps.tiers.base import FetchContext, Part, TierInfo
-from hps.tiers.gpu_memory import Memory
-from hps.tiers.gpu_space import DeviceParts
+from hps.tiers.gpu import memory as gpu_memory
+from hps.tiers.gpu.memory import Memory
+from hps.tiers.gpu.space import DeviceParts
 from hps.tiers.memory import MemoryTier
 from hps.tiers.wrappers import Wrapper
 from hps.types import JaggedKeys, Source

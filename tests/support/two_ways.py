@@ -7,7 +7,7 @@ from hps.lookup.base import Feature, LookupModel
 from hps.lookup.engine import LookupEngine
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
-from hps.tiers.cpu_cache import CpuCache
+from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.memory import MemoryTier
 from hps.tiers.wrappers import Metered
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, Source

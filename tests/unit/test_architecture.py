@@ -14,20 +14,20 @@ SOURCES = sorted([*ROOT.glob("hps/**/*.py"), *ROOT.glob("services/**/*.py")])
 DOORS = {
     "rocksdict": ["hps/tiers/rocksdb/"],
     "onnxruntime": ["hps/dense/onnx.py", "hps/triton/files/"],
-    "prometheus_client": ["hps/metrics.py"],
+    "prometheus_client": ["hps/observability/metrics.py"],
     "yaml": ["hps/config/"],
     "tritonclient": [
-        *("hps/client/", "hps/conformance/", "hps/dense/triton/", "hps/triton/", "services/"),
+        *("hps/client/", "hps/tools/conformance/", "hps/dense/triton/", "hps/triton/", "services/"),
     ],
     "fastapi": ["services/"],
     "starlette": ["services/"],
     "uvicorn": ["services/"],
-    "cupy": ["hps/cuda/", "hps/tiers/gpu_cache.py", "hps/tiers/bridge.py"],
+    "cupy": ["hps/cuda/", "hps/tiers/gpu/cache.py", "hps/tiers/gpu/host_bridge.py"],
     "redis": ["hps/tiers/redis/"],
     "confluent_kafka": ["hps/updates/kafka/"],
-    "opentelemetry": ["hps/otel.py", "hps/client/trace.py"],
-    "rich": ["hps/cli/"],
-    "typer": ["hps/cli/"],
+    "opentelemetry": ["hps/observability/otel.py", "hps/client/trace.py"],
+    "rich": ["hps/cli/", "hps/tools/"],
+    "typer": ["hps/cli/", "hps/tools/output.py"],
 }
 
 
@@ -66,7 +66,7 @@ def test_the_library_is_synchronous():
         relative(p)
         for p in ROOT.glob("hps/**/*.py")
         if not relative(p).startswith(
-            ("hps/client/", "hps/conformance/clients.py", "hps/cli/bench/")
+            ("hps/client/", "hps/tools/conformance/clients.py", "hps/tools/bench/")
         )
         and any(isinstance(n, ast.AsyncFunctionDef) for n in ast.walk(ast.parse(p.read_text())))
     ]

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hps.array_inputs import jagged
 from hps.client.wire import tensors_of
 from hps.errors import BadRequest
-from hps.given import jagged
 from hps.types import JaggedKeys
 
 

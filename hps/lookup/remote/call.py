@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future
 
-from hps.lookup.remote.asked import Asked
 from hps.lookup.remote.targets import Target
 from hps.lookup.remote.unary import Cancel
+from hps.lookup.remote.wire import Asked
 from hps.tracing import Origin
 from hps.types import LookupResult, VectorArray
 

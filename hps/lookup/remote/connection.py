@@ -22,7 +22,7 @@ OPTIONS: dict[str, int] = {
     # How long an attempt to connect may take, in spite of its name.
     "grpc.min_reconnect_backoff_ms": 5000,
     # A connection on which nothing comes any more, as after a partition, is given up: the kernel would hold
-    # on to it for a quarter of an hour. Nodes allow for it (`services.frontend.grpc.port`).
+    # on to it for a quarter of an hour. Nodes allow for it (`services.frontend.grpc.listener`).
     "grpc.keepalive_time_ms": 10_000,
     "grpc.keepalive_timeout_ms": 5000,
     # The same for gRPC's own pings, which measure bandwidth: while one of these is on its way none is sent

@@ -19,16 +19,16 @@ import numpy as np
 
 from hps.errors import BadRequest, DeadlineExceeded, HpsError, Unavailable
 from hps.lookup.base import Feature, Submit
-from hps.lookup.remote.asked import Asked, offsets_and_weights
+from hps.lookup.remote.balancing import LeastBusy, Picker
 from hps.lookup.remote.budget import RetryBudget
 from hps.lookup.remote.call import Attempt, Call
 from hps.lookup.remote.candidates import Candidates
-from hps.lookup.remote.picking import LeastBusy, Picker
-from hps.lookup.remote.questions import Questions
+from hps.lookup.remote.request_checks import Questions
 from hps.lookup.remote.targets import shortened
+from hps.lookup.remote.wire import Asked, offsets_and_weights
 from hps.lookup.traced import traced
-from hps.meters import LookupMeter
-from hps.metrics import Metrics
+from hps.observability.meters import LookupMeter
+from hps.observability.metrics import Metrics
 from hps.tracing import Origin, timed
 from hps.types import (
     EmbeddingTable,

@@ -16,7 +16,7 @@ import grpc
 from hps.config.secrets import Secret
 from hps.lookup.remote.addresses import Address, Addresses, Resolve
 from hps.lookup.remote.targets import LATE_S, Certificates, Target
-from hps.workers import Repeated
+from hps.threads import Repeated
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
-from hps.lookup.remote.picking import LeastBusy, Picker
+from hps.lookup.remote.balancing import LeastBusy, Picker
 from hps.lookup.remote.targets import Target
 
 log = logging.getLogger(__name__)

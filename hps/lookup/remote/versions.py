@@ -14,7 +14,7 @@ from hps.lookup.remote.nodes import Nodes
 
 
 class Versions:
-    """What `hps.following.Following` asks. For one thread at a time."""
+    """What `hps.node.version_sync.Following` asks. For one thread at a time."""
 
     def __init__(self, nodes: Nodes, chosen: Mapping[str, int | None] | None) -> None:
         """``chosen``: the models to serve, and the version of each where one is stated; None: all there

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from hps.config import load_config
-from hps.config.legacy import LegacyModel
+from hps.config.ps_json.legacy import LegacyModel
 from hps.errors import ModelError
 from hps.models.check import check_apart
 from hps.models.importers.arrays import block_rows

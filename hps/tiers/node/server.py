@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from hps.errors import ConfigError, DeadlineExceeded, HpsError, TierTimeout, Unavailable
+from hps.threads import Workers
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.tiers.file_lock import FileLock
 from hps.tiers.node import frames
 from hps.tiers.node.followers import Followers
 from hps.tiers.node.frames import Kind, Pieces
 from hps.types import EmbeddingTable, KeyArray
-from hps.workers import Workers
 
 log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 1_024

@@ -9,13 +9,13 @@ from functools import partial
 import numpy as np
 
 from hps.errors import HpsError, TierError, TierTimeout, Unavailable
+from hps.threads import Workers
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.checks import check_part
 from hps.tiers.node import frames
 from hps.tiers.node.connections import NAME, Connections
 from hps.tiers.node.frames import Kind
 from hps.types import EmbeddingTable, IndexArray, KeyArray, Source, VectorArray, VersionArray
-from hps.workers import Workers
 
 _INFO = TierInfo(NAME, Source.REMOTE, blocking=True)
 # Bytes of rows that are asked for at a time: as many as are copied without anybody noticing.

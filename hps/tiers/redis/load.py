@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from hps.errors import HpsError, Unavailable
 from hps.native import dedup
+from hps.threads import Workers
 from hps.tiers.redis.client import RedisClient
 from hps.tiers.redis.tables import OpenTable
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
-from hps.workers import Workers
 
 log = logging.getLogger(__name__)
 

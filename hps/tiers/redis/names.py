@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from redis.exceptions import TimeoutError as Late
 
 from hps.errors import Unavailable
-from hps.workers import Workers
+from hps.threads import Workers
 
 _FRESH_S = 10.0
 _AT_ONCE = 4

@@ -20,10 +20,10 @@ from redis.exceptions import TimeoutError as Late
 
 from hps.config.store_settings import RedisSettings
 from hps.errors import Unavailable
+from hps.threads import Workers
 from hps.tiers.redis.commands import Command
 from hps.tiers.redis.connection import NAME, Address, Wire, Wires, translate
 from hps.tiers.redis.topology import Topology
-from hps.workers import Workers
 
 log = logging.getLogger(__name__)
 

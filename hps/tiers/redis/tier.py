@@ -20,6 +20,7 @@ import numpy as np
 
 from hps.config.store_settings import RedisSettings
 from hps.errors import TierError, Unavailable
+from hps.threads import Workers
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.checks import check_keys, check_part, check_rows
 from hps.tiers.positions import StreamPosition, TableChanges
@@ -45,7 +46,6 @@ from hps.types import (
     VersionArray,
     oldest_tombstone,
 )
-from hps.workers import Workers
 
 # Fetches whose use is still to be noted; more are not noted.
 _TOUCHES = 256

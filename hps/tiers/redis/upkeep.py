@@ -25,13 +25,13 @@ import numpy as np
 
 from hps.config.store_settings import RedisSettings
 from hps.errors import TierError, Unavailable
+from hps.threads import Workers
 from hps.tiers.redis.client import RedisClient
 from hps.tiers.redis.commands import Command, read_replies
 from hps.tiers.redis.connection import NAME
 from hps.tiers.redis.layout import SAMPLE, SWEEP, Policy, packed_script, stamp_value
 from hps.tiers.redis.tables import OpenTable, Tables
 from hps.types import EmbeddingTable, make_version, oldest_tombstone
-from hps.workers import Workers
 
 log = logging.getLogger(__name__)
 

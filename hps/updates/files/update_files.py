@@ -12,9 +12,9 @@ from hps.errors import BadRequest
 from hps.native.twin_codec import HEADER, MAGIC
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.types import EmbeddingTable, make_version
-from hps.updates.ahead import without_ahead
 from hps.updates.codec import LONGEST, decode_native
 from hps.updates.files.row_files import FORMATS, open_rows
+from hps.updates.future_versions import without_ahead
 from hps.updates.source import MESSAGE, DeadLetter, Reason, TableUpdate, UpdateBatch
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ _SIZE, _UP, _DOWN = 5, 6, 7  # of HEADER's fields
 
 class UpdateFile:
     """One file, of ``tables`` by `model/table`; ``block``: rows a batch has at most, or one message;
-    ``ahead_s``: see `hps.updates.ahead`."""
+    ``ahead_s``: see `hps.updates.future_versions`."""
 
     def __init__(
         self, path: Path, tables: Mapping[str, EmbeddingTable], block: int, ahead_s: float

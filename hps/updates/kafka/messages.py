@@ -10,8 +10,8 @@ import numpy as np
 
 from hps.tiers.positions import StreamPosition
 from hps.tracing import traceparent_of
-from hps.updates.ahead import without_ahead
 from hps.updates.codec import Decoded, decode_hps, decode_native, hps_table
+from hps.updates.future_versions import without_ahead
 from hps.updates.kafka.client import attempt_of
 from hps.updates.source import DeadLetter, Reason, TableUpdate
 from hps.updates.topics import Topics

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hps.array_inputs import flat_keys, tensor
 from hps.errors import BadRequest
-from hps.given import flat_keys, tensor
 from hps.native import partition_hash
 from hps.native.twin_codec import DTYPES, LATEST_MS
 from hps.tiers.positions import TableChanges

@@ -1,6 +1,6 @@
 """KafkaSource: update messages of HPS's and of our format from Kafka.
 
-A partition is read from where the stores are (`hps.updates.kafka.placement`), which keep their position in it
+Reading of a partition starts at the stores' positions (`hps.updates.kafka.start_positions`), which they keep
 beside the rows. The group's committed offsets are for Kafka's tools alone.
 """
 
@@ -25,8 +25,8 @@ from hps.updates.kafka.cluster import Cluster, Topic
 from hps.updates.kafka.credentials import Credentials
 from hps.updates.kafka.hps_group import hps_group
 from hps.updates.kafka.messages import Messages, traceparents
-from hps.updates.kafka.placement import Observe, Placement, Positions
-from hps.updates.kafka.readings import Readings
+from hps.updates.kafka.partition_progress import Readings
+from hps.updates.kafka.start_positions import Observe, Placement, Positions
 from hps.updates.source import UpdateBatch
 from hps.updates.topics import Topics
 

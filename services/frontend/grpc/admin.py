@@ -10,7 +10,7 @@ from google.protobuf.json_format import ParseDict
 
 from hps.config.auth import Role
 from hps.v1 import admin_pb2 as pb
-from services.frontend.grpc.replies import Context
+from services.frontend.grpc.responders import Context
 from services.frontend.model_control import load, unload
 from services.frontend.state import State
 

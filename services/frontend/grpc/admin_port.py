@@ -6,8 +6,8 @@ from hps.config.server_settings import GrpcAdminSettings, ServerSettings
 from hps.v1 import admin_pb2 as pb
 from services.frontend.auth import Guard
 from services.frontend.grpc.admin import AdminService
+from services.frontend.grpc.listener import GrpcPort
 from services.frontend.grpc.methods import Service, handlers_of
-from services.frontend.grpc.port import GrpcPort
 from services.frontend.grpc.updates import UpdatesService
 from services.frontend.state import State
 

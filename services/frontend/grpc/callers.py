@@ -10,10 +10,10 @@ from urllib.parse import unquote
 
 from hps.config.auth import Role
 from hps.errors import HpsError
+from services.frontend.admission.client_limits import Clients
 from services.frontend.auth import Guard
 from services.frontend.certificates import caller_names
-from services.frontend.clients import Clients
-from services.frontend.grpc.replies import Context, Reply
+from services.frontend.grpc.responders import Context, Reply
 
 # What grpc calls them.
 _COMMON, _ALTERNATIVE = "x509_common_name", "x509_subject_alternative_name"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from time import perf_counter_ns
 
-from hps import metric_names as m
 from hps.errors import HpsError
-from hps.metrics import Metrics
+from hps.observability import metric_names as m
+from hps.observability.metrics import Metrics
 from hps.tracing import Origin
 from services.frontend.errors import REFUSALS, refused_for, status_of, told
 from services.frontend.grpc.named import named
-from services.frontend.grpc.replies import Reply
+from services.frontend.grpc.responders import Reply
 from services.frontend.state import Entry, State
 
 

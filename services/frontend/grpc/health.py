@@ -19,8 +19,8 @@ from grpc_health.v1.health_pb2_grpc import HealthServicer
 
 from hps.errors import BadRequest, NotFound, Unavailable
 from services.frontend.errors import TooManyRequests
-from services.frontend.grpc.behaviors import Pushing
-from services.frontend.grpc.replies import Pushed
+from services.frontend.grpc.method_handlers import Pushing
+from services.frontend.grpc.responders import Pushed
 from services.frontend.grpc.service import SERVICE
 from services.frontend.grpc.wire import parsed
 from services.server_state import ServerState

@@ -12,19 +12,19 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2 as pb
 
-from hps import metric_names as m
 from hps.config.server_settings import ServerSettings
 from hps.errors import HpsError, Unavailable
-from hps.metrics import Metrics
+from hps.observability import metric_names as m
+from hps.observability.metrics import Metrics
 from services.frontend.auth import Guard
 from services.frontend.grpc.callers import Counted, address_of, caller_of, check
-from services.frontend.grpc.ending import abort
 from services.frontend.grpc.failures import count_failure, fail
 from services.frontend.grpc.named import identify
 from services.frontend.grpc.pending import Pending, deadline_of
-from services.frontend.grpc.replies import Awaited, Context, Reply
 from services.frontend.grpc.request import Address, GrpcCall, Parser, address
+from services.frontend.grpc.responders import Awaited, Context, Reply
 from services.frontend.grpc.response import Encoder
+from services.frontend.grpc.status import abort
 from services.frontend.grpc.streams import Stream, Streams
 from services.frontend.grpc.wire import field
 from services.frontend.shared_memory import Regions

@@ -14,21 +14,21 @@ from hps.config.auth import Role
 from hps.config.server_settings import ServerSettings
 from hps.lookup.base import LookupModel
 from hps.lookup.remote.messages import described
-from hps.profile import Profile
+from hps.observability.profile import Profile
 from hps.tracing import Origin
 from hps.types import LookupRequest, LookupResult
 from hps.v1 import lookup_pb2 as pb
 from services.frontend.auth import Guard
-from services.frontend.call import Call, Form
-from services.frontend.grpc.behaviors import Direct
 from services.frontend.grpc.callers import Counted, caller_of
 from services.frontend.grpc.failures import fail
+from services.frontend.grpc.lookup_request import Question
+from services.frontend.grpc.method_handlers import Direct
 from services.frontend.grpc.methods import handlers_of
 from services.frontend.grpc.named import begun, named
 from services.frontend.grpc.pending import Pending, deadline_of
-from services.frontend.grpc.question import Question
-from services.frontend.grpc.replies import Context, Reply
+from services.frontend.grpc.responders import Context, Reply
 from services.frontend.grpc.wire import field, parsed
+from services.frontend.inference_request import Call, Form
 from services.frontend.state import Entry, State
 from services.frontend.statistics import execution, queued_ns
 

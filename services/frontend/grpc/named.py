@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from hps.tracing import Origin, traceparent_of, tracestate_of
-from services.frontend.grpc.replies import Context
 from services.frontend.grpc.request import GrpcCall
+from services.frontend.grpc.responders import Context
 from services.frontend.observer import Observer
 
 _NAMES = frozenset({"x-request-id", "traceparent", "tracestate"})

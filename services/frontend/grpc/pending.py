@@ -10,8 +10,8 @@ from typing import Any
 
 from hps.errors import DeadlineExceeded, HpsError
 from services.frontend.errors import Cancelled
-from services.frontend.grpc.replies import Context, Reply
-from services.frontend.looking import Looking
+from services.frontend.grpc.responders import Context, Reply
+from services.frontend.periodic_sweeper import Looking
 
 log = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from hps.config.server_settings import ServerSettings
-from services.frontend.call import Call
 from services.frontend.endpoints import Output
 from services.frontend.grpc.request import Parser, address
 from services.frontend.grpc.response import Encoder
+from services.frontend.inference_request import Call
 from services.frontend.profiling import MakeWire
 from services.frontend.shared_memory import Regions
 from services.frontend.state import Entry, State

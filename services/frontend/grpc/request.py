@@ -22,11 +22,17 @@ from tritonclient.grpc import service_pb2 as pb
 
 from hps.errors import BadRequest
 from services.frontend import faults
-from services.frontend.call import Call, Form
 from services.frontend.datatypes import InputRule
 from services.frontend.grpc.contents import contents
 from services.frontend.grpc.wire import Malformed, content_at, varint
-from services.frontend.places import PARAMETERS, Elsewhere, Place, place_of, require_size
+from services.frontend.inference_request import Call, Form
+from services.frontend.shared_memory_refs import (
+    PARAMETERS,
+    Elsewhere,
+    Place,
+    place_of,
+    require_size,
+)
 
 # Fields of ModelInferRequest by their tags.
 _MODEL, _VERSION, _ID = 0x0A, 0x12, 0x1A

@@ -15,12 +15,12 @@ from tritonclient.grpc.service_pb2_grpc import add_GRPCInferenceServiceServicer_
 from hps.config.server_settings import GrpcSettings, ServerSettings
 from hps.errors import ConfigError
 from services.frontend.auth import Guard
-from services.frontend.grpc.behaviors import Direct, Streaming
 from services.frontend.grpc.infer import Inference
+from services.frontend.grpc.listener import Generated, GrpcPort, Handlers
 from services.frontend.grpc.lookup import SERVICE as LOOKUP
 from services.frontend.grpc.lookup import LookupService, lookup_handlers
+from services.frontend.grpc.method_handlers import Direct, Streaming
 from services.frontend.grpc.pending import Pending
-from services.frontend.grpc.port import Generated, GrpcPort, Handlers
 from services.frontend.grpc.service import SERVICE, InferenceService
 from services.frontend.grpc.streams import STREAMS
 from services.frontend.state import State

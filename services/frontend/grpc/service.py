@@ -16,9 +16,9 @@ from hps import __version__
 from hps.config.auth import Role
 from hps.errors import Unsupported
 from services.frontend.auth import Guard
-from services.frontend.grpc.behaviors import Behavior
 from services.frontend.grpc.callers import address_of, check
-from services.frontend.grpc.replies import Context
+from services.frontend.grpc.method_handlers import Behavior
+from services.frontend.grpc.responders import Context
 from services.frontend.log_settings import change
 from services.frontend.log_settings import told as told_of_logs
 from services.frontend.metadata import server_metadata

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 from services.frontend.errors import TooManyRequests
-from services.frontend.looking import Looking
+from services.frontend.periodic_sweeper import Looking
 
 # Streams at a time.
 STREAMS = 128

@@ -9,10 +9,10 @@ from google.protobuf.json_format import ParseDict
 
 from hps.config.auth import Role
 from hps.errors import BadRequest
-from hps.streams import Streams
+from hps.node.streams import Streams
 from hps.v1 import admin_pb2 as pb
 from services.frontend.grpc.packed import FLOAT32, INT64, numbers
-from services.frontend.grpc.replies import Context
+from services.frontend.grpc.responders import Context
 from services.server_state import ServerState
 
 

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from hps.config.auth import Role
 from hps.errors import BadRequest, HpsError
+from services.frontend.admission.byte_budget import Room
 from services.frontend.auth import Guard
 from services.frontend.errors import Cancelled, TooLarge
 from services.frontend.http.body import ClientGone, read_body
@@ -21,7 +22,6 @@ from services.frontend.http.errors import error_body, error_headers
 from services.frontend.http.failures import describe
 from services.frontend.http.head import request_id
 from services.frontend.http.peer import peer_of
-from services.frontend.room import Room
 
 # Bodies of the routes here are small, and come at once; only inference takes large ones.
 _MAX_BODY = 1 << 20

@@ -20,9 +20,9 @@ from services.frontend.http.docs import add_docs
 from services.frontend.http.head import request_id
 from services.frontend.http.infer import InferApp
 from services.frontend.http.logging import logging_routes
+from services.frontend.http.oip_routes import health_routes, model_routes, repository_routes
 from services.frontend.http.openapi import document
 from services.frontend.http.profile import profile_route
-from services.frontend.http.protocol import health_routes, model_routes, repository_routes
 from services.frontend.http.rows import row_writes, rows_routes
 from services.frontend.http.shared_memory import shared_memory_routes
 from services.frontend.http.updates import updates_routes

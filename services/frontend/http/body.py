@@ -14,9 +14,9 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from hps.errors import BadRequest
+from services.frontend.admission.byte_budget import Room, Share
 from services.frontend.errors import TooLarge, TooSlow, UnknownEncoding
 from services.frontend.http.asgi import Receive
-from services.frontend.room import Room, Share
 
 # zlib's window bits for each coding; "deflate" means a zlib stream (RFC 9110).
 _WINDOW = {"gzip": 31, "x-gzip": 31, "deflate": 15}

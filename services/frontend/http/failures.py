@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from time import perf_counter_ns
 
-from hps import metric_names as m
+from hps.observability import metric_names as m
 from hps.tracing import Origin
 from services.frontend.errors import http_status, refused_for, told
 from services.frontend.http.asgi import Receive, Send

@@ -11,12 +11,12 @@ from starlette.responses import Response
 
 from hps.config.server_settings import ServerSettings
 from services.frontend.auth import Guard
-from services.frontend.call import Call
 from services.frontend.endpoints import Output
 from services.frontend.http.api import Json, answers, body_of, needs
 from services.frontend.http.inference import header_size
 from services.frontend.http.request import Parser
 from services.frontend.http.response import Encoder
+from services.frontend.inference_request import Call
 from services.frontend.profiling import MakeWire, Profiler
 from services.frontend.state import Entry, State
 

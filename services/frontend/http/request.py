@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from hps.errors import BadRequest
 from services.frontend import faults
-from services.frontend.call import Call, Form
 from services.frontend.datatypes import InputRule, numbers
 from services.frontend.http.request_faults import explain
-from services.frontend.places import PARAMETERS, Elsewhere, place_of, require_size
+from services.frontend.inference_request import Call, Form
+from services.frontend.shared_memory_refs import PARAMETERS, Elsewhere, place_of, require_size
 
 _EMPTY: dict[str, Any] = {}
 # Parameters of outputs: an extension that is not offered.

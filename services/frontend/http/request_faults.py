@@ -16,7 +16,7 @@ from hps.errors import BadRequest
 from services.frontend import faults
 from services.frontend.datatypes import BINARY_ONLY, InputRule, flat, numbers
 from services.frontend.errors import shown
-from services.frontend.places import PARAMETERS, place_of, require_size
+from services.frontend.shared_memory_refs import PARAMETERS, place_of, require_size
 
 _PLACES = frozenset(PARAMETERS)
 

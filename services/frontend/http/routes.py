@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hps import metric_names as m
-from hps.metrics import Metrics
+from hps.observability import metric_names as m
+from hps.observability.metrics import Metrics
 from services.frontend.http.request import Parser
 from services.frontend.http.response import Encoder
 from services.frontend.state import Entry

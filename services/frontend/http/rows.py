@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from hps.errors import BadRequest
 from hps.lookup.explain import explained
-from hps.names import hint_for
+from hps.suggestions import hint_for
 from hps.types import JaggedKeys, KeyArray, LookupRequest, VectorArray
 from services.frontend.auth import Guard
 from services.frontend.errors import shown

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hps.errors import BadRequest
-from hps.streams import Streams
+from hps.node.streams import Streams
 from services.frontend.auth import Guard
 from services.frontend.http.api import Json, answers, json_body, needs, takes
 from services.server_state import ServerState

@@ -19,13 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hps.attached import Attached, attach
 from hps.config import Configuration
 from hps.config.auth import load_api_keys
 from hps.config.server_settings import Listener
 from hps.errors import ConfigError, HpsError, ModelError, TierError, Unavailable
-from hps.open_models import OpenModels
-from hps.otel import Tracer
+from hps.node.attached import Attached, attach
+from hps.node.served_models import OpenModels
+from hps.observability.otel import Tracer
 from hps.types import Progress
 from services.frontend import logs
 from services.frontend.auth import guard

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hps.config import Configuration
-from hps.metrics import Numbers, names_of
+from hps.observability.metrics import Numbers, names_of
 from services.frontend.logs import Level, fields, log
 from services.frontend.statistics import Statistics
 from services.frontend.workers.channel import Asking

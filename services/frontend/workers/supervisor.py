@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hps import metric_names as m
 from hps.config import Configuration
 from hps.config.server_settings import GrpcSettings, HttpSettings
 from hps.errors import ConfigError
-from hps.metrics import Numbers
+from hps.observability import metric_names as m
+from hps.observability.metrics import Numbers
 from services.frontend.http.server import host_of, listen, reserve, url_of
 from services.frontend.logs import Level
 from services.frontend.workers.supervised import Supervised

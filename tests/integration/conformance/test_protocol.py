@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from hps.conformance import Deviation, NotOffered
-from hps.conformance.checks import CHECKS
-from hps.conformance.known import TRITON
+from hps.tools.conformance import Deviation, NotOffered
+from hps.tools.conformance.checks import CHECKS
+from hps.tools.conformance.known import TRITON
 
 # What a server does not offer, and why.
 TRITON_LACKS = {

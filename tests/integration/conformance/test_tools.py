@@ -15,10 +15,10 @@ from benchmarks.peers.environments import ENVIRONMENTS
 from benchmarks.peers.hps_server import start_hps
 from benchmarks.peers.perf_analyzer import perf_analyzer
 from hps.cli.conformance import app
-from hps.cli.diagnosis.triton import triton as checks
 from hps.config.dense_settings import TritonSettings, TritonTarget
-from hps.conformance.http_wire import LENGTH, Http, request, tensors_of
 from hps.models.repository import Repository
+from hps.tools.conformance.http_wire import LENGTH, Http, request, tensors_of
+from hps.tools.doctor.triton import triton as checks
 from tests.integration.conftest import write_models
 from tests.support.certificates import made
 

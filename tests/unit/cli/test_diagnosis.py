@@ -12,9 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from hps import metric_names as m
 from hps import native
-from hps.cli.diagnosis import (
+from hps.client.admin import Sample
+from hps.config import configuration_from
+from hps.errors import ConfigError
+from hps.observability import metric_names as m
+from hps.tools.doctor import (
     clocks,
     machine,
     memory,
@@ -25,10 +28,7 @@ from hps.cli.diagnosis import (
     streams,
     validity,
 )
-from hps.cli.diagnosis.check import Check, failed, guarded
-from hps.client.admin import Sample
-from hps.config import configuration_from
-from hps.errors import ConfigError
+from hps.tools.doctor.check import Check, failed, guarded
 from hps.updates.kafka.overview import GroupView
 
 

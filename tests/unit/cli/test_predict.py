@@ -12,10 +12,10 @@ import pyarrow as pa
 import pytest
 
 from hps.cli.predict import IN_FLIGHT, _Scores
-from hps.cli.signature import Dense, Signature
 from hps.cli.targets import ServerTarget
 from hps.client import Answer, Client
 from hps.errors import BadRequest, Unavailable
+from hps.tools.signature import Dense, Signature
 from hps.types import PredictRequest, PredictResult
 
 MODEL = Signature("ctr", ("user",), {"price": Dense(np.dtype(np.float32), (-1, 1))})

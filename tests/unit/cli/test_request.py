@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hps.cli.request import parse_flags, parse_json
-from hps.cli.signature import Dense, Signature
 from hps.errors import BadRequest, ConfigError
+from hps.tools.signature import Dense, Signature
 
 F4 = np.dtype(np.float32)
 MODEL = Signature("ctr", ("user", "tags"), {"depth": Dense(F4, (-1, 2))})

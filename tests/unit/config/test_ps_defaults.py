@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hps.config.ps_keys import KEYS, REQUIRED, PsKey
+from hps.config.ps_json.keys import KEYS, REQUIRED, PsKey
 
 Ps = Any
 

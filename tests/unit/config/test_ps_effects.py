@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hps.config import load_config
-from hps.config.ps_keys import KEYS
-from hps.config.ps_values import Reader
+from hps.config.ps_json.keys import KEYS
+from hps.config.ps_json.values import Reader
 
 Ps = Any
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hps.config import load_config
-from hps.config.ps_keys import KEYS
+from hps.config.ps_json.keys import KEYS
 from hps.errors import ConfigError
 
 Ps = Any

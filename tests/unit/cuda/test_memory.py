@@ -9,8 +9,8 @@ import pytest
 from hps.cuda import loader, memory, table
 from hps.cuda.layout import Policy, shape_of
 from hps.cuda.table import GpuTable
-from hps.devices import device_count
 from hps.errors import ConfigError
+from hps.node.devices import device_count
 from hps.types import EmbeddingTable
 
 FREE, FREE_HOST = 10**9, 10**10

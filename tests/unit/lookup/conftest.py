@@ -9,11 +9,11 @@ import pytest
 
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.engine import LookupEngine
+from hps.threads import Workers
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.memory import MemoryTier
 from hps.types import EmbeddingTable, MissPolicy, Source
-from hps.workers import Workers
 
 STORE = TierInfo("rocksdb", Source.ROCKSDB, blocking=True, volatile=False)
 CACHE = TierInfo("cpu", Source.CPU, cache=True)

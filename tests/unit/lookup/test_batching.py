@@ -13,8 +13,8 @@ from hps.errors import BadRequest, DeadlineExceeded, Unavailable
 from hps.lookup.batched import BatchedLookup, Together
 from hps.lookup.batching import Batcher, Bounds, Size
 from hps.lookup.merged import Merged
+from hps.threads import Done
 from hps.types import JaggedKeys, LookupRequest
-from hps.workers import Done
 from tests.support.waiting import until
 
 LARGE = Bounds(rows=100, keys=10_000)

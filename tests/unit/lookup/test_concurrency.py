@@ -9,13 +9,13 @@ import pytest
 
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.engine import LookupEngine
+from hps.threads import Workers
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
-from hps.tiers.cpu_cache import CpuCache
+from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.memory import MemoryTier
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, MissPolicy, Source, version_now
 from hps.updates.writer import CacheWriter
-from hps.workers import Workers
 from tests.support.waiting import until
 
 KEYS = 300

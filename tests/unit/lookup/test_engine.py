@@ -11,11 +11,11 @@ import pytest
 from hps.errors import DeadlineExceeded, TierError, Unavailable
 from hps.lookup import engine as engine_module
 from hps.lookup.engine import LookupEngine
+from hps.threads import Lanes, Workers
 from hps.tiers.chain import TierChain
 from hps.tiers.memory import MemoryTier
 from hps.tiers.wrappers import Guarded
 from hps.types import JaggedKeys, LookupRequest, Source, version_now
-from hps.workers import Lanes, Workers
 from tests.support.waiting import until
 from tests.unit.lookup.conftest import CACHE
 

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.engine import LookupEngine
+from hps.threads import Workers
 from hps.tiers.base import TierInfo
 from hps.tiers.memory import MemoryTier
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, MissPolicy, Source, version_now
-from hps.workers import Workers
 
 NOW = version_now()
 # Few enough to collide, with both ends of the range.

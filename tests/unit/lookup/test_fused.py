@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from hps.errors import BadRequest, DeadlineExceeded
 from hps.lookup.engine import INLINE_KEYS
+from hps.threads import Workers
 from hps.types import JaggedKeys, LookupRequest, Source
-from hps.workers import Workers
 from tests.support.two_ways import FEATURES, ITEM, MODEL, ROWS, USER, Side, dense, outcome
 
 

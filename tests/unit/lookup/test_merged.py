@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.engine import LookupEngine
 from hps.lookup.merged import Merged, kind
+from hps.threads import Workers
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.memory import MemoryTier
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, Source
-from hps.workers import Workers
 
 TABLE = EmbeddingTable.make("t", 3, default=-1.0)
 FEATURES = {

@@ -15,12 +15,12 @@ from hps.lookup.engine import LookupEngine
 from hps.lookup.merged import Merged
 from hps.lookup.pooling import divisors, is_pooled
 from hps.native import COMPILED, pool_rows, twin_pool
+from hps.threads import Workers
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
-from hps.tiers.cpu_cache import CpuCache
+from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.memory import MemoryTier
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, Source
-from hps.workers import Workers
 
 ROWS = 200
 OTHER = EmbeddingTable.make("other", 4)

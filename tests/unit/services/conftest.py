@@ -20,18 +20,18 @@ from hps.config.server_settings import ApiKey, AuthSettings, ServerSettings
 from hps.dense.base import TensorInfo
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.engine import LookupEngine
-from hps.metrics import Metrics
-from hps.node import Node, ServedModel
-from hps.pipeline import InferencePipeline
-from hps.streams import Streams
-from hps.tier_status import TierStatus
+from hps.node.node import Node, ServedModel
+from hps.node.streams import Streams
+from hps.node.tier_status import TierStatus
+from hps.observability.metrics import Metrics
+from hps.predict.pipeline import InferencePipeline
+from hps.threads import Workers
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.memory import MemoryTier
 from hps.tiers.wrappers import Metered
 from hps.types import EmbeddingTable, Source, make_version
 from hps.updates.writer import CacheWriter
-from hps.workers import Workers
 from services.frontend.auth import OpenGuard, guard
 from services.frontend.http.app import admin_app, data_app
 from services.frontend.http.infer import InferApp

@@ -4,10 +4,10 @@ import time
 
 import pytest
 
-from hps import metric_names as m
 from hps.config import as_configuration
 from hps.config.certificates import expiry
-from hps.metrics import Metrics
+from hps.observability import metric_names as m
+from hps.observability.metrics import Metrics
 from services.expiry import publish_expiry
 from tests.support.certificates import expire, made
 from tests.support.redis_servers import need

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import services.memory
-from hps import metric_names as m
-from hps.metrics import Metrics
+from hps.observability import metric_names as m
+from hps.observability.metrics import Metrics
 from services.memory import Memory, memory, publish_memory
 
 GB = 1 << 30

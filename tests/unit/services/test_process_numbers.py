@@ -1,7 +1,7 @@
 """What a server process tells of itself."""
 
-from hps import metric_names as m
-from hps.metrics import Metrics
+from hps.observability import metric_names as m
+from hps.observability.metrics import Metrics
 from services.process_numbers import publish_process, resident
 
 STATUS = """Name:\tpython

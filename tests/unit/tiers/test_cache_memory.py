@@ -10,8 +10,8 @@ import pytest
 
 from hps.errors import ConfigError
 from hps.native import COMPILED
-from hps.tiers.cpu_cache import CacheMemory, CpuCache
-from hps.tiers.cpu_segments import Segments
+from hps.tiers.cpu.cache import CacheMemory, CpuCache
+from hps.tiers.cpu.segments import Segments
 from hps.types import EmbeddingTable
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="the twins take whatever NumPy gives them")

@@ -3,7 +3,7 @@ import pytest
 
 from hps.errors import ConfigError
 from hps.tiers.capacity import EMPTY_TABLE_ROWS, TABLE_BYTES, plan_capacity, slot_bytes
-from hps.tiers.cpu_cache import CpuCache
+from hps.tiers.cpu.cache import CpuCache
 from hps.types import EmbeddingTable
 
 SMALL = EmbeddingTable.make("small", 4)

@@ -6,7 +6,7 @@ import pytest
 from hps.errors import BadRequest
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.chain import TierChain
-from hps.tiers.cpu_cache import CpuCache
+from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.fused import Bags, fused
 from hps.tiers.memory import MemoryTier
 from hps.types import EmbeddingTable

@@ -8,8 +8,8 @@ import pytest
 from hps.cuda.loader import cupy
 from hps.errors import BadRequest
 from hps.lookup.pooling import pool
-from hps.tiers.gpu_cache import GpuCache
-from hps.tiers.gpu_checks import Pooling
+from hps.tiers.gpu.cache import GpuCache
+from hps.tiers.gpu.checks import Pooling
 from hps.types import EmbeddingTable, JaggedKeys, make_version
 
 pytestmark = pytest.mark.gpu

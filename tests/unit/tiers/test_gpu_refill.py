@@ -114,7 +114,7 @@ def on_host(monkeypatch, tables):
 def on_device(tables):
     import cupy
 
-    from hps.tiers.gpu_cache import GpuCache
+    from hps.tiers.gpu.cache import GpuCache
 
     cache = GpuCache(dict.fromkeys(tables, 8))
     fetch = cache.prepare_fetch([(table, N) for table in tables])

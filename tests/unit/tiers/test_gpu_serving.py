@@ -11,10 +11,10 @@ from hps.cuda.pool import RowBags
 from hps.errors import ConfigError
 from hps.lookup.pooling import pool
 from hps.tiers.base import FetchContext, Part, TierInfo
-from hps.tiers.bridge import HostBridge
-from hps.tiers.gpu_cache import GpuCache
-from hps.tiers.gpu_plan import Wish, check_fits, plan_gpu
-from hps.tiers.gpu_replicas import GpuReplicas
+from hps.tiers.gpu.cache import GpuCache
+from hps.tiers.gpu.host_bridge import HostBridge
+from hps.tiers.gpu.plan import Wish, check_fits, plan_gpu
+from hps.tiers.gpu.replicas import GpuReplicas
 from hps.tiers.memory import MemoryTier
 from hps.types import EmbeddingTable, JaggedKeys, Source, make_version
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from hps.errors import ConfigError, TierError, TierMisfit, TierTimeout, Unavailable
+from hps.threads import Workers
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.memory import MemoryTier
 from hps.tiers.node import Connections, Followers, NodeServer, NodeTier, frames, server, tier
 from hps.tiers.wrappers import Guarded
 from hps.types import EmbeddingTable, MissPolicy, Source
-from hps.workers import Workers
 from tests.support.waiting import until
 
 ITEMS = EmbeddingTable.make("items", 4)

@@ -15,11 +15,11 @@ import pytest
 
 from hps.errors import ConfigError, TierError
 from hps.native import COMPILED
-from hps.tiers import cpu_segments
-from hps.tiers.attached_cache import AttachedCache
 from hps.tiers.base import FetchContext, Part
-from hps.tiers.cpu_cache import CacheMemory, CpuCache
-from hps.tiers.cpu_segments import Reader, Segments
+from hps.tiers.cpu import segments as cpu_segments
+from hps.tiers.cpu.attached_cache import AttachedCache
+from hps.tiers.cpu.cache import CacheMemory, CpuCache
+from hps.tiers.cpu.segments import Reader, Segments
 from hps.tiers.fused import Bags
 from hps.types import EmbeddingTable
 
@@ -58,7 +58,7 @@ def abandon(cache):
 KILLED_OWNER = """
 import os, signal, sys, time
 from pathlib import Path
-from hps.tiers.cpu_segments import Segments
+from hps.tiers.cpu.segments import Segments
 
 segments = Segments("c", Path(sys.argv[1]))
 child = os.fork()
@@ -71,7 +71,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 OWNER = """
 import sys
 from pathlib import Path
-from hps.tiers.cpu_segments import Segments
+from hps.tiers.cpu.segments import Segments
 
 segments = Segments("c", Path(sys.argv[1]))
 print("owns it", flush=True)
@@ -133,7 +133,7 @@ def test_others_hand_on_what_they_want_written(tmp_path):
 
 
 def test_tables_and_owners_come_and_go(tmp_path, monkeypatch):
-    monkeypatch.setattr("hps.tiers.attached_cache.LOOK_S", 0)
+    monkeypatch.setattr("hps.tiers.cpu.attached_cache.LOOK_S", 0)
     reader = attached(tmp_path)
     assert held(reader, [1]) == []
     cache = owned(tmp_path)
@@ -149,7 +149,7 @@ def test_tables_and_owners_come_and_go(tmp_path, monkeypatch):
 
 
 def test_a_closed_reader_does_not_attach_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("hps.tiers.attached_cache.LOOK_S", 0)
+    monkeypatch.setattr("hps.tiers.cpu.attached_cache.LOOK_S", 0)
     cache, reader = owned(tmp_path), attached(tmp_path)
     reader.close()
     cache.add_table(TABLE, 50)  # which readers notice
@@ -237,7 +237,7 @@ def test_a_killed_reader_is_not_counted(tmp_path):
     script = f"""
 import os, signal
 from pathlib import Path
-from hps.tiers.cpu_segments import Reader
+from hps.tiers.cpu.segments import Reader
 reader = Reader(Path({str(tmp_path / "hps.c")!r}))
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -253,7 +253,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.parametrize("take_over", [False, True])
 def test_what_a_dead_owner_left_is_removed_or_taken_over(tmp_path, take_over, monkeypatch):
-    monkeypatch.setattr("hps.tiers.attached_cache.LOOK_S", 0)
+    monkeypatch.setattr("hps.tiers.cpu.attached_cache.LOOK_S", 0)
     dead, reader = owned(tmp_path), attached(tmp_path)
     insert(dead, [1])
     abandon(dead)

@@ -12,7 +12,7 @@ from hps.config.update_settings import KafkaSettings
 from hps.updates.arrivals import LOOK_EVERY_S, Arrivals
 from hps.updates.files.waiting import WaitingFiles
 from hps.updates.kafka.cluster import Cluster
-from hps.updates.kafka.ends import WaitingMessages
+from hps.updates.kafka.end_offsets import WaitingMessages
 
 PLACE = ("topic", 0)
 

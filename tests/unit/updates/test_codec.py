@@ -10,7 +10,6 @@ import pytest
 
 from hps.tiers.positions import TableChanges
 from hps.types import make_version
-from hps.updates.ahead import without_ahead
 from hps.updates.codec import (
     decode_hps,
     decode_native,
@@ -20,6 +19,7 @@ from hps.updates.codec import (
     hps_topic,
     record_versions,
 )
+from hps.updates.future_versions import without_ahead
 from hps.updates.source import Reason
 
 MESSAGES = Path(__file__).parent / "messages"

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hps.meters import UpdateMeter
-from hps.metrics import Metrics
+from hps.observability.meters import UpdateMeter
+from hps.observability.metrics import Metrics
 from hps.tiers.base import FetchContext, Part
-from hps.tiers.cpu_cache import CpuCache
+from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable, make_version
 from hps.updates.direct import DirectWriter
-from hps.updates.stream_places import Store
+from hps.updates.stream_positions import Store
 from hps.updates.version_clock import VersionClock
 from hps.updates.writer import CacheWriter
 

@@ -10,9 +10,9 @@ import pytest
 
 from hps.config.update_settings import DirectorySettings
 from hps.errors import ConfigError, Unavailable
-from hps.meters import UpdateMeter
-from hps.metric_names import UPDATE_DEAD
-from hps.metrics import Metrics
+from hps.observability.meters import UpdateMeter
+from hps.observability.metric_names import UPDATE_DEAD
+from hps.observability.metrics import Metrics
 from hps.rows.base import Rows
 from hps.rows.export import export
 from hps.tiers.base import FetchContext, Part
@@ -23,7 +23,7 @@ from hps.updates.codec import encode_native
 from hps.updates.files.directory import DirectorySource
 from hps.updates.ingestor import Ingestor
 from hps.updates.source import Reason
-from hps.updates.stream_places import Store, StreamPlaces
+from hps.updates.stream_positions import Store, StreamPlaces
 from tests.support.letters import Letters
 
 ITEMS = EmbeddingTable.make("items", 2, model="m")

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hps.errors import TierError
-from hps.meters import UpdateMeter
-from hps.metrics import Metrics
+from hps.observability.meters import UpdateMeter
+from hps.observability.metrics import Metrics
 from hps.tiers.base import FetchContext, Part
-from hps.tiers.cpu_cache import CpuCache
+from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.positions import Applied, StreamPosition, TableChanges
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable, make_version
@@ -22,7 +22,7 @@ from hps.updates.followed_store import FollowedStore
 from hps.updates.ingest_thread import IngestThread
 from hps.updates.ingestor import Ingestor
 from hps.updates.source import MESSAGE, TableUpdate, UpdateBatch
-from hps.updates.stream_places import Store
+from hps.updates.stream_positions import Store
 from hps.updates.writer import CacheWriter
 from tests.support.letters import Letters
 from tests.support.waiting import until

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hps import metric_names as m
 from hps.errors import Unavailable
-from hps.metrics import Metrics
+from hps.observability import metric_names as m
+from hps.observability.metrics import Metrics
 from hps.types import EmbeddingTable, LookupResult
 from hps.updates.freshness import FRESH, Freshness
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from hps.errors import TierError, Unavailable
-from hps.meters import UpdateMeter
-from hps.metric_names import UPDATE_DEAD, UPDATE_ROWS, UPDATE_VISIBLE
-from hps.metrics import Metrics
+from hps.observability.meters import UpdateMeter
+from hps.observability.metric_names import UPDATE_DEAD, UPDATE_ROWS, UPDATE_VISIBLE
+from hps.observability.metrics import Metrics
 from hps.tiers.base import FetchContext, Part
-from hps.tiers.cpu_cache import CpuCache
+from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable, make_version
@@ -22,7 +22,7 @@ from hps.updates.codec import decode_native, encode_native
 from hps.updates.ingest_thread import IngestThread
 from hps.updates.ingestor import CACHES, Ingestor
 from hps.updates.source import DeadLetter, Reason, UpdateBatch
-from hps.updates.stream_places import Store, StreamPlaces
+from hps.updates.stream_positions import Store, StreamPlaces
 from hps.updates.writer import CacheWriter
 from tests.support.letters import Letters
 from tests.support.waiting import until

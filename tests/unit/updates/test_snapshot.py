@@ -5,11 +5,11 @@ import time
 import numpy as np
 import pytest
 
-from hps.tiers.cpu_cache import CpuCache
+from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.memory import MemoryTier
 from hps.types import EmbeddingTable, NoProgress
+from hps.updates.cache_warmup import Warming
 from hps.updates.snapshot import Snapshots, hot_keys_at_start, read_hot_keys, write_hot_keys
-from hps.updates.warm import Warming
 from hps.updates.writer import CacheWriter
 from tests.support.waiting import until
 

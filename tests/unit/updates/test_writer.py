@@ -9,7 +9,7 @@ import pytest
 
 from hps.errors import BadRequest, TierError
 from hps.tiers.base import FetchContext, Part, TierInfo
-from hps.tiers.cpu_cache import CpuCache
+from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.memory import MemoryTier
 from hps.tiers.wrappers import Guarded
 from hps.types import EmbeddingTable, Source, version_now

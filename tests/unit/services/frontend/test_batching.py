@@ -7,14 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from hps import metric_names as m
-from hps import otel
 from hps.config import Settings
 from hps.config.admission_settings import BatchingSettings
 from hps.config.server_settings import ServerSettings
 from hps.errors import BadRequest
+from hps.observability import metric_names as m
+from hps.observability import otel
 from hps.tracing import Origin, record
-from services.frontend.call import Call, Form
+from services.frontend.inference_request import Call, Form
 from services.frontend.lookup_endpoint import LookupEndpoint
 from services.frontend.state import State
 from tests.support.waiting import until

@@ -12,8 +12,8 @@ import pytest
 from hps.errors import BadRequest, Unsupported
 from hps.tracing import Origin, traceparent_of
 from services.frontend import log_settings, logs
-from services.frontend.call import Call, Form
 from services.frontend.datatypes import INTEGERS, InputRule
+from services.frontend.inference_request import Call, Form
 from services.frontend.observer import Observer
 from services.server_state import ServerState
 

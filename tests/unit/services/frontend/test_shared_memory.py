@@ -11,8 +11,8 @@ import pytest
 from hps.errors import BadRequest, Forbidden, NotFound, Unsupported
 from services.frontend import shared_memory as module
 from services.frontend.errors import TooLarge
-from services.frontend.places import Elsewhere, Place, place_of, require_size
 from services.frontend.shared_memory import Regions
+from services.frontend.shared_memory_refs import Elsewhere, Place, place_of, require_size
 from tests.support.waiting import until
 
 HERE = "127.0.0.1"

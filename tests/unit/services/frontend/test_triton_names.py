@@ -1,8 +1,8 @@
 """Our numbers under Triton's names."""
 
-from hps import metric_names as m
-from hps.metric_triton import TRITON
-from hps.metrics import Numbers
+from hps.observability import metric_names as m
+from hps.observability.metric_triton import TRITON
+from hps.observability.metrics import Numbers
 from services.frontend.statistics import Statistics
 from services.frontend.triton_names import triton_numbers
 

@@ -13,7 +13,7 @@ from hps.config.server_settings import GrpcAdminSettings
 from hps.errors import ConfigError, NotFound
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.positions import TableChanges
-from hps.updates.stream_places import Store
+from hps.updates.stream_positions import Store
 from hps.v1 import admin_pb2 as pb
 from services.frontend.auth import OpenGuard
 from services.frontend.grpc.admin_port import AdminPort

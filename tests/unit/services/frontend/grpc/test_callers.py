@@ -8,7 +8,7 @@ import pytest
 
 from hps.config.admission_settings import ClientSettings
 from hps.errors import Unavailable
-from services.frontend.clients import Clients
+from services.frontend.admission.client_limits import Clients
 from services.frontend.grpc.callers import Counted
 
 

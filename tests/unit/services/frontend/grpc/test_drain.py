@@ -18,7 +18,7 @@ from hps.client import Client
 from hps.lookup.remote.addresses import Address
 from hps.lookup.remote.connection import Connection
 from hps.v1.lookup_pb2 import ServingRequest
-from services.frontend.grpc import port as port_module
+from services.frontend.grpc import listener as port_module
 from services.frontend.state import State
 from tests.support.waiting import until
 from tests.unit.services.frontend.grpc.test_overload import predict

@@ -14,16 +14,19 @@ import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
-from hps import metric_names as m
 from hps.config import Settings
 from hps.config.admission_settings import AdmissionSettings
 from hps.config.server_settings import ServerSettings
+from hps.observability import metric_names as m
 from hps.v1 import lookup_pb2
+from services.frontend.admission.queue import Line
 from services.frontend.auth import OpenGuard
-from services.frontend.grpc import infer, inside, port, unary
+from services.frontend.grpc import infer
+from services.frontend.grpc import listener as port
 from services.frontend.grpc.callers import address_of
+from services.frontend.grpc.core import internals as inside
+from services.frontend.grpc.core import unary_call as unary
 from services.frontend.http.app import data_app
-from services.frontend.line import Line
 from services.frontend.state import State
 from tests.support.waiting import until
 

@@ -14,8 +14,8 @@ from hps.config.server_settings import TlsSettings
 from hps.errors import BadRequest, DeadlineExceeded, HpsError, ModelError, Unavailable
 from hps.lookup.base import LookupModel
 from hps.lookup.remote import Candidates, Certificates, Nodes, RemoteLookup, RetryBudget, unary
+from hps.lookup.remote.balancing import LeastBusy
 from hps.lookup.remote.messages import described
-from hps.lookup.remote.picking import LeastBusy
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, Source
 from hps.v1 import lookup_pb2 as pb
 from tests.support import redis_servers

@@ -19,11 +19,11 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from hps import metric_names as m
 from hps.config import auth
 from hps.config.auth import load_api_keys
 from hps.config.server_settings import AuthSettings, GrpcSettings, TlsSettings
 from hps.errors import ConfigError
+from hps.observability import metric_names as m
 from services.frontend import log_settings
 from services.frontend.auth import OpenGuard, guard
 from services.frontend.grpc import health as health_module

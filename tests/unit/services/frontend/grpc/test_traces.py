@@ -19,12 +19,12 @@ from tritonclient.grpc.service_pb2_grpc import (
 )
 from tritonclient.utils import InferenceServerException
 
-from hps import otel
 from hps.client import Client
 from hps.dense.triton import TritonModel
 from hps.dense.triton.grpc import GrpcTransport
 from hps.lookup.base import LookupModel
 from hps.lookup.remote import Candidates, Nodes, RemoteLookup
+from hps.observability import otel
 from hps.types import JaggedKeys, LookupRequest
 from services.frontend.observer import Observer
 from tests.support.waiting import until

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hps.errors import BadRequest
+from services.frontend.admission.byte_budget import Room
 from services.frontend.errors import Overloaded, TooLarge, TooSlow, UnknownEncoding
 from services.frontend.http import body as body_module
 from services.frontend.http.body import (
@@ -22,7 +23,6 @@ from services.frontend.http.body import (
     discard,
     read_body,
 )
-from services.frontend.room import Room
 
 ENCODERS = {"gzip": gzip.compress, "deflate": zlib.compress}
 

@@ -15,12 +15,12 @@ import uvloop
 import yaml
 from typer.testing import CliRunner
 
-from hps.cli.diagnosis import check, ports
 from hps.cli.main import app
 from hps.client import Admin, Client, Tls
 from hps.config import auth as auth_module
 from hps.config.server_settings import HttpSettings, Listener, TlsSettings
 from hps.errors import Forbidden, HpsError, NotFound, Unauthenticated, Unavailable
+from hps.tools.doctor import check, ports
 from services.frontend.auth import OpenGuard
 from services.frontend.certificates import server_context
 from services.frontend.http.app import admin_app

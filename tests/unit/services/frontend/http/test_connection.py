@@ -241,7 +241,7 @@ def test_connections_have_an_end(http, monkeypatch):
     async def scenario():
         there = Connections(2)
         monkeypatch.setattr(Protocol, "of_port", there)
-        monkeypatch.setattr("services.frontend.http.lasting.LINGER_S", 0)
+        monkeypatch.setattr("services.frontend.http.connection_lifetime.LINGER_S", 0)
         assert there.enter("another")
         protocol, wire = http.connect()
         assert await http.read(protocol, http.request([1])) == [200]

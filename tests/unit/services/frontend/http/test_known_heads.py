@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hps import metric_names as m
+from hps.observability import metric_names as m
 
 PATH = "/v2/models/words.lookup/infer"
 

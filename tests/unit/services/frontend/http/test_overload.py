@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hps import metric_names as m
 from hps.config import Settings
 from hps.config.admission_settings import AdmissionSettings, ClientSettings
 from hps.config.server_settings import ServerSettings
 from hps.errors import Unauthenticated
+from hps.observability import metric_names as m
 from services.frontend.auth import OpenGuard
 from services.frontend.http.app import data_app
 from services.frontend.state import State

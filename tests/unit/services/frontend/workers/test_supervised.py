@@ -9,8 +9,8 @@ import socket
 import subprocess
 import threading
 
-from hps import metric_names as m
 from hps.config import as_configuration
+from hps.observability import metric_names as m
 from services.frontend.statistics import Statistics
 from services.frontend.workers import supervised
 from services.frontend.workers.channel import Answering

@@ -1,0 +1,1 @@
+"""Conversion of HPS's ``ps.json`` into settings and models."""

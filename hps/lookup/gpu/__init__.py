@@ -1,0 +1,1 @@
+"""Lookups whose vectors stay in device memory."""

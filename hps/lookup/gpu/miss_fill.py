@@ -1,0 +1,193 @@
+"""Rows of requests that are alike, pooled on the device, of which its cache lacks some.
+
+Two launches that were prepared for their like, with one wait between them: fetch what the cache has; then
+bring up what the host's memory has of the rest, all tables in one, and pool.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.cuda.prepared import FixedRows
+from hps.lookup.backoff import Patience
+from hps.lookup.base import Feature
+from hps.observability.meters import LookupMeter
+from hps.tiers.base import FetchContext, Part, Tier
+from hps.tiers.fused import Ask, FusedLookup
+from hps.tiers.promotion import Promote
+from hps.tiers.wrappers import Observe
+from hps.types import Source, oldest_tombstone
+
+_CODES = max(Source) + 1
+_GPU, _DEFAULT = int(Source.GPU), int(Source.DEFAULT)
+
+
+class Below:
+    """What may be asked, without waiting, for rows that a device lacks: ``memory``, in one call that finds
+    all or nothing, and ``bridge``, key by key. ``lift`` is told of rows that the former held. Any thread
+    may use it."""
+
+    def __init__(
+        self,
+        memory: FusedLookup | None = None,
+        bridge: Tier | None = None,
+        lift: Promote = lambda _table, _keys: None,
+    ) -> None:
+        self.memory = memory
+        self.bridge = bridge
+        self._lift = lift
+        self._patience = Patience()
+
+    def is_due(self) -> bool:
+        """Whether it is worth to `gather`: not for a while after memory lacked a row."""
+        return self._patience.is_due()
+
+    def gather(self, asks: list[Ask]) -> bool:
+        """Whether ``memory`` had every row; then they are in their places."""
+        assert self.memory is not None
+        found = self.memory.gather(asks)
+        self._patience.tell(worked=found)
+        if found:
+            for table, keys, _ in asks:
+                self._lift(table, keys)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Bags:
+    """One feature's: ``n`` keys, ``hotness`` a bag, pooled to ``out (n / hotness, dim)`` on the device."""
+
+    feature: Feature
+    n: int
+    hotness: int
+    out: Any
+
+
+def prepared_pooling(cache: Any, asks: Sequence[Bags]) -> Any:
+    """The pooling in one launch, of rows that ``cache`` has all of."""
+    return cache.prepare(
+        [
+            (ask.feature.table, ask.n, ask.hotness, ask.feature.pooling == "mean", ask.out)
+            for ask in asks
+        ]
+    )
+
+
+class CompletedFetch:
+    """``cache`` is a `GpuCache`, ``observe`` its meter. The caller fills in ``keys``, each ``(n,) int64`` and
+    in pinned memory, calls `run`, and when the stream has come that far `finish`. One thread at a
+    time."""
+
+    def __init__(
+        self,
+        cache: Any,
+        below: Below,
+        asks: Sequence[Bags],
+        observe: Observe | None,
+        meter: LookupMeter,
+    ) -> None:
+        self._space = cache.space
+        self._below = below
+        self._features = [ask.feature for ask in asks]
+        self._observe = observe
+        self._meter = meter
+        tables = [feature.table for feature in self._features]
+        sizes = [ask.n for ask in asks]
+        self._fetch = fetch = cache.prepare_fetch(list(zip(tables, sizes, strict=True)))
+        self.keys: list[NDArray[np.int64]] = fetch.keys
+        self._pooling = cache.prepare_rows(
+            [
+                FixedRows(
+                    fetch.rows[i],
+                    fetch.sources[i],
+                    self._space.upload(ask.feature.table.default),
+                    ask.hotness,
+                    ask.feature.pooling == "mean",
+                    ask.out,
+                )
+                for i, ask in enumerate(asks)
+            ]
+        )
+        self._refill: Any = None
+        if below.memory is not None:
+            self._refill = cache.prepare_refill(fetch, tables, below.memory.info.source)
+        self._sizes = np.array(sizes)
+        self._codes = self._space.pinned(sum(sizes))
+        # Added to the codes: those of each table become numbers of their own.
+        self._bins = np.repeat(np.arange(len(sizes)) * _CODES, sizes)
+        self._started = 0.0
+
+    def run(self, stream: Any, deadline: float | None) -> bool:
+        """Launch it all on ``stream``; False, and nothing pooled, when a row is not in memory."""
+        self._started, now = time.perf_counter(), time.time()
+        fetch = self._fetch
+        fetch.launch(stream, [oldest_tombstone(f.table, now) for f in self._features])
+        stream.synchronize()
+        misses = fetch.misses()
+        seconds = time.perf_counter() - self._started
+        if any(map(len, misses)) and not (
+            self._gather(misses, stream) or self._bring(misses, stream, deadline)
+        ):
+            return False
+        self._pooling.launch(stream)
+        self._space.bring(self._codes, fetch.sources_block, stream)
+        if self._observe is not None:
+            counts = zip(self._features, self._sizes.tolist(), misses, strict=True)
+            self._observe([(f.table, n, n - len(left)) for f, n, left in counts], seconds)
+        return True
+
+    def finish(self) -> int:
+        """Tell where the rows came from; how many keys got a default, which were deleted."""
+        # Most came from the device: counting the others takes a third of the time.
+        others = np.flatnonzero(self._codes != _GPU)
+        counts = np.bincount(
+            self._codes[others] + self._bins[others], minlength=_CODES * len(self._features)
+        ).reshape(-1, _CODES)
+        defaulted = int(counts[:, _DEFAULT].sum())
+        counts[:, _GPU] = self._sizes - counts.sum(axis=1)
+        found = np.argwhere(counts).tolist()
+        answers = [(self._features[i].table, code, int(counts[i, code])) for i, code in found]
+        names = [self._features[i].name for i, _ in found]
+        self._meter.counted(answers, time.perf_counter() - self._started, names)
+        return defaulted
+
+    def _gather(self, misses: Sequence[NDArray[np.int64]], stream: Any) -> bool:
+        """Bring up what is missing in one launch, if the host's memory has all of it."""
+        if self._refill is None or not self._below.is_due():
+            return False
+        rooms = self._refill.room(misses)
+        asks = [
+            (feature.table, keys[left], room)
+            for feature, keys, left, room in zip(
+                self._features, self.keys, misses, rooms, strict=True
+            )
+            if len(left)
+        ]
+        if not self._below.gather(asks):
+            return False
+        self._refill.launch(stream)
+        return True
+
+    def _bring(
+        self, misses: Sequence[NDArray[np.int64]], stream: Any, deadline: float | None
+    ) -> bool:
+        """Have the missing rows brought up by the bridge; False when some are still missing."""
+        if self._below.bridge is None:
+            return False
+        fetch = self._fetch
+        parts = [
+            Part(f.table, fetch.keys[i], fetch.rows[i], fetch.versions[i], fetch.sources[i], left)
+            for i, (f, left) in enumerate(zip(self._features, misses, strict=True))
+            if len(left)
+        ]
+        self._below.bridge.fetch(parts, FetchContext(deadline, stream))
+        return not any(len(part.missing) for part in parts)
+
+
+__all__ = ["Bags", "Below", "CompletedFetch", "prepared_pooling"]

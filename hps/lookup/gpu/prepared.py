@@ -1,0 +1,171 @@
+"""Lookups whose every row is in memory, the device's or the host's, in launches prepared for their like."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from hps.lookup.backoff import Patience
+from hps.lookup.base import Feature
+from hps.lookup.gpu.miss_fill import Bags, Below, CompletedFetch, prepared_pooling
+from hps.observability.meters import LookupMeter
+from hps.tiers.wrappers import Observe
+from hps.types import JaggedKeys, LookupResult, Source
+
+_INT64 = np.dtype(np.int64)
+_ALIGN = 256
+_FORMS_KEPT = 64
+_GPU = int(Source.GPU)
+
+Signature = tuple[tuple[str, int, int], ...]
+
+
+def signature_of(features: Mapping[str, JaggedKeys]) -> Signature | None:
+    """The names, numbers of keys and batches of a request without offsets, weights, keys to be converted or
+    features without keys; None for others."""
+    found = []
+    for name, keys in features.items():
+        plain = keys.offsets is None and keys.weights is None and keys.keys.dtype == _INT64
+        if not plain or not len(keys.keys):
+            return None
+        found.append((name, len(keys.keys), keys.batch))
+    return tuple(found)
+
+
+@dataclass(slots=True)
+class _Form:
+    """A prepared pooling into one block, the fetch to take when that lacks rows, and where each feature's
+    vectors lie in the block."""
+
+    pooled: Any
+    block: Any
+    places: list[tuple[str, int, int, Any, tuple[int, ...]]]
+    bags: list[Bags]
+    fetched: CompletedFetch | None = None
+
+
+class AtOnce:
+    """``device`` is a `GpuCache`, ``observe`` its meter. Any number of threads may call it."""
+
+    def __init__(
+        self, device: Any, below: Below, observe: Observe | None, meter: LookupMeter
+    ) -> None:
+        self._device = device
+        self._below = below
+        self._observe = observe
+        self._meter = meter
+        self._forms: dict[Any, queue.SimpleQueue[_Form]] = {}
+        self._patience = Patience()
+        self._patience_below = Patience()
+
+    def lookup(
+        self,
+        key: Any,
+        features: Sequence[Feature],
+        keys: Sequence[JaggedKeys],
+        deadline: float | None,
+    ) -> LookupResult | None:
+        """The vectors of ``features`` as new arrays, complete; None when a row is not in memory. ``key``
+        tells requests apart that differ in more than their keys."""
+        pooling, fetching = self._patience.is_due(), self._patience_below.is_due()
+        if not (pooling or fetching):
+            return None
+        space = self._device.space
+        forms = self._forms.get(key)
+        if forms is None:
+            if len(self._forms) >= _FORMS_KEPT:
+                self._forms.clear()
+            forms = self._forms[key] = queue.SimpleQueue()
+        stream = space.take_stream()
+        result = None
+        with space.device:
+            try:
+                form = forms.get_nowait()
+            except queue.Empty:
+                form = self._prepare(features, keys)
+            try:
+                if pooling:
+                    result = self._pool(form, features, keys, stream)
+                    self._patience.tell(worked=result is not None)
+                if result is None and fetching:
+                    result = self._fetch(form, features, keys, stream, deadline)
+                    self._patience_below.tell(worked=result is not None)
+            finally:
+                stream.synchronize()  # the form's next user may have another one
+                forms.put(form)
+                space.give_back(stream)
+        return result
+
+    def _pool(
+        self, form: _Form, features: Sequence[Feature], keys: Sequence[JaggedKeys], stream: Any
+    ) -> LookupResult | None:
+        """From the device alone."""
+        started = time.perf_counter()
+        for feature, mine, there in zip(features, keys, form.pooled.keys, strict=True):
+            there[:] = feature.shift(mine.keys)
+        form.pooled.launch(stream)
+        result = LookupResult(self._taken(form, stream))
+        if form.pooled.missing():
+            return None
+        seconds = time.perf_counter() - started
+        counts = [(f.table, len(k.keys)) for f, k in zip(features, keys, strict=True)]
+        names = [feature.name for feature in features]
+        self._meter.counted([(table, _GPU, n) for table, n in counts], seconds, names)
+        if self._observe is not None:
+            self._observe([(table, n, n) for table, n in counts], seconds)
+        return result
+
+    def _fetch(
+        self,
+        form: _Form,
+        features: Sequence[Feature],
+        keys: Sequence[JaggedKeys],
+        stream: Any,
+        deadline: float | None,
+    ) -> LookupResult | None:
+        """With what the host's memory has of the rest."""
+        fetched = form.fetched
+        if fetched is None:
+            given = self._device, self._below, form.bags, self._observe, self._meter
+            fetched = form.fetched = CompletedFetch(*given)
+        for feature, mine, there in zip(features, keys, fetched.keys, strict=True):
+            there[:] = feature.shift(mine.keys)
+        if not fetched.run(stream, deadline):
+            return None
+        vectors = self._taken(form, stream)
+        return LookupResult(vectors, defaulted=fetched.finish())
+
+    def _taken(self, form: _Form, stream: Any) -> dict[str, Any]:
+        """What is in the block, as arrays of the caller's own; waits for the stream."""
+        space = self._device.space
+        fresh = space.empty((len(form.block),), np.uint8, stream)
+        space.assign(fresh, form.block, stream)
+        stream.synchronize()
+        return {
+            name: fresh[start:stop].view(dtype).reshape(shape)
+            for name, start, stop, dtype, shape in form.places
+        }
+
+    def _prepare(self, features: Sequence[Feature], keys: Sequence[JaggedKeys]) -> _Form:
+        shapes: list[tuple[int, ...]] = [
+            (len(mine.keys) if f.pooling == "none" else mine.batch, f.table.dim)
+            for f, mine in zip(features, keys, strict=True)
+        ]
+        sizes = [shape[0] * f.table.row_bytes for shape, f in zip(shapes, features, strict=True)]
+        ends = np.cumsum([0, *(-(-size // _ALIGN) * _ALIGN for size in sizes)]).tolist()
+        block = self._device.space.bytes(ends[-1])
+        places, bags = [], []
+        for feature, mine, shape, size, (start, _) in zip(
+            features, keys, shapes, sizes, pairwise(ends), strict=True
+        ):
+            dtype, n = feature.table.dtype, len(mine.keys)
+            out = block[start : start + size].view(dtype).reshape(shape)
+            bags.append(Bags(feature, n, n // shape[0], out))
+            places.append((feature.name, start, start + size, dtype, shape))
+        return _Form(prepared_pooling(self._device, bags), block, places, bags)

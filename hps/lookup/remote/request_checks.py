@@ -1,0 +1,80 @@
+"""Requests for lookups at other nodes, checked before they are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from hps.errors import BadRequest
+from hps.lookup.base import Feature, LookupModel
+from hps.lookup.checks import check_keys, check_out_names, check_sizes, check_targets, unknown
+from hps.lookup.remote.wire import Asked
+from hps.observability.meters import LookupMeter
+from hps.types import JaggedKeys, LookupRequest
+
+_INT64 = np.dtype(np.int64)
+# Names and sizes that are kept in mind.
+_KEPT = 256
+
+
+class Questions:
+    """What is asked of one version of a model. Any number of threads may call it."""
+
+    def __init__(self, model: LookupModel, meter: LookupMeter) -> None:
+        self._model, self._meter = model, meter
+        self._by_table = {
+            name: Feature(name, table, pooling="none") for name, table in model.tables.items()
+        }
+        self._kept: dict[tuple[object, ...], Asked] = {}
+
+    def asked(self, request: LookupRequest) -> tuple[Asked, Mapping[str, JaggedKeys]]:
+        """How ``request`` is put, and its keys, well formed. Raises BadRequest."""
+        key = _alike(request)
+        if key is None:
+            return self._new(request)
+        asked = self._kept.get(key)
+        if asked is None:
+            asked, _ = self._new(request)
+            if len(self._kept) >= _KEPT:
+                self._kept.clear()
+            self._kept[key] = asked
+        return asked, request.features
+
+    def _new(self, request: LookupRequest) -> tuple[Asked, dict[str, JaggedKeys]]:
+        known = self._by_table if request.by_table else self._model.features
+        features = self._checked(request, known)
+        return Asked(self._model, known, request, features, self._meter), features
+
+    def _checked(
+        self, request: LookupRequest, known: Mapping[str, Feature]
+    ) -> dict[str, JaggedKeys]:
+        if not request.features:
+            raise BadRequest(f"the request names no feature of model {self._model.name!r}")
+        for name in request.features:
+            if name not in known:
+                kind = "table" if request.by_table else "feature"
+                raise unknown(kind, name, known, self._model.name)
+        check_sizes(self._model, request)
+        found = {name: check_keys(known[name], keys) for name, keys in request.features.items()}
+        if out := request.out:
+            check_out_names(out, request, self._model.name)
+            for name, keys in found.items():
+                check_targets(known[name].table, [known[name]], [keys], out)
+        return found
+
+
+def _alike(request: LookupRequest) -> tuple[object, ...] | None:
+    """What requests have in common that are well formed or not alike; None where that depends on their
+    numbers."""
+    if request.out:
+        return None
+    signature: list[object] = [request.by_table, request.want_source]
+    for name, keys in request.features.items():
+        flat = keys.keys
+        if keys.offsets is not None or keys.weights is not None:
+            return None
+        if flat.dtype != _INT64 or not flat.flags.c_contiguous:
+            return None
+        signature.append((name, flat.shape, keys.batch))
+    return tuple(signature)

@@ -1,0 +1,167 @@
+"""How lookups are put to other nodes, and how their answers are read (`hps/v1/lookup.proto`).
+
+What lookups of the same names and sizes have in common is worked out once: only their keys are written for
+each, and arrays are cut out of its answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hps.errors import HpsError
+from hps.lookup.base import Feature, LookupModel
+from hps.observability.meters import LookupMeter
+from hps.types import JaggedKeys, KeyArray, LookupRequest, LookupResult, Source, VectorArray
+from hps.v1 import lookup_pb2 as pb
+
+_KEY_BYTES = 8
+_INT64, _FLOAT32 = np.dtype("<i8"), np.dtype("<f4")
+_UINT8, _UINT64 = np.dtype("u1"), np.dtype("<u8")
+_REMOTE = bytes([Source.REMOTE])
+
+
+class _Share(NamedTuple):
+    """One name's part of an answer: where its ``keys`` stand among all, and its vectors, of ``shape``, ``at``
+    a byte; ``aligned`` there to their numbers' size."""
+
+    name: str
+    keys: slice
+    at: int
+    shape: tuple[int, int]
+    dtype: np.dtype[Any]
+    aligned: bool
+
+
+class Asked:
+    """Lookups of one version of a model that have the same names and sizes. Any number of threads may use
+    it."""
+
+    __slots__ = (
+        "_alike",
+        "_head",
+        "_keys",
+        "_named",
+        "_report",
+        "_shares",
+        "_size",
+        "are_keys_all",
+        "finished",
+    )
+
+    def __init__(
+        self,
+        model: LookupModel,
+        known: Mapping[str, Feature],
+        request: LookupRequest,
+        features: Mapping[str, JaggedKeys],
+        meter: LookupMeter,
+    ) -> None:
+        """``features`` are the request's, as they were checked, of those ``known``."""
+        said = pb.Asked(
+            model=model.name,
+            version=model.version,
+            by_table=request.by_table,
+            report=request.want_source,
+        )
+        self._report = request.want_source
+        self.are_keys_all = all(
+            keys.offsets is None and keys.weights is None for keys in features.values()
+        )
+        """Whether they have neither offsets nor weights."""
+        self._keys = self._size = 0
+        shares = []
+        for name, given in features.items():
+            count, table = len(given.keys), known[name].table
+            said.names.add(
+                name=name,
+                count=count,
+                batch=given.batch,
+                has_offsets=given.offsets is not None,
+                has_weights=given.weights is not None,
+            )
+            rows = count if known[name].pooling == "none" else given.batch
+            dtype = table.dtype.newbyteorder("<")
+            keys, at = slice(self._keys, self._keys + count), self._size
+            is_aligned = at % dtype.itemsize == 0
+            shares.append(_Share(name, keys, at, (rows, table.dim), dtype, is_aligned))
+            self._keys += count
+            self._size += rows * table.row_bytes
+        self._shares = tuple(shares)
+        self._named = [share.name for share in shares]
+        self._alike: tuple[tuple[int, int, int], np.dtype[Any]] | None = None
+        if len({(share.shape, share.dtype) for share in shares}) == 1:  # which is quicker
+            self._alike = (len(shares), *shares[0].shape), shares[0].dtype
+        whole = pb.LookupRequest(
+            asked=said.SerializeToString(), keys=bytes(_KEY_BYTES * self._keys)
+        )
+        packed = whole.SerializeToString()
+        self._head: bytes = packed[: len(packed) - len(whole.keys)]
+        remote = [(known[n].table, _REMOTE * len(k.keys), ()) for n, k in features.items()]
+        self.finished = meter.finished_alike(remote)
+        """To be called with the seconds that each of them took."""
+
+    def message(self, keys: Sequence[KeyArray], more: bytes = b"") -> bytes:
+        """The ``LookupRequest`` of these keys, by name; ``more``: see `offsets_and_weights`."""
+        pieces: list[Any] = [self._head, *keys, more]
+        return b"".join(pieces)
+
+    def result(self, response: Any) -> LookupResult:
+        """What a ``LookupResponse`` to it says; arrays are read-only, but for some. Raises ``HpsError`` for
+        an answer to another question."""
+        packed = response.vectors
+        if len(packed) != self._size:
+            raise HpsError(
+                f"a lookup node answered {len(packed)} bytes of vectors, not {self._size}, for "
+                + ", ".join(self._named)
+            )
+        result = LookupResult(
+            self._vectors(packed),
+            defaulted=response.defaulted,
+            degraded=tuple(response.degraded),
+            stale_s=response.stale_s,
+        )
+        if self._report:
+            self._cut(result, response.sources, response.versions)
+        return result
+
+    def _vectors(self, packed: bytes) -> dict[str, VectorArray]:
+        if self._alike is not None:
+            whole, dtype = self._alike
+            rows = np.frombuffer(packed, dtype).reshape(whole)
+            return dict(zip(self._named, rows, strict=True))
+        vectors = {}
+        for name, _, at, shape, dtype, is_aligned in self._shares:
+            found: Any = np.ndarray(shape, dtype, packed, at)
+            vectors[name] = found if is_aligned else found.copy()
+        return vectors
+
+    def _cut(self, result: LookupResult, sources: bytes, versions: bytes) -> None:
+        """Fill in the sources and versions of every key."""
+        n = self._keys
+        if (len(sources), len(versions)) != (n, n * _UINT64.itemsize):
+            raise HpsError(
+                f"a lookup node answered {len(sources)} bytes of sources and {len(versions)} of versions for "
+                f"{n} keys"
+            )
+        all_sources = np.frombuffer(sources, _UINT8)
+        all_versions = np.frombuffer(versions, _UINT64)
+        for share in self._shares:
+            result.sources[share.name] = all_sources[share.keys]
+            result.versions[share.name] = all_versions[share.keys]
+
+
+def offsets_and_weights(features: Mapping[str, JaggedKeys]) -> bytes:
+    """The rest of a ``LookupRequest``, behind its keys."""
+    offsets = [each.offsets for each in features.values() if each.offsets is not None]
+    weights = [each.weights for each in features.values() if each.weights is not None]
+    if not (offsets or weights):
+        return b""
+    more = pb.LookupRequest(
+        offsets=b"".join(each.astype(_INT64, copy=False).tobytes() for each in offsets),
+        weights=b"".join(each.astype(_FLOAT32, copy=False).tobytes() for each in weights),
+    )
+    packed: bytes = more.SerializeToString()
+    return packed

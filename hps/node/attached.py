@@ -1,0 +1,259 @@
+"""The composition root of a process attached to a node: models that answer from the node's shared CPU cache,
+and ask the node for what that lacks. It writes no cache, opens no store and reads no stream; which versions
+it serves, the node says.
+
+For servers' workers, for the instances of other servers (Triton's python backend), and for user code:
+``hps.attach(config)``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hps.config import Configuration, Settings, as_configuration
+from hps.config.store_settings import GuardSettings
+from hps.errors import ConfigError, ModelError, TierError, TierMisfit
+from hps.models.repository import ModelVersion
+from hps.node.devices import Devices
+from hps.node.opened_models import open_model, open_versions
+from hps.node.serving import Serving, dense_runs, freshness_of, lookup_lanes
+from hps.node.tier_status import TierStatus
+from hps.node.version_sync import LOOK_S, Following, FollowingModels, Opened
+from hps.observability import metric_names as m
+from hps.observability.meters import TierMeter
+from hps.observability.metrics import Metrics
+from hps.threads import Repeated
+from hps.tiers.base import Tier
+from hps.tiers.chain import TierChain
+from hps.tiers.cpu.attached_cache import AttachedCache
+from hps.tiers.node import Connections, NodeTier
+from hps.tiers.node.frames import SOCKET
+from hps.tiers.wrappers import Guarded, Metered
+from hps.types import EmbeddingTable, NoProgress, Progress, Source
+from hps.updates.arrivals import LOOK_EVERY_S
+
+log = logging.getLogger(__name__)
+_LOOK_FOR_NODE_S = 0.05
+# What the way to the node and back may take, beside the node's own deadlines.
+_WAY_S = 0.25
+
+
+class Attached(FollowingModels):
+    """What ``hps.attach`` returns. Any number of threads may call it until ``close``. It goes on from the
+    shared cache while the node is away, and finds it again. Answers that lack rows then name the node in
+    ``degraded``; those that the cache has whole do not; ``updates.max_staleness_s`` bounds how old
+    their rows may be. ``models`` are others when the node's are."""
+
+    __slots__ = ("_connections",)
+
+    def __init__(self, connections: Connections, following: Following, **given: Any) -> None:
+        FollowingModels.__init__(self, following, **given)
+        self._connections = connections
+
+    def ask_node(self, what: str, timeout_s: float = 5.0, **given: Any) -> Any:
+        """What the node's process answers to a question; see `hps.tiers.node.NodeServer`. Raises TierError
+        or Unavailable."""
+        return self._connections.ask(what, time.monotonic() + timeout_s, **given)
+
+
+def attach(
+    config: Path | str | Mapping[str, Any] | Settings | Configuration | None = None,
+    *,
+    wait_s: float = 10.0,
+    progress: Progress | None = None,
+) -> Attached:
+    """The models of the node on this machine that was opened with the same configuration, which names the
+    folder of its socket, ``server.runtime``. Waits up to ``wait_s`` for a node that is still loading.
+
+    Raises ConfigError, ModelError, or TierError when no node is there.
+    """
+    configuration = as_configuration(config)
+    folder = configuration.settings.server.runtime
+    if folder is None:
+        raise ConfigError(
+            "server.runtime is not set: the folder in which the node has its socket for other processes"
+        )
+    with ExitStack() as resources:
+        path = folder / SOCKET
+        told = _find_node(path, wait_s, progress or NoProgress())
+        attached = _Attaching(configuration, path, told, resources).attached()
+        attached._resources.push(resources.pop_all())
+        return attached
+    raise AssertionError  # an ExitStack swallows nothing; for the type checker
+
+
+def _find_node(path: Path, wait_s: float, progress: Progress) -> dict[str, Any]:
+    """What the node tells of itself, once it is there."""
+    connections, until = Connections(path), time.monotonic() + wait_s
+    with progress.task("waiting for the node", 1, "node") as step:
+        while True:
+            try:
+                told: dict[str, Any] = connections.ask("node")
+                return told
+            except TierMisfit:
+                raise  # of another version: waiting does not mend it
+            except TierError:
+                if time.monotonic() > until:
+                    raise
+            finally:
+                connections.close()
+            step(0)
+            time.sleep(_LOOK_FOR_NODE_S)
+            connections = Connections(path)
+
+
+class _Attaching:
+    """Puts the parts together; ``resources`` closes them in reverse."""
+
+    def __init__(
+        self, configuration: Configuration, path: Path, told: dict[str, Any], resources: ExitStack
+    ) -> None:
+        self._configuration, self._settings = configuration, configuration.settings
+        self._path, self._told, self._resources = path, told, resources
+        self._metrics = metrics = Metrics()
+        self._following = Following(Connections(path), self._open)
+        resources.callback(self._following.close)  # when no lookup is under way any more
+        dropped = metrics.counter(m.PROMOTIONS, Source.CPU.name.lower(), "dropped").add
+        self._node = NodeTier(dropped=dropped)
+        guarded = self._guarded(self._node)
+        self._cache = self._open_cache(self._node)
+        self._tiers = [
+            *([TierStatus(c, c.size, c.capacity)] if (c := self._cache) else []),
+            TierStatus(guarded, _unknown, state=lambda: guarded.state, facts=self._facts),
+        ]
+        runs = dense_runs(self._settings, resources)
+        *caches, stores = [
+            Metered(t.tier, TierMeter(metrics, t.tier.info.name)) for t in self._tiers
+        ]
+        lanes = lookup_lanes(self._settings, resources)
+        self._serving = Serving(TierChain(caches), stores, self._node.promote, lanes, runs)
+        self._serving.publish(metrics)
+        self._devices = Devices(self._settings, [], metrics, resources)  # none is opened
+
+    def attached(self) -> Attached:
+        connections, following = Connections(self._path), self._following
+        self._resources.callback(connections.close)
+        following.start()
+        attached = Attached(
+            connections,
+            following,
+            metrics=self._metrics,
+            tiers=self._tiers,
+            workers=self._serving.lookups,
+        )
+        self._watch_ages(attached)
+        self._resources.callback(Repeated(following.look, LOOK_S, "hps-follow").close)
+        return attached
+
+    def _open(self, name: str, number: int) -> Opened:
+        """The node's version of a model, even when the repository has a newer one by now."""
+        with ExitStack() as own:
+            versions = open_versions(self._configuration, {name: number})
+            (version,) = [each for each in versions if each.name == name]
+            self._require_same(version)
+            model = open_model(version, self._settings, own)
+            tables = list(model.tables.values())
+            connections = Connections(self._path, tables)
+            self._node.add(connections)
+            own.callback(self._node.remove, connections)
+            if self._cache is not None:
+                self._cache.know(tables)
+                own.callback(self._cache.forget, tables)
+            freshness = freshness_of(self._settings, name, self._metrics)
+            served = self._serving.serve(model, self._metrics, self._devices, freshness)
+            own.callback(self._metrics.let_go, name, number)
+            return Opened(served, own.pop_all().close)
+        raise AssertionError  # an ExitStack swallows nothing; for the type checker
+
+    def _require_same(self, version: ModelVersion) -> None:
+        """Raise ModelError when the version's files are not those that the node has loaded."""
+        with closing(Connections(self._path)) as connections:
+            loaded = connections.ask("versions").get(version.key)
+        if loaded != version.fingerprint:
+            raise ModelError(
+                f"{version.folder}: the files, or model.yaml, were changed after the node had loaded version "
+                f"{version.version} of model '{version.name}'; publish them as a new version and load that, "
+                "or put the former ones back"
+            )
+
+    def _open_cache(self, node: NodeTier) -> AttachedCache | None:
+        shared = self._told["cache"]
+        if shared is None:
+            return None
+        cache = AttachedCache(
+            shared["name"],
+            (),
+            node.promote,
+            folder=Path(shared["folder"]),
+            threads=self._settings.tiers.cpu_cache.threads,
+        )
+        self._resources.callback(cache.close)
+        return cache
+
+    def _guarded(self, node: Tier) -> Guarded:
+        """The node's own guards keep its answers in time; this one is for a node that does not answer."""
+        tiers, default = self._settings.tiers, GuardSettings()
+        guards: list[GuardSettings] = [tiers.redis.guard] if tiers.redis is not None else []
+        guards += [tiers.rocksdb.guard] if tiers.rocksdb.enabled else []
+        guarded = Guarded(
+            node,
+            sum(guard.deadline_ms for guard in guards) / 1e3 + _WAY_S,
+            default.failures_to_open,
+            default.retry_after_s,
+            threads=tiers.lookup_threads,
+            skipped=TierMeter(self._metrics, node.info.name).passed_over,
+        )
+        self._resources.callback(guarded.close)
+        return guarded
+
+    def _watch_ages(self, attached: Attached) -> None:
+        """Looked at as often as the node looks. While the node does not tell, rows age."""
+        limit_s = self._settings.updates.max_staleness_s
+        if limit_s is None:
+            return
+        ages = _Ages(attached)
+
+        def look() -> None:
+            told = ages.now()
+            for model in attached.models.values():
+                model.freshness.judge({table: told(table) for table in model.tables.values()})
+
+        look()
+        watch = Repeated(look, min(LOOK_EVERY_S, limit_s / 4), "hps-update-age")
+        self._resources.callback(watch.close)
+
+    def _facts(self) -> dict[str, Any]:
+        return {"socket": str(self._path), "process": self._told["process"]}
+
+
+class _Ages:
+    """How old rows may be, as the node tells; while it does not, since it last did."""
+
+    def __init__(self, attached: Attached) -> None:
+        self._attached = attached
+        self._told: dict[str, float] = {}
+        self._at = time.monotonic()
+
+    def now(self) -> Any:
+        """The age in seconds of a table's rows."""
+        try:
+            self._told = self._attached.ask_node("ages", LOOK_EVERY_S)
+            self._at = time.monotonic()
+        except TierError:
+            pass
+        since = time.monotonic() - self._at
+        gone = since if since > 2 * LOOK_EVERY_S else 0.0
+        return partial(self._age, gone)
+
+    def _age(self, gone: float, table: EmbeddingTable) -> float:
+        return self._told.get(table.id, 0.0) + gone
+
+
+def _unknown(_table: EmbeddingTable) -> NoReturn:
+    raise TierError("node", "only the node knows how many rows it has")

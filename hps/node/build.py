@@ -1,0 +1,233 @@
+"""The composition root: settings in, a running node out. It decides which tiers there are, in which order
+they are asked, who guards, meters and closes them, and which threads do what."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from hps.config import Configuration, Settings, as_configuration
+from hps.config.runtime import attachable
+from hps.errors import ConfigError
+from hps.native import COMPILED
+from hps.node.caches import Caches
+from hps.node.devices import Devices
+from hps.node.model_control import ModelControl
+from hps.node.node import Node, ServedModel
+from hps.node.opened_models import OpenedModel, open_model, open_versions, watermarks_of
+from hps.node.serving import Serving, dense_runs, freshness_of, lookup_lanes
+from hps.node.stores import Stores
+from hps.node.streams import Limited, Streams
+from hps.node.tier_status import publish_tiers
+from hps.observability import metric_names as m
+from hps.observability.meters import TierMeter
+from hps.observability.metrics import Metrics
+from hps.tiers.base import Tier
+from hps.tiers.chain import TierChain
+from hps.tiers.node import Followers, NodeServer
+from hps.tiers.wrappers import Metered
+from hps.types import NoProgress, Progress
+from hps.updates.arrivals import LOOK_EVERY_S
+from hps.updates.writer import CacheWriter
+
+__all__ = ["Node", "ServedModel", "open", "open_node"]
+
+
+def open(config: Path | str | Mapping[str, Any] | Settings | Configuration | None = None) -> Node:
+    """A node from a YAML file, a ``ps.json``, a mapping of the YAML's shape, or settings."""
+    return open_node(as_configuration(config))
+
+
+def open_node(configuration: Configuration, progress: Progress | None = None) -> Node:
+    """Open the models, the store and the caches, and check that all of it fits together.
+
+    What is cheap to check is checked before rows are loaded, so that a broken configuration ends
+    within seconds. Raises ``ConfigError``, ``ModelError`` or ``TierError``; nothing stays open then.
+    """
+    settings = attachable(configuration.settings)
+    if settings.server.role == "frontend":
+        raise ConfigError(
+            "server.role is frontend: a front end has no rows of its own; open it with hps.connect"
+        )
+    if settings.server.role == "ingest":
+        raise ConfigError(
+            "server.role is ingest, which answers no lookups; start it by `hps ingest`"
+        )
+    with ExitStack() as resources:
+        versions = open_versions(configuration)
+        opened = [open_model(version, settings, resources) for version in versions]
+        builder = _Builder(settings, opened, progress or NoProgress(), resources)
+        node = builder.node((*configuration.warnings, *(w for v in versions for w in v.warnings)))
+        node._resources.push(resources.pop_all())
+        return node
+    raise AssertionError  # an ExitStack swallows nothing; for the type checker
+
+
+class _Builder:
+    """Puts the parts of one node together, in order; ``resources`` closes them in reverse."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        opened: list[OpenedModel],
+        progress: Progress,
+        resources: ExitStack,
+    ) -> None:
+        self._settings = settings
+        self._opened = opened
+        self._progress = progress
+        self._resources = resources
+        self._metrics = Metrics()
+        self._stores = Stores(settings, opened, self._metrics, resources)
+        self._devices = Devices(settings, opened, self._metrics, resources)
+        self._tables = [table for model in opened for table in model.tables.values()]
+        parts = self._stores, self._devices, self._metrics, resources
+        self._caches = Caches(settings, opened, self._tables, *parts)
+
+    def node(self, warnings: tuple[str, ...]) -> Node:
+        later = self._resources.enter_context(ExitStack())
+        # Both have their tiers fastest first, all that are asked, promoted into or reported on.
+        stores, caches = self._stores, self._caches
+        on_gpu = self._devices.open()  # cheap to check, so before rows are loaded
+        stores.open(self._progress)
+        writer = caches.open(on_gpu)
+        caches.fill(self._progress)
+        # Two pools: a slow store never holds up a network whose rows are there.
+        runs = dense_runs(self._settings, self._resources)
+        serving = Serving(
+            TierChain([Metered(c.tier, self._meter(c.tier)) for c in caches.statuses]),
+            stores.asked(),
+            caches.promote,
+            lookup_lanes(self._settings, self._resources),
+            runs,
+        )
+        in_memory = [caches.in_memory] if caches.in_memory else []
+        metered = [Metered(c.tier, self._meter(c.tier)) for c in in_memory]
+        self._devices.bridge(metered, serving.stores, caches.lift, caches.promote)
+        served = [
+            serving.serve(
+                model,
+                self._metrics,
+                self._devices,
+                freshness_of(self._settings, model.version.name, self._metrics),
+            )
+            for model in self._opened
+        ]
+        node = Node(
+            models={model.name: model for model in served},
+            metrics=self._metrics,
+            tiers=[*caches.statuses, *stores.statuses],
+            workers=serving.lookups,
+            warnings=(*warnings, *stores.warnings),
+            writer=writer,
+            streams=Streams(
+                self._tables, self._metrics, self._resources, watermarks_of(self._opened)
+            ),
+            promotions_into_stores=lambda: stores.promotions_waiting,
+            damage=stores.damage,
+            hindrance=stores.hindrance,
+            watch_damage=stores.watch_damage,
+        )
+        self._publish(node, serving)
+        self._read_updates(node, writer)
+        followers = Followers({model.name: model.version for model in served})
+        followers.fingerprints.update((m.version.key, m.version.fingerprint) for m in self._opened)
+        node.socket = self._let_attach(node, serving, followers)
+        node.control = ModelControl(
+            self._settings,
+            node,
+            followers,
+            serving,
+            stores,
+            caches,
+            self._devices,
+            self._opened,
+            self._tables,
+            later,
+        )
+        self._resources.callback(node.control.close)
+        node.checkpoints = stores.checkpoints
+        return node
+
+    def _let_attach(self, node: Node, serving: Serving, followers: Followers) -> NodeServer | None:
+        """The socket for other processes, which may read the CPU cache themselves if that is shared."""
+        folder, cache = self._settings.server.runtime, self._settings.tiers.cpu_cache
+        if folder is None:
+            return None
+        shared = cache.shared
+        on = cache.enabled and shared.name is not None
+        from hps import __version__
+
+        about = {
+            "version": __version__,
+            "process": os.getpid(),
+            "cache": {"name": shared.name, "folder": str(shared.folder)} if on else None,
+        }
+        socket = NodeServer(
+            folder,
+            lambda: self._stores.tables,
+            serving.caches,
+            serving.stores,
+            serving.lookups.stores,
+            serving.promote,
+            followers,
+            {
+                "node": lambda _given: about,
+                "versions": lambda _given: followers.fingerprints,
+                "ages": lambda _given: {t.id: node.streams.age_s(t) for t in self._tables},
+            },
+        )
+        self._resources.callback(socket.close)
+        return socket
+
+    def _read_updates(self, node: Node, writer: CacheWriter) -> None:
+        """Last, when everything is filled: from here on the caches change."""
+        streams = node.streams
+        both = [*self._stores.fed(shared=False), *self._stores.fed(shared=True)]
+        streams.write_directly(both, writer, self._devices.static)
+        directory, kafka = self._settings.updates.directory, self._settings.updates.kafka
+        if directory is not None:
+            streams.read_folder(directory, both, writer)
+        if kafka is not None:
+            own = self._stores.fed(shared=False)
+            streams.read_kafka(kafka, own, writer, self._stores.followed)
+            shared = self._stores.fed(shared=True)
+            if kafka.shared_writer == "nodes" and shared:
+                streams.share_kafka(kafka, shared)
+        limit_s = self._settings.updates.max_staleness_s
+
+        def limited() -> list[Limited]:
+            models = node.models.values() if limit_s is not None else ()
+            return [(model.freshness, model.tables.values()) for model in models]
+
+        streams.watch(limited, min(LOOK_EVERY_S, (limit_s or math.inf) / 4))
+
+    def _meter(self, tier: Tier) -> TierMeter:
+        return TierMeter(self._metrics, tier.info.name)
+
+    def _publish(self, node: Node, serving: Serving) -> None:
+        """Gauges that are read when metrics are asked for."""
+        from hps import __version__
+
+        metrics, opened = self._metrics, time.monotonic()
+        metrics.gauge(m.BUILD_INFO, lambda: 1, __version__, "on" if COMPILED else "off")
+        metrics.gauge(m.UPTIME, lambda: time.monotonic() - opened)
+        metrics.gauges(
+            m.PROMOTE_QUEUE,
+            lambda: [((tier,), keys) for tier, keys in node.promotions_waiting().items()],
+        )
+        serving.publish(metrics)
+        metrics.gauges(
+            m.MODEL_VERSION,
+            lambda: [((model.name,), model.version) for model in node.models.values()],
+        )
+        publish_tiers(
+            metrics,
+            node.tiers,
+            lambda: [table for model in node.models.values() for table in model.tables.values()],
+        )

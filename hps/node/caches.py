@@ -1,0 +1,222 @@
+"""A node's caches: the CPU cache and those of its GPUs; who writes them, and what is in them at the start, of
+all models, and later on, of one that comes."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+
+from hps.config import Settings
+from hps.config.cache_settings import CpuCacheSettings
+from hps.lookup.engine import Promote
+from hps.models.tables import TableFiles
+from hps.native import dedup
+from hps.node.cache_plan import eviction_of, planned_beside, planned_rows
+from hps.node.devices import Devices
+from hps.node.opened_models import OpenedModel
+from hps.node.stores import Stores
+from hps.node.tier_status import TierStatus
+from hps.observability.meters import count_promotion
+from hps.observability.metrics import Metrics
+from hps.tiers.chain import TierChain
+from hps.tiers.cpu.cache import CacheMemory, CpuCache
+from hps.tiers.cpu.segments import Segments
+from hps.tiers.ranking import HotKeys, RankedTogether
+from hps.types import EmbeddingTable, KeyArray, Progress, Source
+from hps.updates.cache_warmup import Warming, promote_keys
+from hps.updates.gpu_promotion import Lifting
+from hps.updates.snapshot import Snapshots, hot_keys_at_start
+from hps.updates.writer import CacheWriter
+
+log = logging.getLogger(__name__)
+
+
+class Caches:
+    """Opened by `open`, then filled; ``resources`` closes them. ``statuses`` lists them fastest first,
+    ``in_memory`` is the CPU cache, if there is one. ``tables`` is kept up to date by whoever has it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        opened: Sequence[OpenedModel],
+        tables: Sequence[EmbeddingTable],
+        stores: Stores,
+        devices: Devices,
+        metrics: Metrics,
+        resources: ExitStack,
+    ) -> None:
+        self._settings = settings
+        self._opened = opened
+        self._tables = tables
+        self._stores = stores
+        self._devices = devices
+        self._metrics = metrics
+        self._resources = resources
+        self._hot: dict[str, HotKeys] = {}
+        self._lifting: Lifting | None = None
+        self._writer: CacheWriter
+        self._cpu_cache: CpuCache | None = None
+        self.in_memory: TierStatus | None = None
+        self.statuses: list[TierStatus] = []
+
+    def open(self, on_gpu: TierStatus | None) -> CacheWriter:
+        """Make the CPU cache, beside those of the GPUs, if there are any, and what writes all of them."""
+        if self._settings.tiers.cpu_cache.enabled:
+            self.in_memory = self._make_cpu_cache()
+            self.statuses.append(self.in_memory)
+        if on_gpu is not None:
+            self.statuses.append(on_gpu)
+        promoted = self._stores.promoted
+        self._writer = CacheWriter(
+            # The CPU cache first, so that what is lifted from it is never behind the GPUs'.
+            TierChain([cache.tier for cache in reversed(self.statuses)]),
+            promoted.tiers,
+            self._settings.updates.promote_queue_keys,
+            partial(count_promotion, self._metrics, Source.CPU.name.lower()),
+            self._stores.lacked,
+            own=promoted.own,
+            own_first=promoted.own_first,
+        )
+        self._resources.callback(self._writer.close)
+        if self.in_memory is not None and on_gpu is not None:
+            self._lifting = Lifting(
+                self._writer,
+                self.in_memory.tier,
+                on_gpu.tier,
+                self._settings.updates.promote_queue_keys,
+                partial(count_promotion, self._metrics, Source.GPU.name.lower()),
+            )
+            self._resources.callback(self._lifting.close)
+        return self._writer
+
+    def promote(self, table: EmbeddingTable, keys: KeyArray) -> None:
+        """Have rows of a store put into the caches, soon; nothing is to be done for a table that has no room
+        in any."""
+        if any(cache.capacity(table) for cache in self.statuses):
+            self._writer.promote(table, keys)
+
+    @property
+    def lift(self) -> Promote:
+        """Has rows of the CPU cache put into the GPUs', soon."""
+        return self._lifting.lift if self._lifting else self.promote
+
+    def _make_cpu_cache(self) -> TierStatus:
+        """The CPU cache, its memory shared out over the tables; overrides by table come first."""
+        chosen = self._settings.tiers.cpu_cache
+        settings = self._settings
+        evictions = {table: eviction_of(settings, table) for table in self._tables}
+        cache = CpuCache(
+            planned_rows(settings, {table: self._stores.rows(table) for table in self._tables}),
+            eviction=chosen.eviction,
+            evictions={table: given for table, given in evictions.items() if given},
+            memory=cache_memory(chosen),
+            threads=chosen.threads,
+        )
+        self._resources.callback(cache.close)
+        self._cpu_cache = cache
+        if chosen.snapshot.path is not None:
+            self._hot = hot_keys_at_start(chosen.snapshot.path)
+            on_gpu = self._devices.replicas
+            snapshots = Snapshots(
+                RankedTogether([on_gpu, cache]) if on_gpu else cache,
+                self._tables,
+                chosen.snapshot.path,
+                interval_s=chosen.snapshot.interval_s,
+                most=chosen.snapshot.keys,
+                bytes_per_s=chosen.snapshot.bytes_per_s,
+            )
+            self._resources.callback(snapshots.close)
+        return TierStatus(cache, cache.size, cache.capacity, facts=cache.facts)
+
+    # -- before the node is ready ------------------------------------------------------------------
+
+    def fill(self, progress: Progress) -> None:
+        """Fill the caches with what was hot, or else from the start of the files, as far as they reach."""
+        warming = Warming(self._writer, progress)
+        for model in self._opened:
+            for name, table in model.tables.items():
+                files = model.version.tables[name]
+                if table in self._devices.static:
+                    self._fill_static(table, files, progress)
+                    continue
+                rows = min(
+                    files.rows, max((self._wanted(c, table) for c in self.statuses), default=0)
+                )
+                if rows and (hot := self._hot.get(table.id)) is not None and len(hot[0]):
+                    warming.hottest(table, hot[0][:rows], self.statuses[0].tier)
+                    if self._lifting and self._devices.replicas:
+                        self._lifting.now(table, hot[0][: self._devices.replicas.capacity(table)])
+                    continue
+                version = self._stores.version_of_rows(table)
+                warming.fill(table, files.keys(0, rows), files.vectors, version)
+
+    def _wanted(self, cache: TierStatus, table: EmbeddingTable) -> int:
+        """Rows of ``table`` that are put into ``cache`` before the node is ready."""
+        tiers, capacity = self._settings.tiers, cache.capacity(table) or 0
+        if not tiers.cpu_cache.warm:
+            return 0
+        return int(capacity * tiers.gpu.fill) if cache.tier is self._devices.replicas else capacity
+
+    def _fill_static(self, table: EmbeddingTable, files: TableFiles, progress: Progress) -> None:
+        """Put every row of ``table`` into the GPU caches, as the stores have it, and end its filling."""
+        keys = dedup(table.narrow(files.keys(0, files.rows)))[0]
+        with progress.task(f"filling {table.name}", len(keys)) as step:
+            promote_keys(self._writer, table, keys, step, math.inf)
+        assert self._devices.replicas is not None
+        if dropped := self._devices.replicas.seal(table):
+            log.warning("%d rows of table %s found no place on the GPU", dropped, table.id)
+
+    # -- while it serves ---------------------------------------------------------------------------
+
+    def add(
+        self,
+        model: OpenedModel,
+        old: OpenedModel | None,
+        beside: Sequence[EmbeddingTable],
+        progress: Progress,
+    ) -> str:
+        """Give a version's tables room in the CPU cache ``beside`` those of other models, and the rows that
+        are hot in the ``old`` version's. What is to be said of that, if anything."""
+        cache = self._cpu_cache
+        if cache is None:
+            return ""
+        new = list(model.tables.values())
+        plan, warning = planned_beside(
+            self._settings,
+            {table: self._stores.rows(table) for table in (*beside, *new)},
+            new,
+            {table: cache.capacity(table) for table in beside},
+        )
+        warming = Warming(self._writer, progress)
+        for name, table in model.tables.items():
+            cache.add_table(table, plan[table], eviction_of(self._settings, table))
+            rows = cache.capacity(table)
+            if not rows or not self._settings.tiers.cpu_cache.warm:
+                continue
+            files = model.version.tables[name]
+            before = None if old is None else old.tables.get(name)
+            hot = None if before is None else cache.top_k(before, rows)[0]
+            if hot is not None and len(hot) and rows < files.rows:
+                warming.hottest(table, hot, cache)
+            else:
+                known = self._stores.version_of_rows(table)
+                rows = min(rows, files.rows)
+                warming.fill(table, files.keys(0, rows), files.vectors, known)
+        return warning
+
+    def drop(self, model: OpenedModel) -> None:
+        """Let go of a version's tables."""
+        if self._cpu_cache is not None:
+            for table in model.tables.values():
+                self._cpu_cache.drop_table(table)
+
+
+def cache_memory(chosen: CpuCacheSettings) -> CacheMemory:
+    """Where the CPU cache is to lie."""
+    segments, shared = None, chosen.shared
+    if shared.name is not None:
+        segments = Segments(shared.name, shared.folder, take_over=shared.take_over)
+    return CacheMemory(segments, chosen.huge_pages, chosen.numa_node)

@@ -1,0 +1,267 @@
+"""The composition root of a process whose rows are at other nodes: networks here, lookups there. It has the
+model repository's descriptions and networks, no tables, tiers or streams; which versions it serves, the nodes
+say.
+
+For front ends (`server.role: frontend`) and for user code: ``hps.connect(config)``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hps.config import Configuration, Settings, as_configuration
+from hps.config.certificates import ClientCertificates
+from hps.config.lookup_settings import LookupSettings
+from hps.config.secrets import Secret
+from hps.dense.fallback import Fallback
+from hps.errors import ConfigError, TierError
+from hps.lookup.remote import (
+    Candidates,
+    Certificates,
+    Nodes,
+    Outliers,
+    Picker,
+    RemoteLookup,
+    RetryBudget,
+    Target,
+)
+from hps.lookup.remote.versions import Versions
+from hps.models.repository import Repository
+from hps.native import COMPILED
+from hps.node.opened_models import OpenedModel, open_model
+from hps.node.served_models import OpenModels, ServedModel
+from hps.node.serving import dense_runs, lookup_lanes
+from hps.node.version_sync import LOOK_S, Following, FollowingModels, Opened
+from hps.observability import metric_names as m
+from hps.observability.meters import DenseMeter, LookupMeter
+from hps.observability.metrics import Metrics
+from hps.predict.pipeline import InferencePipeline
+from hps.threads import Repeated
+from hps.types import NoProgress, Progress
+
+_LOOK_AGAIN_S = 0.05
+
+
+class Connected(FollowingModels):
+    """What ``hps.connect`` returns. Any number of threads may call it until ``close``. ``models`` are others
+    when the nodes' are."""
+
+    __slots__ = ("_nodes", "_outliers")
+
+    def __init__(
+        self, nodes: Nodes, outliers: Outliers, following: Following, **given: Any
+    ) -> None:
+        FollowingModels.__init__(self, following, **given)
+        self._nodes, self._outliers = nodes, outliers
+
+    @property
+    def problem(self) -> str:
+        """Why nothing can be answered; empty when something can."""
+        if unreachable := self._nodes.problem:
+            return f"no lookup node is ready (lookup.nodes): {unreachable}"
+        of = [(model.name, model.version) for model in self.models.values()]
+        if any(one in node.models for node in self._ready() for one in of):
+            return ""
+        failed = "; ".join(
+            f"{token}: {problem}" for token, problem in self._following.problems.items()
+        )
+        return failed or "the lookup nodes serve no model"
+
+    def watch_nodes(self, changed: Callable[[], None]) -> None:
+        """Have ``changed`` called, on a thread of its own, when a node is another than before."""
+        self._nodes.watch(changed)
+
+    def status(self) -> dict[str, Any]:
+        """As of any process, and the nodes it asks."""
+        nodes = [self._node_status(target) for target in self._nodes.all]
+        return {**OpenModels.status(self), "lookup_nodes": nodes}
+
+    def _node_status(self, target: Target) -> dict[str, Any]:
+        current = {name: n for (name, n), told in target.models.items() if not told.former}
+        return {
+            "address": target.address,
+            "name": target.name,
+            "state": "ejected" if self._outliers.is_out(target) else target.standing,
+            "problem": target.problem,
+            "in_flight": target.in_flight,
+            "models": current,
+        }
+
+    def _ready(self) -> list[Target]:
+        return [target for target in self._nodes.all if target.may_serve]
+
+
+def connect(
+    config: Path | str | Mapping[str, Any] | Settings | Configuration | None = None,
+    *,
+    wait_s: float | None = 10.0,
+    progress: Progress | None = None,
+    picker: Picker | None = None,
+) -> Connected:
+    """The models of the nodes named by ``lookup.nodes``: lookups are theirs, networks run here. Waits up to
+    ``wait_s`` for one of the nodes to say which versions it serves; None: not at all, and models come when
+    the nodes do. ``picker`` chooses among the nodes that are well.
+
+    Raises ConfigError, ModelError (model.yaml here and there differ), or TierError when no node answers.
+    """
+    configuration = as_configuration(config)
+    settings = configuration.settings
+    if not settings.lookup.nodes:
+        raise ConfigError("lookup.nodes is empty: the nodes that answer lookups")
+    Repository(settings.models.repository).names()
+    with ExitStack() as resources:
+        connecting = _Connecting(settings, picker, resources)
+        connecting.wait(wait_s, progress or NoProgress())
+        connected = connecting.connected()
+        connected._resources.push(resources.pop_all())
+        return connected
+    raise AssertionError  # an ExitStack swallows nothing; for the type checker
+
+
+class _Connecting:
+    """Puts the parts together; ``resources`` closes them in reverse."""
+
+    def __init__(self, settings: Settings, picker: Picker | None, resources: ExitStack) -> None:
+        self._settings, self._resources = settings, resources
+        lookup = self._lookup = settings.lookup
+        self._metrics = Metrics()
+        self._nodes = nodes = Nodes(
+            lookup.nodes,
+            certificates(lookup),
+            Secret(None, lookup.api_key_file, "lookup.api_key_file", api_key=True),
+            resolve_s=lookup.resolve_s,
+        )
+        resources.callback(nodes.close)
+        ejection = lookup.ejection
+        self._outliers = Outliers(
+            lambda: nodes.all,
+            picker,
+            failures=ejection.failures,
+            base_s=ejection.base_s,
+            most_s=ejection.most_s,
+        )
+        self._budget = RetryBudget(lookup.in_flight)
+        chosen = settings.models.serve
+        stated = None if chosen is None else {name: each.version for name, each in chosen.items()}
+        self._following = Following(Versions(nodes, stated), self._open)
+        resources.callback(self._following.close)  # when no lookup is under way any more
+        self._runs = dense_runs(settings, resources)
+        self._lanes = lookup_lanes(settings, resources)
+
+    def wait(self, wait_s: float | None, progress: Progress) -> None:
+        """Until there is a model to serve; None: see what there is. Raises TierError, or what it could not be
+        opened for."""
+        if wait_s is None:
+            self._following.look()
+            return
+        until = time.monotonic() + wait_s
+        with progress.task("waiting for lookup nodes", 1, "node") as step:
+            while True:
+                self._following.start()
+                if self._following.models:
+                    return
+                if time.monotonic() > until:
+                    why = self._nodes.problem or "they serve none of the models"
+                    raise TierError("lookup nodes", why)
+                step(0)
+                time.sleep(_LOOK_AGAIN_S)
+
+    def connected(self) -> Connected:
+        connected = Connected(
+            self._nodes,
+            self._outliers,
+            self._following,
+            metrics=self._metrics,
+            tiers=[],
+            workers=self._lanes,
+        )
+        self._publish(connected)
+        look = Repeated(self._following.look, LOOK_S, "hps-follow")
+        self._resources.callback(look.close)
+        return connected
+
+    def _open(self, name: str, number: int) -> Opened:
+        """The nodes' version of a model, even when the repository has a newer one by now."""
+        with ExitStack() as own:
+            override = (self._settings.models.serve or {}).get(name)
+            repository = Repository(self._settings.models.repository)
+            model = open_model(repository.without_rows(name, number, override), self._settings, own)
+            candidates = Candidates(model.lookup, self._nodes)
+            own.callback(candidates.close)
+            self._metrics.hold(name, number)
+            own.callback(self._metrics.let_go, name, number)
+            return Opened(self._served(model, candidates), own.pop_all().close)
+        raise AssertionError  # an ExitStack swallows nothing; for the type checker
+
+    def _served(self, model: OpenedModel, candidates: Candidates) -> ServedModel:
+        settings, of = self._lookup, (model.version.name, model.version.version)
+        lookup = RemoteLookup(
+            candidates,
+            self._outliers,
+            in_flight=settings.in_flight,
+            retries=settings.retries,
+            timeout_s=settings.timeout_ms / 1e3,
+            attempt_s=settings.attempt_ms / 1e3,
+            budget=self._budget,
+            meter=LookupMeter(self._metrics, *of),
+        )
+        pipeline = None
+        if model.dense is not None and model.spec.dense is not None:
+            meter = DenseMeter(self._metrics, *of)
+            if isinstance(model.dense, Fallback):
+                model.dense.count = meter.fell_back
+            pipeline = InferencePipeline(
+                of[0], model.spec.dense, lookup, model.dense, self._runs, meter
+            )
+        return ServedModel(*of, model.spec, model.tables, lookup, pipeline)
+
+    def _publish(self, connected: Connected) -> None:
+        """Gauges that are read when metrics are asked for; the counters of nodes go with the nodes."""
+        from hps import __version__
+
+        metrics, opened, out = self._metrics, time.monotonic(), self._outliers
+        metrics.gauge(m.BUILD_INFO, lambda: 1, __version__, "on" if COMPILED else "off")
+        metrics.gauge(m.UPTIME, lambda: time.monotonic() - opened)
+        metrics.gauge(m.DENSE_WAITING, lambda: self._runs.waiting)
+        metrics.gauges(
+            m.MODEL_VERSION,
+            lambda: [((model.name,), model.version) for model in connected.models.values()],
+        )
+        by_node: dict[str, Callable[[Target], float]] = {
+            m.LOOKUP_NODE_UP: lambda each: each.standing == "ready" and not out.is_out(each),
+            m.LOOKUP_NODE_RUNNING: lambda each: each.in_flight,
+            m.LOOKUP_NODE_RETRIES: lambda each: each.retries,
+            m.LOOKUP_NODE_EJECTIONS: out.ejections,
+        }
+        for name, read in by_node.items():
+            metrics.gauges(name, partial(self._by_node, read))
+        metrics.gauges(
+            m.LOOKUP_NODE_REQUESTS,
+            lambda: [
+                ((each.address, code), count)
+                for each in self._nodes.all
+                for code, count in dict(each.answers).items()
+            ],
+        )
+
+    def _by_node(self, read: Callable[[Target], float]) -> list[tuple[tuple[str, ...], float]]:
+        return [((each.address,), float(read(each))) for each in self._nodes.all]
+
+
+def certificates(lookup: LookupSettings) -> Callable[[], Certificates] | None:
+    """Those of the settings, whenever they are asked for; None: plain text."""
+    tls = lookup.tls
+    if tls is None:
+        return None
+    files = ClientCertificates("lookup.tls", tls.ca_file, tls.certificate_file, tls.key_file)
+
+    def now() -> Certificates:
+        roots, chain, key = files.now()
+        return Certificates(roots, key, chain)
+
+    return now

@@ -1,0 +1,126 @@
+"""What feeds the stores that all nodes share: settings in, a running reader of the streams out. It serves no
+lookups and keeps nothing of its own; any number of such processes share the partitions.
+
+The models are opened for their tables alone. The share of their rows that Redis is given is loaded as
+nodes load it: whoever comes first does it, and what is streamed goes on top.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from hps.config import Configuration, Settings
+from hps.config.update_settings import KafkaSettings
+from hps.errors import ConfigError
+from hps.native import COMPILED
+from hps.node.opened_models import OpenedTables, open_versions, watermarks_of
+from hps.node.stores import Stores
+from hps.node.streams import Streams
+from hps.node.tier_status import TierStatus, describe_table, publish_tiers
+from hps.observability import metric_names as m
+from hps.observability.metrics import Metrics
+from hps.types import NoProgress, Progress
+
+
+@dataclass(slots=True, repr=False)
+class Ingest:
+    """An open one; as `hps.node.node.Node`, it is `close`d by whoever opened it. Any thread may call it."""
+
+    models: Sequence[OpenedTables]
+    metrics: Metrics
+    tiers: Sequence[TierStatus]
+    streams: Streams
+    warnings: tuple[str, ...] = ()
+    _resources: ExitStack = field(default_factory=ExitStack)
+    _opened: float = field(default_factory=time.monotonic)
+
+    def status(self) -> dict[str, Any]:
+        """What it feeds and how far it is, ready for JSON."""
+        from hps import __version__
+
+        return {
+            "version": __version__,
+            "uptime_s": round(time.monotonic() - self._opened, 3),
+            "models": [self._model_status(model) for model in self.models],
+            "tiers": [entry.describe() for entry in self.tiers],
+            "updates": self.streams.status(),
+            "warnings": list(self.warnings),
+        }
+
+    def _model_status(self, model: OpenedTables) -> dict[str, Any]:
+        tables = [describe_table(table, self.tiers) for table in model.tables.values()]
+        return {"name": model.version.name, "version": model.version.version, "tables": tables}
+
+    def close(self) -> None:
+        """Finish the batch at hand, note how far each store is, leave the group. Idempotent."""
+        self._resources.close()
+
+
+def open_ingest(configuration: Configuration, progress: Progress | None = None) -> Ingest:
+    """Open the models' tables and the shared stores, and start reading.
+
+    Raises ConfigError, ModelError or TierError; never because Kafka or Redis is not there.
+    """
+    settings = configuration.settings
+    kafka = check_role(settings)
+    with ExitStack() as resources:
+        versions = open_versions(configuration)
+        opened = [OpenedTables(version, version.embedding_tables()) for version in versions]
+        tables = [table for model in opened for table in model.tables.values()]
+        if not any(kafka.takes(table.model) for table in tables):
+            names = ", ".join(sorted({table.model for table in tables}))
+            raise ConfigError(
+                f"updates.kafka.models: {kafka.models} matches none of the models ({names}), so nothing "
+                "would be read"
+            )
+        metrics = Metrics()
+        stores = Stores(settings, opened, metrics, resources)
+        stores.open(progress or NoProgress(), shared_only=True)
+        streams = Streams(tables, metrics, resources, watermarks_of(opened))
+        warnings = (*configuration.warnings, *(w for v in versions for w in v.warnings))
+        ingest = Ingest(opened, metrics, stores.statuses, streams, (*warnings, *stores.warnings))
+        _publish(ingest)
+        streams.share_kafka(kafka, stores.fed(shared=True))
+        streams.watch()
+        ingest._resources.push(resources.pop_all())
+        return ingest
+    raise AssertionError  # an ExitStack swallows nothing; for the type checker
+
+
+def check_role(settings: Settings) -> KafkaSettings:
+    """The settings of the stream that is read. Raises ConfigError where there is none, no shared store, or
+    the nodes write it themselves."""
+    kafka = settings.updates.kafka
+    if settings.tiers.redis is None:
+        raise ConfigError(
+            "tiers.redis: no Redis is configured, so there is no store that nodes share: each node "
+            "feeds its own from the stream, and `hps ingest` has nothing to do"
+        )
+    if kafka is None:
+        raise ConfigError(
+            "updates.kafka: no Kafka is configured, so there is no stream to read; set "
+            "updates.kafka.brokers. Files in a folder are applied by the node that has them"
+        )
+    if kafka.shared_writer != "ingest":
+        raise ConfigError(
+            f"updates.kafka.shared_writer: is {kafka.shared_writer}, so the nodes write Redis themselves; "
+            "set it to ingest in the configuration of the nodes and of `hps ingest` alike"
+        )
+    return kafka
+
+
+def _publish(ingest: Ingest) -> None:
+    """Gauges that are read when metrics are asked for."""
+    from hps import __version__
+
+    metrics, opened = ingest.metrics, time.monotonic()
+    versions = [((each.version.name,), each.version.version) for each in ingest.models]
+    tables = [table for model in ingest.models for table in model.tables.values()]
+    metrics.gauge(m.BUILD_INFO, lambda: 1, __version__, "on" if COMPILED else "off")
+    metrics.gauge(m.UPTIME, lambda: time.monotonic() - opened)
+    metrics.gauges(m.MODEL_VERSION, lambda: versions)
+    publish_tiers(metrics, ingest.tiers, lambda: tables)

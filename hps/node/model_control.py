@@ -1,0 +1,322 @@
+"""Models that come and go while a node serves: a version made ready beside the one that is served, then in
+its place, rows and network together.
+
+In this order, so that nothing is seen before it is whole, and a failure leaves all as it was: the version's
+files are checked and its network opened; its rows go into the stores; the CPU cache gets its tables, filled
+with what is hot in those of the version that is served; the update streams are followed for the new tables,
+from where their files end; once those have caught up, processes that are attached open the version too; when
+all of them have, requests go to it, there and here. Requests under way end on the version they began with:
+when nothing refers to its lookups any more, in any process, its caches and network are let go. Its rows stay
+in RocksDB, so that going back takes no load, until the next version takes its place.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from hps.config import Settings
+from hps.errors import HpsError, NotFound, Unavailable, Unsupported
+from hps.models.repository import ModelVersion, Repository, check_unchanged
+from hps.node.caches import Caches
+from hps.node.devices import Devices
+from hps.node.node import Node, ServedModel
+from hps.node.opened_models import OpenedModel, open_model, watermarks_of
+from hps.node.serving import Serving, freshness_of
+from hps.node.stores import Stores
+from hps.node.version_retirement import Retiring
+from hps.observability import metric_names as m
+from hps.tiers.node import Followers, Loaded
+from hps.types import EmbeddingTable, NoProgress, Progress
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.05
+
+
+class ModelControl:
+    """Of one open node. Any thread may call it; one change is made at a time, others wait for it.
+
+    ``opened`` and its ``tables`` are the node's own, and kept up to date.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        node: Node,
+        followers: Followers,
+        serving: Serving,
+        stores: Stores,
+        caches: Caches,
+        devices: Devices,
+        opened: list[OpenedModel],
+        tables: list[EmbeddingTable],
+        resources: ExitStack,
+    ) -> None:
+        """``resources`` close the networks of versions that come later; after all threads of the node."""
+        self._settings = settings
+        self._node = node
+        self._followers = followers
+        self._serving = serving
+        self._stores = stores
+        self._caches = caches
+        self._devices = devices
+        self._opened = opened
+        self._tables = tables
+        self._repository = Repository(settings.models.repository)
+        root = settings.models.repository
+        self._legacy = {m.version.name for m in opened if root not in m.version.folder.parents}
+        self._turn = threading.Lock()
+        self._closed = threading.Event()
+        self._to_close = resources
+        self._resources: dict[str, ExitStack] = {}  # of versions that came later, by model
+        self._retiring = Retiring(stores, self._forget, self._version_of, self._turn, self._closed)
+        self.loading: dict[str, int] = {}
+        """Versions that are being made ready, by model."""
+        self.warnings: dict[str, str] = {}
+        """What is to be said of versions that were loaded, by model."""
+        for served in node.models:
+            self._counts(served)
+
+    def available(self) -> dict[str, list[int]]:
+        """The versions in the repository, by model."""
+        return {name: self._repository.versions(name) for name in self._repository.names()}
+
+    def load(self, name: str, version: int | None = None, progress: Progress | None = None) -> int:
+        """Serve ``version`` of a model, else the one the settings state, else the highest there is. Returns
+        the version once it is served; nothing happens where it is already, from the same files.
+
+        Raises ``NotFound``, ``ModelError`` for files that are damaged or were changed after they were loaded,
+        ``ConfigError``, ``TierError``, ``Unsupported`` where models cannot change, or ``Unavailable`` when
+        the update streams do not catch up, here or in a Redis that others feed; all is as before then.
+        """
+        with self._change(), self._counted(name):
+            found = self._found(name, version)
+            self._require_possible(name)
+            served = self._node.models.get(name)
+            if served is not None and served.version == found.version:
+                check_unchanged(self._opened_as(served).version, found)
+                return found.version
+            if served is not None:
+                self._require_read_again(name)
+            self.loading = {**self.loading, name: found.version}
+            try:
+                self._serve(found, served, progress or NoProgress())
+            finally:
+                self.loading = {n: v for n, v in self.loading.items() if n != name}
+            return found.version
+
+    def _found(self, name: str, version: int | None) -> ModelVersion:
+        """The version in the repository; errors do not contain its folder."""
+        override = (self._settings.models.serve or {}).get(name)
+        try:
+            return self._repository.open(name, version, override)
+        except NotFound as error:
+            root = str(self._repository.root)
+            raise NotFound(str(error).replace(root, "the model repository")) from None
+
+    def unload(self, name: str) -> None:
+        """Serve a model no more. Its rows stay in the stores. Raises ``NotFound`` and ``Unsupported``."""
+        with self._change():
+            self._require_possible(name)
+            served = self._node.models.get(name)
+            if served is None:
+                raise NotFound(f"Request for unknown model: '{name}' is not found")
+            old = self._opened_as(served)
+            self._node.models = {n: m for n, m in self._node.models.items() if n != name}
+            elsewhere = self._followers.drop(name)
+            self._warn(name, "")
+            self._now([each for each in self._opened if each is not old])
+            self._follow(self._opened)
+            self._retire(old, self._resources.pop(name, None), served, elsewhere)
+            self._followers.settle(self._require_open)
+
+    def close(self) -> None:
+        """Change nothing any more, once a change under way has ended, and wait for no requests: the node is
+        being closed."""
+        self._closed.set()
+        with self._turn:
+            pass
+        self._retiring.close()
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        with self._turn:
+            self._require_open()
+            yield
+
+    @contextmanager
+    def _counted(self, name: str) -> Iterator[None]:
+        """Count the load of a model's version if it fails; names of none could be any number."""
+        try:
+            yield
+        except NotFound:
+            raise
+        except HpsError:
+            self._node.metrics.counter(m.MODEL_LOADS, name, "failed").add()
+            raise
+
+    def _counts(self, served: str) -> None:
+        """Told from the start: an alert would not see the first one."""
+        self._node.metrics.counter(m.MODEL_LOADS, served, "failed")
+
+    def _require_open(self) -> None:
+        if self._closed.is_set():
+            raise Unavailable("the node is being closed; ask another replica")
+
+    def _require_possible(self, name: str) -> None:
+        why = ""
+        if self._devices.replicas is not None:
+            why = "a node with GPU caches (tiers.gpu.use) serves the models it was started with"
+        elif "hps" in self._layouts():
+            why = "rows in the layout 'hps' have no version, so that two cannot be side by side"
+        elif name in self._legacy:
+            why = f"'{name}' is a model of a ps.json, which has no versions"
+        if why:
+            raise Unsupported(f"{why}; start the server again, one replica after the other")
+
+    def _require_read_again(self, name: str) -> None:
+        """That another version gets the updates which the one that is served has."""
+        directory = self._settings.updates.directory
+        if directory is not None and directory.takes(name):
+            raise Unsupported(
+                f"'{name}' is updated from files (updates.directory), and those that were applied are not "
+                "read again: another version would lack their rows; unload the model, load the version, and "
+                f"move the files it needs from {directory.path / 'applied'} back to {directory.path}"
+            )
+
+    def _layouts(self) -> list[str]:
+        tiers = self._settings.tiers
+        layouts: list[str] = []
+        if tiers.rocksdb.enabled:
+            layouts.append(tiers.rocksdb.layout)
+        if tiers.redis is not None:
+            layouts.append(tiers.redis.layout)
+        return layouts
+
+    def _opened_as(self, served: ServedModel) -> OpenedModel:
+        return next(each for each in self._opened if each.version.name == served.name)
+
+    # -- a version comes ---------------------------------------------------------------------------
+
+    def _serve(self, found: ModelVersion, served: ServedModel | None, progress: Progress) -> None:
+        began, node = time.monotonic(), self._node
+        old = None if served is None else self._opened_as(served)
+        with ExitStack() as undo:
+            own = undo.enter_context(ExitStack())
+            model = open_model(found, self._settings, own)
+            undo.callback(self._stores.leave, model)
+            self._stores.add(model, progress)
+            self._require_open()
+            undo.callback(self._caches.drop, model)
+            others = [each for each in self._opened if each is not old]
+            beside = [table for each in others for table in each.tables.values()]
+            warning = self._caches.add(model, old, beside, progress)
+            undo.callback(self._follow, self._opened)
+            self._follow([*others, model])
+            self._catch_up(model)
+            self._require_fed(model)
+            freshness = freshness_of(self._settings, found.name, node.metrics)
+            ready = self._serving.serve(model, node.metrics, self._devices, freshness)
+            undo.callback(node.metrics.let_go, found.name, found.version)
+            undo.callback(self._followers.withdraw)
+            self._followers.fingerprints[found.key] = found.fingerprint
+            self._followers.open(found.name, found.version, self._require_open)
+            node.models = {**node.models, found.name: ready}
+            elsewhere = self._followers.switch()
+            self._now([*others, model])
+            before = self._resources.pop(found.name, None)
+            self._resources[found.name] = self._to_close.enter_context(own.pop_all())
+            undo.pop_all()
+        self._warn(found.name, warning)
+        node.metrics.counter(m.MODEL_LOADS, found.name, "served").add()
+        self._counts(found.name)
+        log.info(
+            "model %s: version %d is served after %.1f s",
+            found.name,
+            found.version,
+            time.monotonic() - began,
+        )
+        if old is not None and served is not None and elsewhere is not None:
+            self._retire(old, before, served, elsewhere)
+        self._followers.settle(self._require_open)
+
+    def _retire(
+        self,
+        old: OpenedModel,
+        resources: ExitStack | None,
+        served: ServedModel,
+        elsewhere: Loaded,
+    ) -> None:
+        """Let go of ``served`` once no request is on it, here or ``elsewhere``."""
+        used = partial(self._followers.uses, elsewhere)
+        self._retiring.retire(old, resources, weakref.ref(served.engine), used)
+
+    def _warn(self, name: str, warning: str) -> None:
+        others = {model: said for model, said in self.warnings.items() if model != name}
+        self.warnings = others | ({name: warning} if warning else {})
+        if warning:
+            log.warning("model %s: %s", name, warning)
+
+    def _now(self, opened: list[OpenedModel]) -> None:
+        self._opened[:] = opened
+        self._tables[:] = [table for each in opened for table in each.tables.values()]
+
+    def _follow(self, opened: list[OpenedModel]) -> None:
+        if self._closed.is_set():
+            return
+        tables = [table for each in opened for table in each.tables.values()]
+        self._node.streams.follow(tables, watermarks_of(opened))
+
+    def _catch_up(self, model: OpenedModel) -> None:
+        tables, wait_s = list(model.tables.values()), self._settings.models.catch_up_s
+        until = time.monotonic() + wait_s
+        while behind := self._node.streams.behind(tables):
+            if time.monotonic() > until:
+                raise Unavailable(
+                    f"model '{model.version.name}' version {model.version.version} was not brought up to "
+                    f"date within {wait_s:g} s (models.catch_up_s): {behind}; the former version is served on"
+                )
+            self._closed.wait(_LOOK_S)
+            self._require_open()
+
+    def _require_fed(self, model: OpenedModel) -> None:
+        """That a Redis which `hps ingest` writes has of the version's rows what this node has read."""
+        kafka = self._settings.updates.kafka
+        if kafka is None or kafka.shared_writer != "ingest":
+            return
+        contained, until = (
+            watermarks_of([model]),
+            time.monotonic() + self._settings.models.catch_up_s,
+        )
+        for store in self._stores.fed(shared=True):
+            for table in model.tables.values():
+                for (topic, partition), offset in self._node.streams.reached(table).items():
+                    if contained.get(table, {}).get(topic, {}).get(str(partition), 0) >= offset:
+                        continue
+                    while (at := store.store.applied(table, topic, partition) or 0) < offset:
+                        if not at or time.monotonic() > until:
+                            raise Unavailable(
+                                f"model '{model.version.name}' version {model.version.version}: {store.name} "
+                                f"has the updates of table '{table.name}' up to {at} of {topic}/{partition}, "
+                                f"this node up to {offset}: no `hps ingest` feeds this version, or it is "
+                                "behind; start one for it beside the other (docs/updates.md), wait until "
+                                "its lag is 0, and load again; all is as before"
+                            )
+                        self._closed.wait(_LOOK_S)
+                        self._require_open()
+
+    # -- a version goes ----------------------------------------------------------------------------
+
+    def _forget(self, model: OpenedModel) -> None:
+        self._caches.drop(model)
+        self._node.metrics.let_go(model.version.name, model.version.version)
+
+    def _version_of(self, name: str) -> int | None:
+        served = self._node.models.get(name)
+        return None if served is None else served.version

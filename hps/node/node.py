@@ -1,0 +1,183 @@
+"""An open node: models that answer, and what may be asked of them without a server.
+
+``hps.node.build`` puts a node together; REST, gRPC, the command line and user code call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from hps.array_inputs import Features, flat_keys, tensor
+from hps.errors import BadRequest, NotFound, Unsupported
+from hps.node.served_models import OpenModels, ServedModel, deadline_in
+from hps.node.streams import Streams
+from hps.node.tier_status import hot_keys
+from hps.tiers.node import NodeServer
+from hps.types import LookupRequest, LookupResult
+from hps.updates.writer import CacheWriter
+
+__all__ = ["Control", "Node", "ServedModel"]
+
+
+class Control(Protocol):
+    """What changes a node's models while it serves: `hps.node.model_control.ModelControl`."""
+
+    @property
+    def loading(self) -> Mapping[str, int]: ...
+
+    @property
+    def warnings(self) -> Mapping[str, str]: ...
+
+    def available(self) -> Mapping[str, Sequence[int]]: ...
+
+    def load(self, name: str, version: int | None = None) -> int: ...
+
+    def unload(self, name: str) -> None: ...
+
+
+class Checkpoints(Protocol):
+    """Copies of a database, kept in a folder: `hps.tiers.rocksdb.kept.Checkpoints`."""
+
+    def add(self, keep: int) -> Path: ...
+
+
+@dataclass(slots=True, repr=False, kw_only=True)
+class Node(OpenModels):
+    """What ``hps.open`` returns. Any number of threads may call it until ``close``; a process that was
+    forked from the one that opened it may not."""
+
+    writer: CacheWriter
+    streams: Streams
+    promotions_into_stores: Callable[[], Mapping[str, int]] = dict
+    """Keys waiting to be copied from one store into another, by the latter's name."""
+    damage: Callable[[], str] = str
+    """Known damage of its store, and the remedy; empty: none."""
+    hindrance: Callable[[], str] = str
+    """Why a server with this node is not ready; empty: nothing keeps it from that."""
+    watch_damage: Callable[[Callable[[], None]], None] = lambda _changed: None
+    """Have a function called, on any thread, when more damage is found."""
+    socket: NodeServer | None = None
+    """By which other processes attach; None where `server.runtime` is not set."""
+    control: Control | None = None
+    checkpoints: Checkpoints | None = None
+    """Of its RocksDB; None where `tiers.rocksdb.checkpoints` is not set."""
+    _turn: Iterator[int] = field(default_factory=count)
+
+    def lookup_on_device(
+        self,
+        model: str,
+        features: Features,
+        *,
+        by_table: bool = False,
+        want_source: bool = False,
+        timeout_s: float | None = None,
+    ) -> LookupResult:
+        """As `lookup`, with vectors that stay on a GPU: complete CuPy arrays, which Torch takes by DLPack. Of
+        several GPUs each in turn. Raises ``BadRequest`` for a node without a GPU cache."""
+        served = self.model(model)
+        served.freshness.require()
+        lookups = served.on_devices
+        if not lookups:
+            raise BadRequest(
+                "this node has no GPU cache (tiers.gpu.use); lookup answers on the host"
+            )
+        request = LookupRequest(
+            served.keys(features, by_table), deadline_in(timeout_s), want_source, by_table=by_table
+        )
+        return served.freshness.mark(lookups[next(self._turn) % len(lookups)].pooled(request))
+
+    def write(
+        self, model: str, table: str, keys: Any = (), vectors: Any = (), *, deleted: Any = ()
+    ) -> int:
+        """Upsert ``vectors (n, dim)`` for ``keys (n,)`` and delete ``deleted (m,)``, the table's own keys: in
+        every store, then in the caches; then return. The version they got: Unix ms << 20 | sequence, above
+        what the stores had, and the highest one where it differs. For a few rows at a time; many belong
+        into a stream (`hps.updates.Producer`).
+
+        Raises ``BadRequest``, ``NotFound``, ``TierError`` or ``Unavailable``; calling again is harmless.
+        """
+        found = self.table(model, table)
+        rows = np.asarray(tensor("vectors", vectors))
+        if rows.size == 0:
+            rows = np.empty((0, found.dim), found.dtype)
+        if rows.dtype.kind not in "fiu" or rows.ndim != 2:
+            raise BadRequest(f"vectors must be numbers (n, dim), not {rows.shape} {rows.dtype}")
+        return self.streams.write(
+            found, flat_keys("keys", keys), rows, flat_keys("deleted", deleted)
+        )
+
+    def load(self, model: str, version: int | None = None) -> int:
+        """Serve ``version`` of a model of the repository in place of the one that is served, if any: made
+        ready beside it, then switched to at once, rows and network together. None is the version that the
+        settings state, else the highest. Returns the version once it is served. Raises as
+        `ModelControl.load`."""
+        return self._controlled().load(model, version)
+
+    def unload(self, model: str) -> None:
+        """Serve a model no more; requests under way are answered."""
+        self._controlled().unload(model)
+
+    def checkpoint(self, keep: int = 1) -> Path:
+        """Copy the RocksDB, one moment of all its tables, to a folder below `tiers.rocksdb.checkpoints` named
+        by the time, while it is served; then remove all but the newest ``keep`` there. Returns the folder.
+        Raises ``BadRequest``, ``Unsupported``, ``Unavailable`` or ``TierError``."""
+        if keep < 1:
+            raise BadRequest(f"keep is {keep}; it must be 1 or more")
+        if self.checkpoints is None:
+            raise Unsupported(
+                "this node makes no checkpoints; tiers.rocksdb.checkpoints names no folder"
+            )
+        return self.checkpoints.add(keep)
+
+    def _warnings_of_loads(self) -> list[str]:
+        said = {} if self.control is None else self.control.warnings
+        return [f"model {name}: {warning}" for name, warning in said.items()]
+
+    def _controlled(self) -> Control:
+        if self.control is None:
+            raise Unsupported("the models of this node do not change")
+        return self.control
+
+    def hot_keys(
+        self, model: str | None = None, table: str | None = None, limit: int = 20
+    ) -> list[dict[str, Any]]:
+        """The hottest keys of each table (of ``model``; its ``table``) that a cache ranks, with their scores
+        from 255 down, and the features that ask for it with the offset of each one's keys, ready for JSON.
+        Looks through whole caches. Raises ``NotFound``."""
+        chosen = list(self.models.values()) if model is None else [self.model(model)]
+        if table is not None and not any(table in served.tables for served in chosen):
+            who = "no model has a" if model is None else f"model '{model}' has no"
+            raise NotFound(f"{who} table '{table}'")
+        found = []
+        for served in chosen:
+            for name, each in served.tables.items():
+                if table in (None, name):
+                    features = served.engine.features.values()
+                    asking = {f.input: f.key_offset for f in features if f.table is each}
+                    where = {"model": served.name, "table": name, "features": asking}
+                    found += [where | hot for hot in hot_keys(each, self.tiers, limit)]
+        return found
+
+    def promotions_waiting(self) -> dict[str, int]:
+        """Keys waiting to be copied into a tier, by its name; ``cpu`` stands for all caches."""
+        return {"cpu": self.writer.waiting_keys, **self.promotions_into_stores()}
+
+    def status(self) -> dict[str, Any]:
+        """What the node serves and holds, ready for JSON."""
+        return {
+            **OpenModels.status(self),  # a dataclass with slots has no super()
+            "warnings": [
+                *self.warnings,
+                *self._warnings_of_loads(),
+                *filter(None, [self.damage()]),
+            ],
+            "updates": self.streams.status(),
+            "promotions_waiting_keys": sum(self.promotions_waiting().values()),
+            "socket": self.socket.facts() if self.socket else None,
+        }

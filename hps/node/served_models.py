@@ -1,0 +1,176 @@
+"""Models that answer in this process, wherever their rows are: what a node and a process attached to one have
+in common."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from hps.array_inputs import Features, jagged, targets, tensor
+from hps.config.model_schema import ModelSpec
+from hps.errors import BadRequest, NotFound
+from hps.lookup.base import Lookup, inputs_of, spread
+from hps.lookup.gpu.on_device import DeviceLookup
+from hps.node.tier_status import TierStatus, describe_table
+from hps.observability.metrics import Metrics
+from hps.predict.pipeline import InferencePipeline
+from hps.suggestions import hint_for
+from hps.threads import Lanes
+from hps.types import (
+    EmbeddingTable,
+    JaggedKeys,
+    LookupRequest,
+    LookupResult,
+    PredictRequest,
+    PredictResult,
+)
+from hps.updates.freshness import FRESH, Freshness
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One version of a model, ready. ``pipeline`` is None for a model without a dense part."""
+
+    name: str
+    version: int
+    spec: ModelSpec
+    tables: Mapping[str, EmbeddingTable]
+    engine: Lookup
+    pipeline: InferencePipeline | None = None
+    on_devices: tuple[DeviceLookup, ...] = ()
+    """Lookups whose vectors stay on a GPU, one per GPU."""
+    freshness: Freshness = FRESH
+
+    def keys(self, features: Features, by_table: bool = False) -> Mapping[str, JaggedKeys]:
+        """A caller's keys as a request has them. Raises ``BadRequest`` for keys that are not integers."""
+        keys = jagged(features)
+        return keys if by_table else spread(keys, self.engine.features)
+
+
+@dataclass(slots=True, repr=False, kw_only=True)
+class OpenModels:
+    """Any number of threads may call it until ``close``; a process that was forked from the one that opened
+    it may not."""
+
+    models: dict[str, ServedModel]
+    metrics: Metrics
+    tiers: list[TierStatus]
+    workers: Lanes
+    warnings: tuple[str, ...] = ()
+    _resources: ExitStack = field(default_factory=ExitStack)
+    _opened: float = field(default_factory=time.monotonic)
+    _process: int = field(default_factory=os.getpid)
+
+    def __repr__(self) -> str:
+        models = ", ".join(f"{model.name}/{model.version}" for model in self.models.values())
+        tiers = " > ".join(entry.tier.info.name for entry in self.tiers)
+        return f"<hps.{type(self).__name__}: {models}; {tiers}>"
+
+    def model(self, name: str, version: str | int | None = None) -> ServedModel:
+        """The served model; ``version`` None or "" takes the one there is. Raises ``NotFound``."""
+        found = self.models.get(name)
+        if found is None:
+            raise NotFound(f"Request for unknown model: '{name}' is not found")
+        if version not in (None, "") and str(version) != str(found.version):
+            raise NotFound(
+                f"Request for unknown model: '{name}' version {version} is not found; version "
+                f"{found.version} is served"
+            )
+        return found
+
+    def table(self, model: str, table: str) -> EmbeddingTable:
+        """A table of a served model. Raises ``NotFound``."""
+        tables = self.model(model).tables
+        if table not in tables:
+            raise NotFound(f"model '{model}' has no table '{table}'{hint_for(table, tables)}")
+        return tables[table]
+
+    def lookup(
+        self,
+        model: str,
+        features: Features,
+        *,
+        out: Mapping[str, Any] | None = None,
+        by_table: bool = False,
+        want_source: bool = False,
+        timeout_s: float | None = None,
+    ) -> LookupResult:
+        """The vectors of ``features``: any of the model's features, or tables with ``by_table``.
+
+        ``out`` names arrays that are written in place: NumPy arrays, or writable tensors on the host
+        with ``__dlpack__``, C-contiguous, of the table's dtype and the result's shape.
+        """
+        into = None if out is None else targets(out)
+        served = self.model(model)
+        request = LookupRequest(
+            served.keys(features, by_table), deadline_in(timeout_s), want_source, into, by_table
+        )
+        served.freshness.require()
+        return served.freshness.mark(served.engine.lookup(request))
+
+    def predict(
+        self,
+        model: str,
+        features: Features,
+        dense: Mapping[str, Any] | None = None,
+        *,
+        top_k: int | None = None,
+        outputs: tuple[str, ...] | None = None,
+        want_source: bool = False,
+        timeout_s: float | None = None,
+    ) -> PredictResult:
+        """The model's named outputs for a batch; see ``PredictRequest``."""
+        served = self.model(model)
+        pipeline = served.pipeline
+        if pipeline is None:
+            raise BadRequest(f"model '{model}' has no dense part; use lookup")
+        served.freshness.require()
+        tensors = {name: tensor(name, array) for name, array in (dense or {}).items()}
+        request = PredictRequest(
+            served.keys(features), tensors, top_k, deadline_in(timeout_s), want_source, outputs
+        )
+        return served.freshness.mark(pipeline.predict(request))
+
+    def status(self) -> dict[str, Any]:
+        """What is served and held here, ready for JSON."""
+        from hps import __version__
+
+        return {
+            "version": __version__,
+            "uptime_s": round(time.monotonic() - self._opened, 3),
+            "models": [self._model_status(model) for model in self.models.values()],
+            "tiers": [entry.describe() for entry in self.tiers],
+            "lookups_waiting": self.workers.waiting,
+            "warnings": list(self.warnings),
+        }
+
+    def _model_status(self, model: ServedModel) -> dict[str, Any]:
+        return {
+            "name": model.name,
+            "version": model.version,
+            "dense": model.pipeline is not None,
+            "features": list(inputs_of(model.engine.features)),
+            "tables": [describe_table(table, self.tiers) for table in model.tables.values()],
+        }
+
+    def close(self) -> None:
+        """Finish what was accepted, then release threads, files and memory; lookups raise ``Unavailable``
+        from then on. Idempotent; does nothing in a process that was forked from the one that opened this,
+        whose it stays."""
+        if os.getpid() == self._process:
+            self._resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+
+def deadline_in(timeout_s: float | None) -> float | None:
+    """The instant of ``time.monotonic()`` when ``timeout_s`` will be over."""
+    return None if timeout_s is None else time.monotonic() + timeout_s

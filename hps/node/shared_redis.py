@@ -1,0 +1,200 @@
+"""The Redis of a node, which others may share: what is put into it, when, and how it is asked.
+
+It is another machine, so a node starts without it, says so, and uses it as soon as it answers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING
+
+from hps.config.schema import Settings
+from hps.config.store_settings import GuardSettings, RedisSettings
+from hps.errors import ConfigError, TierError, TierMisfit
+from hps.models.preload import preload_tables
+from hps.node.opened_models import OpenedTables
+from hps.node.tier_status import TierStatus
+from hps.observability.meters import count_promotion
+from hps.observability.metrics import Metrics
+from hps.threads import Again
+from hps.tiers.background_refresh import Remembered
+from hps.tiers.base import FetchContext, Part, Tier
+from hps.tiers.positions import StreamPosition, TableChanges
+from hps.tiers.promotion import Promoting
+from hps.tiers.redis import RedisTier
+from hps.tiers.wrappers import Guarded, Wrapper
+from hps.types import EmbeddingTable, KeyArray, NoProgress, Progress, VectorArray, VersionArray
+from hps.updates.stream_positions import Store
+from hps.updates.writer import CacheWriter
+
+if TYPE_CHECKING:
+    from hps.tiers.redis.tables import Usage
+
+log = logging.getLogger(__name__)
+# How old what is reported of Redis may be.
+_LOOK_AGAIN_S = 10.0
+_NO_CLUSTER = "cluster support disabled"
+
+Guard = Callable[[Tier, GuardSettings, int], Guarded]
+"""``guard(tier, settings, threads)``: the guard around a tier, which closes it."""
+
+
+class SharedRedis:
+    """``tier``, without its guard; ``status`` tells of it, behind that. ``resources`` closes it."""
+
+    def __init__(
+        self,
+        chosen: RedisSettings,
+        settings: Settings,
+        below: Sequence[Tier],
+        models: Callable[[], Sequence[OpenedTables]],
+        metrics: Metrics,
+        resources: ExitStack,
+        guard: Guard,
+        warn: Callable[[str], None],
+    ) -> None:
+        """``below``: the node's own store, if it has one. ``models``: those that are here at the moment.
+        ``warn`` is told of what goes wrong at the start or a load, and is tried again."""
+        self._chosen, self._settings = chosen, settings
+        self._models, self._warn = models, warn
+        self._alone = not below
+        self._loads = ExitStack()  # what still is to be loaded, now or for models that come later
+        self._writer: CacheWriter | None = None
+        self.tier = redis = RedisTier(chosen)
+        threads = calls_at_a_time(settings.tiers.lookup_threads, chosen.connections, self._alone)
+        guarded = guard(redis, chosen.guard, threads)
+        resources.push(self._loads)
+        if below and chosen.cache_missed_embeddings:
+            self._writer = CacheWriter(
+                _Promoted(redis),
+                below,
+                settings.updates.promote_queue_keys,
+                partial(count_promotion, metrics, redis.info.name),
+            )
+            resources.callback(self._writer.close)
+        usage = Remembered(self._usage, _LOOK_AGAIN_S, "redis-usage")
+        resources.callback(usage.close)
+        self.status = TierStatus(
+            guarded,
+            redis.rows,
+            state=lambda: guarded.state,
+            exact=lambda _table: chosen.layout == "hps",  # no deletion leaves an entry there
+            size=lambda table: used.bytes if (used := (usage.value or {}).get(table)) else None,
+            facts=lambda: {
+                "layout": chosen.layout,
+                "addresses": chosen.addresses,
+                "reachable": usage.error is None,
+                "problem": usage.error,
+            },
+        )
+
+    def load(self, models: Sequence[OpenedTables], progress: Progress) -> None:
+        """Look at the tables and put a share of their rows there; later, if Redis is not there now. Raises
+        ConfigError, and TierError where nobody else has the rows."""
+
+        def load(progress: Progress) -> None:
+            for model in models:
+                if not any(each is model for each in self._models()):
+                    continue  # it has left
+                if self._share > 0:
+                    preload_tables(model.version, model.tables, self.tier, self._share, progress)
+                for table in model.tables.values():
+                    self.tier.check(table)
+
+        try:
+            load(progress)
+        except TierError as error:
+            if _NO_CLUSTER in str(error):
+                raise ConfigError(
+                    f"tiers.redis.mode is cluster, but that is a single server ({error}); set "
+                    "tiers.redis.mode to single, in a ps.json by an override"
+                ) from None
+            if isinstance(error, TierMisfit) and self._alone:
+                raise  # nobody else has the rows
+            message = f"{error}; served without it until it answers"
+            log.warning("%s", message)
+            self._warn(message)
+            again = Again(partial(load, NoProgress()), "hps-redis-load")
+            self._loads.callback(again.close)
+
+    def promoting(self, below: Tier) -> Tier:
+        """``below`` as lookups ask it: what it has and Redis has not is put into Redis."""
+        if self._writer is None:
+            return below
+        return Promoting(below, self._writer.promote, self.tier.info.name)
+
+    def lacked(self, table: EmbeddingTable, keys: KeyArray) -> None:
+        """Told by the cache writer of rows that RocksDB held and Redis did not. Lookups that wait for
+        their rows have told so already."""
+        if self._writer is not None and table.miss.kind == "default_then_promote":
+            self._writer.promote(table, keys)
+
+    def fed(self) -> Store:
+        """As update streams are written to it."""
+        fed = _Fed(self.tier, self._streamed_share)
+        return Store("redis", fed, self.tier.layout == "native")
+
+    @property
+    def promotions_waiting(self) -> Mapping[str, int]:
+        """Keys whose row is still to be copied, by the tier it goes to."""
+        return {self.tier.info.name: self._writer.waiting_keys} if self._writer else {}
+
+    @property
+    def _share(self) -> float:
+        """The share of a table's rows that Redis is given from the start: all, where no node has another
+        store. Told by the settings, which are the same in a process without the nodes' RocksDB."""
+        return self._chosen.initial_cache_rate if self._settings.tiers.rocksdb.enabled else 1.0
+
+    @property
+    def _streamed_share(self) -> float:
+        """The share of streamed rows that Redis is given. Where nodes put rows into it that only RocksDB
+        held, all: one that is passed over could be put there by a node that does not have it yet, as
+        it was before, and stay. All, too, where nodes only read their RocksDB: no other store gets them."""
+        alone = self._settings.tiers.rocksdb.access != "primary"
+        return 1.0 if alone or self._chosen.cache_missed_embeddings else self._share
+
+    def _usage(self) -> dict[EmbeddingTable, Usage]:
+        tables = [table for model in self._models() for table in model.tables.values()]
+        return {table: self.tier.usage(table) for table in tables}
+
+
+def calls_at_a_time(threads: int, connections: int, alone: bool) -> int:
+    """Of ``threads`` that ask. Beside RocksDB fewer, so that one is always left for rows that are on this
+    machine, and one connection for writes."""
+    if alone:
+        return min(threads + 1, connections)
+    return max(1, min(threads - 1, connections - 1))
+
+
+class _Promoted(Wrapper):
+    """Redis as promotions write to it."""
+
+    def __init__(self, redis: RedisTier) -> None:
+        super().__init__(redis)
+        self._redis = redis
+
+    def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
+        self.inner.fetch(parts, ctx)
+
+    def insert(
+        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
+    ) -> None:
+        self._redis.promote(table, keys, vectors, versions)
+
+
+class _Fed:
+    """Redis as update streams write to it: a `PositionedStore` that is given a ``share`` of the rows."""
+
+    def __init__(self, redis: RedisTier, share: float) -> None:
+        self._redis = redis
+        self._share = share
+        self.applied, self.identify, self.restart = redis.applied, redis.identify, redis.restart
+        self.positions, self.versions = redis.positions, redis.versions
+
+    def apply(
+        self, table: EmbeddingTable, changes: TableChanges, positions: Sequence[StreamPosition]
+    ) -> None:
+        self._redis.apply(table, changes, positions, share=self._share)

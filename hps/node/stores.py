@@ -1,0 +1,315 @@
+"""Stores of a node: Redis (`hps.node.shared_redis`), then RocksDB, with their guards. Either may be absent.
+
+RocksDB must be there when the node opens. Redis need not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from hps.config.schema import Settings
+from hps.config.store_settings import GuardSettings, RedisSettings, RocksDbSettings
+from hps.errors import TierError
+from hps.models.check import check_apart
+from hps.models.loader import load_tables, version_of_rows
+from hps.models.repository import Repository
+from hps.models.tables import TableFiles
+from hps.node.opened_models import OpenedTables
+from hps.node.tier_status import TierStatus
+from hps.observability import metric_names as m
+from hps.observability.meters import TierMeter
+from hps.observability.metrics import Metrics
+from hps.rows.leftovers import left_over
+from hps.tiers.base import Tier
+from hps.tiers.chain import TierChain
+from hps.tiers.single_flight import SingleFlight
+from hps.tiers.wrappers import Guarded, Metered
+from hps.types import EmbeddingTable, KeyArray, Progress
+from hps.updates.followed_store import FollowedStore
+from hps.updates.stream_positions import Store
+
+if TYPE_CHECKING:
+    from hps.node.shared_redis import SharedRedis
+    from hps.tiers.rocksdb import Checkpoints, RocksDbTier
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Promoted:
+    """The ``tiers`` that promotions into the caches read, fastest first. ``own``: the one that has every
+    update before the caches receive it, if any; ``own_first``: of rows of equal versions its is taken."""
+
+    tiers: Sequence[Tier]
+    own: Tier | None
+    own_first: bool
+
+
+class Stores:
+    """Opened and loaded by `open`; ``resources`` closes them. ``statuses`` lists them fastest first, each
+    behind its guard."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        opened: Sequence[OpenedTables],
+        metrics: Metrics,
+        resources: ExitStack,
+    ) -> None:
+        self._settings = settings
+        self._opened = opened
+        self._changing = Lock()  # a model may leave while another comes
+        self._metrics = metrics
+        self._resources = resources
+        self._files: dict[EmbeddingTable, TableFiles] = {
+            table: model.version.tables[name]
+            for model in opened
+            for name, table in model.tables.items()
+        }
+        self._rocksdb: RocksDbTier | None = None
+        self._redis: SharedRedis | None = None
+        self.followed: FollowedStore | None = None
+        """Stores that other processes feed from the streams that the node reads for its caches alone."""
+        self.statuses: list[TierStatus] = []
+        self.warnings: list[str] = []
+
+    def open(self, progress: Progress, *, shared_only: bool = False) -> None:
+        """``shared_only``: leave the node's own RocksDB alone, for a process that is no node. Raises
+        ConfigError, ModelError or TierError; never because Redis is not there."""
+        tiers = self._settings.tiers
+        if tiers.rocksdb.enabled and not shared_only:
+            self.statuses.append(self._open_rocksdb(tiers.rocksdb, progress))
+        if tiers.redis is not None:
+            self._redis = self._open_redis(tiers.redis)
+            self._redis.load(self._opened, progress)
+            self.statuses.insert(0, self._redis.status)
+        if self._settings.updates.kafka is not None and not self.fed(shared=False):
+            self.followed = self._follow()
+
+    def add(self, model: OpenedTables, progress: Progress) -> None:
+        """Hold another model's tables too, with their rows, while those there are asked. Raises as `open`;
+        what was loaded by then stays, and is not loaded again."""
+        files = {table: model.version.tables[name] for name, table in model.tables.items()}
+        with self._changing:
+            self._files = self._files | files
+            self._opened = [*self._opened, model]
+        try:
+            if self._rocksdb is not None:
+                self._load_rocksdb(self._rocksdb, [model], progress)
+            if self._redis is not None:
+                self._redis.load([model], progress)
+        except BaseException:
+            self.leave(model)
+            raise
+
+    def leave(self, model: OpenedTables, *, drop: bool = False) -> None:
+        """Have nothing more to do with a model's tables, which nobody asks for. Their rows stay where they
+        are; ``drop``: but in the node's own RocksDB. Other nodes may need those in Redis. Raises TierError
+        when they cannot be dropped."""
+        tables = list(model.tables.values())
+        with self._changing:
+            self._opened = [each for each in self._opened if each is not model]
+            self._files = {t: files for t, files in self._files.items() if t not in tables}
+        if self.followed is not None:
+            self.followed.forget(tables)
+        rocksdb = self._rocksdb
+        if rocksdb is None:
+            return
+        if drop and rocksdb.access == "primary":
+            rocksdb.drop(*tables)
+            return
+        try:
+            rocksdb.forget(*tables)
+        except TierError as error:
+            log.warning("%s", error)
+
+    @property
+    def tables(self) -> list[EmbeddingTable]:
+        """All that may be asked for: from `add` on, until they `leave`."""
+        return list(self._files)
+
+    @property
+    def checkpoints(self) -> Checkpoints | None:
+        """Of RocksDB, where the settings name a folder for them."""
+        folder = self._settings.tiers.rocksdb.checkpoints
+        if self._rocksdb is None or folder is None:
+            return None
+        from hps.tiers.rocksdb import Checkpoints
+
+        return Checkpoints(folder, self._rocksdb.path, self._rocksdb.checkpoint)
+
+    @property
+    def tiers(self) -> list[Tier]:
+        """The guarded stores, fastest first."""
+        return [status.tier for status in self.statuses]
+
+    def asked(self) -> Tier:
+        """The stores as lookups ask them: one after the other, each with its own figures, the same row
+        once."""
+        shared = self._metrics.counter(m.LOOKUP_SHARED)
+        asked: list[Tier] = [
+            Metered(tier, TierMeter(self._metrics, tier.info.name)) for tier in self.tiers
+        ]
+        if self._redis is not None:
+            asked[-1] = self._redis.promoting(asked[-1])
+        return SingleFlight(TierChain(asked), shared.add)
+
+    def lacked(self, table: EmbeddingTable, keys: KeyArray) -> None:
+        """See `SharedRedis.lacked`."""
+        if self._redis is not None:
+            self._redis.lacked(table, keys)
+
+    def fed(self, *, shared: bool) -> list[Store]:
+        """Those that update streams are written to: the node's own, or the shared ones."""
+        if shared:
+            return [] if self._redis is None else [self._redis.fed()]
+        rocksdb = self._rocksdb
+        if rocksdb is None or self._settings.tiers.rocksdb.access != "primary":
+            return []
+        return [self._as_store(rocksdb)]
+
+    @property
+    def promoted(self) -> Promoted:
+        """The stores as promotions into the caches read them."""
+        tiers, followed = list(self.tiers), self.followed
+        own = None if self._rocksdb is None else tiers[-1]
+        if followed is not None:
+            at = tiers.index(followed.inner)
+            tiers[at] = followed
+            own = None if followed.info.shared else followed
+        reads = self._settings.updates.kafka or self._settings.updates.directory
+        return Promoted(tiers, own, reads is not None)
+
+    def _follow(self) -> FollowedStore | None:
+        """RocksDB where it follows a primary; else Redis."""
+        if self._rocksdb is not None and self._rocksdb.access == "secondary":
+            return FollowedStore(self.tiers[-1], self._as_store(self._rocksdb))
+        return None if self._redis is None else FollowedStore(self.tiers[0], self._redis.fed())
+
+    def _as_store(self, rocksdb: RocksDbTier) -> Store:
+        return Store("rocksdb", rocksdb, self._settings.tiers.rocksdb.layout == "native")
+
+    def damage(self) -> str:
+        """Known damage of the node's own store, and the remedy; empty: none."""
+        rocksdb = self._rocksdb
+        damaged = {} if rocksdb is None else rocksdb.damage.tables()
+        if not damaged:
+            return ""
+        files = ", ".join(f"{file} of table {table}" for file, table in sorted(damaged.items()))
+        return (
+            f"rocksdb: damaged table files: {files}; rows in them are answered by the default. Stop the node "
+            "and run `hps store verify --repair`"
+        )
+
+    def hindrance(self) -> str:
+        """`damage`, where the node is not to be ready then; else empty."""
+        settings = self._settings.tiers.rocksdb
+        return self.damage() if settings.on_corruption == "not_ready" else ""
+
+    def watch_damage(self, changed: Callable[[], None]) -> None:
+        """Have ``changed`` called, on any thread, when more damage is found."""
+        if self._rocksdb is not None:
+            self._rocksdb.damage.changed = changed
+
+    @property
+    def promotions_waiting(self) -> Mapping[str, int]:
+        """Keys whose row is still to be copied, by the tier it goes to."""
+        return {} if self._redis is None else self._redis.promotions_waiting
+
+    def rows(self, table: EmbeddingTable) -> int:
+        """Rows of a table at most: its files', or RocksDB's when more were streamed in since."""
+        rows = self._files[table].rows
+        return rows if self._rocksdb is None else max(rows, self._rocksdb.entries(table))
+
+    def version_of_rows(self, table: EmbeddingTable) -> int | None:
+        """The version all rows of the table's files have, when the stores hold exactly those; None when
+        only the stores know, as always when others may write to one of them."""
+        if self._rocksdb is None or self._redis is not None:
+            return None
+        return version_of_rows(self._rocksdb, table, self._files[table])
+
+    def _open_rocksdb(self, chosen: RocksDbSettings, progress: Progress) -> TierStatus:
+        from hps.tiers.rocksdb import RocksDbTier, Tuning
+
+        store = self._rocksdb = RocksDbTier(
+            chosen.path,
+            layout=chosen.layout,
+            access=chosen.access,
+            tuning=Tuning(
+                chosen.block_cache_bytes,
+                chosen.block_size,
+                chosen.threads,
+                chosen.mmap_reads,
+                chosen.min_free_bytes,
+                chosen.catch_up_s,
+            ),
+            on_lost_writes=chosen.on_lost_writes,
+        )
+        # The lookups and two cache writers.
+        guarded = self._guarded(store, chosen.guard, self._settings.tiers.lookup_threads + 2)
+        store.open_tables(list(self._files))
+        self._load_rocksdb(store, self._opened, progress)
+        if (chosen.layout, chosen.access) == ("native", "primary"):
+            served = {(each.version.name, each.version.version) for each in self._opened}
+            repository = Repository(self._settings.models.repository)
+            if warning := left_over(store.families(), served, repository):
+                self.warnings.append(warning)
+        return TierStatus(
+            guarded,
+            store.rows,
+            state=lambda: guarded.state,
+            facts=lambda: {"layout": chosen.layout, **_figures(store)},
+            exact=store.rows_exact,
+        )
+
+    def _load_rocksdb(
+        self, store: RocksDbTier, models: Sequence[OpenedTables], progress: Progress
+    ) -> None:
+        for model in models:
+            if self._settings.tiers.rocksdb.load:
+                load_tables(model.version, model.tables, store, progress)
+            else:
+                store.open_tables(list(model.tables.values()))
+                for name, table in model.tables.items():
+                    store.check(table)
+                    check_apart(model.version.tables[name], table.key_bits)
+
+    def _open_redis(self, chosen: RedisSettings) -> SharedRedis:
+        from hps.node.shared_redis import SharedRedis
+
+        return SharedRedis(
+            chosen,
+            self._settings,
+            self.tiers,
+            lambda: self._opened,
+            self._metrics,
+            self._resources,
+            self._guarded,
+            self.warnings.append,
+        )
+
+    def _guarded(self, tier: Tier, guard: GuardSettings, threads: int) -> Guarded:
+        """The guard around a tier, which alone closes it: never under a fetch that hangs."""
+        guarded = Guarded(
+            tier,
+            guard.deadline_ms / 1e3,
+            guard.failures_to_open,
+            guard.retry_after_s,
+            threads=guard.concurrency or threads,
+            skipped=TierMeter(self._metrics, tier.info.name).passed_over,
+        )
+        self._resources.callback(guarded.close)
+        return guarded
+
+
+def _figures(store: RocksDbTier) -> dict[str, Any]:
+    """Space and compactions; empty when a broken tier cannot say."""
+    try:
+        return asdict(store.figures())
+    except TierError:
+        return {}

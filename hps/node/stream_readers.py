@@ -1,0 +1,214 @@
+"""The readers of a node's update streams: what begins them, and begins them anew when the models change."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from hps.config.update_settings import DirectorySettings, KafkaSettings
+from hps.observability.meters import StreamMeter, UpdateMeter
+from hps.observability.metrics import Metrics
+from hps.types import EmbeddingTable
+from hps.updates.arrivals import Waiting
+from hps.updates.files.directory import DirectorySource
+from hps.updates.files.waiting import WaitingFiles
+from hps.updates.followed_store import FollowedStore
+from hps.updates.ingest_thread import IngestThread
+from hps.updates.ingestor import Ingestor
+from hps.updates.kafka.client import DeadLetterTopic
+from hps.updates.kafka.end_offsets import WaitingMessages
+from hps.updates.kafka.hps_group import HpsProgress, hps_group
+from hps.updates.kafka.kept_letters import KeptLetters
+from hps.updates.kafka.source import KafkaSource
+from hps.updates.source import UpdateSource
+from hps.updates.stream_positions import Places, Readers, Store, StreamPlaces
+from hps.updates.topics import Topics
+from hps.updates.writer import CacheWriter
+
+# Where HPS feeds the store and keeps no positions in it: updates that it may not have written yet when the
+# caches were filled.
+_OVERLAP_S = 600.0
+
+Watermarks = Mapping[EmbeddingTable, Mapping[str, Mapping[str, int]]]
+"""Of each table, what the files it was loaded from contain of the streams (`Manifest.watermark`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """One reader: its ``group``, its source and ingestor, the thread they run on, what ``waits`` for them,
+    which tables a topic may change, and since when it reads (Unix seconds)."""
+
+    group: str
+    kind: str
+    source: UpdateSource
+    ingestor: Ingestor
+    thread: IngestThread
+    waits: Waiting
+    readers: Readers
+    began_s: float = field(default_factory=time.time)
+
+    @property
+    def problem(self) -> str | None:
+        """What keeps it from applying updates, if anything."""
+        return self.ingestor.problem or self.source.problem
+
+    def status(self) -> dict[str, Any]:
+        """Ready for JSON. ``lag`` is null while it is not known; ``state`` is ``starting`` while it is not
+        known what is read, or where that begins."""
+        lag = self.source.lag()
+        state = "paused" if self.thread.paused else "starting" if lag is None else "running"
+        return {
+            "group": self.group,
+            "source": self.kind,
+            "state": state,
+            "problem": self.problem,
+            "stores": self.ingestor.store_names,
+            "caches": self.ingestor.refreshes,
+            "lag": None if lag is None else sum(lag.values()),
+            "partitions": [
+                {"topic": topic, "partition": partition, "lag": messages}
+                for (topic, partition), messages in sorted((lag or {}).items())
+            ],
+        }
+
+
+class StreamReaders:
+    """Those of one node, which ``resources`` closes: pushed there with the first of them, for they end before
+    what they write to. One thread at a time begins them or has them follow; any may read ``streams`` and
+    ``tables``.
+    """
+
+    def __init__(
+        self,
+        tables: Iterable[EmbeddingTable],
+        watermarks: Watermarks,
+        metrics: Metrics,
+        resources: ExitStack,
+    ) -> None:
+        self.streams: list[Stream] = []
+        self.tables = list(tables)
+        self._watermarks = watermarks
+        self._metrics = metrics
+        self._meter = UpdateMeter(metrics)
+        self._kept = KeptLetters()
+        self._resources = resources
+        self._begin: list[Callable[[], None]] = []
+        self._paused: Collection[str] = ()  # groups that begin so
+        self._generation = ExitStack()  # all that those hold that run now
+
+    def read_kafka(
+        self,
+        settings: KafkaSettings,
+        group: str,
+        stores: Sequence[Store],
+        caches: CacheWriter | None,
+        *,
+        followed: FollowedStore | None = None,
+        member: str | None = None,
+    ) -> None:
+        """Start a reader of all partitions or, as ``member`` of the ``group``, of a share of them. Without
+        ``stores`` the caches are refreshed once ``followed`` has the updates. Raises ConfigError; never
+        because Kafka is not there."""
+        self._add(partial(self._read_kafka, settings, group, stores, caches, followed, member))
+
+    def read_folder(
+        self, settings: DirectorySettings, stores: Sequence[Store], caches: CacheWriter
+    ) -> None:
+        """Start a reader of a folder's files. Raises ConfigError."""
+        self._add(partial(self._read_folder, settings, stores, caches))
+
+    def follow(self, tables: Iterable[EmbeddingTable], watermarks: Watermarks) -> None:
+        """Have the readers change ``tables``, and no others, from now on: they end and begin anew, where the
+        stores are in the streams. A reader that is paused stays so."""
+        ended, self.streams = self.streams, []
+        self._generation.close()
+        self.tables, self._watermarks = list(tables), watermarks
+        self._paused = {stream.group for stream in ended if stream.thread.paused}
+        for begin in self._begin:
+            begin()
+
+    def _add(self, begin: Callable[[], None]) -> None:
+        if not self._begin:
+            self._resources.callback(self._generation.close)
+        self._begin.append(begin)
+        begin()
+
+    def _read_kafka(
+        self,
+        settings: KafkaSettings,
+        group: str,
+        stores: Sequence[Store],
+        caches: CacheWriter | None,
+        followed: FollowedStore | None,
+        member: str | None,
+    ) -> None:
+        topics = Topics(self.tables, settings.takes)
+        fed_by = settings.shared_group if followed and followed.info.shared else group
+        hps = self._hps_beside(settings, fed_by, followed)
+        if followed is None:
+            places: Places = StreamPlaces(stores, topics.readers, self._contained)
+        else:
+            other_writer = None if hps is None else hps.applied
+            places = followed.places(topics.readers, self._contained, other_writer)
+        source = KafkaSource(
+            settings,
+            group,
+            topics,
+            places,
+            StreamMeter(self._metrics, group),
+            member=member,
+            since_s=None if hps is None else time.time() - _OVERLAP_S,
+            hps=hps_group(fed_by),
+        )
+        dead_letters = DeadLetterTopic(settings, self._kept)
+        self._generation.callback(dead_letters.close)
+        ingestor = Ingestor(source, topics.tables, places, caches, dead_letters, self._meter)
+        waits = WaitingMessages(source.cluster, source, topics.names)
+        self._start(group, "kafka", source, ingestor, waits, topics.readers)
+
+    def _hps_beside(
+        self, settings: KafkaSettings, group: str, followed: FollowedStore | None
+    ) -> HpsProgress | None:
+        """Offsets of HPS in the streams, if it may be what feeds ``followed`` instead of our ``group``:
+        in its own layout, and where our nodes don't."""
+        if followed is None or followed.versioned:
+            return None
+        if followed.info.shared and settings.shared_writer == "nodes":
+            return None
+        progress = HpsProgress(settings, hps_group(group))
+        self._generation.callback(progress.close)
+        return progress
+
+    def _read_folder(
+        self, settings: DirectorySettings, stores: Sequence[Store], caches: CacheWriter
+    ) -> None:
+        topics = Topics(self.tables, settings.takes)
+        source = DirectorySource(settings, topics.tables)
+        places = StreamPlaces(stores, topics.readers)
+        ingestor = Ingestor(source, topics.tables, places, caches, source, self._meter)
+        tables = list(topics.tables.values())
+        waits = WaitingFiles(settings.path)
+        self._start("directory", "directory", source, ingestor, waits, lambda _folder: tables)
+
+    def _start(
+        self,
+        group: str,
+        kind: str,
+        source: UpdateSource,
+        ingestor: Ingestor,
+        waits: Waiting,
+        readers: Readers,
+    ) -> None:
+        thread = IngestThread(ingestor, source, f"hps-ingest-{len(self.streams)}")
+        if group in self._paused:
+            thread.pause()
+        self.streams.append(Stream(group, kind, source, ingestor, thread, waits, readers))
+        self._generation.callback(thread.close)
+        thread.start()
+
+    def _contained(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
+        return self._watermarks.get(table, {}).get(topic, {}).get(str(partition))

@@ -1,0 +1,295 @@
+"""A node's update streams: which sources feed which of its stores, and what can be said and asked of them.
+
+There are two kinds of readers. The node's own reads everything and writes what is the node's own, RocksDB and
+the caches; its group has no other member. The shared one writes Redis, once for all nodes, so its group is
+the same everywhere: `updates.kafka.shared_writer` says whether nodes or `hps ingest` are its members, who
+share the partitions.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any
+
+from hps.config.update_settings import NODE, DirectorySettings, KafkaSettings
+from hps.errors import BadRequest, NotFound, Unavailable
+from hps.node.stream_readers import Stream, StreamReaders, Watermarks
+from hps.observability import metric_names as m
+from hps.observability.meters import UpdateMeter
+from hps.observability.metrics import Metrics
+from hps.threads import Repeated
+from hps.tiers.positions import Place
+from hps.types import EmbeddingTable, KeyArray, VectorArray
+from hps.updates.arrivals import LOOK_EVERY_S
+from hps.updates.direct import DirectWriter
+from hps.updates.followed_store import FollowedStore
+from hps.updates.freshness import Freshness
+from hps.updates.kafka.source import KafkaSource
+from hps.updates.source import Reason
+from hps.updates.stream_positions import Store
+from hps.updates.topics import native_topic
+from hps.updates.writer import CacheWriter
+
+# What waits for less than this is as good as applied: under load there is always something.
+_NEARLY_S = 1.0
+
+Limited = tuple[Freshness, Collection[EmbeddingTable]]
+"""What is served at a time, and its tables."""
+
+
+class Streams:
+    """Those of one node. Any thread may call it; ``resources`` closes it."""
+
+    def __init__(
+        self,
+        tables: Iterable[EmbeddingTable],
+        metrics: Metrics,
+        resources: ExitStack,
+        watermarks: Watermarks | None = None,
+    ) -> None:
+        self._resources = resources
+        self._meter = UpdateMeter(metrics)
+        self._readers = StreamReaders(tables, watermarks or {}, metrics, resources)
+        self._direct: DirectWriter | None = None
+        # Until when tables had everything when the readers began anew; some are followed no more, but served
+        # until others are ready.
+        self._current_s: dict[EmbeddingTable, float] = {}
+        for reason in Reason:
+            if reason.fault:  # told from the start: an alert would not see the first one
+                metrics.counter(m.UPDATE_DEAD, reason.name.lower())
+        metrics.gauges(m.UPDATE_LAG, self._lags)
+        metrics.gauges(m.UPDATE_AGE, self._ages)
+        metrics.gauges(m.UPDATE_PAUSED, self._each(lambda stream: stream.thread.paused))
+        metrics.gauges(m.UPDATE_PROBLEM, self._each(lambda stream: bool(stream.problem)))
+
+    def read_kafka(
+        self,
+        settings: KafkaSettings,
+        stores: Sequence[Store],
+        caches: CacheWriter | None,
+        followed: FollowedStore | None = None,
+    ) -> None:
+        """Read every partition, for stores of the node; see `StreamReaders.read_kafka`."""
+        self._readers.read_kafka(settings, node_group(settings), stores, caches, followed=followed)
+
+    def share_kafka(self, settings: KafkaSettings, stores: Sequence[Store]) -> None:
+        """Read a share of the partitions, for stores that nodes share, as a member of their group."""
+        group, member = settings.shared_group, node_group(settings)
+        self._readers.read_kafka(settings, group, stores, None, member=member)
+
+    def read_folder(
+        self, settings: DirectorySettings, stores: Sequence[Store], caches: CacheWriter
+    ) -> None:
+        """See `StreamReaders.read_folder`."""
+        self._readers.read_folder(settings, stores, caches)
+
+    def follow(self, tables: Iterable[EmbeddingTable], watermarks: Watermarks) -> None:
+        """See `StreamReaders.follow`. Rows of a table that is left age from then on."""
+        following, now = list(tables), time.time()
+        self._current_s = {
+            table: now - self.age_s(table)
+            for table in {*self._readers.tables, *following}
+            if table in self._current_s or self._fed(table)
+        }
+        self._readers.follow(following, watermarks)
+
+    def behind(self, tables: Collection[EmbeddingTable]) -> str:
+        """What ``tables`` may still lack of the streams; empty when that is nothing to speak of, or when
+        nobody reads. Never waits."""
+        for stream in self._readers.streams:
+            if stream.thread.paused:
+                continue
+            if stream.ingestor.holds:
+                return f"{stream.group} holds updates back: {stream.problem or 'for a moment'}"
+            lag = stream.source.lag()
+            if lag is None:
+                why = stream.ingestor.problem or stream.source.problem
+                return f"{stream.group} does not know yet how far it is{f': {why}' if why else ''}"
+            waiting = sum(lag.values())
+            if waiting and not _arrived_lately(stream, tables):
+                return f"{stream.group} has {waiting} messages to apply"
+        return ""
+
+    def reached(self, table: EmbeddingTable) -> dict[Place, int]:
+        """Up to where the readers here have the partitions of Kafka that change ``table``."""
+        return {
+            place: offset
+            for stream in self._readers.streams
+            if isinstance(stream.source, KafkaSource)
+            for place, offset in stream.source.applied().items()
+            if table in stream.readers(place[0])
+        }
+
+    def watch(
+        self, served: Callable[[], Iterable[Limited]] = tuple, every_s: float = LOOK_EVERY_S
+    ) -> None:
+        """Have those that are ``served`` at a time know how fresh they are. Called once, after the readers
+        were started; without any it does nothing."""
+        if not self._readers.streams:
+            return
+
+        def look() -> None:
+            for stream in self._readers.streams:
+                with suppress(OSError):  # a folder that cannot be read: its source says so
+                    stream.waits.look()
+            for freshness, tables in served():
+                if ages_s := {table: self.age_s(table) for table in tables}:
+                    freshness.judge(ages_s)
+
+        watch = Repeated(look, every_s, "hps-update-age")
+        self._resources.callback(watch.close)
+
+    def write_directly(
+        self,
+        stores: Sequence[Store],
+        caches: CacheWriter,
+        fixed: Collection[EmbeddingTable] = (),
+    ) -> None:
+        """Let `write` change the rows of ``stores`` and ``caches``, but of no ``fixed`` table."""
+        self._direct = DirectWriter(stores, caches, self._meter, fixed)
+
+    def write(
+        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, deleted: KeyArray
+    ) -> int:
+        """Rows that come without a stream; see `hps.updates.direct.DirectWriter.write`."""
+        if self._direct is None:
+            raise Unavailable("the node is not open")
+        return self._direct.write(table, keys, vectors, deleted)
+
+    def status(self) -> list[dict[str, Any]]:
+        return [
+            {**stream.status(), "tables": self._ages_in(stream)} for stream in self._readers.streams
+        ]
+
+    def pause(self, group: str | None = None, wait_s: float = 10.0) -> None:
+        """Have one group's reader, or all, apply nothing more for the time being. Raises Unavailable when
+        the batch at hand takes longer than ``wait_s``; the pause holds after it.
+        """
+        for stream, done in [(each, each.thread.pause()) for each in self._chosen(group)]:
+            self._wait("pause", stream, done, wait_s)
+
+    def resume(self, group: str | None = None) -> None:
+        for stream in self._chosen(group):
+            stream.thread.resume()
+
+    def seek(
+        self,
+        topic: str,
+        partition: int,
+        offset: int,
+        group: str | None = None,
+        wait_s: float = 10.0,
+    ) -> None:
+        """Have messages from ``offset`` on applied, again or before their turn. What is newer stays. Raises
+        NotFound for a partition that is not read here, BadRequest when it ends before ``offset``."""
+        if offset < 0 or partition < 0:
+            raise BadRequest("partition and offset must be 0 or more")
+        found, unknown = False, ""
+        for stream in self._chosen(group):
+            source = stream.source
+            if not isinstance(source, KafkaSource):
+                continue
+            if (lag := source.lag()) is None:
+                unknown = stream.group
+            if (topic, partition) not in (lag or ()):
+                continue
+            found = True
+            done = stream.thread.call(partial(source.seek, topic, partition, offset))
+            self._wait("seek", stream, done, wait_s)
+        if not found and unknown:
+            raise Unavailable(f"{unknown} does not know yet which partitions it reads; try again")
+        if not found:
+            raise NotFound(f"no partition {partition} of topic {topic!r} is read here")
+
+    def age_s(self, table: EmbeddingTable) -> float:
+        """How old rows of ``table`` may be: how long ago the first update came that is not applied, as far
+        as was looked; 0 when everything there is was applied. While a reader does not know what it lacks, the
+        age is that of the newest row it applied, or the time since it began. Of a table that is followed no
+        more, how long ago it had everything. Never waits."""
+        now, current_s = time.time(), self._current_s.get(table, 0.0)
+        if current_s and table not in self._readers.tables:
+            return max(0.0, now - current_s)
+        return max((self._age_s(table, each, now) for each in self._readers.streams), default=0.0)
+
+    def _age_s(self, table: EmbeddingTable, stream: Stream, now: float) -> float:
+        """`age_s`, as far as one stream is concerned."""
+        oldest_s = 0.0
+        for (topic, _partition), age_s in stream.waits.ages_s().items():
+            if table not in stream.readers(topic):
+                continue
+            if age_s is None:  # what waits may be of any age, but is applied in its order
+                known_s = max(
+                    stream.ingestor.newest_s.get(table, 0.0), self._current_s.get(table, 0.0)
+                )
+                age_s = now - (known_s or stream.began_s)
+            oldest_s = max(oldest_s, age_s)
+        return oldest_s
+
+    def _ages_in(self, stream: Stream) -> list[dict[str, Any]]:
+        """How old each table is that a stream feeds, ready for JSON."""
+        now = time.time()
+        return [
+            {"model": t.model, "table": t.name, "age_s": round(self._age_s(t, stream, now), 3)}
+            for t in self._readers.tables
+            if self._feeds(stream, t)
+        ]
+
+    def _fed(self, table: EmbeddingTable) -> bool:
+        return any(self._feeds(stream, table) for stream in self._readers.streams)
+
+    def _feeds(self, stream: Stream, table: EmbeddingTable) -> bool:
+        return table in stream.readers(native_topic(table.model))
+
+    def _wait(self, what: str, stream: Stream, done: Future[None], wait_s: float) -> None:
+        try:
+            done.result(wait_s)
+        except (TimeoutError, CancelledError):
+            done.cancel()
+            why = stream.ingestor.problem or "the node is closing, or writes a large batch"
+            raise Unavailable(f"{stream.group} did not {what} within {wait_s:g} s: {why}") from None
+
+    def _chosen(self, group: str | None) -> list[Stream]:
+        if not self._readers.streams:
+            raise NotFound("no updates are read here; set updates.kafka or updates.directory")
+        chosen = [s for s in self._readers.streams if group in (None, s.group)]
+        if not chosen:
+            groups = ", ".join(s.group for s in self._readers.streams)
+            raise NotFound(f"no reader is of group {group!r}; there are: {groups}")
+        return chosen
+
+    def _lags(self) -> Iterable[tuple[tuple[str, ...], float]]:
+        for stream in self._readers.streams:
+            for (topic, partition), messages in (stream.source.lag() or {}).items():
+                yield (stream.group, topic, str(partition)), messages
+
+    def _each(
+        self, said: Callable[[Stream], bool]
+    ) -> Callable[[], list[tuple[tuple[str, ...], float]]]:
+        """What is ``said`` of each reader, as a gauge reads it."""
+        return lambda: [((each.group,), said(each)) for each in self._readers.streams]
+
+    def _ages(self) -> Iterable[tuple[tuple[str, ...], float]]:
+        if self._readers.streams:
+            for table in self._readers.tables:
+                yield (table.model, table.name), self.age_s(table)
+
+
+def _arrived_lately(stream: Stream, tables: Collection[EmbeddingTable]) -> bool:
+    """Whether all messages for ``tables`` that are not applied yet are known to have come just now."""
+    ages_s = [
+        age_s
+        for (topic, _partition), age_s in stream.waits.ages_s().items()
+        if any(table in tables for table in stream.readers(topic))
+    ]
+    known = [age_s for age_s in ages_s if age_s is not None]
+    return len(known) == len(ages_s) and 0 < max(known, default=0.0) < _NEARLY_S
+
+
+def node_group(settings: KafkaSettings) -> str:
+    """Group to which a node's own reader commits its offsets; also its member name in the shared group."""
+    return f"{NODE}{settings.group or socket.gethostname()}"

@@ -1,0 +1,132 @@
+"""Versions that were served, on their way out: what they have in memory is let go of once no request is on
+them, and their rows in RocksDB when they are not wanted for going back either."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from hps.errors import HpsError
+from hps.node.opened_models import OpenedModel
+from hps.node.stores import Stores
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.05
+# Cycles of garbage may hold the last reference to what has ended.
+_COLLECT_EVERY_S = 2.0
+_DROP_AGAIN_S = 30.0
+
+
+@dataclass(eq=False, slots=True)
+class _Former:
+    """A version that was served. ``ended``: no request is on it any more."""
+
+    model: OpenedModel
+    ended: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.model.version.name
+
+    @property
+    def version(self) -> int:
+        return self.model.version.version
+
+
+class Retiring:
+    """Those of one node. `retire` is called by whoever holds ``turn``, under which no version comes or goes;
+    ``served`` is the version of a model that is served, if any. ``closed`` ends all waiting."""
+
+    def __init__(
+        self,
+        stores: Stores,
+        forget: Callable[[OpenedModel], None],
+        served: Callable[[str], int | None],
+        turn: threading.Lock,
+        closed: threading.Event,
+    ) -> None:
+        """``forget`` takes a model's tables out of the caches, and its numbers out of the metrics."""
+        self._stores = stores
+        self._forget = forget
+        self._served = served
+        self._turn = turn
+        self._closed = closed
+        # In the order they were replaced; those whose rows RocksDB has no more are struck off.
+        self._former: list[_Former] = []
+        self.threads: list[threading.Thread] = []
+
+    def retire(
+        self,
+        old: OpenedModel,
+        resources: ExitStack | None,
+        engine: weakref.ref[object],
+        used_elsewhere: Callable[[], bool],
+    ) -> None:
+        """Let go of a version, and of its network's ``resources``, once nothing refers to its lookups, and no
+        other process uses it."""
+        former = _Former(old)
+
+        def wait() -> None:
+            self._until_gone(engine)
+            while used_elsewhere() and not self._closed.wait(_LOOK_S):
+                pass
+            try:
+                self._let_go(former, resources)
+            finally:
+                while not self._closed.is_set() and not self._dropped(former.name):
+                    self._closed.wait(_DROP_AGAIN_S)
+
+        thread = threading.Thread(target=wait, name="hps-retire", daemon=True)
+        self.threads = [*(each for each in self.threads if each.is_alive()), thread]
+        self._former.append(former)
+        thread.start()
+
+    def close(self) -> None:
+        """Wait for what is being let go of. ``closed`` is set."""
+        for thread in self.threads:
+            thread.join()
+
+    def _until_gone(self, engine: weakref.ref[object]) -> None:
+        collect = time.monotonic() + _COLLECT_EVERY_S
+        while engine() is not None and not self._closed.wait(_LOOK_S):
+            if time.monotonic() > collect:
+                gc.collect()
+                collect = time.monotonic() + _COLLECT_EVERY_S
+
+    def _let_go(self, former: _Former, resources: ExitStack | None) -> None:
+        self._forget(former.model)
+        self._stores.leave(former.model)
+        if resources is not None:
+            resources.close()
+        former.ended = True
+        log.info("model %s: version %d is gone", former.name, former.version)
+
+    def _dropped(self, name: str) -> bool:
+        """Drop from RocksDB what is not wanted of a model: its rows but those of the version that is served,
+        of the one before it, and of any that requests are on. False where that is to be tried again."""
+        with self._turn:
+            former = [each for each in self._former if each.name == name]
+            busy = {each.version for each in former if not each.ended}
+            for each in former[:-1]:
+                if each.version in busy or self._closed.is_set():
+                    continue
+                if each.version not in (self._served(name), former[-1].version):
+                    try:
+                        self._stores.leave(each.model, drop=True)
+                    except HpsError as error:
+                        log.warning(
+                            "model %s: the rows of version %d stay for now: %s",
+                            name,
+                            each.version,
+                            error,
+                        )
+                        return False
+                self._former.remove(each)
+            return True

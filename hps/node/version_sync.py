@@ -1,0 +1,210 @@
+"""The models of a process whose rows are elsewhere, kept those that are served there: at the node it is
+attached to, or at the lookup nodes it asks.
+
+When another version is to be served, the process opens it beside the one it serves; when it is told to, it
+changes over, rows and network together. Requests under way end on the version they began with, which is let
+go of when nothing refers to its lookups any more, and the node told.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hps.errors import TierError, Unavailable, Unsupported
+from hps.node.served_models import OpenModels, ServedModel
+
+log = logging.getLogger(__name__)
+LOOK_S = 0.1
+"""How often the node is to be asked."""
+# The node answers at once, or it hangs.
+_ANSWER_S = 10.0
+# A version that the node serves and that could not be opened is tried again.
+_TRY_AGAIN_S = 5.0
+# Cycles of garbage may hold the last reference to what has ended.
+_COLLECT_EVERY_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A version of a model, ready. ``close`` lets go of what only it has."""
+
+    served: ServedModel
+    close: Callable[[], None]
+
+
+class Followed(Protocol):
+    """Who says what is to be served."""
+
+    def follow(self, report: Any, deadline: float) -> Any:
+        """Told of what this process has (`hps.tiers.node.Followers`), answers with ``(model, version,
+        token)``: ``serve`` these, and have those of ``open`` ready. Raises TierError or Unavailable."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Following:
+    """What one process has of its node's models. `look` is to be called over and over, by one thread.
+
+    ``open_version`` opens a version of a model, however it fails; ``connections`` are for this alone: by
+    their end the node knows of the process's.
+    """
+
+    def __init__(self, connections: Followed, open_version: Callable[[str, int], Opened]) -> None:
+        self.checks: list[Callable[[ServedModel], None]] = []
+        """Each may raise, with the reason, for a version that is not to be served here."""
+        self.use: Callable[[dict[str, ServedModel]], None] = lambda _models: None
+        """Told of the models to be served from now on, by name."""
+        self._connections = connections
+        self._open_version = open_version
+        self._opened: dict[str, Opened] = {}  # by token, as all below
+        self._served: dict[str, str] = {}  # tokens by model
+        self._ending: dict[str, tuple[weakref.ref[Any], Callable[[], None]]] = {}
+        self._failed: dict[str, tuple[Exception, float]] = {}
+        self._collect_at = 0.0
+        self._lock = threading.Lock()
+
+    @property
+    def models(self) -> dict[str, ServedModel]:
+        """Those that are served, by name."""
+        return {name: self._opened[token].served for name, token in self._served.items()}
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """Why versions could not be opened, by token."""
+        return {token: str(error) for token, (error, _) in self._failed.items()}
+
+    def start(self) -> None:
+        """The first look: raises what a version can't be opened for, and TierError while there is no node."""
+        self._look()
+        for error, _ in self._failed.values():
+            raise error
+
+    def look(self) -> None:
+        """Ask the node, if it is there, and do as it says."""
+        with suppress(TierError, Unavailable):
+            self._look()
+
+    def close(self) -> None:
+        """Take leave of the node, and let go of everything. Once no lookup is made any more."""
+        with self._lock:
+            with suppress(TierError, Unavailable):
+                self._tell(leaves=True)
+            self._connections.close()
+            for each in self._opened.values():
+                each.close()
+            for _, close in self._ending.values():
+                close()
+            self._opened, self._served, self._ending = {}, {}, {}
+
+    def _look(self) -> None:
+        with self._lock:
+            told = self._tell()
+            wanted = {token: (name, n) for name, n, token in (*told["serve"], *told["open"])}
+            self._failed = {t: each for t, each in self._failed.items() if t in wanted}
+            for token, (name, version) in wanted.items():
+                if token not in self._opened:
+                    self._try(token, name, version)
+            self._serve({name: token for name, _, token in told["serve"]})
+            self._end(keep={*wanted, *self._served.values()})
+
+    def _tell(self, *, leaves: bool = False) -> Any:
+        return self._connections.follow(
+            {
+                "process": os.getpid(),
+                "holds": [*self._opened, *self._ending],
+                "serves": [*self._served.values()],
+                "failed": {
+                    token: (isinstance(error, Unsupported), str(error))
+                    for token, (error, _) in self._failed.items()
+                },
+                "leaves": leaves,
+            },
+            time.monotonic() + _ANSWER_S,
+        )
+
+    def _try(self, token: str, name: str, version: int) -> None:
+        if token in self._failed and time.monotonic() < self._failed[token][1]:
+            return
+        try:
+            opened = self._open_version(name, version)
+            try:
+                for check in self.checks:
+                    check(opened.served)
+            except BaseException:
+                opened.close()
+                raise
+        except Exception as error:  # whatever it was, the node must hear of it
+            before = self._failed.get(token)
+            if before is None or str(before[0]) != str(error):
+                log.warning("model %s: version %d can't be opened: %s", name, version, error)
+            self._failed[token] = error, time.monotonic() + _TRY_AGAIN_S
+        else:
+            self._failed.pop(token, None)
+            self._opened[token] = opened
+
+    def _serve(self, wanted: dict[str, str]) -> None:
+        """Serve these tokens, by model; where one could not be opened, what was served before."""
+        known = {
+            name: token if token in self._opened else self._served.get(name)
+            for name, token in wanted.items()
+        }
+        serve = {name: token for name, token in known.items() if token is not None}
+        if serve != self._served:
+            self.use({name: self._opened[token].served for name, token in serve.items()})
+            for name, token in serve.items():
+                if token != self._served.get(name):
+                    version = self._opened[token].served.version
+                    log.info("model %s: version %d is served", name, version)
+            self._served = serve
+
+    def _end(self, keep: set[str]) -> None:
+        """Let go of versions that are not to be kept, once nothing refers to their lookups."""
+        for token in self._opened.keys() - keep:
+            self._ending[token] = _by_reference(self._opened.pop(token))
+            self._collect_at = time.monotonic() + _COLLECT_EVERY_S
+        if self._ending and time.monotonic() > self._collect_at:
+            gc.collect()
+            self._collect_at = time.monotonic() + _COLLECT_EVERY_S
+        for token, (engine, close) in [*self._ending.items()]:
+            if engine() is None:
+                close()
+                del self._ending[token]
+
+
+def _by_reference(opened: Opened) -> tuple[weakref.ref[Any], Callable[[], None]]:
+    return weakref.ref(opened.served.engine), opened.close
+
+
+class FollowingModels(OpenModels):
+    """Models that are others when those that they follow are."""
+
+    __slots__ = ("_following", "_watchers")
+
+    def __init__(self, following: Following, **given: Any) -> None:
+        OpenModels.__init__(self, models=following.models, **given)
+        self._following = following
+        self._watchers: list[Callable[[], None]] = []
+        following.use = self._use
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Have ``changed`` called, on a thread of its own, when ``models`` have become others."""
+        self._watchers.append(changed)
+
+    def require(self, check: Callable[[ServedModel], None]) -> None:
+        """Have ``check`` look at versions before they are served here: what it raises fails their load."""
+        self._following.checks.append(check)
+
+    def _use(self, models: dict[str, ServedModel]) -> None:
+        self.models = models
+        for changed in self._watchers:
+            changed()

@@ -1,0 +1,269 @@
+"""Who counts: the meters that lookups, tiers and the dense model are given, over ``Metrics``.
+
+Called on every request, so they keep their counters at hand, and count for all tables of a request at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.observability.metric_names import (
+    DENSE_FALLBACKS,
+    DENSE_SECONDS,
+    FEATURE_KEYS,
+    LOOKUP_DEGRADED,
+    LOOKUP_KEYS,
+    LOOKUP_SECONDS,
+    PROMOTIONS,
+    SCORES,
+    SCORES_ABSOLUTE,
+    SCORES_NOT_FINITE,
+    TIER_KEYS,
+    TIER_SECONDS,
+    TIER_SKIPPED,
+    UPDATE_BATCH,
+    UPDATE_DEAD,
+    UPDATE_LOST,
+    UPDATE_RESTARTED,
+    UPDATE_ROWS,
+    UPDATE_VISIBLE,
+)
+from hps.observability.metrics import Counter, Histogram, Metrics, Tally, add_all
+from hps.types import EmbeddingTable, Source
+
+Answers = Sequence[tuple[EmbeddingTable, bytes, Sequence[tuple[str, int]]]]
+"""What a lookup answered: each table with one ``Source`` code per key (not per unique key), and the features
+they belong to, in their order, with how many keys each has."""
+
+_DEFAULT = int(Source.DEFAULT)
+
+
+class LookupMeter:
+    """Counts what the lookups of one version of a model did. Any thread may call it."""
+
+    def __init__(self, metrics: Metrics, model: str, version: int) -> None:
+        self._metrics = metrics
+        self._model = model
+        self._version = str(version)
+        self._seconds = metrics.histogram(LOOKUP_SECONDS, model, self._version)
+        self._keys: dict[tuple[EmbeddingTable, int], Counter] = {}
+        self._features: dict[str, tuple[Counter, Counter]] = {}
+
+    def finished(self, answers: Answers, seconds: float, degraded: tuple[str, ...]) -> None:
+        """A lookup that took ``seconds`` and skipped the tiers ``degraded``."""
+        add_all(self._amounts(answers))
+        self._seconds.observe(seconds)
+        for tier in degraded:
+            self._metrics.counter(LOOKUP_DEGRADED, self._model, tier).add()
+
+    def finished_alike(self, answers: Answers) -> Callable[[float], None]:
+        """What to call with the seconds of each lookup that has these answers and skipped no tier."""
+        return _alike(self._metrics.tally(self._amounts(answers)), self._seconds)
+
+    def counted(
+        self,
+        answers: Sequence[tuple[EmbeddingTable, int, int]],
+        seconds: float,
+        features: Sequence[str] = (),
+    ) -> None:
+        """As `finished`, of a lookup that skipped no tier, with ``(table, source, keys)``; ``features``:
+        whose keys these are, each, where that is known."""
+        amounts = [(self._counter(table, source), n) for table, source, n in answers]
+        for name, (_, source, n) in zip(features, answers, strict=False):
+            amounts.append((self._of_feature(name)[source == _DEFAULT], n))
+        add_all(amounts)
+        self._seconds.observe(seconds)
+
+    def _amounts(self, answers: Answers) -> list[tuple[Counter, int]]:
+        amounts = []
+        for table, codes, features in answers:
+            sources = codes
+            while sources:
+                source = sources[0]
+                rest = sources.translate(None, sources[:1])
+                amounts.append((self._counter(table, source), len(sources) - len(rest)))
+                sources = rest
+            some_defaulted, start = _DEFAULT in codes, 0
+            for name, n in features:
+                found, defaulted = self._features.get(name) or self._of_feature(name)
+                unknown = codes.count(_DEFAULT, start, start + n) if some_defaulted else 0
+                amounts.append((found, n - unknown))
+                if unknown:
+                    amounts.append((defaulted, unknown))
+                start += n
+        return amounts
+
+    def _of_feature(self, name: str) -> tuple[Counter, Counter]:
+        counters = self._features.get(name)
+        if counters is None:
+            labels = FEATURE_KEYS, self._model, self._version, name
+            counters = self._features[name] = (
+                self._metrics.counter(*labels, "found"),
+                self._metrics.counter(*labels, "defaulted"),
+            )
+        return counters
+
+    def _counter(self, table: EmbeddingTable, source: int) -> Counter:
+        counter = self._keys.get((table, source))
+        if counter is None:
+            tier = Source(source).name.lower()
+            counter = self._metrics.counter(
+                LOOKUP_KEYS, self._model, self._version, table.name, tier
+            )
+            self._keys[table, source] = counter
+        return counter
+
+
+class DenseMeter:
+    """Counts what the dense model of one version of a model did. Any thread may call it."""
+
+    def __init__(self, metrics: Metrics, model: str, version: int) -> None:
+        self._metrics = metrics
+        self._model = model
+        self._labels = model, str(version)
+        self._seconds = metrics.histogram(DENSE_SECONDS, *self._labels)
+        self._scores: dict[str, Histogram] = {}
+
+    def ran(self, seconds: float) -> None:
+        self._seconds.observe(seconds)
+
+    def fell_back(self, runs: int) -> None:
+        self._metrics.counter(DENSE_FALLBACKS, self._model).add(runs)
+
+    def scored(self, output: str, values: NDArray[Any]) -> None:
+        """An output that has one number per sample gave ``values``, all finite."""
+        scores = self._scores.get(output)
+        if scores is None:
+            scores = self._metrics.histogram(SCORES, *self._labels, output)
+            absolute = SCORES_ABSOLUTE, *self._labels, output
+            scores.signed = (
+                self._metrics.counter(*absolute, "positive"),
+                self._metrics.counter(*absolute, "negative"),
+            )
+            self._metrics.counter(SCORES_NOT_FINITE, *self._labels, output)
+            self._scores[output] = scores
+        scores.observe_array(values)
+
+    def not_finite(self, output: str, values: int) -> None:
+        self._metrics.counter(SCORES_NOT_FINITE, *self._labels, output).add(values)
+
+
+class TierMeter:
+    """Counts what one tier was asked and found (the ``observe`` of ``Metered``)."""
+
+    def __init__(self, metrics: Metrics, tier: str) -> None:
+        self._metrics = metrics
+        self._tier = tier
+        self._seconds = metrics.histogram(TIER_SECONDS, tier)
+        self._keys: dict[EmbeddingTable, tuple[Counter, Counter, Counter]] = {}
+        metrics.when_let_go(self._forget)
+
+    def __call__(
+        self,
+        counts: list[tuple[EmbeddingTable, int, int]],
+        seconds: float,
+        skipped: bool = False,
+        /,
+    ) -> None:
+        amounts = []
+        for table, asked, found in counts:
+            counters = self._keys.get(table) or self._counters(table)
+            if found:
+                amounts.append((counters[0], found))
+            if asked > found:
+                amounts.append((counters[2 if skipped else 1], asked - found))
+        add_all(amounts)
+        if not skipped:
+            self._seconds.observe(seconds)
+
+    def alike(self, found: list[tuple[EmbeddingTable, int, int]]) -> Callable[[float], None]:
+        """What to call with the seconds of each fetch that found all of these."""
+        amounts = [
+            ((self._keys.get(table) or self._counters(table))[0], n) for table, _, n in found if n
+        ]
+        return _alike(self._metrics.tally(amounts), self._seconds)
+
+    def passed_over(self, reason: str) -> None:
+        """A fetch skipped the tier (the ``skipped`` of ``Guarded``)."""
+        self._metrics.counter(TIER_SKIPPED, self._tier, reason).add()
+
+    def _forget(self, model: str, version: int) -> None:
+        """A version's tables, which would be kept as long as the tier."""
+        for table in list(self._keys):
+            if (table.model, table.version) == (model, version):
+                del self._keys[table]
+
+    def _counters(self, table: EmbeddingTable) -> tuple[Counter, Counter, Counter]:
+        labels = (self._tier, table.model, str(table.version), table.name)
+        self._keys[table] = counters = (
+            self._metrics.counter(TIER_KEYS, *labels, "found"),
+            self._metrics.counter(TIER_KEYS, *labels, "missed"),
+            self._metrics.counter(TIER_KEYS, *labels, "skipped"),
+        )
+        return counters
+
+
+class UpdateMeter:
+    """Counts what update streams brought; called on the thread that applies them."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._batches = metrics.histogram(UPDATE_BATCH)
+
+    def applied(self, table: EmbeddingTable, result: str, rows: int) -> None:
+        """``rows`` of ``table`` were upserted, deleted, expired or not_finite."""
+        labels = UPDATE_ROWS, table.model, table.name
+        # An alert sees the first one only if there were none before.
+        self._metrics.counter(*labels, "not_finite")
+        if rows:
+            self._metrics.counter(*labels, result).add(rows)
+
+    def visible(self, table: EmbeddingTable, tier: str, made_s: NDArray[np.float64]) -> None:
+        """``tier`` has what messages brought that were made at ``made_s (k,)``, Unix seconds, now."""
+        ages = np.maximum(0.0, time.time() - made_s)
+        self._metrics.histogram(UPDATE_VISIBLE, table.model, table.name, tier).observe_all(
+            ages.tolist()
+        )
+
+    def took(self, seconds: float) -> None:
+        """A batch was in all stores and caches after ``seconds``."""
+        self._batches.observe(seconds)
+
+    def dead(self, reason: str) -> None:
+        self._metrics.counter(UPDATE_DEAD, reason).add()
+
+
+class StreamMeter:
+    """Counts what became of the topics that the reader of ``group`` reads; called on its thread."""
+
+    def __init__(self, metrics: Metrics, group: str) -> None:
+        self._metrics = metrics
+        self._group = group
+
+    def lost(self, topic: str, messages: int) -> None:
+        """Kafka dropped messages before they were applied."""
+        self._metrics.counter(UPDATE_LOST, self._group, topic).add(messages)
+
+    def restarted(self, topic: str) -> None:
+        """A partition is read from its beginning again."""
+        self._metrics.counter(UPDATE_RESTARTED, self._group, topic).add()
+
+
+def count_promotion(metrics: Metrics, tier: str, result: str, keys: int) -> None:
+    """A promotion into ``tier`` had this ``result``; see `hps.updates.writer.Count`."""
+    metrics.counter(PROMOTIONS, tier, result).add(keys)
+
+
+def _alike(tally: Tally, histogram: Histogram) -> Callable[[float], None]:
+    add, observe = tally.add, histogram.observe
+
+    def finished(seconds: float) -> None:
+        add()
+        observe(seconds)
+
+    return finished

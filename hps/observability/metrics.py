@@ -1,0 +1,221 @@
+"""The numbers of a node, and their exposition: the only import of prometheus_client.
+
+Hot paths hold bound children and add to plain numbers under a lock (a few tenths of a microsecond);
+the exposition is made when it is asked for. Each node has a ``Metrics`` of its own, so several can
+live in one process.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from hps.observability.counters import Amounts, Book, Counter, Histogram, Tally, add_all
+from hps.observability.exposition import shown
+from hps.observability.metric_spec import MetricSpec
+from hps.observability.metric_table import METRICS
+
+__all__ = ["Counter", "Histogram", "Metrics", "Numbers", "Tally", "add_all"]
+
+_BY_NAME = {spec.name: spec for spec in METRICS}
+# Where the label values of metrics that tell models apart have the model, and the version if they have one.
+_OF_MODELS = {
+    spec.name: (
+        spec.labels.index("model"),
+        spec.labels.index("version") if "version" in spec.labels else None,
+    )
+    for spec in METRICS
+    if "model" in spec.labels
+}
+
+
+class Numbers(dict[str, dict[tuple[str, ...], Any]]):
+    """What metrics stand at, by name and label values: a number, or of a histogram the counts of its buckets
+    and their sum. Numbers of several processes can be added up."""
+
+    def add(self, others: Numbers) -> None:
+        """Add ``others`` to these."""
+        for name, values in others.items():
+            mine = self.setdefault(name, {})
+            for labels, value in values.items():
+                mine[labels] = _sum(mine[labels], value) if labels in mine else value
+
+    def grown(self) -> Numbers:
+        """Those that only grow: what remains of a process that has ended."""
+        return Numbers({n: values for n, values in self.items() if _BY_NAME[n].kind != "gauge"})
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: [*map(list, values.items())] for name, values in self.items() if values}
+
+    def drop(self, model: str, version: int) -> None:
+        """Take out what tells of a version of a model."""
+        for name, values in self.items():
+            of_model, of_version = _OF_MODELS.get(name, (0, None))
+            if of_version is not None:
+                for labels in list(values):
+                    if labels[of_model] in names_of(model) and labels[of_version] == str(version):
+                        del values[labels]
+
+    @staticmethod
+    def from_json(told: dict[str, Any]) -> Numbers:
+        """What `as_json` gave, on another process; of metrics that are known here."""
+        return Numbers(
+            {
+                name: {tuple(labels): value for labels, value in values}
+                for name, values in told.items()
+                if name in _BY_NAME
+            }
+        )
+
+
+def names_of(model: str) -> tuple[str, str]:
+    """As requests name it, and the label ``model`` of what is counted of them."""
+    return model, f"{model}.lookup"
+
+
+def _sum(one: Any, other: Any) -> Any:
+    if not isinstance(one, list | tuple):
+        return one + other
+    (counts, total), (more, more_total) = one, other
+    return [a + b for a, b in zip(counts, more, strict=True)], total + more_total
+
+
+Read = Callable[[], float]
+# Values made when the exposition is asked for: label values (in the metric's order) and number.
+ReadMany = Callable[[], Iterable[tuple[tuple[str, ...], float]]]
+Forget = Callable[[str, int], None]
+
+
+class Metrics:
+    """The numbers of one node. Children are made once and kept by their users."""
+
+    content_type = "text/plain; version=0.0.4; charset=utf-8"
+
+    def __init__(self) -> None:
+        self._children: dict[str, dict[tuple[str, ...], Counter | Histogram]] = {
+            spec.name: {} for spec in METRICS
+        }
+        self._gauges: dict[str, list[ReadMany]] = {spec.name: [] for spec in METRICS}
+        self._included: list[Callable[[], Numbers]] = []
+        self._others: list[tuple[Sequence[MetricSpec], Callable[[Numbers], Numbers]]] = []
+        self._book = Book()
+        self._held: dict[tuple[str, str], int] = {}
+        self._forget: list[weakref.WeakMethod[Forget]] = []
+        self._lock = threading.Lock()
+        self._registry: Any = None
+
+    def counter(self, name: str, *labels: str) -> Counter:
+        """The counter ``name`` with these label values, in the order of its table entry."""
+        child: Counter = self._child(name, labels, "counter", Counter)
+        return child
+
+    def histogram(self, name: str, *labels: str) -> Histogram:
+        make = partial(Histogram, _BY_NAME[name].buckets)
+        child: Histogram = self._child(name, labels, "histogram", make)
+        return child
+
+    def tally(self, amounts: Amounts) -> Tally:
+        """What adds these amounts to these counters, each time it is told to."""
+        return Tally(amounts, self._book)
+
+    def gauge(self, name: str, read: Read, *labels: str) -> None:
+        """Have ``read`` called at every exposition; also for counters that others keep."""
+        self.gauges(name, lambda: [(labels, read())])
+
+    def gauges(self, name: str, read: ReadMany) -> None:
+        """Have ``read`` called at every exposition for all label values it knows then."""
+        self._gauges[name].append(read)
+
+    def hold(self, model: str, version: int) -> None:
+        """A version of a model is being served: what is counted of it is exposed until it is let go of as
+        often."""
+        with self._lock:
+            key = model, str(version)
+            self._held[key] = self._held.get(key, 0) + 1
+
+    def let_go(self, model: str, version: int) -> None:
+        """See `hold`. Without this, numbers of versions that are gone would be exposed for ever. With the
+        last version of a model all that is counted by its name goes."""
+        with self._lock:
+            key = model, str(version)
+            self._held[key] = self._held.get(key, 1) - 1
+            if self._held[key] > 0:
+                return
+            del self._held[key]
+            others = any(name == model for name, _ in self._held)
+            for name, (of_model, of_version) in _OF_MODELS.items():
+                children = self._children[name]
+                for labels in list(children):
+                    if labels[of_model] not in names_of(model):
+                        continue
+                    if labels[of_version] == key[1] if of_version is not None else not others:
+                        del children[labels]
+        for kept in self._forget:
+            if (forget := kept()) is not None:
+                forget(model, version)
+
+    def when_let_go(self, forget: Forget) -> None:
+        """Have ``forget``, a method, called with each version of a model that is let go of, as long as its
+        object is held elsewhere: models have meters of their own. It must not wait."""
+        with self._lock:
+            self._forget = [each for each in self._forget if each() is not None]
+            self._forget.append(weakref.WeakMethod(forget))
+
+    def _child(self, name: str, labels: tuple[str, ...], kind: str, make: Callable[[], Any]) -> Any:
+        children = self._children[name]
+        child = children.get(labels)
+        if child is None:
+            spec = _BY_NAME[name]
+            if spec.kind != kind or len(labels) != len(spec.labels):
+                raise ValueError(f"{name} is a {spec.kind} with labels {spec.labels}, got {labels}")
+            with self._lock:
+                child = children.setdefault(labels, make())
+        return child
+
+    def render(self) -> bytes:
+        """The Prometheus text exposition of every metric that has a value, and of this process."""
+        import prometheus_client as prometheus
+
+        if self._registry is None:
+            registry = prometheus.CollectorRegistry()
+            prometheus.ProcessCollector(registry=registry)
+            prometheus.GCCollector(registry=registry)
+            self._registry = registry
+        of_process: bytes = prometheus.generate_latest(self._registry)
+        return of_process + "".join(self._lines()).encode()
+
+    def numbers(self) -> Numbers:
+        """All of them as they are now."""
+        self._book.reckon()
+        found = Numbers()
+        for spec in METRICS:
+            with self._lock:
+                children = list(self._children[spec.name].items())
+            values = found.setdefault(spec.name, {})
+            for labels, child in children:
+                values[labels] = child.value if isinstance(child, Counter) else child.read()
+            for read in self._gauges[spec.name]:
+                values.update(read())
+        return found
+
+    def include(self, read: Callable[[], Numbers]) -> None:
+        """Have the numbers of other processes, which ``read`` brings, added to those that are exposed."""
+        self._included.append(read)
+
+    def expose(self, specs: Sequence[MetricSpec], make: Callable[[Numbers], Numbers]) -> None:
+        """Have other metrics exposed too, which ``make`` makes of all the numbers there are."""
+        self._others.append((specs, make))
+
+    def _lines(self) -> Iterator[str]:
+        found = self.numbers()
+        for read in self._included:
+            found.add(read())
+        for spec in METRICS:
+            yield from shown(spec, found)
+        for specs, make in self._others:
+            made = make(found)
+            for spec in specs:
+                yield from shown(spec, made)

@@ -1,0 +1,1 @@
+"""Predictions: a lookup, then the network."""

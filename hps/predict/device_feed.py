@@ -1,0 +1,91 @@
+"""Predictions whose vectors go from a device's memory to a network elsewhere that takes them there, as a
+Triton on the same machine does: no vector comes down to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from hps.dense.base import DenseModel
+from hps.lookup.base import Feature
+from hps.lookup.gpu.on_device import DeviceLookup, DeviceResult
+from hps.types import LookupRequest, LookupResult, PredictRequest
+
+Arrays = dict[str, NDArray[Any]]
+
+
+class DeviceFeed:
+    """One model on one device. Any number of threads may call it."""
+
+    def __init__(
+        self,
+        lookup: DeviceLookup,
+        space: Any,
+        network: DenseModel,
+        feeds: Sequence[tuple[Feature, str]],
+    ) -> None:
+        """``space`` is the device's `DeviceSpace`; ``network`` takes arrays that lie there; ``feeds``: each
+        feature and the network's input that takes its vectors."""
+        self.lookup = lookup
+        self._space = space
+        self._network = network
+        types = {tensor.name: tensor.dtype for tensor in network.inputs}
+        self._feeds = [(feature, tensor, types[tensor]) for feature, tensor in feeds]
+
+    def quick(
+        self, request: PredictRequest, inputs: Arrays, batch: int, names: tuple[str, ...]
+    ) -> tuple[Arrays, LookupResult] | None:
+        """See `hps.predict.pipeline.OnDevice`."""
+        if not batch:
+            return None
+        asked = LookupRequest(request.features, request.deadline, request.want_source)
+        rows = self.lookup.at_once(asked)
+        if rows is None:
+            return None
+        return self._predict(rows.vectors, inputs, batch, names, request.deadline), rows
+
+    def run(
+        self,
+        rows: LookupResult,
+        inputs: Arrays,
+        batch: int,
+        names: tuple[str, ...],
+        deadline: float | None = None,
+    ) -> Arrays:
+        """See `hps.predict.pipeline.OnDevice`."""
+        assert isinstance(rows, DeviceResult)
+        stream = self._space.take_stream()
+        vectors = {
+            feature.name: self._space.empty(rows.shapes[feature.name], feature.table.dtype, stream)
+            for feature, _, _ in self._feeds
+        }
+        rows.into(vectors, stream)
+        self._space.give_back(stream)
+        return self._predict(vectors, inputs, batch, names, deadline)
+
+    def _predict(
+        self,
+        vectors: Mapping[str, Any],
+        inputs: Arrays,
+        batch: int,
+        names: tuple[str, ...],
+        deadline: float | None,
+    ) -> Arrays:
+        """``vectors`` are complete, and so is what the network is given: it reads on a stream of its own."""
+        feed: dict[str, Any] = dict(inputs)
+        stream = self._space.take_stream()
+        for feature, tensor, dtype in self._feeds:
+            array = vectors[feature.name]
+            if feature.pooling == "none":
+                array = array.reshape(-1, feature.hotness or 1, feature.table.dim)
+            if len(array) != batch or array.dtype != dtype:  # to be repeated, or widened
+                whole = self._space.empty((batch, *array.shape[1:]), dtype, stream)
+                self._space.assign(whole, array, stream)
+                array = whole
+            feed[tensor] = array
+        stream.synchronize()
+        self._space.give_back(stream)
+        return self._network.predict(feed, names, deadline)

@@ -1,0 +1,261 @@
+"""Lookup and dense model together: the one thing REST, gRPC and the Triton backend call.
+
+Ranking candidates: features and dense inputs marked ``context`` may come with batch 1. They are
+fetched once and broadcast over the batch of the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import count
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.config.model_schema import DenseSpec, TensorSpec
+from hps.dense.base import DATATYPES, DenseModel
+from hps.errors import BadRequest, DeadlineExceeded, DenseModelError
+from hps.lookup.base import Lookup
+from hps.observability.meters import DenseMeter
+from hps.observability.metrics import Metrics
+from hps.predict.checks import TOP_K_INDEX, Arrays, PredictChecks, broadcast
+from hps.predict.wiring import check_wiring
+from hps.threads import Done, Workers, then
+from hps.tracing import timed, waited
+from hps.types import LookupRequest, LookupResult, PredictRequest, PredictResult
+
+
+class OnDevice(Protocol):
+    """A model on a device that holds its rows, and whose network takes them there. May be called from any
+    thread."""
+
+    @property
+    def lookup(self) -> Lookup:
+        """The lookup whose vectors stay there."""
+        ...
+
+    def quick(
+        self, request: PredictRequest, inputs: Arrays, batch: int, names: tuple[str, ...]
+    ) -> tuple[Arrays, LookupResult] | None:
+        """The outputs ``names``, and the lookup's result but for its vectors, if memory holds every row, else
+        None. ``inputs (batch, ...)``."""
+        ...
+
+    def run(
+        self,
+        rows: LookupResult,
+        inputs: Arrays,
+        batch: int,
+        names: tuple[str, ...],
+        deadline: float | None = None,
+    ) -> Arrays:
+        """The outputs ``names`` from the result of ``lookup``. A network that runs elsewhere is not waited
+        for beyond ``deadline``."""
+        ...
+
+
+class InferencePipeline:
+    """One model, from keys and dense tensors to named outputs. Any number of threads may call it."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: DenseSpec,
+        lookup: Lookup,
+        dense: DenseModel,
+        workers: Workers,
+        meter: DenseMeter | None = None,
+        devices: Sequence[OnDevice] = (),
+    ) -> None:
+        """``devices`` take turns; without any, rows and network are on the host. Raises ``ModelError``
+        when ``spec`` and the network do not fit."""
+        self.name = name
+        self.lookup = lookup
+        self.dense = dense
+        self._workers = workers
+        self._devices = tuple(devices)
+        self._turn = count()
+        self._meter = meter or DenseMeter(Metrics(), name, 0)
+        self._check = PredictChecks(name, spec, lookup.features)
+        self._feeds = tuple(
+            (feature, spec.embeddings.get(feature.name, feature.name))
+            for feature in lookup.features.values()
+        )
+        self._outputs = {tensor.name: tensor for tensor in spec.outputs}
+        self._ranking = spec.ranking_output or spec.outputs[0].name
+        fed = check_wiring(name, spec, lookup.features, dense)
+        network = {tensor.name: tensor.dtype for tensor in dense.inputs}
+        self._widen = {t: network[t] for _, t in self._feeds if fed[t].dtype != network[t]}
+
+    def predict(self, request: PredictRequest) -> PredictResult:
+        """As ``submit``, waiting for the answer."""
+        return self.submit(request).result()
+
+    def submit(self, request: PredictRequest) -> Future[PredictResult]:
+        """Start a prediction; done already when memory held every row and the network is quick.
+
+        Never waits. Raises ``BadRequest``, ``Unavailable`` (overloaded), and what an inline run
+        raised; everything later is the future's exception.
+        """
+        inputs, batch = self._check.inputs(request)
+        wanted = self._check.outputs(request)
+        if not self._devices:
+            return self._ordinary(request, inputs, batch, wanted, None)
+        device = self._devices[next(self._turn) % len(self._devices)]
+
+        def go_on(answer: PredictResult | None) -> Future[PredictResult]:
+            if answer is not None:
+                return Done(answer)
+            return self._ordinary(request, inputs, batch, wanted, device)
+
+        quick = partial(self._quick, request, inputs, batch, wanted, device)
+        if batch == 0 or self.dense.runs_inline(batch):
+            return go_on(quick())
+        begun = self._workers.submit(waited(request.origin, quick), request.deadline)
+        return then(begun, go_on)
+
+    def _ordinary(
+        self,
+        request: PredictRequest,
+        inputs: Arrays,
+        batch: int,
+        wanted: tuple[str, ...],
+        device: OnDevice | None,
+    ) -> Future[PredictResult]:
+        lookup = (self.lookup if device is None else device.lookup).submit(
+            LookupRequest(
+                request.features,
+                request.deadline,
+                request.want_source,
+                origin=request.origin,
+            )
+        )
+        score = partial(self._score, request, inputs, batch, wanted, device)
+
+        def run(rows: LookupResult) -> Future[PredictResult]:
+            """On the thread that has the rows if the network is quick, else on one of ours."""
+            if batch == 0 or self.dense.runs_inline(batch):
+                return Done(score(rows))
+            return self._workers.submit(
+                waited(request.origin, partial(score, rows)), request.deadline
+            )
+
+        return run(lookup.result()) if lookup.done() else then(lookup, run)
+
+    def _quick(
+        self,
+        request: PredictRequest,
+        inputs: Arrays,
+        batch: int,
+        wanted: tuple[str, ...],
+        device: OnDevice,
+    ) -> PredictResult | None:
+        names = self._computed(request, wanted)
+        start = time.perf_counter()
+        answer = timed(request.origin, "device", device.quick, request, inputs, batch, names)
+        if answer is None:
+            return None
+        outputs, rows = answer
+        self._judge(outputs, batch, time.perf_counter() - start)
+        return self._result(request, wanted, outputs, batch, rows)
+
+    def _score(
+        self,
+        request: PredictRequest,
+        inputs: Arrays,
+        batch: int,
+        wanted: tuple[str, ...],
+        device: OnDevice | None,
+        rows: LookupResult,
+    ) -> PredictResult:
+        if request.deadline is not None and time.monotonic() > request.deadline:
+            raise DeadlineExceeded("the deadline passed before the dense model could run")
+        names = self._computed(request, wanted)
+        if batch == 0:
+            outputs = {name: _nothing(self._outputs[name]) for name in names}
+        else:
+            start = time.perf_counter()
+            if device is None:
+                feed = timed(request.origin, "feed", self._feed, inputs, rows, batch)
+                with _part(request, "dense"):
+                    outputs = self.dense.predict(feed, names, request.deadline)
+            else:
+                with _part(request, "dense"):
+                    outputs = device.run(rows, inputs, batch, names, request.deadline)
+            self._judge(outputs, batch, time.perf_counter() - start)
+        return self._result(request, wanted, outputs, batch, rows)
+
+    def _computed(self, request: PredictRequest, wanted: tuple[str, ...]) -> tuple[str, ...]:
+        """The outputs to be computed: those wanted, and what they are sorted by."""
+        if request.top_k is not None and self._ranking not in wanted:
+            return (*wanted, self._ranking)
+        return wanted
+
+    def _result(
+        self,
+        request: PredictRequest,
+        wanted: tuple[str, ...],
+        outputs: Arrays,
+        batch: int,
+        rows: LookupResult,
+    ) -> PredictResult:
+        if request.top_k is not None:
+            scores = outputs[self._ranking]
+            if scores.size != batch:
+                raise BadRequest(
+                    f"top_k sorts by one number per sample, output {self._ranking!r} has "
+                    f"{list(scores.shape[1:])}; name another as dense.ranking_output"
+                )
+            best = top_k(scores, request.top_k)
+            outputs = {name: outputs[name][best] for name in wanted}
+            outputs[TOP_K_INDEX] = best
+        return PredictResult(outputs, rows.sources, rows.defaulted, rows.degraded, rows.stale_s)
+
+    def _feed(self, inputs: Arrays, rows: LookupResult, batch: int) -> Arrays:
+        """What the network takes: every array contiguous, of its type, with the full batch."""
+        feed = dict(inputs)
+        for feature, tensor in self._feeds:
+            vectors = rows.vectors[feature.name]
+            if feature.pooling == "none":
+                vectors = vectors.reshape(-1, feature.hotness or 1, feature.table.dim)
+            if tensor in self._widen:
+                vectors = vectors.astype(self._widen[tensor])
+            feed[tensor] = broadcast(vectors, batch)
+        return feed
+
+    def _judge(self, outputs: Arrays, batch: int, seconds: float) -> None:
+        """Count what a run of ``seconds`` gave; DenseModelError when it isn't one row per sample."""
+        self._meter.ran(seconds)
+        for name, values in outputs.items():
+            if values.shape[:1] != (batch,):
+                raise DenseModelError(
+                    f"output {name!r} has shape {list(values.shape)} for a batch of {batch}"
+                )
+            if values.dtype.kind != "f":
+                continue
+            if not (finite := np.isfinite(values)).all():
+                self._meter.not_finite(name, int(finite.size - np.count_nonzero(finite)))
+                values = values[finite]
+            if finite.size == batch:
+                self._meter.scored(name, values)
+
+
+def _part(request: PredictRequest, name: str) -> AbstractContextManager[object]:
+    return nullcontext() if request.origin is None else request.origin.part(name)
+
+
+def top_k(scores: NDArray[Any], k: int) -> NDArray[np.int64]:
+    """Positions ``(min(k, n),)`` of the highest ``scores (n,)`` or ``(n, 1)``, best first; equal ones
+    in the order they came, NaN last."""
+    order = np.argsort(-scores.reshape(-1).astype(np.float64), kind="stable")
+    return order[:k].astype(np.int64, copy=False)
+
+
+def _nothing(tensor: TensorSpec) -> NDArray[Any]:
+    """The output of an empty batch."""
+    return np.empty((0, *(max(size, 0) for size in tensor.shape[1:])), DATATYPES[tensor.datatype])

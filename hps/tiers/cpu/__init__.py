@@ -1,0 +1,1 @@
+"""CPU cache: rows in host memory, shared with other processes."""

@@ -1,0 +1,123 @@
+"""CpuCache: the hot rows in this process's memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+from hps.errors import ConfigError
+from hps.native import dedup
+from hps.tiers.base import newest_of_each
+from hps.tiers.capacity import plan_capacity
+from hps.tiers.checks import check_keys, check_rows
+from hps.tiers.cpu.memory import CacheMemory
+from hps.tiers.cpu.reads import CacheReads, CacheStats
+from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
+
+__all__ = ["CacheMemory", "CacheStats", "CpuCache", "Eviction", "plan_capacity"]
+
+Eviction = Literal["lru", "lfu", "random", "fifo"]
+"""What makes room: the row whose last use is longest ago, the one used least (uses fade), any row, the
+one inserted first."""
+
+
+class CpuCache(CacheReads):
+    """Keeps the hottest rows of each table, up to its capacity; hps/native/include/hps/cache_layout.hpp
+    tells how. Rows may be of any dtype; they are copied, never converted.
+
+    ``capacities``: rows per table. A table that has none, or 0, is kept out: it misses, and writes to
+    it are dropped. ``eviction``: what makes room; ``evictions`` says it for single tables. ``memory``:
+    where the tables lie. ``threads``: how many one call with many keys may use. Reads wait for
+    nobody and may be called from many threads; writes take turns. ``clock`` returns Unix seconds and
+    drives the forgetting of tombstones.
+    """
+
+    def __init__(
+        self,
+        capacities: Mapping[EmbeddingTable, int],
+        *,
+        eviction: Eviction = "lru",
+        evictions: Mapping[EmbeddingTable, Eviction] | None = None,
+        memory: CacheMemory | None = None,
+        threads: int = 1,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(threads=threads, clock=clock)
+        self._eviction = eviction
+        self._memory = memory or CacheMemory()
+        try:
+            for table, rows in capacities.items():
+                self.add_table(table, rows, (evictions or {}).get(table))
+        except BaseException:
+            self.close()
+            raise
+
+    def add_table(self, table: EmbeddingTable, rows: int, eviction: Eviction | None = None) -> None:
+        """Begin to keep ``table``, empty, with room for ``rows`` rows."""
+        if rows < 0:
+            raise ConfigError(f"the cache of table {table.id} can't have {rows} rows; 0 is none")
+        if rows == 0:
+            self.drop_table(table)
+            return
+        eviction = eviction or self._eviction
+        if eviction not in get_args(Eviction):
+            raise ConfigError(f"eviction must be lru, lfu, random or fifo, not {eviction!r}")
+        self._hold(table, self._memory.make(table, rows, eviction))
+
+    def drop_table(self, table: EmbeddingTable) -> None:
+        """Forget ``table`` and free its memory."""
+        if self._tables.pop(table, None) is not None and self._memory.shared:
+            self._memory.shared.drop(table)
+
+    def insert(
+        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
+    ) -> None:
+        self._write(table, keys, vectors, versions, resident_only=False)
+
+    def update(
+        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
+    ) -> None:
+        self._write(table, keys, vectors, versions, resident_only=True)
+
+    def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> None:
+        """A tombstone enters colder than any row, so a flood of deletions drives out few rows."""
+        self._write(table, keys, None, versions, resident_only=False)
+
+    def _write(
+        self,
+        table: EmbeddingTable,
+        keys: KeyArray,
+        vectors: VectorArray | None,
+        versions: VersionArray,
+        *,
+        resident_only: bool,
+    ) -> None:
+        if vectors is None:
+            check_keys(table, keys, versions)
+        else:
+            check_rows(table, keys, vectors, versions)
+        held = self._tables.get(table)
+        if held is None:
+            return
+        # A key's row could make room for another of the same call, and its older one come after it.
+        if len(dedup(keys)[0]) < len(keys):
+            keep = newest_of_each(keys, versions)
+            keys, versions = keys[keep], versions[keep]
+            vectors = None if vectors is None else vectors[keep]
+        oldest = self._oldest_tombstone(table, held)
+        held.write(keys, vectors, versions, oldest, resident_only)
+
+    def evict(self, table: EmbeddingTable, keys: KeyArray) -> None:
+        check_keys(table, keys)
+        if held := self._tables.get(table):
+            held.evict(keys)
+
+    def facts(self) -> dict[str, Any]:
+        """For a node's status: where the tables lie, when others may attach to them."""
+        return {"shared_memory": self._memory.shared.facts()} if self._memory.shared else {}
+
+    def close(self) -> None:
+        self._tables.clear()
+        if self._memory.shared:
+            self._memory.shared.close()

@@ -1,0 +1,80 @@
+"""Where the CPU cache's tables lie: in memory of this process, or in memory that others attach to."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from hps.errors import ConfigError
+from hps.native import COMPILED, CacheTable, cache_bytes
+from hps.tiers.cpu.segments import Segments
+from hps.types import EmbeddingTable, Source
+
+MOST_ROWS = 2**32 - 2
+HugePages = Literal["try", "transparent", "reserved", "off"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMemory:
+    """``huge_pages``: where the system gives them (``try``), or an error when it does not: transparent
+    ones, or those set aside by vm.nr_hugepages (``reserved``). ``numa_node``: all memory on that node."""
+
+    shared: Segments | None = None
+    huge_pages: HugePages = "try"
+    numa_node: int | None = None
+
+    def make(self, table: EmbeddingTable, rows: int, eviction: str) -> CacheTable:
+        """An empty table with room for ``rows`` rows; or, in shared memory, the one that was there, if
+        it is to be taken over. Raises ConfigError."""
+        if not COMPILED and (self.shared or self.numa_node is not None or self._demands_pages):
+            raise ConfigError(
+                "a shared cache, huge pages and a NUMA node need the native core; make setup builds it"
+            )
+        size = cache_bytes(rows, table.row_bytes) if rows <= MOST_ROWS else rows * table.row_bytes
+        what = f"a cache of {rows} rows ({size / 2**20:,.0f} MiB) of table {table.id}"
+        file = -1
+        try:
+            if self.shared:
+                if held := self.shared.taken_over(table, rows, eviction):
+                    return held
+                self.shared.check_room(size, what)
+                file = self.shared.create(table, rows, eviction)
+            held = self._new(table, rows, eviction, file)
+        except (MemoryError, ValueError) as error:
+            where = f"in {self.shared.folder} " if self.shared else ""
+            raise ConfigError(
+                f"no memory {where}for {what}; lower the cache's capacity_bytes, share or cache_rows"
+            ) from error
+        except RuntimeError as error:
+            raise ConfigError(f"{what}: {error}") from error
+        finally:
+            if file >= 0:
+                os.close(file)
+        if self.shared:
+            self.shared.publish(table)
+        return held
+
+    @property
+    def _demands_pages(self) -> bool:
+        return self.huge_pages in ("transparent", "reserved")
+
+    def _new(self, table: EmbeddingTable, rows: int, eviction: str, file: int) -> CacheTable:
+        like = np.empty((0, table.dim), table.dtype)
+        if not COMPILED:
+            return CacheTable(rows, like, eviction, int(Source.CPU))
+        from hps.native import _core
+
+        node = -1 if self.numa_node is None else self.numa_node
+        held: CacheTable = _core.CacheTable(  # type: ignore[assignment] # the twin's methods
+            rows,
+            like,
+            eviction,
+            int(Source.CPU),
+            file=file,
+            huge_pages=self.huge_pages,
+            numa_node=node,
+        )
+        return held

@@ -1,0 +1,1 @@
+"""GPU cache: rows in device memory, one copy for each device."""

@@ -1,0 +1,300 @@
+"""GpuCache: the hot rows in device memory."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hps.cuda.fetch import PARTS, Direct, Workspace
+from hps.cuda.layout import NO_ROW
+from hps.cuda.memory import buffers
+from hps.cuda.pool import RowBags, pool, pool_rows
+from hps.cuda.prepared import FixedBags, FixedRows, Prepared, PreparedFetch, PreparedRows
+from hps.cuda.refill import PreparedRefill
+from hps.cuda.table import GpuTable
+from hps.errors import TierTimeout
+from hps.tiers.base import FetchContext, Part, TierInfo
+from hps.tiers.gpu.checks import (
+    Pooling,
+    check_part,
+    check_pooling,
+    check_there,
+    check_writable,
+    checked,
+    count_of,
+    given_of,
+)
+from hps.tiers.gpu.kernel_inputs import ask_of, bags_of, hand_out
+from hps.tiers.gpu.tables import GpuTables
+from hps.types import EmbeddingTable, Source, oldest_tombstone
+
+_INFO = TierInfo("gpu", Source.GPU, memory="cuda", cache=True)
+
+
+class GpuCache(GpuTables):
+    """Keeps the most recently used rows of each table on one device, up to its capacity.
+
+    A part's ``out``, ``versions`` and ``source`` are CuPy arrays on that device; its ``keys`` and ``missing``
+    may be NumPy or CuPy arrays, and ``missing`` comes back as a NumPy array. The mutating verbs take either
+    kind. Torch's tensors will do, and whatever has ``__cuda_array_interface__`` or ``__dlpack__``: their
+    memory itself is read and filled.
+
+    `fetch` runs on the context's stream, else on the thread's current one, and may be called from many
+    threads beside the one that writes; it waits for its stream once. A write returns when every fetch
+    begun afterwards sees it. ``workspaces`` bounds the fetches under way; one more waits for its turn.
+    """
+
+    def __init__(
+        self,
+        capacities: Mapping[EmbeddingTable, int],
+        *,
+        device: int = 0,
+        workspaces: int = 4,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(device)
+        self._clock = clock
+        self._workspaces: queue.SimpleQueue[Workspace] = queue.SimpleQueue()
+        self.direct = Direct(self._readers)
+        with self._device, buffers(f"{workspaces} workspaces"):
+            for _ in range(workspaces):
+                self._workspaces.put(Workspace())
+        for table, rows in capacities.items():
+            self.add_table(table, rows)
+
+    @property
+    def info(self) -> TierInfo:
+        return _INFO
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
+        asked, now = [], self._clock()
+        for part in parts:
+            table = self._tables.get(part.table)
+            if table is not None:
+                check_part(part, self._device.id)
+                if len(part.missing):
+                    asked.append((part, ask_of(part, table, now)))
+        if not asked:
+            return
+        with self._device:
+            stream = ctx.stream or self._cupy.cuda.get_current_stream()
+            space = self._workspace(ctx)
+            try:
+                for start in range(0, len(asked), PARTS):
+                    some = asked[start : start + PARTS]
+                    misses = space.fetch(
+                        self._readers, stream, [ask for _, ask in some], int(Source.GPU)
+                    )
+                    hand_out([part for part, _ in some], misses)
+            finally:
+                self._workspaces.put(space)
+
+    def pool(self, asks: Sequence[Pooling], stream: Any = None) -> bool:
+        """Pool every table's keys straight into ``out``; see `Pooling`. False when a key has no row here, be
+        it deleted: what is in the outs has no meaning then. Counts as a use of the keys. Thread-safe as
+        `fetch`, and waits for its stream as that does."""
+        bags = []
+        for each in asks:
+            table = self._tables.get(each.table)
+            ask = check_pooling(each, self._device.id)
+            if table is None and len(ask.keys.keys):
+                return False
+            if table is not None and len(ask.out):
+                bags.append(bags_of(table, ask))
+            elif len(ask.out):
+                ask.out.fill(0)
+        with self._device:
+            space = self._workspace(FetchContext())
+            try:
+                stream = stream or self._cupy.cuda.get_current_stream()
+                return pool(space, self._readers, stream, bags) == 0
+            finally:
+                self._workspaces.put(space)
+
+    def contains(self, table: EmbeddingTable, keys: Any) -> Any:
+        """``(n,) bool`` on the device: which of ``keys (n,)`` have a row here. Not a use of the keys."""
+        return self.row_numbers(table, keys) != np.uint32(NO_ROW)
+
+    def row_numbers(self, table: EmbeddingTable, keys: Any) -> Any:
+        """``(n,) uint32`` on the device: the number of each key's row, `NO_ROW` where there is none. A number
+        is good until the next write of the table. Runs on the current stream."""
+        cp = self._cupy
+        keys = checked(table, "keys", keys, count_of(keys), self._device.id)
+        held = self._tables.get(table)
+        with self._device:
+            out = cp.full(len(keys), NO_ROW, np.uint32)
+            if held is not None and len(keys):
+                misses = cp.empty(4, np.uint32)
+                self.direct.fetch(held, cp.asarray(keys), out, misses, form=2, stamp=False)
+        return out
+
+    def prepare(self, asks: Sequence[tuple[EmbeddingTable, int, int, bool, Any]]) -> Prepared:
+        """Poolings to be repeated with other keys: per table how many keys, how many a bag, whether their
+        mean is wanted, and ``out``. Of tables that are kept here, and stay."""
+        fixed = [
+            FixedBags(self.held(table), n, hotness, mean, out)
+            for table, n, hotness, mean, out in asks
+        ]
+        with self._device:
+            return Prepared(self._readers, fixed)
+
+    def prepare_fetch(self, asks: Sequence[tuple[EmbeddingTable, int]]) -> PreparedFetch:
+        """Fetches to be repeated with other keys: per table how many. Of tables as for `prepare`."""
+        with self._device:
+            return PreparedFetch(self._readers, [(self.held(table), n) for table, n in asks])
+
+    def prepare_refill(
+        self, fetch: PreparedFetch, tables: Sequence[EmbeddingTable], source: Source
+    ) -> PreparedRefill:
+        """Rows from the host for what a prepared fetch of ``tables`` lacked."""
+        with self._device:
+            return PreparedRefill(fetch, tables, int(source))
+
+    def prepare_rows(self, asks: Sequence[FixedRows]) -> PreparedRows:
+        """Poolings of what a prepared fetch found."""
+        with self._device:
+            return PreparedRows(asks)
+
+    def pool_rows(self, asks: Sequence[RowBags], stream: Any) -> None:
+        """Pool rows that were fetched, on ``stream``; waits for it. Thread-safe as `fetch`."""
+        with self._device:
+            space = self._workspace(FetchContext())
+            try:
+                pool_rows(space.staging, stream, asks)
+            finally:
+                self._workspaces.put(space)
+
+    def _workspace(self, ctx: FetchContext) -> Workspace:
+        wait = None if ctx.deadline is None else max(0.0, ctx.deadline - time.monotonic())
+        try:
+            return self._workspaces.get(timeout=wait)
+        except queue.Empty:
+            raise TierTimeout(_INFO.name, "no workspace came free before the deadline") from None
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    def insert(
+        self,
+        table: EmbeddingTable,
+        keys: Any,
+        vectors: Any,
+        versions: Any,
+        scores: Any = None,
+        *,
+        unique: bool = False,
+    ) -> None:
+        """As `Tier.insert`; ``scores (n,) uint64`` say how much each row is worth, where the caller does
+        (`Policy.SCORE`; 0 without them, and rows that are there keep theirs); ``unique`` that no key stands
+        twice, which saves looking for that."""
+        self._write(table, keys, vectors, versions, scores, unique=unique)
+
+    def find_or_insert(
+        self,
+        table: EmbeddingTable,
+        keys: Any,
+        vectors: Any,
+        versions: Any,
+        scores: Any = None,
+        *,
+        unique: bool = False,
+    ) -> int:
+        """Replace those of ``vectors (n, dim)``, on the device, whose key has a row by that row; insert the
+        others. Returns how many had one. Of a key that stands several times and has none, the one that
+        counts for `insert` is inserted, and replaces the others here. ``unique`` as there."""
+        check_there(table, vectors, count_of(keys), self._device.id)
+        held, given = self._prepare(table, **given_of(keys, vectors, versions, scores))
+        if held is None:
+            return 0
+        cp, n = self._cupy, len(given["keys"])
+        with self._device:
+            misses = cp.zeros(4 + n, np.uint32)
+            self.direct.fetch(held, given["keys"], given["vectors"], misses)
+            count = int(misses[0])
+            if count:
+                new = misses[4 : 4 + count]
+                if not unique:
+                    new = cp.sort(new)  # of equal versions the last counts
+                chosen = {name: array[new] for name, array in given.items()}
+                self.insert(table, **chosen, unique=unique)
+                if not unique:
+                    misses = cp.zeros(4 + count, np.uint32)
+                    self.direct.fetch(held, chosen["keys"], chosen["vectors"], misses, stamp=False)
+                    given["vectors"][new] = chosen["vectors"]
+        return n - count
+
+    def update(
+        self,
+        table: EmbeddingTable,
+        keys: Any,
+        vectors: Any,
+        versions: Any,
+        scores: Any = None,
+        *,
+        unique: bool = False,
+    ) -> None:
+        """As `Tier.update`; ``scores`` and ``unique`` as for `insert`."""
+        self._write(table, keys, vectors, versions, scores, update=True, unique=unique)
+
+    def delete(self, table: EmbeddingTable, keys: Any, versions: Any) -> None:
+        held, arrays = self._prepare(table, keys=keys, versions=versions)
+        if held is not None:
+            with self._device:
+                oldest = oldest_tombstone(table, self._clock())
+                self._writer.write(held, vectors=None, **arrays, oldest_tombstone=oldest)
+
+    def evict(self, table: EmbeddingTable, keys: Any) -> None:
+        held, arrays = self._prepare(table, keys=keys)
+        if held is not None:
+            with self._device:
+                self._writer.evict(held, arrays["keys"])
+
+    def clear(self, table: EmbeddingTable) -> None:
+        """Drop every row and tombstone of ``table``."""
+        if held := self._tables.get(table):
+            check_writable(held)
+            with self._device:
+                self._writer.clear(held)
+
+    def _write(
+        self,
+        table: EmbeddingTable,
+        keys: Any,
+        vectors: Any,
+        versions: Any,
+        scores: Any = None,
+        *,
+        update: bool = False,
+        unique: bool = False,
+    ) -> None:
+        held, arrays = self._prepare(table, **given_of(keys, vectors, versions, scores))
+        if held is not None:
+            with self._device:
+                oldest = oldest_tombstone(table, self._clock())
+                how = {"update": update, "unique": unique}
+                self._writer.write(held, **arrays, oldest_tombstone=oldest, **how)
+
+    def _prepare(
+        self, table: EmbeddingTable, **arrays: Any
+    ) -> tuple[GpuTable | None, dict[str, Any]]:
+        """Check the arrays of a write and bring them to the device, ordered before the writer's stream.
+
+        The table is None when there is nothing to do.
+        """
+        n = count_of(arrays["keys"])
+        with self._device:
+            for name, array in arrays.items():
+                arrays[name] = checked(table, name, array, n, self._device.id)
+            held = self._tables.get(table)
+            if held is not None:
+                check_writable(held, scored="scores" in arrays)
+            if held is None or n == 0:
+                return None, arrays
+            on_device = {name: self._cupy.asarray(array) for name, array in arrays.items()}
+            self._writer.after(self._cupy.cuda.get_current_stream())
+        return held, on_device

@@ -1,0 +1,171 @@
+"""HostBridge: tiers in host memory, asked by and answering to the device."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from hps.cuda.launch import SCATTER_ARGS, UNANSWERED
+from hps.cuda.loader import Struct, cupy
+from hps.cuda.scatter import Answers, scatter
+from hps.cuda.staging import Staging
+from hps.errors import TierTimeout
+from hps.native import dedup
+from hps.tiers.base import FetchContext, Part, Tier, TierInfo
+from hps.tiers.gpu.checks import check_part, checked, count_of
+from hps.types import EmbeddingTable, IndexArray, KeyArray
+
+
+class HostBridge:
+    """A tier on the device whose rows are those of ``inner``, a tier (or a chain) in host memory.
+
+    `fetch` takes parts as `GpuCache.fetch` does, and keys may repeat: ``inner`` is asked once. Keys that are
+    on the device and still missing come down in one copy; what ``inner`` finds, it writes into pinned
+    memory, from where one launch brings the rows of all tables up. That launch is on the context's stream,
+    else on the thread's current one, and is not waited for: use the arrays on that stream. As safe beside
+    other threads as ``inner`` is.
+
+    ``workspaces`` bounds the fetches under way; one more waits for its turn, at most until its deadline.
+    The mutating verbs take arrays on host or device and pass them on.
+    """
+
+    def __init__(self, inner: Tier, *, device: int = 0, workspaces: int = 4) -> None:
+        self.inner = inner
+        self._device = cupy().cuda.Device(device)
+        self._spaces: queue.SimpleQueue[_Space] = queue.SimpleQueue()
+        with self._device:
+            for _ in range(workspaces):
+                self._spaces.put(_Space())
+
+    @property
+    def info(self) -> TierInfo:
+        return replace(self.inner.info, memory="cuda")
+
+    def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
+        for part in parts:
+            check_part(part, self._device.id)
+        parts = [part for part in parts if len(part.missing)]
+        if not parts:
+            return
+        with self._device:
+            stream = ctx.stream or cupy().cuda.get_current_stream()
+            wanted = [_once(keys) for keys in _missing_keys(parts, stream)]
+            space = self._space(ctx)
+            try:
+                answers = space.begin(parts, wanted)
+                asked = [
+                    Part(a.table, k, a.rows, a.versions, a.sources, np.arange(len(k)))
+                    for a, (k, _) in zip(answers, wanted, strict=True)
+                ]
+                self.inner.fetch(asked, FetchContext(ctx.deadline, None, ctx.degraded, ctx.origin))
+                for part, answer, below, (_, picks) in zip(
+                    parts, answers, asked, wanted, strict=True
+                ):
+                    answer.sources[below.missing] = UNANSWERED
+                    left = below.missing
+                    if picks is not None:
+                        left = np.flatnonzero(answer.sources[picks] == UNANSWERED)
+                    part.missing = part.missing[left]
+                space.send(stream, answers, [(p.out, p.versions, p.source) for p in parts])
+            finally:
+                self._spaces.put(space)
+
+    def _space(self, ctx: FetchContext) -> _Space:
+        wait = None if ctx.deadline is None else max(0.0, ctx.deadline - time.monotonic())
+        try:
+            return self._spaces.get(timeout=wait)
+        except queue.Empty:
+            message = "no workspace came free before the deadline"
+            raise TierTimeout(self.inner.info.name, message) from None
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    def insert(self, table: EmbeddingTable, keys: Any, vectors: Any, versions: Any) -> None:
+        self.inner.insert(table, *self._down(table, keys=keys, vectors=vectors, versions=versions))
+
+    def update(self, table: EmbeddingTable, keys: Any, vectors: Any, versions: Any) -> None:
+        self.inner.update(table, *self._down(table, keys=keys, vectors=vectors, versions=versions))
+
+    def delete(self, table: EmbeddingTable, keys: Any, versions: Any) -> None:
+        self.inner.delete(table, *self._down(table, keys=keys, versions=versions))
+
+    def evict(self, table: EmbeddingTable, keys: Any) -> None:
+        self.inner.evict(table, *self._down(table, keys=keys))
+
+    def _down(self, table: EmbeddingTable, **arrays: Any) -> list[Any]:
+        n = count_of(arrays["keys"])
+        with self._device:
+            there = [checked(table, name, a, n, self._device.id) for name, a in arrays.items()]
+            return [a if isinstance(a, np.ndarray) else a.get() for a in there]
+
+    def close(self) -> None:
+        """Wait for what is on its way up, then close ``inner``."""
+        self._device.synchronize()
+        self.inner.close()
+
+
+_Wanted = tuple[KeyArray, IndexArray | None]
+"""Distinct keys, and which of them each place wants; None when that is the i-th."""
+
+
+def _once(keys: KeyArray) -> _Wanted:
+    if len(keys) < 2:
+        return keys, None
+    unique, picks = dedup(keys)
+    return (keys, None) if len(unique) == len(keys) else (unique, picks)
+
+
+class _Space:
+    """Pinned memory of one fetch at a time, free again when its launch has ended."""
+
+    def __init__(self) -> None:
+        cp = cupy()
+        self._staging = Staging()
+        self._args = Struct(SCATTER_ARGS)
+        self._sent = cp.cuda.Event(block=True, disable_timing=True)
+
+    def begin(self, parts: Sequence[Part], wanted: Sequence[_Wanted]) -> list[Answers]:
+        """Room for what ``parts`` miss: nothing answered yet."""
+        self._sent.synchronize()
+        both = list(zip(parts, wanted, strict=True))
+        self._staging.begin(
+            sum(Answers.bytes(p.table, len(keys), len(p.missing)) for p, (keys, _) in both)
+        )
+        answers = []
+        for part, (keys, picks) in both:
+            answer = Answers.make(self._staging, part.table, len(keys), part.missing, picks)
+            answer.sources[:] = 0
+            answer.versions[:] = 0
+            answers.append(answer)
+        return answers
+
+    def send(
+        self, stream: Any, answers: list[Answers], targets: list[tuple[Any, Any, Any]]
+    ) -> None:
+        self._staging.send(stream)
+        scatter(self._args, stream, answers, targets)
+        self._sent.record(stream)
+
+
+def _missing_keys(parts: Sequence[Part], stream: Any) -> list[KeyArray]:
+    """The keys that ``parts`` miss, on the host. Those on the device come in one copy; ``missing``
+    becomes a NumPy array."""
+    cp = cupy()
+    for part in parts:
+        missing: Any = part.missing
+        if not isinstance(missing, np.ndarray):
+            part.missing = missing.get(stream=stream)
+    there = [part for part in parts if not isinstance(part.keys, np.ndarray)]
+    brought: dict[int, KeyArray] = {}
+    if there:
+        with stream:
+            chosen = [part.keys[cp.asarray(part.missing)] for part in there]
+            host = (chosen[0] if len(chosen) == 1 else cp.concatenate(chosen)).get(stream=stream)
+        ends = np.cumsum([len(part.missing) for part in there])[:-1]
+        brought = {id(p): k for p, k in zip(there, np.split(host, ends), strict=True)}
+    return [brought[id(p)] if id(p) in brought else p.keys[p.missing] for p in parts]

@@ -1,0 +1,1 @@
+"""Operator's tools: load generator, conformance checks, diagnosis, synthetic models."""

@@ -1,0 +1,1 @@
+"""Load generator, and the comparison of two of its runs."""

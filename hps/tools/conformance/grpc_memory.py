@@ -1,0 +1,71 @@
+"""Tensors in memory that a server on this machine and its client share, by Triton's extension."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from contextlib import ExitStack
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any
+
+from tritonclient.grpc import service_pb2 as pb
+
+from hps.tools.conformance.grpc_wire import Grpc, refused, request
+from hps.tools.conformance.target import NotOffered, Suite, Target, require
+
+SUITE = Suite("grpc")
+
+
+@SUITE.check
+def shared_memory(target: Target) -> None:
+    """With system_shared_memory, inputs are taken from a registered region and outputs put there, bit for
+    bit; one that is not registered, or too small, is refused."""
+    sample = target.sample
+    sent = request(sample)
+    raws = list(sent.raw_input_contents)
+    with Grpc(target) as ask, ExitStack() as stack:
+        if "system_shared_memory" not in ask.extensions():
+            raise NotOffered("system_shared_memory")
+        expected = ask.infer(sent)
+        name = f"hps_conformance_{secrets.token_hex(8)}"
+        size = sum(map(len, raws)) + sum(array.nbytes for array in expected.values())
+        memory = SharedMemory(name, create=True, size=size)
+        stack.callback(memory.unlink)
+        stack.callback(memory.close)
+        assert memory.buf is not None
+        memory.buf[: sum(map(len, raws))] = b"".join(raws)
+        del sent.raw_input_contents[:]
+        at = _places(name, sent.inputs, map(len, raws), 0)
+        ends = _places(name, sent.outputs, (expected[o.name].nbytes for o in sent.outputs), at)
+        codes = ("NOT_FOUND", "INVALID_ARGUMENT")
+        refused(lambda: ask.ask("ModelInfer", sent), *codes, what="a region nobody knows")
+        region = pb.SystemSharedMemoryRegisterRequest(name=name, key=f"/{name}", byte_size=size)
+        ask.ask("SystemSharedMemoryRegister", region)
+        status = pb.SystemSharedMemoryStatusRequest(name=name)
+        told = ask.ask("SystemSharedMemoryStatus", status).regions[name]
+        require((told.key, told.byte_size) == (f"/{name}", size), f"{told}")
+        try:
+            answer = ask.ask("ModelInfer", sent)
+            require(ends == size and not any(answer.raw_output_contents), "outputs are sent, too")
+            for output in sent.outputs:
+                array, told_of = expected[output.name], output.parameters["shared_memory_offset"]
+                start = told_of.int64_param
+                found = bytes(memory.buf[start : start + array.nbytes])
+                require(found == array.tobytes(), f"{output.name!r} is not as it is sent")
+            sent.outputs[-1].parameters["shared_memory_offset"].int64_param = size
+            refused(lambda: ask.ask("ModelInfer", sent), *codes, what="a place beyond the region")
+        finally:
+            ask.ask(
+                "SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest(name=name)
+            )
+        require(name not in ask.ask("SystemSharedMemoryStatus").regions, "it is still registered")
+
+
+def _places(region: str, tensors: Any, sizes: Iterable[int], at: int) -> int:
+    """Have ``tensors`` one after another in ``region``, from ``at``; the end of the last."""
+    for tensor, size in zip(tensors, sizes, strict=True):
+        tensor.parameters["shared_memory_region"].string_param = region
+        tensor.parameters["shared_memory_byte_size"].int64_param = size
+        tensor.parameters["shared_memory_offset"].int64_param = at
+        at += size
+    return at

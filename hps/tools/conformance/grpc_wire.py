@@ -1,0 +1,151 @@
+"""Requests of the protocol's gRPC form, and answers taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
+from tritonclient.utils import deserialize_bytes_tensor, triton_to_np_dtype
+
+from hps.client import Tls
+from hps.tools.conformance.http_wire import encoded
+from hps.tools.conformance.target import Sample, Target, needs, note, require
+
+PATIENCE_S = 30.0
+_CONTENTS = {
+    "BOOL": "bool_contents",
+    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
+    "INT64": "int64_contents",
+    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+
+
+class Grpc:
+    """A channel and its stub."""
+
+    def __init__(self, target: Target) -> None:
+        self.metadata = [*target.headers.items()]
+        options = [("grpc.max_receive_message_length", -1)]
+        if target.grpc_tls is None:
+            self.channel = grpc.insecure_channel(target.grpc, options)
+        else:
+            self.channel = grpc.secure_channel(target.grpc, credentials(target.grpc_tls), options)
+        self._stub = GRPCInferenceServiceStub(self.channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.channel.close()
+
+    def ask(self, call: str, request: Any = None, **options: Any) -> Any:
+        """The call's answer; ``request`` by default an empty one."""
+        request = getattr(pb, f"{call}Request")() if request is None else request
+        options = {"timeout": PATIENCE_S, "metadata": self.metadata, **options}
+        return getattr(self._stub, call)(request, **options)
+
+    def stream(self, requests: list[Any]) -> list[Any]:
+        return list(
+            self._stub.ModelStreamInfer(iter(requests), timeout=PATIENCE_S, metadata=self.metadata)
+        )
+
+    def infer(self, request: Any, **options: Any) -> dict[str, NDArray[Any]]:
+        return tensors_of(self.ask("ModelInfer", request, **options))
+
+    def extensions(self) -> list[str]:
+        return list(self.ask("ServerMetadata").extensions)
+
+
+def credentials(tls: Tls) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(*tls.contents())
+
+
+@contextmanager
+def offered(what: str) -> Iterator[None]:
+    """Calls of a service that is no part of the protocol: NotOffered where it is UNIMPLEMENTED."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        needs(error.code() is not grpc.StatusCode.UNIMPLEMENTED, what)
+        raise
+
+
+def refused(call: Callable[[], Any], *codes: str, what: str = "a request at fault") -> str:
+    """The text of the error that ``call`` ends in; one without any of ``codes`` is noted, as is none."""
+    try:
+        call()
+    except grpc.RpcError as error:
+        found, text = error.code().name, str(error.details())
+        note(found in codes, f"{what}: {found} instead of {' or '.join(codes)}: {text}")
+        return text
+    note(False, f"{what}: an answer instead of {' or '.join(codes)}")
+    return ""
+
+
+def request(sample: Sample, *, raw: bool = True, **fields: Any) -> Any:
+    """``raw``: all inputs raw, else in protobuf's types, which FP16 has none of."""
+    made = pb.ModelInferRequest(model_name=sample.model, **fields)
+    for name, array in sample.inputs.items():
+        datatype = sample.datatype(name)
+        tensor = made.inputs.add(name=name, datatype=datatype, shape=array.shape)
+        if raw:
+            made.raw_input_contents.append(encoded(array))
+        else:
+            getattr(tensor.contents, _CONTENTS[datatype]).extend(array.reshape(-1).tolist())
+    for name in sample.outputs:
+        made.outputs.add(name=name)
+    return made
+
+
+def is_raw(response: Any) -> bool:
+    """Whether its outputs have the only form that Triton's clients read."""
+    return bool(response.raw_output_contents) or not response.outputs
+
+
+def tensors_of(response: Any) -> dict[str, NDArray[Any]]:
+    """Outputs, raw or in protobuf's types."""
+    if not is_raw(response):
+        return {output.name: _typed(output) for output in response.outputs}
+    require(
+        len(response.raw_output_contents) == len(response.outputs),
+        f"{len(response.outputs)} outputs, {len(response.raw_output_contents)} raw contents",
+    )
+    found = {}
+    for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+        values = (
+            deserialize_bytes_tensor(raw)
+            if output.datatype == "BYTES"
+            else np.frombuffer(raw, triton_to_np_dtype(output.datatype))
+        )
+        require(
+            values.size == np.prod(output.shape, dtype=int),
+            f"{output.name!r}: {values.size} elements for the shape {list(output.shape)}",
+        )
+        found[output.name] = values.reshape(tuple(output.shape))
+    return found
+
+
+def _typed(output: Any) -> NDArray[Any]:
+    dtype = triton_to_np_dtype(output.datatype)
+    require(output.datatype in _CONTENTS, f"{output.name!r}: no raw contents for {output.datatype}")
+    values = np.array(getattr(output.contents, _CONTENTS[output.datatype]), dtype)
+    shape = tuple(output.shape)
+    fits = values.size == np.prod(shape, dtype=int)
+    require(fits, f"{output.name!r}: {values.size} elements for the shape {list(shape)}")
+    return values.reshape(shape)

@@ -1,0 +1,106 @@
+"""Requests for a server that nobody has described: made up from what it tells of its models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.utils import triton_to_np_dtype
+
+from hps.tools.conformance import grpc_wire
+from hps.tools.conformance.grpc_wire import Grpc
+from hps.tools.conformance.http_wire import Http, path_of
+from hps.tools.conformance.target import Deviation, Sample, Target, require
+
+BATCH, WIDTH = 2, 3
+Tensors = list[tuple[str, str, list[int]]]
+"""Name, datatype and shape of each."""
+
+
+def samples_of(
+    target: Target, models: Sequence[str] = (), seed: int = 1
+) -> tuple[tuple[Sample, ...], dict[str, str]]:
+    """A request for each of ``models``, by default all that the index of ``target`` has ready; those with
+    most tensors first. They are in binary form if ``target`` has that. And, by name, why others are left out:
+    they do not answer a made-up request. Asks by HTTP where that is spoken, else by gRPC. Raises OSError,
+    HTTPException, RpcError, and Deviation where the server has no index."""
+    found, left_out = [], {}
+    random = np.random.default_rng(seed)
+    with Http(target) if target.http else Grpc(target) as ask:
+        by_http = isinstance(ask, Http)
+        ready: Callable[[Any], list[str]] = _ready if by_http else _ready_by_grpc
+        answered: Callable[..., Sample] = _answered if by_http else _answered_by_grpc
+        for model in models or ready(ask):
+            try:
+                found.append(answered(ask, model, random))
+            except Deviation as error:
+                left_out[model] = str(error)
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.UNAVAILABLE:
+                    raise
+                left_out[model] = f"{error.code().name}: {error.details()}"
+            except (LookupError, TypeError, ValueError) as error:
+                left_out[model] = f"its metadata cannot be read: {type(error).__name__}: {error}"
+    found.sort(key=lambda sample: -len(sample.inputs) - len(sample.outputs))
+    return tuple(found), left_out
+
+
+def named(target: Target) -> str:
+    """How the server calls itself; "" where it does not say."""
+    try:
+        if target.http:
+            with Http(target) as http:
+                return str(http.ask("GET", "/v2").json().get("name", ""))
+        with Grpc(target) as ask:
+            return str(ask.ask("ServerMetadata").name)
+    except (Deviation, AttributeError, grpc.RpcError):
+        return ""
+
+
+def _ready(ask: Http) -> list[str]:
+    rows = ask.ask("POST", "/v2/repository/index", b"{}").json()  # MLServer wants a body
+    return [row["name"] for row in rows if row.get("state", "READY") == "READY"]
+
+
+def _ready_by_grpc(ask: Grpc) -> list[str]:
+    rows = ask.ask("RepositoryIndex", pb.RepositoryIndexRequest(ready=True)).models
+    return [row.name for row in rows if row.state in ("", "READY")]
+
+
+def _answered(ask: Http, model: str, random: np.random.Generator) -> Sample:
+    about = ask.ask("GET", path_of(model)).json()
+    inputs = [(t["name"], t["datatype"], t["shape"]) for t in about["inputs"]]
+    sample = _sample(model, inputs, [tensor["name"] for tensor in about["outputs"]], random)
+    answer = ask.send(sample)
+    require(answer.status == 200, f"status {answer.status}: {answer.body[:300]!r}")
+    return sample
+
+
+def _answered_by_grpc(ask: Grpc, model: str, random: np.random.Generator) -> Sample:
+    about = ask.ask("ModelMetadata", pb.ModelMetadataRequest(name=model))
+    inputs = [(t.name, t.datatype, list(t.shape)) for t in about.inputs]
+    sample = _sample(model, inputs, [tensor.name for tensor in about.outputs], random)
+    ask.infer(grpc_wire.request(sample))
+    return sample
+
+
+def _sample(
+    model: str, inputs: Tensors, outputs: Sequence[str], random: np.random.Generator
+) -> Sample:
+    made = {name: _tensor(random, datatype, shape) for name, datatype, shape in inputs}
+    return Sample(model, made, tuple(outputs))
+
+
+def _tensor(random: np.random.Generator, datatype: str, shape: list[int]) -> NDArray[Any]:
+    """Elements of any tensor ``shape``, whose first dimension is the batch when it is variable."""
+    sizes = [size if size >= 0 else WIDTH if i else BATCH for i, size in enumerate(map(int, shape))]
+    if datatype == "BYTES":
+        return np.full(sizes, b"text", np.object_)
+    dtype = np.dtype(triton_to_np_dtype(datatype))
+    if dtype.kind == "f":
+        return random.standard_normal(sizes).astype(dtype)
+    return random.integers(0, 2 if dtype.kind == "b" else 100, sizes).astype(dtype)

@@ -1,0 +1,103 @@
+"""What a configuration leads to, part by part, for the role that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from hps.tools.doctor.check import Check, attempt, guarded
+from hps.tools.doctor.lookups import lookup_nodes
+from hps.tools.doctor.memory import memory
+from hps.tools.doctor.models import models
+from hps.tools.doctor.ports import ports, running_server, url_of
+from hps.tools.doctor.servers import server
+from hps.tools.doctor.stores import redis, rocksdb
+from hps.tools.doctor.streams import directory, kafka
+from hps.tools.doctor.triton import triton
+
+if TYPE_CHECKING:
+    from hps.client import Tls
+    from hps.config import Configuration
+    from hps.config.schema import Settings
+    from hps.models.repository import ModelVersion
+
+
+def configured(
+    configuration: Configuration, api_key: str | None = None, tls: Tls | None = None
+) -> Iterator[Check]:
+    """Ports, models, memory, stores, streams, networks; the server itself if it runs on this machine."""
+    settings = configuration.settings
+    running = running_server(settings, api_key, tls)
+    yield from guarded("ports", ports(settings, running, api_key, tls))
+    served = None
+    if running.is_own:
+        served = server(url_of(settings.server.admin), api_key, tls, "this server")
+        yield from served.checks
+    versions = []
+    for check, version in models(configuration):
+        versions += [version] if version else []
+        yield check
+    if served is not None and served.models is not None:
+        yield from _as_configured(versions, served.models)
+    if settings.server.role == "frontend":
+        yield from guarded("lookup nodes", lookup_nodes(settings))
+    else:
+        yield from _rows(settings, versions)
+    if settings.dense.triton is not None and settings.server.role in ("all", "frontend"):
+        networks = [version for version in versions if version.spec.dense is not None]
+        yield from guarded("Triton", triton(settings.dense.triton, networks))
+
+
+def _as_configured(versions: Sequence[ModelVersion], served: Mapping[str, int]) -> Iterator[Check]:
+    """Whether the server here serves what it would after a start."""
+    for version in versions:
+        now = served.get(version.name)
+        if now != version.version:
+            serves = "no version" if now is None else f"version {now}"
+            found = f"it serves {serves}, a start would serve version {version.version}"
+            mend = (
+                f"POST /v2/repository/models/{version.name}/load on its admin port, or restart it; to keep "
+                f"another version, set models.serve.{version.name}.version"
+            )
+            yield Check(f"this server: {version.name}", "WARN", found, mend)
+
+
+def _rows(settings: Settings, versions: Sequence[ModelVersion]) -> Iterator[Check]:
+    """Of a process that has tiers: memory, stores, and what feeds them. ``hps ingest`` has those alone that
+    nodes share."""
+    own = settings.server.role != "ingest"
+    total = sum(files.bytes for version in versions for files in version.tables.values())
+    tables = [table for version in versions for table in version.embedding_tables().values()]
+    if own:
+        yield from guarded("memory", memory(settings, total))
+    if own:
+        yield attempt("folders", partial(_folders, settings))
+    if own and settings.tiers.rocksdb.enabled:
+        yield rocksdb(settings.tiers.rocksdb, total)
+    if settings.tiers.redis is not None:
+        yield from guarded("Redis", redis(settings.tiers.redis, tables))
+    if settings.updates.kafka is not None:
+        found = kafka(settings.updates.kafka, groups(settings), tables)
+        yield from guarded("Kafka", found)
+    if own and settings.updates.directory is not None:
+        yield directory(settings.updates.directory)
+
+
+def _folders(settings: Settings) -> Check:
+    """Folders that the node writes to at intervals. Raises ConfigError."""
+    from hps.config.validation import check_folders
+
+    check_folders(settings)
+    return Check("folders", "OK", "checkpoints and snapshots can be written, where configured")
+
+
+def groups(settings: Settings) -> list[str]:
+    """The consumer groups of this process and of its deployment."""
+    from hps.node.streams import node_group
+
+    updates = settings.updates.kafka
+    assert updates is not None
+    own = [node_group(updates)] if settings.server.role != "ingest" else []
+    shared = [updates.shared_group] if settings.tiers.redis is not None else []
+    return [*own, *shared]

@@ -1,0 +1,103 @@
+"""The lookup nodes that answer for a front end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from hps.errors import HpsError
+from hps.tools.doctor.check import Check, failed
+from hps.tools.output import plural
+
+if TYPE_CHECKING:
+    from hps.config.schema import Settings
+    from hps.lookup.remote import Target
+
+
+def lookup_nodes(configured: Settings) -> Iterator[Check]:
+    """Whether each of a front end's nodes takes lookups, whether all serve the same, and whether the front
+    end has what belongs to that."""
+    settings = configured.lookup
+    from hps.config.secrets import Secret
+    from hps.lookup.remote import Nodes
+    from hps.lookup.remote.addresses import Addresses
+    from hps.node.connected import certificates
+
+    try:
+        key = Secret(None, settings.api_key_file, "lookup.api_key_file")
+        nodes = Nodes(settings.nodes, certificates(settings), key)
+    except HpsError as error:
+        yield failed("lookup nodes", error)
+        return
+    try:
+        addresses = Addresses(settings.nodes)
+        if not addresses.now() and not addresses.problems:
+            yield Check("lookup nodes", "FAIL", nodes.problem, "correct lookup.nodes")
+        for node, problem in addresses.problems.items():
+            mend = "correct lookup.nodes, or start the nodes that the name stands for"
+            yield Check(f"lookup nodes {node}", "FAIL", problem, mend)
+        for target in nodes.all:
+            yield _node(target)
+        yield from _alike(nodes.all)
+        yield from _described(nodes.all, configured)
+    finally:
+        nodes.close()
+
+
+def _node(target: Target) -> Check:
+    name = f"lookup node {target.address}"
+    if target.standing == "ready":
+        served = ", ".join(
+            f"{model} {version}" for (model, version), at in target.models.items() if not at.former
+        )
+        return Check(name, "OK", f"serves {served}" if served else "ready, without a model")
+    if target.standing == "not ready":
+        return Check(name, "WARN", target.problem, "wait, or see its log and hps status")
+    mend = "start it, or correct lookup.nodes, lookup.tls, lookup.api_key_file"
+    return Check(name, "FAIL", target.problem, mend)
+
+
+def _alike(targets: Sequence[Target]) -> Iterator[Check]:
+    """Whether those that are ready serve the same versions, with the same tables."""
+    ready = [target for target in targets if target.standing == "ready"]
+    served = [
+        {
+            model: (version, at.digest)
+            for (model, version), at in each.models.items()
+            if not at.former
+        }
+        for each in ready
+    ]
+    differing = sorted(
+        model
+        for model in {name for each in served for name in each}
+        if len({each.get(model) for each in served}) > 1
+    )
+    if differing:
+        found = f"not all nodes serve the same of {', '.join(differing)}"
+        mend = "load the version at the others: POST /v2/repository/models/NAME/load on their admin ports"
+        yield Check("lookup nodes", "WARN", found, mend)
+    elif len(ready) > 1:
+        yield Check("lookup nodes", "OK", f"{plural(len(ready), 'node')} serve the same")
+
+
+def _described(targets: Sequence[Target], settings: Settings) -> Iterator[Check]:
+    """Whether the repository here has the networks of the versions that nodes serve."""
+    from hps.models.repository import Repository
+
+    repository = Repository(settings.models.repository)
+    serve = settings.models.serve
+    served = {of for each in targets for of, at in each.models.items() if not at.former}
+    for model, version in sorted(served):
+        if serve is not None and model not in serve:
+            continue
+        name = f"version {version} of {model}"
+        mend = f"put its model.yaml and {version}/dense.onnx into {repository.root}"
+        try:
+            found = repository.without_rows(model, version, (serve or {}).get(model))
+        except HpsError as error:
+            yield Check(name, "WARN", f"is served by nodes, not here: {error}", mend)
+            continue
+        if found.spec.dense is not None and found.dense is None and settings.dense.triton is None:
+            text = f"is served by nodes, but its network is not in {repository.root}"
+            yield Check(name, "FAIL", text, mend)

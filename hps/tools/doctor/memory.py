@@ -1,0 +1,162 @@
+"""Memory that the configuration asks for, beside what this process is given: in all, shared, locked."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hps.tools.doctor import machine
+from hps.tools.doctor.check import Check
+from hps.tools.output import plural, size
+
+if TYPE_CHECKING:
+    from hps.config.schema import Settings
+
+_CGROUPS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+# The rest is for requests, networks and the process itself.
+_FOR_CACHES = 0.8
+
+
+def memory(settings: Settings, table_bytes: int) -> Iterator[Check]:
+    """``table_bytes``: of all rows that are served."""
+    yield processes(settings, table_bytes)
+    wanted = cache_bytes(settings, table_bytes) + settings.tiers.rocksdb.block_cache_bytes
+    pinned = pinned_bytes(settings) if machine.has_gpu() else 0
+    yield enough(wanted + pinned, limit())
+    yield from gpus(settings)
+    triton = settings.dense.triton
+    if settings.server.shared_memory or (triton is not None and triton.shared_memory == "system"):
+        yield machine.shared_memory(Path("/dev/shm"))
+    if pinned:
+        yield locked(pinned, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
+
+
+def gpus(settings: Settings) -> Iterator[Check]:
+    """Whether the GPUs that are configured are there, and have room for the rows."""
+    from hps.cuda.loader import cupy, lacking
+
+    wanted, name = settings.tiers.gpu, "tiers.gpu"
+    if wanted.use == "off":
+        return
+    if why := lacking():
+        if wanted.use == "required":
+            mend = "give this machine or container its GPUs, or set tiers.gpu.use to auto"
+            yield Check(name, "FAIL", f"use is required, but {why}", mend)
+        return
+    cuda = cupy().cuda
+    there = cuda.runtime.getDeviceCount()
+    for number in wanted.devices:
+        if number >= there:
+            mend = "correct tiers.gpu.devices, or give the container more of them"
+            yield Check(name, "FAIL", f"device {number} of {there} (from 0 on)", mend)
+            continue
+        free, total = cuda.Device(number).mem_info
+        found = f"device {number}: {size(free)} of {size(total)} free, {size(wanted.capacity_bytes)} wanted"
+        if wanted.capacity_bytes <= total:
+            yield Check(name, "OK", found)
+        else:
+            yield Check(name, "FAIL", found, "lower tiers.gpu.capacity_bytes")
+
+
+def cache_bytes(settings: Settings, table_bytes: int) -> int:
+    """What the CPU cache may take."""
+    cache = settings.tiers.cpu_cache
+    if not cache.enabled:
+        return 0
+    if cache.share is not None:
+        return int(cache.share * table_bytes)
+    return min(cache.capacity_bytes, table_bytes) if table_bytes else cache.capacity_bytes
+
+
+def pinned_bytes(settings: Settings) -> int:
+    """Host memory that GPUs read by themselves."""
+    gpu = settings.tiers.gpu
+    return 0 if gpu.use == "off" else gpu.host_bytes * len(gpu.devices)
+
+
+def limit() -> int:
+    """What there is: of the machine, or of this container where that is less."""
+    total = [_of_machine()]
+    for path in _CGROUPS:
+        try:
+            text = path.read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            total.append(int(text))
+    return min(total)
+
+
+def _of_machine() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def enough(wanted: int, there: int) -> Check:
+    found = f"{size(there)}, of which caches may take {size(wanted)}"
+    if wanted <= _FOR_CACHES * there:
+        return Check("memory", "OK", found)
+    mend = (
+        "lower tiers.cpu_cache.capacity_bytes, tiers.gpu.host_bytes or tiers.rocksdb.block_cache_bytes, or "
+        "give the machine or container more"
+    )
+    return Check("memory", "WARN" if wanted <= there else "FAIL", found, mend)
+
+
+def locked(wanted: int, allowed: int) -> Check:
+    """Memory that GPUs read may not be swapped out."""
+    name = "locked memory"
+    if allowed in (-1, resource.RLIM_INFINITY):
+        return Check(name, "OK", f"unlimited; {size(wanted)} will be pinned")
+    if allowed >= wanted:
+        return Check(name, "OK", f"up to {size(allowed)}; {size(wanted)} will be pinned")
+    mend = (
+        "ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity of a service; or lower "
+        "tiers.gpu.host_bytes"
+    )
+    return Check(name, "WARN", f"up to {size(allowed)}, {size(wanted)} would be pinned", mend)
+
+
+def processes(settings: Settings, table_bytes: int = 0) -> Check:
+    """Which processes there will be; whether others can read the node's cache, and memory has room for it."""
+    count, cache = settings.server.workers, settings.tiers.cpu_cache
+    shared = cache.shared.name is not None
+    if not count and not shared:
+        return Check("processes", "OK", "the node alone")
+    found = f"the node and {plural(count, 'worker')}" if count else "the node, its cache shared"
+    if not cache.enabled:
+        mend = "set tiers.cpu_cache.enabled to true"
+        return Check("processes", "WARN", f"{found}, which ask the node for every row", mend)
+    from hps.native import COMPILED
+
+    if not COMPILED:
+        mend = "build it (make setup), or set server.workers to 0"
+        return Check(
+            "processes", "FAIL", f"{found}, but a shared cache needs the native core", mend
+        )
+    folder, wanted = cache.shared.folder, cache_bytes(settings, table_bytes)
+    free = shutil.disk_usage(folder).free if folder.is_dir() else 0
+    if free + _taken(folder, cache.shared.name) < wanted:
+        found += f"; the cache may take {size(wanted)}, {folder} has {size(free)} free"
+        mend = (
+            "enlarge it (docker run --shm-size, shm_size of compose, an emptyDir of medium Memory), or lower "
+            "tiers.cpu_cache.capacity_bytes"
+        )
+        return Check("processes", "WARN", found, mend)
+    return Check("processes", "OK", f"{found}, {folder} has {size(free)} free")
+
+
+def _taken(folder: Path, name: str | None) -> int:
+    """What a node that runs already has taken for its cache; one without a name gives it one of its own."""
+    sizes = []
+    for table in folder.glob(f"hps.{name or '*'}/*.table"):
+        with suppress(OSError):  # it has gone meanwhile
+            sizes.append(table.stat().st_size)
+    return sum(sizes)

@@ -1,0 +1,39 @@
+"""The models: whether each of them can be opened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from hps.errors import HpsError
+from hps.tools.doctor.check import Check, failed
+from hps.tools.output import plural
+
+if TYPE_CHECKING:
+    from hps.config import Configuration
+    from hps.models.repository import ModelVersion
+
+
+def models(configuration: Configuration) -> Iterator[tuple[Check, ModelVersion | None]]:
+    """Every model that would be served, and its version if it can be opened, its network included."""
+    from hps.node.opened_models import check_models
+
+    repository = configuration.settings.models.repository
+    try:
+        for name, found in check_models(configuration):
+            if isinstance(found, HpsError):
+                mend = f"hps model verify {name} --repository {repository}"
+                yield failed(f"model {name}", found, mend), None
+            else:
+                yield _opened(found), found
+    except HpsError as error:
+        yield failed("models", error), None
+
+
+def _opened(version: ModelVersion) -> Check:
+    name = f"model {version.name}"
+    if not version.tables and version.spec.tables:
+        return Check(name, "OK", "described here, its rows are at lookup nodes")
+    rows = sum(files.rows for files in version.tables.values())
+    tables = plural(len(version.tables), "table")
+    return Check(name, "OK", f"version {version.version}, {tables}, {plural(rows, 'row')}")

@@ -1,0 +1,178 @@
+"""The ports: free or this configuration's server's, certificates, who may ask."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from hps.config.server_settings import opened_ports
+from hps.errors import (
+    DeadlineExceeded,
+    HpsError,
+    NotFound,
+    Unauthenticated,
+    Unavailable,
+    Unsupported,
+)
+from hps.tools.doctor.check import Check, attempt
+from hps.tools.doctor.validity import file
+
+if TYPE_CHECKING:
+    from hps.client import Tls
+    from hps.config.schema import Settings
+    from hps.config.server_settings import Listener
+
+_PATIENCE_S = 5.0
+
+
+def ports(
+    settings: Settings, running: Running, api_key: str | None, tls: Tls | None
+) -> Iterator[Check]:
+    """Ports that the role opens; ``running``: the server found on this configuration's ports."""
+    yield attempt("access", lambda: exposure(settings))
+    for name, listener in opened_ports(settings.server):
+        yield port(f"{name} port", listener, running, api_key, tls)
+        if listener.tls is not None:
+            yield attempt(f"{name} certificates", partial(certificates, name, listener))
+
+
+def exposure(settings: Settings) -> Check:
+    from hps.config.auth import check_exposure
+
+    check_exposure(settings)
+    mode = settings.auth.mode
+    if mode == "off":  # stated, so meant
+        return Check("access", "OK", "auth.mode off: whoever reaches the ports may ask")
+    return Check("access", "OK", f"auth.mode {mode or 'off, loopback only'}")
+
+
+def port(
+    name: str,
+    at: Listener,
+    running: Running,
+    api_key: str | None = None,
+    tls: Tls | None = None,
+) -> Check:
+    """Free, or taken by this configuration's server (both are OK), or taken by another process."""
+    host, number = at.host, at.port
+    if number == 0:
+        return Check(name, "OK", "any free one")
+    kind = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(kind, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, number))
+            return Check(name, "OK", f"{host}:{number} is free")
+        except OSError as error:
+            reason, number_of = error.strerror or str(error), error.errno
+    setting = f"server.{name.split()[0]}"
+    if number_of == errno.EACCES:
+        mend = f"set {setting}.port to one from 1024 on, or let this user have it"
+        return Check(name, "FAIL", f"{host}:{number} cannot be had: {reason}", mend)
+    if number_of == errno.EADDRNOTAVAIL:
+        mend = f"set {setting}.host to an address of this machine, or to 0.0.0.0"
+        return Check(name, "FAIL", f"{host} is no address of this machine", mend)
+    if running.is_own and number in running.ports:
+        return Check(name, "OK", f"{host}:{number} is served by this configuration's server")
+    holder = _holder(name, at, api_key, tls)
+    if holder is not None and holder.verdict != "OK":
+        return holder
+    mend = f"stop what listens there, or set {setting}.port"
+    if holder is None:
+        return Check(name, "FAIL", f"{host}:{number} cannot be had: {reason}", mend)
+    if running.is_own is None:
+        return Check(name, "WARN", f"{holder.found}, perhaps another one: {running.why}", mend)
+    return Check(name, "FAIL", f"{holder.found}, another one: {running.why}", mend)
+
+
+def _holder(name: str, at: Listener, api_key: str | None, tls: Tls | None) -> Check | None:
+    """Owner of a port that is taken: OK for an hps server, None for any other."""
+    place, setting = f"{at.host}:{at.port}", f"server.{name.split()[0]}"
+    try:
+        return Check(name, "OK", f"{place} is served by hps") if is_ours(at, api_key, tls) else None
+    except Unauthenticated:
+        found = f"{place} is taken by a server that wants an API key"
+        return Check(name, "WARN", found, "give --api-key, to see whether it is hps")
+    except Unsupported:  # a lookup node's gRPC port has another protocol
+        return Check(name, "OK", f"{place} is served by a lookup node, or another gRPC server")
+    except HpsError as error:
+        if at.tls is not None:
+            mend = "give --tls, to see whether it is hps"
+            return Check(name, "WARN", f"{place} is taken: {error}", mend)
+        if isinstance(error, DeadlineExceeded):
+            mend = f"ask again, if that is hps at work; else stop it, or set {setting}.port"
+            found = f"{place} is taken by what said nothing for {_PATIENCE_S:g} s"
+            return Check(name, "WARN", found, mend)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """The server at a configuration's admin port.
+
+    ``is_own``: whether it is this configuration's; None if unknown, ``why`` says why not. ``ports``: all that
+    it listens on.
+    """
+
+    is_own: bool | None
+    why: str
+    ports: frozenset[int] = frozenset()
+
+
+def running_server(settings: Settings, api_key: str | None, tls: Tls | None) -> Running:
+    """Ask the admin port of the configuration which server it belongs to."""
+    from hps.client import Admin
+    from hps.config.shown import identity
+
+    at = settings.server.admin
+    if at.port == 0:
+        return Running(False, "server.admin.port is 0, so its own cannot be asked")
+    used = tls if at.tls else None
+    try:
+        with Admin(url_of(at), api_key=api_key, timeout_s=_PATIENCE_S, tls=used) as admin:
+            told = admin.status().get("server")
+    except Unavailable:
+        return Running(False, "nothing answers at this configuration's admin port")
+    except NotFound:
+        return Running(False, "what answers at this configuration's admin port is not its server")
+    except HpsError as error:
+        return Running(None, f"the admin port does not tell: {error}")
+    if told is None:
+        return Running(None, "it is of an earlier release, which does not tell its folders")
+    for name, mine in identity(settings).items():
+        if None not in (mine, told.get(name)) and mine != told[name]:
+            return Running(False, f"its {name} is {told[name]}, this configuration's is {mine}")
+    numbers = (int(url.rpartition(":")[2]) for url in told["urls"].values())
+    return Running(True, "", frozenset(numbers))
+
+
+def certificates(name: str, at: Listener) -> Check:
+    """Whether the files of the port's certificates can be used, and until when. Raises ConfigError."""
+    from services.frontend.certificates import server_context
+
+    server_context(at, f"server.{name}")
+    assert at.tls is not None
+    return file(f"{name} certificates", at.tls.certificate_file)
+
+
+def is_ours(at: Listener, api_key: str | None, tls: Tls | None) -> bool:
+    """Whether an hps server answers there. Raises what ``Client`` raises."""
+    from hps.client import Client
+
+    used = tls if at.tls else None
+    with Client(url_of(at), api_key=api_key, timeout_s=_PATIENCE_S, retries=0, tls=used) as client:
+        return client.is_hps()
+
+
+def url_of(at: Listener) -> str:
+    """Where it is asked on this machine."""
+    from hps.config.server_settings import GrpcListener
+
+    host = "127.0.0.1" if at.host in ("0.0.0.0", "::") else at.host
+    host = f"[{host}]" if ":" in host else host
+    scheme = ("grpc" if isinstance(at, GrpcListener) else "http") + ("s" if at.tls else "")
+    return f"{scheme}://{host}:{at.port}"

@@ -1,0 +1,158 @@
+"""Servers that run: whether they are ready, of which version, what they say of themselves, and whether
+several are alike."""
+
+from __future__ import annotations
+
+import email.utils
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from hps import __version__
+from hps.errors import Forbidden, HpsError, NotFound, Unauthenticated
+from hps.tools.doctor.check import Check, attempt, guarded
+from hps.tools.doctor.clocks import clock, least_skew
+from hps.tools.doctor.states import state
+from hps.tools.doctor.validity import shown
+
+if TYPE_CHECKING:
+    from hps.client import Tls
+
+_PATIENCE_S = 5.0
+_AT_ONCE = 32
+
+
+@dataclass(slots=True)
+class Found:
+    """One server: what was checked, and the versions of hps and of the models it serves, where it told."""
+
+    url: str
+    checks: list[Check] = field(default_factory=list)
+    version: str = ""
+    models: Mapping[str, int] | None = None
+
+
+def servers(urls: Sequence[str], api_key: str | None, tls: Tls | None) -> Iterator[Check]:
+    """Each of them, beside one another, since one that hangs takes its time; then whether all are alike."""
+    names = ["server" if len(urls) == 1 else f"server {url}" for url in urls]
+    with ThreadPoolExecutor(max(1, min(_AT_ONCE, len(urls)))) as threads:
+        found = list(threads.map(lambda url, name: server(url, api_key, tls, name), urls, names))
+    for each in found:
+        yield from each.checks
+    yield from alike(found)
+
+
+def server(url: str, api_key: str | None, tls: Tls | None, name: str = "server") -> Found:
+    """One by its address, for requests or for administration, over HTTP or gRPC. ``tls`` is not used where
+    the address is not secured."""
+    found = Found(url)
+    secured = url.startswith(("https:", "grpcs:"))
+    checks = _checks(name, url, api_key, tls if secured else None, found)
+    found.checks = list(guarded(name, checks))
+    return found
+
+
+def alike(found: Sequence[Found]) -> Iterator[Check]:
+    """Whether those that told it are of one version of hps, and serve the same versions of the models that
+    several of them serve."""
+    versions = {each.version for each in found if each.version}
+    if len(versions) > 1:
+        told = ", ".join(f"{each.url} {each.version}" for each in found if each.version)
+        yield Check("servers", "WARN", f"of several versions: {told}", "have all of one version")
+    serving = [each for each in found if each.models is not None]
+    if len(serving) < 2:
+        return
+    differing = []
+    for model in sorted({name for each in serving for name in each.models or ()}):
+        at = {each.url: (each.models or {}).get(model) for each in serving}
+        if len(set(at.values())) > 1:
+            said = ", ".join(f"{url} {'not' if n is None else n}" for url, n in at.items())
+            differing.append(f"{model}: {said}")
+    if differing:
+        mend = "load the version at the others: POST /v2/repository/models/NAME/load on their admin ports"
+        yield Check("servers", "WARN", f"do not serve the same: {'; '.join(differing)}", mend)
+    elif len(versions) == 1:
+        yield Check("servers", "OK", f"{len(serving)} serve the same versions of the same models")
+
+
+def _checks(
+    name: str, url: str, api_key: str | None, tls: Tls | None, found: Found
+) -> Iterator[Check]:
+    answers = attempt(name, partial(_answers, name, url, api_key, tls, found))
+    yield answers
+    if answers.verdict == "FAIL" and not found.version:
+        return
+    if url.startswith(("https:", "grpcs:")):
+        yield _certificate(f"{name}: certificate", url, tls)
+    if url.startswith("grpc"):
+        return
+    yield attempt(f"{name}: clock", partial(_clock, f"{name}: clock", url, tls))
+    from hps.client import Admin
+
+    with Admin(url, api_key=api_key, timeout_s=_PATIENCE_S, tls=tls) as admin:
+        try:
+            status = admin.status()
+        except NotFound:  # an address for requests
+            return
+        except (Unauthenticated, Forbidden) as error:
+            mend = "give --api-key of role admin, to have its state looked at"
+            yield Check(f"{name}: state", "WARN", str(error), mend)
+            return
+        except HpsError as error:
+            yield Check(f"{name}: state", "FAIL", str(error), "see its log")
+            return
+        if "models" in status:
+            found.models = {model["name"]: int(model["version"]) for model in status["models"]}
+        yield from state(name, status, admin)
+
+
+def _answers(name: str, url: str, api_key: str | None, tls: Tls | None, found: Found) -> Check:
+    from hps.client import Client
+
+    with Client(url, api_key=api_key, timeout_s=_PATIENCE_S, retries=0, tls=tls) as client:
+        told = client.about()
+        known_as = str(told.get("name", ""))
+        if not known_as.startswith("hps"):
+            what = f" but {known_as}" if known_as else ""
+            return Check(name, "FAIL", f"{url} is not an hps server{what}", "check the address")
+        found.version = str(told.get("version", ""))
+        if not client.ready():
+            mend = "wait while it loads, then see hps status"
+            return Check(name, "FAIL", f"{url} answers but is not ready", mend)
+    if found.version != __version__:
+        text = f"{url} is ready; it is hps {found.version}, this is {__version__}"
+        return Check(name, "WARN", text, "have all parts of one version")
+    return Check(name, "OK", f"{url} is ready, hps {found.version}")
+
+
+def _certificate(name: str, url: str, tls: Tls | None) -> Check:
+    try:
+        return shown(name, url, tls, _PATIENCE_S)
+    except OSError as error:
+        return Check(name, "WARN", f"cannot be looked at: {error}", "check --tls")
+
+
+def _clock(name: str, url: str, tls: Tls | None) -> Check:
+    from hps.client.address import address
+    from hps.client.http_messages import Request
+    from hps.client.rest import Http
+
+    line = Http(address(url, tls))
+
+    def now() -> float:
+        reply = line.send(Request("GET", "/v2/health/live", {}), time.monotonic() + _PATIENCE_S)
+        try:
+            return email.utils.parsedate_to_datetime(reply.headers["date"]).timestamp()
+        except (KeyError, ValueError):
+            return math.nan
+
+    try:
+        if math.isnan(now()):  # and the way there is short then
+            return Check(name, "OK", "it does not tell its time")
+        return clock(name, least_skew(now, resolution_s=1.0))
+    finally:
+        line.close()

@@ -1,0 +1,147 @@
+"""The stores: RocksDB's folder, and Redis."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hps.errors import TierError, TierTimeout
+from hps.tools.doctor.check import Check, Verdict, attempt, failed
+from hps.tools.doctor.clocks import clock, skew
+from hps.tools.output import plural, size
+
+if TYPE_CHECKING:
+    from hps.config.store_settings import RedisSettings, RocksDbSettings
+    from hps.tiers.redis.client import RedisClient
+    from hps.types import EmbeddingTable
+
+# Tables lie on disk twice while they are loaded: once in the model's files, once in the database;
+# compaction needs room beside that.
+DISK_FACTOR = 2
+_PATIENCE_MS = 2000.0
+_MEND = "start it, or correct tiers.redis"
+# From here on evictions, or refused writes, are near.
+_FULL = 0.9
+_SAVING = {"rdb_last_bgsave_status": "its last snapshot", "aof_last_write_status": "its last write"}
+
+
+def rocksdb(settings: RocksDbSettings, table_bytes: int) -> Check:
+    """Whether the database's folder can be written and has room for the tables, and what is to be left of the
+    disk."""
+    if settings.access != "primary":
+        there = settings.path.is_dir() and os.access(settings.path, os.R_OK | os.X_OK)
+        if there:
+            return Check("database", "OK", f"{settings.path}, {settings.access}")
+        mend = "start the node that owns it first, or set tiers.rocksdb.path"
+        return Check("database", "FAIL", f"{settings.path} is no folder one may read", mend)
+    found = database(settings.path, table_bytes)
+    if found.verdict != "OK" or not settings.path.exists():
+        return found
+    free = shutil.disk_usage(settings.path).free
+    if free < 2 * settings.min_free_bytes:
+        mend = "make room: below tiers.rocksdb.min_free_bytes writes are refused"
+        verdict: Verdict = "FAIL" if free < settings.min_free_bytes else "WARN"
+        return Check("database", verdict, f"{settings.path}, only {size(free)} free", mend)
+    return found
+
+
+def database(path: Path, table_bytes: int) -> Check:
+    """Whether the folder can be written and has room for tables that it does not hold yet."""
+    there = path.absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        mend = "give this user the right, or set tiers.rocksdb.path"
+        return Check("database", "FAIL", f"{there} is not a folder one may write to", mend)
+    free = shutil.disk_usage(there).free
+    if path.exists() or free >= DISK_FACTOR * table_bytes:
+        return Check("database", "OK", f"{path}, {size(free)} free")
+    found = f"{path}: {size(free)} free, the tables need about {size(DISK_FACTOR * table_bytes)}"
+    return Check("database", "FAIL", found, "make room, or set tiers.rocksdb.path to a larger disk")
+
+
+def redis(settings: RedisSettings, tables: Sequence[EmbeddingTable]) -> Iterator[Check]:
+    """Whether Redis answers, what it is, and whether it holds each table the way it would be read."""
+    from hps.tiers.redis import RedisTier
+    from hps.tiers.redis.client import RedisClient
+
+    patience = min(settings.timeout_ms, _PATIENCE_MS)
+    quick = settings.model_copy(update={"timeout_ms": patience})
+    client = RedisClient(quick)
+    try:
+        slots = client.primaries()
+        for number, slot in enumerate(slots):
+            name = "Redis" if len(slots) == 1 else f"Redis, server {number + 1} of {len(slots)}"
+            answers = attempt(name, partial(_server, name, client, slot))
+            yield answers
+            if answers.verdict == "FAIL" and len(slots) == 1:
+                return
+            if answers.verdict != "FAIL":
+                yield attempt(f"{name}: clock", partial(_clock, f"{name}: clock", client, slot))
+    except TierError as error:
+        yield failed("Redis", error, _MEND)
+        return
+    finally:
+        client.close()
+    tier = RedisTier(quick)
+    try:
+        for table in tables:
+            name = f"Redis: {table.model}/{table.name}"
+            try:
+                tier.check(table)
+                used = tier.usage(table)
+            except TierTimeout as error:
+                yield failed("Redis", error, _MEND)
+                return
+            except TierError as error:
+                yield failed(name, error)
+            else:
+                found = f"{plural(used.entries, 'row')}, {size(used.bytes)}, {settings.layout}"
+                yield Check(name, "OK", found)
+    finally:
+        tier.close()
+
+
+def _server(name: str, client: RedisClient, slot: int) -> Check:
+    """Its version, and how full it is."""
+    try:
+        told = _facts(client.call_slot(slot, "INFO"))
+    except TierError as error:
+        if "NOPERM" not in str(error) and "permission" not in str(error):
+            raise
+        return Check(name, "OK", "it answers; its user may not ask for more (INFO)")
+    kind = "Valkey" if "valkey_version" in told else "Redis"
+    version = told.get("valkey_version") or told.get("redis_version", "")
+    used, most = int(told.get("used_memory", 0)), int(told.get("maxmemory", 0))
+    found = f"{kind} {version}, {size(used)} used" + (f" of {size(most)}" if most else "")
+    if most and used > _FULL * most:
+        policy = told.get("maxmemory_policy", "")
+        mend = "give it more memory (maxmemory), or set tiers.redis.overflow_margin"
+        return Check(name, "WARN", f"{found}, policy {policy}", mend)
+    if told.get("loading") == "1":
+        return Check(name, "WARN", f"{found}; it loads its data", "wait until it has")
+    if told.get("role") == "slave":
+        mend = "name its primary in tiers.redis.addresses, or its sentinels"
+        return Check(name, "FAIL", f"{found}; it is a replica, which takes no writes", mend)
+    for fact, what in _SAVING.items():
+        if told.get(fact, "ok") != "ok":
+            mend = "see its log; make room on its disk: meanwhile it may refuse writes (MISCONF)"
+            return Check(name, "WARN", f"{found}; {what} failed", mend)
+    return Check(name, "OK", found)
+
+
+def _facts(info: Any) -> dict[str, str]:
+    lines = (line.partition(":") for line in bytes(info).decode("utf-8", "replace").splitlines())
+    return {fact: value for fact, colon, value in lines if colon}
+
+
+def _clock(name: str, client: RedisClient, slot: int) -> Check:
+    def now() -> float:
+        seconds, micros = client.call_slot(slot, "TIME")
+        return int(seconds) + int(micros) * 1e-6
+
+    return clock(name, skew(now))

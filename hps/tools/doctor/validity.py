@@ -1,0 +1,50 @@
+"""How long certificates are valid yet: those of this server's ports, and those that others show."""
+
+from __future__ import annotations
+
+import socket
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hps.tools.doctor.check import Check
+
+if TYPE_CHECKING:
+    from hps.client import Tls
+
+WARN_DAYS = 14
+
+
+def validity(name: str, end: datetime | None, of: str) -> Check:
+    """``end``: when a certificate that is valid now will not be any more; None: nobody says."""
+    if end is None:
+        return Check(name, "OK", of)
+    days = (end - datetime.now(UTC)).days
+    found = f"{of}, valid until {end:%Y-%m-%d %H:%M} UTC"
+    if days >= WARN_DAYS:
+        return Check(name, "OK", found)
+    mend = "renew it; servers take over files that change, without a restart"
+    return Check(name, "WARN", f"{found}: {days} days", mend)
+
+
+def file(name: str, certificate: Path) -> Check:
+    from hps.config.certificates import expiry
+
+    end = expiry(certificate)
+    known = None if end is None else datetime.fromtimestamp(end, UTC)
+    return validity(name, known, str(certificate))
+
+
+def shown(name: str, url: str, tls: Tls | None, patience_s: float) -> Check:
+    """The certificate that the server at ``url`` shows. Raises OSError."""
+    from hps.client.address import address
+    from hps.config.certificates import valid_until
+
+    at = address(url, tls)
+    assert at.tls is not None
+    with (
+        socket.create_connection((at.host, at.port), patience_s) as plain,
+        at.tls.context().wrap_socket(plain, server_hostname=at.host) as secured,
+    ):
+        found = secured.getpeercert(binary_form=True)
+    return validity(name, None if found is None else valid_until(found), at.target)

@@ -1,0 +1,115 @@
+"""The partitions that a Kafka reader reads, and how far it is in each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping
+
+import confluent_kafka as ck
+
+from hps.tiers.positions import Place
+from hps.updates.kafka.cluster import Cluster, Topic
+from hps.updates.kafka.start_positions import Placement, Reading
+
+_AGAIN_S = 0.5  # until Kafka is asked again for what it did not tell
+
+
+class Readings:
+    """Used by the thread that polls; `applied`, `waiting` and `saw` by any."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.moved = False
+        """Whether places or offsets are other ones than the consumer was assigned."""
+        self._placement = placement
+        self._of: dict[Place, Reading] = {}
+        self._unplaced: dict[Place, Reading | None] = {}  # with what was read of it before
+        self._broken: set[Place] = set()  # of those: Kafka could not continue where they were read
+        self._place_at = 0.0
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is known of each partition where it begins."""
+        return not self._unplaced
+
+    def get(self, place: Place) -> Reading | None:
+        return self._of.get(place)
+
+    def items(self) -> Iterable[tuple[Place, Reading]]:
+        return self._of.items()
+
+    def applied(self) -> dict[Place, int]:
+        """Up to where the stores have what Kafka keeps of each partition."""
+        return {place: max(each.applied, each.low) for place, each in dict(self._of).items()}
+
+    def waiting(self) -> dict[Place, int]:
+        """Messages of each partition that were not applied yet."""
+        return {place: each.waiting for place, each in dict(self._of).items()}
+
+    def saw(self, ends: Mapping[Place, int]) -> None:
+        """The partitions end there."""
+        for place, reading in dict(self._of).items():
+            reading.end = ends.get(place, reading.end)
+
+    def assignment(self) -> list[ck.TopicPartition]:
+        """Each partition with the offset to be polled next, or the first behind it that Kafka keeps."""
+        return [ck.TopicPartition(*place, max(each.next, each.low)) for place, each in self.items()]
+
+    def follow(self, places: Collection[Place]) -> None:
+        """Read these, and no others."""
+        for place in (self._of.keys() | self._unplaced.keys()) - set(places):
+            self._of.pop(place, None)
+            self._unplaced.pop(place, None)
+            self._broken.discard(place)
+            self.moved = True
+        for place in places:
+            if place not in self._of:
+                self._unplaced.setdefault(place, None)
+
+    def place(
+        self, topics: Mapping[str, Topic], cluster: Cluster, consumer: ck.Consumer
+    ) -> Collection[Place]:
+        """Begin new partitions where the stores are; those that could. Raises TierError, Unavailable."""
+        now = time.monotonic()
+        if self.complete or now < self._place_at:
+            return ()
+        found = self._placement.place(self._unplaced, topics, self._broken, cluster, consumer)
+        self._of |= found
+        self._broken -= found.keys()
+        for place in found:
+            del self._unplaced[place]
+        self.moved, self._place_at = True, now + _AGAIN_S
+        return found.keys()
+
+    def verify(self, topics: Mapping[str, Topic]) -> None:
+        """Begin anew in topics that were created again."""
+        for (name, partition), reading in list(self._of.items()):
+            if (topic := topics.get(name)) is not None and topic.id != reading.topic_id:
+                self._begin_anew((name, partition), reading)
+
+    def interrupt(self, place: Place) -> None:
+        """Begin anew where Kafka cannot continue."""
+        if (reading := self.get(place)) is not None:
+            self._begin_anew(place, reading)
+            self._broken.add(place)
+
+    def begin_again(self) -> None:
+        """Begin anew where the stores are, whatever was read here."""
+        for place in list(self._of):
+            self._begin_anew(place, None)
+
+    def rewind(self) -> None:
+        """Poll again what was not applied."""
+        for reading in self._of.values():
+            reading.next = reading.applied
+        self.moved = True
+
+    def clear(self) -> None:
+        self._of.clear()
+        self._unplaced.clear()
+        self._broken.clear()
+        self._place_at = 0.0
+
+    def _begin_anew(self, place: Place, former: Reading | None) -> None:
+        self._unplaced[place] = former  # first: a reader in between must not take it for complete
+        del self._of[place]
+        self._place_at = 0.0

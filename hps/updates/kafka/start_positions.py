@@ -1,0 +1,233 @@
+"""First offset to read of a Kafka partition: at the stores' positions, if Kafka can continue there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import confluent_kafka as ck
+
+from hps.config.update_settings import KafkaSettings
+from hps.errors import Unavailable
+from hps.tiers.positions import Place
+from hps.updates.kafka.brokers import text_of
+from hps.updates.kafka.client import ANSWER_S
+from hps.updates.kafka.cluster import Cluster, Topic
+from hps.updates.kafka.hps_group import committed, committed_by
+from hps.updates.stream_positions import Readers
+
+log = logging.getLogger(__name__)
+
+
+class Positions(Protocol):
+    """Positions of the stores: `hps.updates.stream_positions.StreamPlaces`, whose methods raise TierError."""
+
+    def identify(self, topic: str, partition: int, topic_id: str) -> bool: ...
+
+    def furthest(self, topic: str, partition: int) -> int: ...
+
+    def restart(self, topic: str, partition: int) -> None: ...
+
+    def begin(self, topic: str, partition: int) -> int | None: ...
+
+
+class Observe(Protocol):
+    """Counts, by topic."""
+
+    def lost(self, topic: str, messages: int) -> None:
+        """Kafka has dropped messages that were not applied."""
+        ...
+
+    def restarted(self, topic: str) -> None:
+        """A partition is read from its beginning again, as it does not continue what the stores have."""
+        ...
+
+
+@dataclass(slots=True)
+class Reading:
+    """One partition as it is read. ``next``: the offset that is polled next; ``applied``: up to where the
+    stores have it; ``low``: the first that Kafka kept when the reading began; ``end``: behind the last
+    message; ``jumped``: `next` was set by hand or by HPS's position: what is before it counts as applied."""
+
+    topic_id: str
+    next: int
+    applied: int
+    low: int
+    end: int
+    jumped: bool = False
+
+    @property
+    def waiting(self) -> int:
+        """Messages that were not applied yet."""
+        return max(0, self.end - max(self.applied, self.low))
+
+    def go_to(self, offset: int) -> None:
+        """Have what was passed count as applied."""
+        self.next = self.applied = offset
+        self.jumped = True
+
+    @property
+    def reached(self) -> int:
+        """Up to where the stores have what Kafka keeps."""
+        return max(self.applied, self.low)
+
+
+class Placement:
+    """Placement of one reader, called by its thread. Where no store knows a position, reading begins with the
+    messages of ``since_s`` (Unix seconds), if given, else where the group ``hps`` was
+    (`KafkaSettings.hps_offsets`), or with all there are. A topic that changes none of the ``tables`` has dead
+    letters only, and no store keeps a position in it: there the reader's ``group`` says which of
+    them were kept."""
+
+    def __init__(
+        self,
+        settings: KafkaSettings,
+        group: str,
+        hps: str,
+        tables: Readers,
+        positions: Positions,
+        since_s: float | None,
+        observe: Observe,
+    ) -> None:
+        self._settings = settings
+        self._group = group
+        self._tables = tables
+        self._hps_group = hps if settings.hps_offsets and since_s is None else None
+        self._positions = positions
+        self._since_s = since_s
+        self._observe = observe
+
+    def place(
+        self,
+        places: Mapping[Place, Reading | None],
+        topics: Mapping[str, Topic],
+        broken: Collection[Place],
+        cluster: Cluster,
+        consumer: ck.Consumer,
+    ) -> dict[Place, Reading]:
+        """Begin the reading of ``places``, some of which were read before; without those that Kafka says
+        nothing of now. ``broken``: those where Kafka could not continue. Raises TierError, Unavailable."""
+        restarted = {
+            place for place in places if self._is_of_another_topic(place, topics, places[place])
+        }
+        # Asked before the ends: another member of the group may still apply some.
+        furthest = {
+            place: max(self._positions.furthest(*place), 0 if former is None else former.applied)
+            for place, former in places.items()
+            if place not in restarted
+        }
+        bounds = cluster.bounds(places)
+        for place in bounds.keys() & furthest:
+            (low, end), position = bounds[place], furthest[place]
+            # Not continued though messages are there: some before the position were lost and others came.
+            if position > end or (place in broken and position >= low):
+                self._restart(place, f"messages before {position} were lost; it ends at {end}")
+                restarted.add(place)
+        readings, unknown = {}, []
+        for place, (low, end) in bounds.items():
+            former = places[place]
+            if former is None or place in restarted:
+                begin = self._positions.begin(*place)
+            else:  # the stores may not have noted it yet
+                begin = former.applied
+            if begin is None:
+                unknown.append(place)
+                continue
+            # Not from `low` on: a store notes a position only if it has what is before it, or what there was
+            # between is gone.
+            readings[place] = Reading(_id_of(place, topics), begin, begin, low, end)
+            if begin < low:
+                _warn_of_gap(place, begin, low)
+                self._observe.lost(place[0], low - begin)
+        kept = self._kept([p for p in unknown if p not in restarted], bounds, consumer)
+        unknown = [place for place in unknown if place not in kept]
+        firsts = self._firsts(unknown, bounds, consumer)
+        for place, (first, jumped) in {**kept, **firsts}.items():
+            topic_id = _id_of(place, topics)
+            readings[place] = Reading(topic_id, first, first, *bounds[place], jumped)
+        return readings
+
+    def _is_of_another_topic(
+        self, place: Place, topics: Mapping[str, Topic], former: Reading | None
+    ) -> bool:
+        topic_id = _id_of(place, topics)
+        if not topic_id:
+            return False
+        other = former is not None and former.topic_id not in ("", topic_id)
+        if self._positions.identify(*place, topic_id) or other:
+            self._restart(place, "the topic was deleted and created again")
+            return True
+        return False
+
+    def _restart(self, place: Place, why: str) -> None:
+        self._positions.restart(*place)
+        self._note_restart(place, why)
+
+    def _note_restart(self, place: Place, why: str) -> None:
+        log.error(
+            "%s/%d does not continue what was applied: %s; reading it from its beginning. Rows of messages "
+            "that were lost must be sent again", *place, why,
+        )  # fmt: skip
+        self._observe.restarted(place[0])
+
+    def _kept(
+        self,
+        places: Sequence[Place],
+        bounds: Mapping[Place, tuple[int, int]],
+        consumer: ck.Consumer,
+    ) -> dict[Place, tuple[int, bool]]:
+        """`_firsts` of ``places`` in topics that change no table, as far as the group has committed them."""
+        asked = [place for place in places if not self._tables(place[0])]
+        if not asked:
+            return {}
+        try:
+            found = committed_by(consumer, self._group, asked)
+        except Unavailable as error:
+            log.warning("dead letters of unknown tables are kept again: %s", error)
+            return {}
+        return {place: (at, True) for place, at in found.items() if at <= bounds[place][1]}
+
+    def _firsts(
+        self,
+        places: Sequence[Place],
+        bounds: Mapping[Place, tuple[int, int]],
+        consumer: ck.Consumer,
+    ) -> dict[Place, tuple[int, bool]]:
+        """First offsets of partitions that no store knows, and whether what is before counts as applied."""
+        hps: Mapping[Place, int] = {}
+        if self._hps_group is not None and places:
+            hps = committed(self._settings, self._hps_group, places)
+        firsts = {}
+        for place in places:
+            at, end = hps.get(place), bounds[place][1]
+            if at is not None and at > end:
+                self._note_restart(place, f"it ends at {end}, before {at} of {self._hps_group}")
+                at = None
+            jumped = at is not None
+            firsts[place] = (at if at is not None else self._since(place, end, consumer)), jumped
+        return firsts
+
+    def _since(self, place: Place, end: int, consumer: ck.Consumer) -> int:
+        if self._since_s is None:
+            return 0
+        asked = ck.TopicPartition(*place, int(self._since_s * 1e3))
+        try:
+            (found,) = consumer.offsets_for_times([asked], timeout=ANSWER_S)
+        except ck.KafkaException as error:
+            raise Unavailable(f"Kafka: {place[0]}: {text_of(error)}") from None
+        return int(found.offset) if found.offset >= 0 else end
+
+
+def _id_of(place: Place, topics: Mapping[str, Topic]) -> str:
+    topic = topics.get(place[0])
+    return "" if topic is None else topic.id
+
+
+def _warn_of_gap(place: Place, offset: int, low: int) -> None:
+    log.error(
+        "%s/%d: Kafka keeps messages from %d on, but %d to %d were not applied yet and are gone; "
+        "load the model's files again, or raise the topic's retention",
+        *place, low, offset, low - 1,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Admission control: per-model queues, byte budgets, limits for each client."""

@@ -1,0 +1,59 @@
+"""How many inference requests are worked at, how many wait, and which are refused.
+
+Each name has a line of its own, so that one model's load does not hold up another's requests. What needs
+nobody else's time, such as a lookup of rows in memory, is answered where it comes and stands in no line;
+health, metadata and administration never do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+
+from hps.config.admission_settings import AdmissionSettings
+from hps.observability import metric_names as m
+from hps.observability.metrics import Metrics
+from services.frontend.admission.byte_budget import Expiry, Room
+from services.frontend.admission.client_limits import Clients
+from services.frontend.admission.queue import Line
+from services.frontend.endpoints import Endpoint
+
+
+class Admission:
+    """The lines of one process. ``clients`` is None where clients have no bounds."""
+
+    def __init__(self, settings: AdmissionSettings) -> None:
+        self._settings = settings
+        self.room = Room(settings.queue_bytes)
+        self.expiry = Expiry(settings.max_wait_ms / 1e3)
+        bounds = settings.client
+        self.clients: Clients | None = None
+        if bounds.running is not None or bounds.per_second is not None:
+            self.clients = Clients(bounds)
+        self._lines: dict[str, Line] = {}
+        self._published: Metrics | None = None
+
+    def line(self, endpoint: Endpoint, running: int, metrics: Metrics) -> Line:
+        """``endpoint`` behind a line; ``running`` where the settings leave it open."""
+        line = Line(
+            endpoint,
+            self._settings,
+            self._settings.running or running,
+            self.room,
+            self.expiry,
+            metrics,
+        )
+        self._lines[endpoint.name] = line
+        if metrics is not self._published:
+            self._published = metrics
+            metrics.gauges(m.QUEUE_REQUESTS, lambda: self._each("waiting"))
+            metrics.gauges(m.RUNNING_REQUESTS, lambda: self._each("running"))
+            metrics.gauges(m.RUNNING_LIMIT, lambda: self._each("most_running"))
+            metrics.gauge(m.QUEUE_BYTES, lambda: self.room.held)
+        return line
+
+    def keep(self, names: Container[str]) -> None:
+        """Tell no more of lines whose name is not served any more."""
+        self._lines = {name: line for name, line in self._lines.items() if name in names}
+
+    def _each(self, what: str) -> Iterable[tuple[tuple[str, ...], float]]:
+        return [((name,), getattr(line, what)) for name, line in list(self._lines.items())]

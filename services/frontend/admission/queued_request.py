@@ -1,0 +1,60 @@
+"""A request that waits for its turn, as the future of its answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
+from typing import TYPE_CHECKING, Any
+
+from hps.errors import Unavailable
+from services.frontend.statistics import execution, queued_ns
+
+if TYPE_CHECKING:
+    from services.frontend.admission.queue import Line
+
+
+class Waiting(Future[Any]):
+    """A request in a line, and the future of its answer."""
+
+    def __init__(
+        self,
+        line: Line,
+        start: Callable[[], Future[Any]],
+        deadline: float,
+        size: int,
+    ) -> None:
+        super().__init__()
+        self.queued_ns = 0  # for the statistics, as the next
+        self.execution: Iterator[int] | None = None
+        self.start = start
+        self.deadline = deadline
+        self.size = size
+        self.since = time.monotonic()
+        self.work: Future[Any] | None = None
+        self._of = line
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it waits no more."""
+        return self.running() or self.done()
+
+    def expire(self) -> None:
+        self._of.expire(self)
+
+    def cancel(self) -> bool:
+        """Wait no more, or have the work stopped if it has not begun in earnest."""
+        return super().cancel() if self.work is None else self.work.cancel()
+
+    def copy(self, work: Future[Any]) -> None:
+        """Be answered as ``work`` was."""
+        self.work = None  # which holds on to this
+        self.queued_ns += queued_ns(work)
+        self.execution = execution(work)
+        try:
+            if (error := work.exception()) is not None:
+                self.set_exception(error)
+            else:
+                self.set_result(work.result())
+        except CancelledError:
+            self.set_exception(Unavailable("the request was cancelled"))

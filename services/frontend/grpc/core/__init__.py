@@ -1,0 +1,1 @@
+"""Call handling on grpc's core, beneath grpc's public server interface."""

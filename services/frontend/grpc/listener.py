@@ -1,0 +1,202 @@
+"""A gRPC port as one of several servers in a process: where it listens, what it tells of itself, how it
+ends."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from hps.config.server_settings import GrpcListener, ServerSettings
+from hps.errors import ConfigError, Unavailable
+from services.frontend.auth import Guard
+from services.frontend.grpc.call_limits import call_options
+from services.frontend.grpc.callers import check
+from services.frontend.grpc.connection_age import age_options
+from services.frontend.grpc.core import internals as inside
+from services.frontend.grpc.core.call_acceptor import Arrivals
+from services.frontend.grpc.credentials import credentials
+from services.frontend.grpc.health import Health
+from services.frontend.grpc.method_handlers import Direct, OnThreads, Streaming
+from services.frontend.open_files import most_connections
+from services.server_state import ServerState
+
+# Threads for what is quick, and for what keeps a thread: reflection, a stream.
+_QUICK, _OTHERS = 16, 8
+# Requests and lookups at most at a time, and calls beside them, health's among others; as many streams are
+# taken as those. More of either are refused with RESOURCE_EXHAUSTED.
+_REQUESTS, _BESIDE = 4096, 512
+# How long a connection may be silent at its beginning, and be without a call.
+_HANDSHAKE_MS, _IDLE_MS = 20_000, 300_000
+_PINGS_MS = 5000
+# How long further calls are told that the server stops before it does; less than they are told to wait.
+_REFUSING_S = 0.25
+
+Handlers = Mapping[str, grpc.RpcMethodHandler]
+
+
+class Generated:
+    """Takes a server's place in generated code, and keeps the handlers it is given."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, grpc.RpcMethodHandler] = {}
+
+    def add_generic_rpc_handlers(self, handlers: object) -> None:
+        pass
+
+    def add_registered_method_handlers(
+        self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler]
+    ) -> None:
+        self.by_name.update(handlers)
+
+
+class GrpcPort:
+    """One port. To be given its services, then to ``listen``; ``serve`` answers until ``stop``."""
+
+    url: str
+
+    def __init__(
+        self,
+        setting: str,
+        at: GrpcListener,
+        state: ServerState[Any],
+        settings: ServerSettings,
+        guard: Guard,
+        *,
+        one_of_many: bool = False,
+    ) -> None:
+        """``setting`` is the name of ``at``. ``one_of_many``: other processes listen there too."""
+        self._setting, self._at, self._state = setting, at, state
+        self._drain_s = settings.drain_s
+        quick = ThreadPoolExecutor(_QUICK, "grpc-quick")
+        others = ThreadPoolExecutor(_OTHERS, "grpc-others")
+        known = partial(check, guard) if guard.enabled else None
+        self.arrivals = Arrivals(_REQUESTS, _BESIDE, known)
+        self._quick = quick
+        self._pools = [quick, others]
+        self._server = grpc.server(
+            others,
+            # Of those that grpc itself takes.
+            maximum_concurrent_rpcs=_BESIDE if inside.KNOWN else _REQUESTS + _BESIDE,
+            options=[
+                ("grpc.max_receive_message_length", settings.max_body_bytes),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.so_reuseport", int(one_of_many)),
+                # Who asks for longer may look whether this is still there.
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", _PINGS_MS),
+                ("grpc.max_allowed_incoming_connections", most_connections()),
+                ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+                ("grpc.max_connection_idle_ms", _IDLE_MS),
+                *call_options(),
+                *age_options(at.max_connection_age_s, settings.drain_delay_s, settings.drain_s),
+            ],
+        )
+        self.started = False
+        self._one_request: dict[str, Direct] = {}  # by the method's full name
+        self._behaviors: list[Direct | Streaming] = []  # of what is refused at the end
+        self._stopping = asyncio.Event()
+        self._at_once = asyncio.Event()
+
+    def _listen(self, services: Mapping[str, Handlers]) -> None:
+        """Offer ``services``, by name, beside health and reflection. ``ConfigError`` when it cannot
+        listen."""
+        self._health = Health(self._state, self._quick, ("", *services))
+        generated = Generated()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, generated)
+        for name, handlers in services.items():
+            self._behaviors += self._offer(name, handlers)
+        self._offer(health.SERVICE_NAME, generated.by_name)
+        if self._at.reflection:
+            names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._server)
+        host = f"[{self._at.host}]" if ":" in self._at.host else self._at.host
+        self.url = f"{host}:{self._port(host)}"
+
+    def _offer(self, service: str, handlers: Handlers) -> list[Direct | Streaming]:
+        """Have ``handlers`` answer the calls of ``service``; what answers them."""
+        behaviors: list[Direct | Streaming] = []
+        offered = {}
+        for name, handler in handlers.items():
+            offered[name] = handler
+            if (behavior := handler.unary_unary) is not None:
+                if not isinstance(behavior, Direct):
+                    behavior = OnThreads(handler, self._quick)
+                offered[name] = grpc.unary_unary_rpc_method_handler(behavior)
+            elif (behavior := handler.unary_stream) is not None:
+                offered[name] = grpc.unary_stream_rpc_method_handler(behavior)
+            else:
+                behavior = handler.stream_stream
+            behaviors.append(behavior)
+            if isinstance(behavior, Direct):
+                self._one_request[f"/{service}/{name}"] = behavior
+        self._server.add_registered_method_handlers(service, offered)
+        return behaviors
+
+    def _port(self, host: str) -> int:
+        """The port it listens on."""
+        at, setting = self._at, self._setting
+        address = f"{host}:{at.port}"
+        try:
+            if at.tls is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, credentials(at.tls, setting))
+        except RuntimeError:
+            try:
+                socket.getaddrinfo(at.host.strip("[]"), at.port, type=socket.SOCK_STREAM)
+            except OSError as error:
+                message = f"{setting}.host is {at.host!r}, which is no address: {error}"
+                raise ConfigError(message) from None
+            mend = (
+                f"stop the process that listens there, or set {setting}.port (0 takes a free one), or "
+                f"{setting}: null"
+            )
+            if at.tls is not None:
+                files = f"{at.tls.certificate_file} and {at.tls.key_file}"
+                mend += f"; or {setting}.tls: {files} cannot be used"
+            raise ConfigError(f"{setting}: cannot listen on {address}: {mend}") from None
+        return int(port)
+
+    async def serve(self) -> None:
+        """Serve until ``stop``; then what was accepted is answered."""
+        self.arrivals.start(self._server, self._one_request)
+        self.started = True
+        await self._stopping.wait()
+        self._health.stop()
+        await self._refuse()
+        self._health.end()
+        ended = self._server.stop(self._drain_s)
+        waiting = asyncio.create_task(asyncio.to_thread(ended.wait))
+        at_once = asyncio.create_task(self._at_once.wait())
+        await asyncio.wait({waiting, at_once}, return_when=asyncio.FIRST_COMPLETED)
+        at_once.cancel()
+        if not waiting.done():
+            await asyncio.to_thread(self._server.stop, None)  # it waits
+            await waiting
+        self.arrivals.shutdown()
+        for pool in self._pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _refuse(self) -> None:
+        """Have who asks go elsewhere. Calls that come between grpc's stop and a client's notice of it are
+        CANCELLED, which nobody repeats (https://github.com/grpc/grpc/issues/41785); by then there should be
+        none."""
+        error = Unavailable("the server is shutting down; ask another replica")
+        for behavior in self._behaviors:
+            behavior.refuse(error)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._at_once.wait(), _REFUSING_S)
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """Begin the end; ``at_once`` drops what is still being answered. Called on the event loop."""
+        self._stopping.set()
+        if at_once:
+            self._at_once.set()

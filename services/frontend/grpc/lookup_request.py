@@ -1,0 +1,153 @@
+"""``hps.v1``'s lookups: from the bytes of requests to keys, and from vectors to the bytes of answers.
+
+Requests that differ in their numbers alone have the same `Asked`. What that says is looked at once, with the
+lookup prepared for it and what their answers begin with. Vectors are written behind a head and joined once:
+protobuf would copy them twice more.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.errors import BadRequest
+from hps.lookup.base import Submit
+from hps.observability import metric_names as m
+from hps.observability.metrics import Metrics
+from hps.types import JaggedKeys, KeyArray, LookupRequest, LookupResult
+from hps.v1 import lookup_pb2 as pb
+from services.frontend import faults
+from services.frontend.errors import shown
+from services.frontend.grpc.wire import field, varint
+from services.frontend.state import Entry
+
+_INT64, _FLOAT32 = np.dtype("<i8"), np.dtype("<f4")
+# Fields of LookupResponse by their tags.
+_SOURCES, _VERSIONS, _VECTORS = 0x32, 0x3A, 0x42
+
+
+class _Name(NamedTuple):
+    """A feature or a table, and which of the numbers are its."""
+
+    name: str
+    keys: slice
+    batch: int
+    offsets: slice | None
+    weights: slice | None
+
+
+class Question:
+    """What such requests ask of ``entry``. Any number of threads may use it."""
+
+    def __init__(
+        self, asked: Any, entry: Entry, digest: int, max_keys: int, metrics: Metrics
+    ) -> None:
+        """``asked``: a message; ``digest``: of what is told of the entry. Raises ``BadRequest`` or
+        ``TooLarge``."""
+        self.entry = entry
+        self.report, self.by_table = asked.report, asked.by_table
+        self.observe = metrics.histogram(
+            m.REQUEST_SECONDS, "grpc", "lookup", entry.name, entry.version, "OK"
+        ).observe
+        self.prepared: Submit | None = None
+        """How those without offsets and weights are begun, if `prepare` was called."""
+        self._digest = digest
+        self._keys = self._offsets = self._weights = 0
+        self._names = tuple(self._name(each) for each in asked.names)
+        if self._keys > max_keys:
+            raise faults.too_many_keys(self._keys, max_keys)
+        known: set[str] = set()
+        for each in self._names:
+            if each.name in known:
+                raise BadRequest(f"{shown(each.name)} stands twice in the request")
+            known.add(each.name)
+        self.batch = max((each.batch for each in self._names), default=0)
+        """Samples, for statistics; keys by table are one, however many."""
+        if self.by_table and self._names:
+            self.batch = 1
+        self._head = self._told(LookupResult({}), 0)
+
+    def _name(self, given: Any) -> _Name:
+        """The next one: its numbers stand behind those of the names before."""
+        name, count, batch = given.name, given.count, given.batch
+        if count < 0 or batch < 0:
+            raise BadRequest(f"{shown(name)}: count {count} and batch {batch} must not be negative")
+        if not (given.has_offsets or batch):
+            batch = count
+        if self.by_table and batch > count:
+            raise BadRequest(
+                f"{shown(name)} is a table: {count} keys are no batch of {batch}; leave the batch out"
+            )
+        keys, offsets, weights = slice(self._keys, self._keys + count), None, None
+        self._keys += count
+        if given.has_offsets:
+            offsets = slice(self._offsets, self._offsets + batch + 1)
+            self._offsets += batch + 1
+        if given.has_weights:
+            weights = slice(self._weights, self._weights + count)
+            self._weights += count
+        return _Name(name, keys, batch, offsets, weights)
+
+    def prepare(self) -> None:
+        """Requests like this are expected to come again. Raises ``BadRequest``."""
+        if self._offsets or self._weights or not self._names:
+            return
+        keys = np.zeros(self._keys, _INT64)
+        features = {each.name: JaggedKeys(keys[each.keys], each.batch) for each in self._names}
+        request = LookupRequest(features, None, self.report, by_table=self.by_table)
+        self.prepared = self.entry.lookup.prepare(request)
+
+    def keys(self, request: Any) -> list[KeyArray]:
+        """Those of each name, ``(n,)``, read-only. Raises ``BadRequest``."""
+        flat = _numbers(request.keys, self._keys, _INT64, "keys")
+        return [flat[each.keys] for each in self._names]
+
+    def features(self, request: Any, keys: list[KeyArray]) -> dict[str, JaggedKeys]:
+        """``keys`` as they belong together. Raises ``BadRequest``."""
+        offsets = _numbers(request.offsets, self._offsets, _INT64, "offsets")
+        weights = _numbers(request.weights, self._weights, _FLOAT32, "weights")
+        return {
+            each.name: JaggedKeys(
+                mine,
+                each.batch,
+                None if each.offsets is None else offsets[each.offsets],
+                None if each.weights is None else weights[each.weights],
+            )
+            for each, mine in zip(self._names, keys, strict=True)
+        }
+
+    def answer(self, result: LookupResult, stale_s: int) -> bytes:
+        """The ``LookupResponse`` that carries ``result``."""
+        is_plain = not (result.defaulted or result.degraded or stale_s)
+        pieces: list[Any] = [self._head if is_plain else self._told(result, stale_s)]
+        names = [each.name for each in self._names]
+        if self.report:
+            sources = b"".join([result.sources[name].tobytes() for name in names])
+            versions = b"".join([result.versions[name].tobytes() for name in names])
+            pieces += [field(_SOURCES, sources), field(_VERSIONS, versions)]
+        vectors: list[Any] = [np.ascontiguousarray(result.vectors[name]) for name in names]
+        size = sum([each.nbytes for each in vectors])
+        return b"".join((*pieces, b"%c%b" % (_VECTORS, varint(size)), *vectors))
+
+    def _told(self, result: LookupResult, stale_s: int) -> bytes:
+        head = pb.LookupResponse(
+            version=self.entry.served.version,
+            digest=self._digest,
+            defaulted=result.defaulted,
+            degraded=result.degraded,
+            stale_s=stale_s,
+        )
+        packed: bytes = head.SerializeToString()
+        return packed
+
+
+def _numbers(packed: bytes, n: int, dtype: np.dtype[Any], what: str) -> NDArray[Any]:
+    """``packed`` as ``(n,)``, read-only and not copied."""
+    if len(packed) != n * dtype.itemsize:
+        raise BadRequest(
+            f"{what}: {len(packed)} bytes are not the {n} {dtype.name} numbers that 'asked' tells of, which "
+            f"take {dtype.itemsize} each"
+        )
+    return np.frombuffer(packed, dtype)

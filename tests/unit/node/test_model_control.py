@@ -1,0 +1,511 @@
+"""Models that come and go on an open node."""
+
+import shutil
+import threading
+
+import numpy as np
+import pytest
+
+import hps
+from benchmarks.peers.process import free_ports
+from hps.config.model_schema import ModelSpec
+from hps.errors import ModelError, NotFound, TierError, Unavailable, Unsupported
+from hps.models.writer import write_version
+from hps.node import version_retirement as retiring
+from hps.node.streams import Streams
+from hps.observability import metric_names as m
+from hps.observability.metric_table import METRICS
+from hps.tiers.capacity import TABLE_BYTES, slot_bytes
+from tests.support.waiting import until
+
+SPEC = {"name": "words", "tables": [{"name": "left", "dim": 4}, {"name": "right", "dim": 2}]}
+metric_of = {spec.name: spec for spec in METRICS}
+ROWS = 500
+
+
+def write(root, version, rows=ROWS, spec=SPEC):
+    """Row ``k`` of version ``v`` is full of ``1000 * v + k``."""
+    keys = np.arange(rows)
+    tables = {
+        table["name"]: (
+            keys,
+            np.full((rows, table["dim"]), 1000 * version, np.float32) + keys[:, None],
+        )
+        for table in spec["tables"]
+    }
+    write_version(root, ModelSpec.model_validate(spec), version, tables)
+
+
+@pytest.fixture
+def repository(tmp_path):
+    write(tmp_path / "models", 1)
+    return tmp_path / "models"
+
+
+@pytest.fixture
+def settings(repository, tmp_path):
+    return {
+        "models": {"repository": str(repository)},
+        "tiers": {"rocksdb": {"path": str(tmp_path / "db")}, "cpu_cache": {"share": 0.5}},
+    }
+
+
+@pytest.fixture
+def node(settings):
+    with hps.open(settings) as opened:
+        yield opened
+
+
+def value(node, key=7):
+    found = node.lookup("words", {"left": [key], "right": [key]})
+    assert found.vectors["left"][0, 0] == found.vectors["right"][0, 0]
+    assert not found.degraded
+    return float(found.vectors["left"][0, 0])
+
+
+def families(node):
+    rocksdb = node.control._stores._rocksdb
+    return {name for name in rocksdb._database.opened.families if "/" in name}
+
+
+def settled(node):
+    """Once what has ended is gone from memory."""
+    until(lambda: not any(thread.is_alive() for thread in node.control._retiring.threads))
+
+
+def cached(node):
+    return {table.version for table in node.tiers[0].tier._tables}
+
+
+def test_a_version_takes_the_place_of_another_and_goes_back(node, repository):
+    assert value(node) == 1007
+    write(repository, 2)
+    write(repository, 3)
+    assert node.load("words", 2) == 2
+    assert value(node) == 2007
+    settled(node)
+    assert cached(node) == {2}
+    assert families(node) == {f"words/{v}/{t}" for v in (1, 2) for t in ("left", "right")}
+    assert node.load("words", 1) == 1
+    assert value(node) == 1007
+    settled(node)
+    assert families(node) == {f"words/{v}/{t}" for v in (1, 2) for t in ("left", "right")}
+    assert node.load("words") == 3
+    settled(node)
+    # The one before stays for going back, what was before that does not.
+    assert families(node) == {f"words/{v}/{t}" for v in (1, 3) for t in ("left", "right")}
+    assert cached(node) == {3}
+    assert node.status()["models"][0]["version"] == 3
+
+
+def test_what_was_hot_is_in_the_cache_from_the_start(node, repository):
+    node.lookup("words", {"left": list(range(250, 500)), "right": [1] * 250})
+    node.writer.flush()
+    hot, _ = node.hot_keys("words", "left", 250)[0]["keys"], None
+    write(repository, 2)
+    node.load("words")
+    found = node.lookup("words", {"left": hot}, want_source=True)
+    assert np.mean(found.sources["left"] == hps.Source.CPU) > 0.9
+
+
+def test_a_lookup_under_way_ends_on_the_version_it_began_with(node, repository):
+    write(repository, 2)
+    gate, entered = threading.Event(), threading.Event()
+    rocksdb = node.control._stores._rocksdb
+    fetch = rocksdb.fetch
+
+    def gated(parts, ctx):
+        if not gate.is_set() and parts[0].table.version == 1:
+            entered.set()
+            assert gate.wait(60)
+        fetch(parts, ctx)
+
+    rocksdb.fetch = gated
+    cold = [
+        key for key in range(ROWS) if key not in node.hot_keys("words", "left", ROWS)[0]["keys"]
+    ]
+    found = []
+    asking = threading.Thread(
+        target=lambda: found.append(node.lookup("words", {"left": cold[:1]}, timeout_s=60))
+    )
+    node.control._stores.statuses[0].tier._deadline_s = 60
+    asking.start()
+    assert entered.wait(60)
+    assert node.load("words") == 2
+    assert value(node, cold[0]) == 2000 + cold[0]
+    assert cached(node) == {1, 2}
+    gate.set()
+    asking.join()
+    assert found[0].vectors["left"][0, 0] == 1000 + cold[0]
+    found.clear()
+    settled(node)
+    assert cached(node) == {2}
+
+
+def test_lookups_while_versions_change(node, repository):
+    """Each answer is of one version, and none fails."""
+    write(repository, 2)
+    ended, wrong, count = threading.Event(), [], [0]
+
+    def ask(seed):
+        rng = np.random.default_rng(seed)
+        while not ended.is_set():
+            keys = rng.integers(0, ROWS, 40)
+            try:
+                found = node.lookup("words", {"left": keys, "right": keys})
+                both = {int(v) for n in found.vectors for v in found.vectors[n][:, 0] - keys}
+            except Exception as error:
+                wrong.append(error)
+                return
+            count[0] += 1
+            if both not in ({1000}, {2000}) or found.defaulted or found.degraded:
+                wrong.append(both)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for version in (2, 1, 2):
+        before = count[0]
+        node.load("words", version)
+        until(lambda before=before: count[0] > before + 20 or wrong)
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    settled(node)
+
+
+def test_models_come_and_go(node, repository):
+    write(repository, 1, spec={"name": "more", "tables": [{"name": "t", "dim": 3}]})
+    assert node.control.available() == {"more": [1], "words": [1]}
+    assert node.load("more") == 1
+    assert node.lookup("more", {"t": [5]}).vectors["t"].tolist() == [[1005.0] * 3]
+    node.unload("more")
+    with pytest.raises(NotFound, match="'more' is not found"):
+        node.lookup("more", {"t": [5]})
+    settled(node)
+    assert {table.model for table in node.tiers[0].tier._tables} == {"words"}
+    assert node.load("more") == 1
+    assert node.lookup("more", {"t": [5]}).vectors["t"].tolist() == [[1005.0] * 3]
+    with pytest.raises(NotFound):
+        node.unload("none")
+
+
+def test_a_version_that_is_served_is_not_loaded_again(node):
+    served = node.models["words"]
+    assert node.load("words") == 1
+    assert node.models["words"] is served
+
+
+def _replaced(path):
+    """Other bytes, as many."""
+    path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+
+
+CHANGES = {
+    "1/tables/left/emb_vector": _replaced,
+    "1/tables/right/key": _replaced,
+    "1/manifest.json": lambda p: p.write_text(
+        p.read_text().replace('"created": "2', '"created": "1')
+    ),
+    "model.yaml": lambda p: p.write_text(p.read_text() + "\nmax_batch_size: 7\n"),
+}
+
+
+@pytest.mark.parametrize("file", CHANGES)
+def test_a_version_whose_files_were_changed_in_place_is_not_loaded_again(node, repository, file):
+    path = repository / "words" / file
+    before = path.read_bytes()
+    CHANGES[file](path)
+    with pytest.raises(ModelError, match=f"changed after it was loaded: {file.removeprefix('1/')}"):
+        node.load("words", 1)
+    assert value(node) == 1007
+    path.write_bytes(before)
+    assert node.load("words", 1) == 1
+
+
+def test_a_version_whose_files_were_copied_there_again_is_the_same(node, repository):
+    served = node.models["words"]
+    shutil.copytree(repository / "words", repository / "again")
+    shutil.rmtree(repository / "words")
+    (repository / "again").rename(repository / "words")
+    assert node.load("words", 1) == 1
+    assert node.models["words"] is served
+
+
+def test_what_cannot_be_loaded_leaves_all_as_it_was(node, repository):
+    with pytest.raises(NotFound, match="has no version 9"):
+        node.load("words", 9)
+    with pytest.raises(NotFound, match="no model 'none'"):
+        node.load("none")
+    write(repository, 2)
+    (repository / "words" / "2" / "tables" / "left" / "emb_vector").write_bytes(b"short")
+    with pytest.raises(ModelError):
+        node.load("words", 2)
+    assert (value(node), node.control.loading) == (1007, {})
+    assert cached(node) == {1}
+    assert node.metrics.numbers()[m.MODEL_LOADS] == {("words", "failed"): 1}
+
+
+def test_written_rows_go_to_the_version_that_is_served(node, repository):
+    write(repository, 2)
+    node.write("words", "left", [7], [[5.0] * 4])
+    node.load("words")
+    assert node.lookup("words", {"left": [7]}).vectors["left"][0, 0] == 2007
+    node.write("words", "left", [7], [[6.0] * 4])
+    assert node.lookup("words", {"left": [7]}).vectors["left"][0, 0] == 6
+    node.load("words", 1)
+    assert node.lookup("words", {"left": [7]}).vectors["left"][0, 0] == 5
+
+
+def test_rows_a_request_was_on_are_dropped_when_it_ends(node, repository):
+    write(repository, 2)
+    write(repository, 3)
+    request = node.models["words"].engine
+    node.load("words", 2)
+    node.load("words", 3)
+    until(lambda: cached(node) == {1, 3})
+    assert families(node) == {f"words/{v}/{t}" for v in (1, 2, 3) for t in ("left", "right")}
+    del request
+    settled(node)
+    assert families(node) == {f"words/{v}/{t}" for v in (2, 3) for t in ("left", "right")}
+
+
+def test_rows_that_cannot_be_dropped_now_are_dropped_later(node, repository, monkeypatch):
+    monkeypatch.setattr(retiring, "_DROP_AGAIN_S", 0.01)
+    rocksdb = node.control._stores._rocksdb
+    drop, refused = rocksdb.drop, []
+
+    def once(*tables):
+        if not refused:
+            refused.append(tables)
+            raise TierError("rocksdb", "disk full")
+        drop(*tables)
+
+    rocksdb.drop = once
+    for version in (2, 3):
+        write(repository, version)
+        assert node.load("words", version) == version
+        settled(node)
+    assert refused
+    assert families(node) == {f"words/{v}/{t}" for v in (2, 3) for t in ("left", "right")}
+    assert value(node) == 3007
+
+
+def test_switches_leave_nothing_behind(node, repository):
+    database = node.control._stores._rocksdb._database
+    write(repository, 2)
+    bytes_of_one = node.control._stores._rocksdb.figures().table_bytes
+    request = node.models["words"].engine
+    for version in (2, 1, 2, 1):
+        node.load("words", version)
+        value(node)
+    assert node.metrics.numbers()[m.MODEL_LOADS] == {("words", "failed"): 0, ("words", "served"): 4}
+    assert node.control._stores._rocksdb.figures().table_bytes <= 2 * bytes_of_one
+    del request
+    settled(node)
+    assert {table.version for table in database._families} == {1}
+    assert len(database._families) == 2
+    for name in (m.LOOKUP_KEYS, m.FEATURE_KEYS, m.LOOKUP_SECONDS, m.TIER_KEYS):
+        at = metric_of[name].labels.index("version")
+        assert {labels[at] for labels in node.metrics.numbers()[name]} == {"1"}, name
+
+
+def test_the_memory_of_the_cpu_cache_is_not_exceeded(settings, repository):
+    for name in ("more", "most"):
+        write(repository, 1, spec={"name": name, "tables": [{"name": "t", "dim": 4}]})
+    settings["models"]["serve"] = {"words": {}}
+    capacity = settings["tiers"]["cpu_cache"] = {"capacity_bytes": 20_000}
+    with hps.open(settings) as node:
+        cache = node.tiers[0].tier
+
+        def used():
+            return sum(cache.capacity(t) * slot_bytes(t) + TABLE_BYTES for t in list(cache._tables))
+
+        for name in ("more", "most"):
+            node.load(name)
+            assert used() <= capacity["capacity_bytes"] + len(cache._tables) * TABLE_BYTES
+            assert node.lookup(name, {"t": [5]}).vectors["t"][0, 0] == 1005
+            assert "has room for 0 % of the rows" in node.control.warnings[name]
+        assert node.status()["warnings"][-1].startswith(
+            "model most: the CPU cache has room for 0 %"
+        )
+        # What another leaves is there for who comes next.
+        node.unload("words")
+        node.unload("more")
+        settled(node)
+        node.load("more")
+        assert cache.capacity(node.models["more"].tables["t"]) > 100
+        assert node.control.warnings.keys() == {"most"}
+
+
+def test_rows_of_versions_that_the_repository_has_no_more_are_told_of_at_a_start(
+    settings, repository
+):
+    for version in (2, 3):
+        write(repository, version)
+    settings["models"]["serve"] = {"words": {"version": 1}}
+    with hps.open(settings) as node:
+        node.load("words", 2)
+        node.load("words", 3)
+        settled(node)
+    shutil.rmtree(repository / "words" / "2")
+    settings["models"]["serve"] = {"words": {"version": 1}}
+    with hps.open(settings) as node:
+        (warning,) = node.status()["warnings"]
+        assert "rows of words/2, which the model repository has no more" in warning
+        assert "hps store erase words --version 2" in warning
+        assert "words/1/left" in families(node)
+
+
+def test_a_redis_that_was_not_there_at_a_load_is_not_waited_for_after_the_end(settings, repository):
+    (port,) = free_ports(1)
+    settings["models"]["serve"] = {"words": {}}
+    settings["tiers"]["redis"] = {"addresses": [f"127.0.0.1:{port}"], "initial_cache_rate": 1.0}
+    before = set(threading.enumerate())
+    write(repository, 1, spec={"name": "more", "tables": [{"name": "t", "dim": 3}]})
+    with hps.open(settings) as node:
+        node.load("more")
+    until(lambda: not {t for t in set(threading.enumerate()) - before if "redis" in t.name})
+
+
+def test_the_node_ends_during_a_load(settings, repository, tmp_path):
+    (tmp_path / "updates").mkdir()
+    settings["updates"] = {"directory": {"path": str(tmp_path / "updates"), "models": ["more"]}}
+    before = set(threading.enumerate())
+    node = hps.open(settings)
+    write(repository, 2)
+    asked, gate = threading.Event(), threading.Event()
+
+    def behind(tables):
+        asked.set()
+        assert gate.wait(60)
+        return "3 messages to apply"
+
+    node.streams.behind = behind
+    raised = []
+
+    def load():
+        with pytest.raises(Unavailable, match="is being closed") as error:
+            node.load("words")
+        raised.append(error)
+
+    loading = threading.Thread(target=load)
+    loading.start()
+    assert asked.wait(60)
+    closing = threading.Thread(target=node.close)
+    closing.start()
+    closing.join(0.3)
+    assert closing.is_alive()  # what the load uses is there until it has ended
+    gate.set()
+    closing.join()
+    assert not {t.name for t in set(threading.enumerate()) - before - {loading} if t.is_alive()}
+    loading.join()
+    assert raised
+
+
+def test_files_that_were_applied_are_not_read_again(settings, repository, tmp_path):
+    """Another version would lack their rows, and nobody would know."""
+    folder = tmp_path / "updates"
+    settings["updates"] = {"directory": {"path": str(folder)}}
+    rows = {"key": np.array([7]), "vector": np.full((1, 4), 5, np.float32)}
+
+    def apply():
+        np.savez(folder / ".rows.npz", **rows)
+        (folder / ".rows.npz").rename(folder / "words.left.1.npz")
+        until(lambda: updated(node) == 5)
+        until(lambda: (folder / "applied" / "words.left.1.npz").exists())
+
+    def updated(node):
+        return node.lookup("words", {"left": [7]}).vectors["left"][0, 0]
+
+    with hps.open(settings) as node:
+        write(repository, 2)  # older than the file, whose rows win
+        apply()
+        with pytest.raises(Unsupported, match=r"updates\.directory.*not read again: .*/applied"):
+            node.load("words", 2)
+        assert node.load("words", 1) == 1  # served already
+        assert updated(node) == 5
+        # As the message has it.
+        node.unload("words")
+        assert node.load("words", 2) == 2
+        assert updated(node) == 2007
+        (folder / "applied" / "words.left.1.npz").rename(folder / "words.left.1.npz")
+        until(lambda: updated(node) == 5)
+
+
+def test_each_version_is_judged_by_its_own_rows(settings, repository, tmp_path, monkeypatch):
+    """While another is brought up to date, which may be far behind, too."""
+    (tmp_path / "updates").mkdir()
+    settings["updates"] = {
+        "directory": {"path": str(tmp_path / "updates"), "models": ["more"]},
+        "max_staleness_s": 0.2,
+        "on_stale": "refuse",
+    }
+    looks = {1: 0, 2: 0}
+
+    def age_s(_, table):
+        looks[table.version] += 1
+        return 3600.0 if table.version == 2 else 0.0
+
+    monkeypatch.setattr(Streams, "age_s", age_s)
+    entered, gate = threading.Event(), threading.Event()
+
+    def behind(_, tables):
+        entered.set()
+        assert gate.wait(60)
+        return ""
+
+    monkeypatch.setattr(Streams, "behind", behind)
+    with hps.open(settings) as node:
+        write(repository, 2)
+        loading = threading.Thread(target=node.load, args=("words",))
+        loading.start()
+        assert entered.wait(60)
+        before = looks[1]
+        until(lambda: looks[1] > before + 6)
+        assert value(node) == 1007
+        gate.set()
+        loading.join()
+        until(lambda: node.models["words"].freshness.refusal)
+        with pytest.raises(Unavailable, match="max_staleness_s"):
+            node.lookup("words", {"left": [7]})
+        node.load("words", 1)
+        assert value(node) == 1007
+
+
+class _Behind:
+    def __init__(self, streams):
+        self._streams, self.why = streams, "hps.node.x has 3 messages to apply"
+        self.followed = []
+
+    def __getattr__(self, name):
+        return getattr(self._streams, name)
+
+    def follow(self, tables, watermarks):
+        self.followed.append({table.version for table in tables})
+
+    def behind(self, tables):
+        return self.why
+
+
+def test_a_version_that_is_not_brought_up_to_date_is_not_served(settings, repository):
+    settings["models"]["catch_up_s"] = 0.05
+    with hps.open(settings) as node:
+        write(repository, 2)
+        streams = node.streams = _Behind(node.streams)
+        with pytest.raises(
+            Unavailable, match=r"within 0\.05 s \(models\.catch_up_s\): hps\.node\.x has 3"
+        ):
+            node.load("words")
+        assert value(node) == 1007
+        assert streams.followed == [{2}, {1}]
+        streams.why = ""
+        assert node.load("words") == 2
+
+
+def test_where_models_cannot_change(settings, repository, tmp_path):
+    write(repository, 2)
+    settings["tiers"]["rocksdb"]["layout"] = "hps"
+    with hps.open(settings) as node, pytest.raises(Unsupported, match="layout 'hps'"):
+        node.load("words", 1)

@@ -1,0 +1,149 @@
+"""Readers that begin anew when the models change: what the former ones held is given back."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from benchmarks.peers.process import free_ports
+from hps.config.update_settings import DirectorySettings, KafkaSettings
+from hps.errors import Unavailable
+from hps.node.streams import Streams
+from hps.observability.metrics import Metrics
+from hps.types import EmbeddingTable
+from hps.updates.stream_positions import Store
+from tests.support.waiting import until
+
+USERS = EmbeddingTable.make("users", 2, model="ctr")
+
+
+class Caches:
+    """Counts what they hear of."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def update(self, _table, keys, *_rest):
+        self.rows += len(keys)
+        done = Future()
+        done.set_result(None)
+        return done
+
+    delete = update
+
+
+class Takes:
+    """A store that takes everything and knows nothing."""
+
+    def apply(self, table, changes, positions):
+        pass
+
+    def applied(self, table, topic, partition):
+        return None
+
+    def versions(self, table, keys, at_least=0):
+        return np.zeros(len(keys), np.uint64)
+
+
+@pytest.fixture
+def resources():
+    with ExitStack() as resources:
+        yield resources
+
+
+def held():
+    """This process' threads and descriptors."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def test_a_switch_leaves_nothing_of_the_former_readers(resources, tmp_path):
+    streams = Streams([USERS], Metrics(), resources)
+    (port,) = free_ports(1)
+    streams.read_kafka(KafkaSettings(brokers=f"127.0.0.1:{port}", group="here"), [], Caches())
+    streams.read_folder(DirectorySettings(path=tmp_path), [], Caches())
+    before, switches = np.array(held()), 4
+    for _ in range(switches):
+        streams.follow([USERS], {})
+    # librdkafka's threads come a little later than its clients.
+    until(lambda: (held() - before < switches).all())
+    assert len(resources._exit_callbacks) == 1
+    assert [each["source"] for each in streams.status()] == ["kafka", "directory"]
+
+
+def test_a_paused_reader_stays_so_over_a_switch(resources, tmp_path):
+    caches = Caches()
+    streams = Streams([USERS], Metrics(), resources)
+    streams.read_folder(DirectorySettings(path=tmp_path), [], caches)
+    streams.pause()
+    part = tmp_path / ".part.npz"
+    np.savez(part, key=np.arange(5), vector=np.ones((5, 2), np.float32))
+    part.rename(tmp_path / "ctr.users.1.npz")
+    streams.follow([USERS], {})
+    streams.pause()  # over when the reader has run
+    assert caches.rows == 0
+    streams.resume()
+    until(lambda: caches.rows == 5)
+
+
+def test_rows_that_are_followed_no_more_age(resources, tmp_path):
+    streams = Streams([USERS], Metrics(), resources)
+    streams.read_folder(DirectorySettings(path=tmp_path), [], Caches())
+    assert streams.age_s(USERS) == 0
+    other = EmbeddingTable.make("users", 2, model="ctr", version=2)
+    streams.follow([other], {})
+    until(lambda: streams.age_s(USERS) > 0)
+    assert streams.age_s(other) == 0
+    streams.follow([USERS], {})
+    assert streams.age_s(USERS) == 0
+
+
+def cut_off(resources, tables):
+    """Streams that read a Kafka which is not there."""
+    streams = Streams(tables, Metrics(), resources)
+    (port,) = free_ports(1)
+    streams.read_kafka(KafkaSettings(brokers=f"127.0.0.1:{port}", group="here"), [], Caches())
+    return streams
+
+
+def test_rows_age_from_the_start_while_nobody_knows_what_they_lack(resources):
+    streams = cut_off(resources, [USERS])
+    until(lambda: streams.age_s(USERS) > 0.2)
+    assert streams.age_s(EmbeddingTable.make("other", 2, model="news")) == 0, "of no stream"
+    streams.follow([USERS], {})
+    assert streams.age_s(USERS) > 0.2, "readers that begin anew know no more"
+    later = EmbeddingTable.make("users", 2, model="ctr", version=2)
+    streams.follow([later], {})
+    before = streams.age_s(USERS)
+    assert streams.age_s(later) < before
+    streams.follow([USERS], {})
+    assert streams.age_s(USERS) >= before, "the other version was not loaded after all"
+
+
+def test_rows_written_by_hand_tell_nothing_of_the_stream(resources):
+    streams = cut_off(resources, [USERS])
+    streams.write_directly([Store("store", Takes())], Caches())
+    until(lambda: streams.age_s(USERS) > 0.2)
+    streams.write(USERS, np.array([1]), np.ones((1, 2), np.float32), np.empty(0, np.int64))
+    assert streams.age_s(USERS) > 0.2
+
+
+def test_seek_before_it_is_known_what_is_read(resources):
+    streams = cut_off(resources, [USERS])
+    with pytest.raises(
+        Unavailable, match=r"hps\.node\.here does not know yet which partitions it reads"
+    ):
+        streams.seek("hps_updates.ctr", 0, 0)
+
+
+def test_messages_of_unknown_age_are_behind(resources, monkeypatch):
+    streams = cut_off(resources, [USERS])
+    (stream,) = streams._readers.streams
+    place = "hps_updates.ctr", 0
+    monkeypatch.setattr(stream.source, "applied", lambda: {place: 0})
+    monkeypatch.setattr(stream.source, "lag", lambda: {place: 1})
+    assert 0 < streams.age_s(USERS) < 1, "the reader began just now"
+    assert streams.behind([USERS]).endswith("has 1 messages to apply")

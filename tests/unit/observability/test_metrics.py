@@ -1,0 +1,387 @@
+"""Counters, histograms and gauges, and their exposition as Prometheus reads it."""
+
+import gc
+import json
+import re
+import threading
+import weakref
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from hps.observability import metric_names as m
+from hps.observability.meters import DenseMeter, LookupMeter, TierMeter, UpdateMeter
+from hps.observability.metric_spec import SCORE_BUCKETS, SECONDS_BUCKETS, MetricSpec
+from hps.observability.metric_table import METRICS
+from hps.observability.metrics import Metrics, Numbers
+from hps.types import EmbeddingTable, Source
+
+TABLE = EmbeddingTable.make("t", 2, model="clicks")
+
+
+def samples(metrics):
+    """(name, labels) -> value of everything exposed."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+    }
+
+
+def of(metrics, name, **labels):
+    return samples(metrics).get((name, tuple(sorted(labels.items()))))
+
+
+def test_the_table_of_names():
+    names = [spec.name for spec in METRICS]
+    assert len(set(names)) == len(names)
+    constants = {
+        value for name, value in vars(m).items() if name.isupper() and str(value)[:4] == "hps_"
+    }
+    assert constants == set(names)
+    for spec in METRICS:
+        assert re.fullmatch(r"hps_[a-z_]+", spec.name)
+        assert spec.help[0].isupper()
+        assert spec.help.endswith(".")
+        assert spec.name.endswith("_total") == (spec.kind == "counter")
+        if spec.kind == "histogram":
+            assert spec.name.endswith(("_seconds", "_requests", "_scores"))
+    assert list(SECONDS_BUCKETS) == sorted(SECONDS_BUCKETS)
+    assert SECONDS_BUCKETS[0] < 1e-3
+    assert list(SCORE_BUCKETS) == sorted(SCORE_BUCKETS)
+
+
+def test_every_metric_is_exposed_with_its_help():
+    text = Metrics().render().decode()
+    for spec in METRICS:
+        assert f"# TYPE {spec.name} {spec.kind}" in text
+        assert f"# HELP {spec.name} {spec.help}" in text
+
+
+def test_counter():
+    metrics = Metrics()
+    counter = metrics.counter(m.PROMOTIONS, "cpu", "inserted")
+    assert metrics.counter(m.PROMOTIONS, "cpu", "inserted") is counter
+    counter.add()
+    counter.add(4)
+    assert of(metrics, m.PROMOTIONS, tier="cpu", result="inserted") == 5
+    assert of(metrics, m.PROMOTIONS, tier="cpu", result="gone") is None
+
+
+def test_histogram_buckets_are_cumulative_and_upper_bounds_belong():
+    metrics = Metrics()
+    histogram = metrics.histogram(m.TIER_SECONDS, "cpu")
+    for seconds in (0.0, 10e-6, 11e-6, 0.5, 99.0):
+        histogram.observe(seconds)
+    name = m.TIER_SECONDS
+    assert of(metrics, f"{name}_bucket", tier="cpu", le="1e-05") == 2
+    assert of(metrics, f"{name}_bucket", tier="cpu", le="2.5e-05") == 3
+    assert of(metrics, f"{name}_bucket", tier="cpu", le="0.5") == 4
+    assert of(metrics, f"{name}_bucket", tier="cpu", le="10.0") == 4
+    assert of(metrics, f"{name}_bucket", tier="cpu", le="+Inf") == 5
+    assert of(metrics, f"{name}_count", tier="cpu") == 5
+    assert of(metrics, f"{name}_sum", tier="cpu") == pytest.approx(99.500021)
+
+
+def test_gauges_are_read_when_asked():
+    metrics, rows = Metrics(), {"a": 1.0}
+    metrics.gauge(m.UPTIME, lambda: len(rows))
+    metrics.gauges(m.TABLE_ROWS, lambda: [(("cpu", "m", "1", t), n) for t, n in rows.items()])
+    rows["b"] = 2.0
+    assert of(metrics, m.UPTIME) == 2
+    assert of(metrics, m.TABLE_ROWS, tier="cpu", model="m", version="1", table="b") == 2
+
+
+def test_wrong_use_is_an_error_at_once():
+    metrics = Metrics()
+    with pytest.raises(KeyError):
+        metrics.counter("hps_nonsense_total")
+    with pytest.raises(ValueError, match="is a histogram with labels"):
+        metrics.counter(m.TIER_SECONDS, "cpu")
+    with pytest.raises(ValueError, match=r"labels \('tier',\), got \(\)"):
+        metrics.histogram(m.TIER_SECONDS)
+
+
+def test_hostile_label_values_stay_one_sample():
+    metrics = Metrics()
+    metrics.counter(m.LOOKUP_DEGRADED, 'a"b\n}', "cpu").add()
+    assert of(metrics, m.LOOKUP_DEGRADED, model='a"b\n}', tier="cpu") == 1
+
+
+def test_no_count_is_lost_between_threads():
+    metrics = Metrics()
+
+    def work():
+        for _ in range(2000):
+            metrics.counter(m.PROMOTIONS, "cpu", "gone").add()
+            metrics.histogram(m.TIER_SECONDS, "cpu").observe(0.1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert of(metrics, m.PROMOTIONS, tier="cpu", result="gone") == 8000
+    assert of(metrics, f"{m.TIER_SECONDS}_count", tier="cpu") == 8000
+
+
+def test_lookup_meter():
+    metrics = Metrics()
+    meter = LookupMeter(metrics, "clicks", 3)
+    every = [source for source in Source for _ in range(source + 1)]
+    features = [("first", 4), ("second", len(every) - 4)]
+    meter.finished([(TABLE, bytes(every), features), (TABLE, b"", [])], 0.1, ("rocksdb",))
+    for source in Source:
+        labels = {"model": "clicks", "version": "3", "table": "t", "tier": source.name.lower()}
+        assert of(metrics, m.LOOKUP_KEYS, **labels) == source + 1
+    for feature, found, defaulted in (("first", 3, 1), ("second", len(every) - 4, None)):
+        labels = {"model": "clicks", "version": "3", "feature": feature}
+        assert of(metrics, m.FEATURE_KEYS, **labels, result="found") == found
+        assert of(metrics, m.FEATURE_KEYS, **labels, result="defaulted") in (defaulted, 0.0)
+    assert of(metrics, m.LOOKUP_DEGRADED, model="clicks", tier="rocksdb") == 1
+    assert of(metrics, f"{m.LOOKUP_SECONDS}_count", model="clicks", version="3") == 1
+
+
+def test_tier_and_dense_meter():
+    metrics = Metrics()
+    meter = TierMeter(metrics, "cpu")
+    meter([(TABLE, 5, 3), (TABLE, 0, 0)], 0.1)
+    meter([(TABLE, 4, 4)], 0.1)
+    labels = {"tier": "cpu", "model": "clicks", "version": "1", "table": "t"}
+    assert of(metrics, m.TIER_KEYS, **labels, result="found") == 7
+    assert of(metrics, m.TIER_KEYS, **labels, result="missed") == 2
+    meter([(TABLE, 6, 1)], 0.1, True)
+    meter.passed_over("late")
+    assert of(metrics, m.TIER_KEYS, **labels, result="found") == 8
+    assert of(metrics, m.TIER_KEYS, **labels, result="missed") == 2
+    assert of(metrics, m.TIER_KEYS, **labels, result="skipped") == 5
+    assert of(metrics, f"{m.TIER_SECONDS}_count", tier="cpu") == 2
+    assert of(metrics, m.TIER_SKIPPED, tier="cpu", reason="late") == 1
+    dense = DenseMeter(metrics, "clicks", 3)
+    dense.ran(0.1)
+    dense.not_finite("ctr", 3)
+    assert of(metrics, m.SCORES_NOT_FINITE, model="clicks", version="3", output="ctr") == 3
+    assert of(metrics, f"{m.DENSE_SECONDS}_sum", model="clicks", version="3") == pytest.approx(0.1)
+
+
+def test_no_observation_is_lost_while_others_read():
+    """Observations are noted and sorted later: however many threads note and read, none is lost."""
+    histogram = Metrics().histogram(m.TIER_SECONDS, "cpu")
+    stop = threading.Event()
+
+    def observe():
+        for _ in range(20_000):
+            histogram.observe(3e-5)
+
+    def read():
+        while not stop.is_set():
+            histogram.read()
+
+    reader = threading.Thread(target=read)
+    writers = [threading.Thread(target=observe) for _ in range(4)]
+    for thread in (reader, *writers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    stop.set()
+    reader.join()
+    counts, total = histogram.read()
+    assert sum(counts) == 80_000
+    assert counts[SECONDS_BUCKETS.index(50e-6)] == 80_000
+    assert total == pytest.approx(80_000 * 3e-5)
+
+
+@pytest.mark.parametrize("index", range(len(SECONDS_BUCKETS)))
+def test_a_bucket_holds_its_upper_bound(index):
+    histogram = Metrics().histogram(m.TIER_SECONDS, "cpu")
+    bound = SECONDS_BUCKETS[index]
+    for seconds in (bound, bound * 1.0001):
+        histogram.observe(seconds)
+    counts, _ = histogram.read()
+    assert counts[index] == 1
+    assert counts[index + 1] == 1
+
+
+def test_numbers_of_other_processes_are_added_to_ours():
+    """Over JSON, as they travel; of what only ended processes had, no gauge."""
+    ours, other = Metrics(), Metrics()
+    for each, n in ((ours, 1), (other, 2)):
+        each.counter(m.LOOKUP_KEYS, "clicks", "1", "users", "cpu").add(n)
+        each.histogram(m.TIER_SECONDS, "cpu").observe_all([3e-5] * n)
+        each.gauge(m.LOOKUP_WAITING, lambda n=n: n)
+    other.counter(m.LOOKUP_KEYS, "clicks", "1", "users", "redis").add(5)
+    told = json.loads(json.dumps(other.numbers().as_json()))
+    ours.include(lambda: Numbers.from_json(told))
+    ours.include(lambda: Numbers.from_json(told).grown())
+    assert of(ours, m.LOOKUP_KEYS, model="clicks", version="1", table="users", tier="cpu") == 5
+    assert of(ours, m.LOOKUP_KEYS, model="clicks", version="1", table="users", tier="redis") == 10
+    assert of(ours, f"{m.TIER_SECONDS}_count", tier="cpu") == 5
+    assert of(ours, f"{m.TIER_SECONDS}_sum", tier="cpu") == pytest.approx(15e-5)
+    assert of(ours, m.LOOKUP_WAITING) == 3
+    assert ours.counter(m.LOOKUP_KEYS, "clicks", "1", "users", "cpu").value == 1
+
+
+def test_metrics_that_are_not_known_here_are_left_out():
+    assert Numbers.from_json({"hps_of_tomorrow": [[[], 1]]}) == {}
+
+
+def test_a_tally_adds_its_amounts_as_often_as_it_is_told():
+    """Whether the numbers are asked for before, between or after, and when it is gone."""
+    metrics = Metrics()
+    inserted = metrics.counter(m.PROMOTIONS, "cpu", "inserted")
+    gone = metrics.counter(m.PROMOTIONS, "cpu", "gone")
+    once = metrics.tally([(inserted, 1000)])
+    once.add()
+    tally = metrics.tally([(inserted, 2), (gone, 3)])
+    for times in range(1, 5):
+        tally.add()
+        if times != 3:
+            assert of(metrics, m.PROMOTIONS, tier="cpu", result="gone") == 3 * times
+    tally.add()
+    del tally, once
+    assert of(metrics, m.PROMOTIONS, tier="cpu", result="gone") == 15
+    assert of(metrics, m.PROMOTIONS, tier="cpu", result="inserted") == 1010
+
+
+def test_no_tally_is_lost_between_threads():
+    metrics = Metrics()
+    counter = metrics.counter(m.PROMOTIONS, "cpu", "gone")
+    shared, stop = metrics.tally([(counter, 2)]), threading.Event()
+
+    def work():
+        for _ in range(2000):
+            shared.add()
+            own = metrics.tally([(counter, 1)])
+            for _ in range(3):
+                own.add()
+
+    def read():
+        while not stop.is_set():
+            metrics.numbers()
+
+    reader = threading.Thread(target=read)
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in (reader, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stop.set()
+    reader.join()
+    assert of(metrics, m.PROMOTIONS, tier="cpu", result="gone") == 4 * 2000 * 5
+
+
+def test_scores_are_counted_by_the_array():
+    metrics = Metrics()
+    meter = DenseMeter(metrics, "clicks", 3)
+    labels = {"model": "clicks", "version": "3", "output": "ctr"}
+    scores = np.array([[0.005], [0.5]], np.float32)
+    meter.scored("ctr", scores)
+    scores[:] = 9.0  # it is the caller's again
+    meter.scored("ctr", np.linspace(0.0, 1.0, 100_001))
+    assert of(metrics, f"{m.SCORES}_count", **labels) == 100_003
+    assert of(metrics, f"{m.SCORES}_bucket", **labels, le="0.0") == 1
+    assert of(metrics, f"{m.SCORES}_bucket", **labels, le="0.5") == 50_003
+    assert of(metrics, f"{m.SCORES}_bucket", **labels, le="1.0") == 100_003
+    assert of(metrics, f"{m.SCORES}_sum", **labels) == pytest.approx(50_001.005)
+
+
+def test_the_sums_of_scores_never_fall():
+    """As a histogram's own sum does below 0, which Prometheus takes for a restart."""
+    metrics = Metrics()
+    meter = DenseMeter(metrics, "clicks", 3)
+    labels = {"model": "clicks", "version": "3", "output": "logit"}
+
+    def told(sign):
+        return of(metrics, m.SCORES_ABSOLUTE, **labels, sign=sign)
+
+    meter.scored("logit", np.array([[1.0], [-4.0]], np.float32))
+    assert (told("positive"), told("negative")) == (1.0, 4.0)
+    meter.scored("logit", np.full(1000, 0.1, np.float32))
+    meter.scored("logit", np.full(1000, -0.2, np.float32))
+    assert told("positive") == pytest.approx(101)
+    assert told("negative") == pytest.approx(204)
+    assert of(metrics, f"{m.SCORES}_sum", **labels) == pytest.approx(-103)
+
+
+def test_the_meter_of_what_is_gone_is_let_go_of():
+    metrics = Metrics()
+    table = EmbeddingTable.make("t", 2, model="clicks", version=1)
+    stays, goes = TierMeter(metrics, "gpu"), TierMeter(metrics, "gpu")
+    for meter in (stays, goes):
+        meter([(table, 2, 1)], 0.1)
+    kept = weakref.ref(goes)
+    del goes, meter
+    gc.collect()
+    assert kept() is None
+    metrics.let_go("clicks", 1)
+    assert not stays._keys
+
+
+def test_what_is_counted_does_not_grow_with_the_versions_and_models_there_have_been():
+    metrics = Metrics()
+    of_tier, of_updates = TierMeter(metrics, "cpu"), UpdateMeter(metrics)
+
+    def served(model, version):
+        table = EmbeddingTable.make("t", 2, model=model, version=version)
+        metrics.hold(model, version)
+        lookups, network = LookupMeter(metrics, model, version), DenseMeter(metrics, model, version)
+        lookups.finished([(table, bytes([0, 1]), [("f", 2)])], 0.1, ("redis",))
+        network.ran(0.1)
+        network.fell_back(1)
+        network.scored("ctr", np.array([0.5]))
+        of_tier([(table, 2, 1)], 0.1)
+        of_updates.applied(table, "upserted", 1)
+        of_updates.visible(table, "redis", np.array([0.0]))
+        for name in (model, f"{model}.lookup"):
+            metrics.histogram(m.REQUEST_SECONDS, "http", "infer", name, str(version), "200")
+            metrics.histogram(m.QUEUE_SECONDS, name)
+        metrics.counter(m.MODEL_LOADS, model, "served").add()
+
+    def series():
+        return sum(map(len, metrics.numbers().values()))
+
+    before = series()
+    served("clicks", 1)
+    one = series()
+    assert one >= before + 20
+    for version in range(2, 20):
+        served("clicks", version)
+        metrics.let_go("clicks", version - 1)
+    assert series() == one
+    for day in range(20):
+        served(f"trial-{day}", 1)
+        metrics.let_go(f"trial-{day}", 1)
+    assert series() == one
+    metrics.let_go("clicks", 19)
+    assert series() == before
+    assert not of_tier._keys  # which keep tables, their defaults with them
+
+
+def test_numbers_of_a_version_that_is_gone_are_exposed_no_more():
+    metrics = Metrics()
+    for _ in range(2):  # loaded again while requests are still on it
+        metrics.hold("clicks", 3)
+    for version in "34":
+        for name in ("clicks", "clicks.lookup", "other"):
+            metrics.counter(m.LOOKUP_KEYS, name, version, "t", "cpu").add()
+    metrics.let_go("clicks", 3)
+    assert len(metrics.numbers()[m.LOOKUP_KEYS]) == 6
+    metrics.let_go("clicks", 3)
+    assert sorted(metrics.numbers()[m.LOOKUP_KEYS]) == [
+        ("clicks", "4", "t", "cpu"),
+        ("clicks.lookup", "4", "t", "cpu"),
+        ("other", "3", "t", "cpu"),
+        ("other", "4", "t", "cpu"),
+    ]
+
+
+def test_other_metrics_are_made_of_ours():
+    metrics = Metrics()
+    spec = MetricSpec("nv_of_another", "counter", ("model",), "Of another.")
+    metrics.counter(m.PROMOTIONS, "cpu", "gone").add(3)
+    metrics.expose(
+        [spec], lambda found: Numbers({spec.name: {("a",): 2 * sum(found[m.PROMOTIONS].values())}})
+    )
+    text = metrics.render().decode()
+    assert '# TYPE nv_of_another counter\nnv_of_another{model="a"} 6.0\n' in text

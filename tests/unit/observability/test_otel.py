@@ -1,0 +1,340 @@
+"""Spans by OpenTelemetry: what is recorded of a request, in whose trace, and who else is told of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.service_pb2_grpc import (
+    GRPCInferenceServiceServicer,
+    add_GRPCInferenceServiceServicer_to_server,
+)
+
+from hps.client.trace import trace_headers
+from hps.config.environment import traces_exporter
+from hps.dense.base import TensorInfo
+from hps.dense.triton import TritonModel
+from hps.dense.triton.grpc import GrpcTransport
+from hps.dense.triton.http import HttpTransport
+from hps.dense.triton.transport import Transport
+from hps.errors import ConfigError
+from hps.observability import otel
+from hps.observability.meters import UpdateMeter
+from hps.observability.metrics import Metrics
+from hps.tracing import Origin, current, followed, record
+from hps.updates.ingestor import Ingestor
+from hps.updates.kafka.messages import traceparents
+from hps.updates.source import UpdateBatch
+from hps.updates.stream_positions import StreamPlaces
+from tests.support.letters import Letters
+
+export = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+
+CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+UNSAMPLED = CALLER[:-2] + "00"
+
+
+@pytest.fixture
+def spans():
+    """By their names, those that have ended."""
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+
+    exporter = export.InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+
+    def ended():
+        return {span.name: span for span in exporter.get_finished_spans()}
+
+    ended.tracer = otel.Tracer(provider)
+    return ended
+
+
+def test_a_request_is_a_span_of_its_callers_trace_and_its_parts_are_its_children(spans):
+    request = spans.tracer.request("infer m", 0, "r-1", CALLER, "v=1")
+    assert request.is_recorded
+    assert request.trace_id == CALLER[3:35]
+    assert request.tracestate == "v=1"
+    with request.part("dense") as part:
+        assert current() is part
+        assert part.headers() == {"traceparent": part.traceparent, "tracestate": "v=1"}
+        assert part.request_id == "r-1"
+    assert current() is None
+    with pytest.raises(ValueError, match="broken"), request.part("broken"):
+        raise ValueError("broken")
+    request.stage("decode", 10, 20)
+    request.note(model="m")
+    request.end()
+    found = spans()
+    server = found["infer m"]
+    assert f"{server.parent.span_id:016x}" == CALLER[36:52]
+    assert server.attributes == {"hps.request_id": "r-1", "hps.model": "m"}
+    for name in ("dense", "broken", "decode"):
+        assert found[name].parent.span_id == server.context.span_id
+    assert found["decode"].end_time - found["decode"].start_time == pytest.approx(10, abs=1e6)
+    assert not found["broken"].status.is_ok
+
+
+def test_a_caller_decides_what_is_recorded(spans):
+    left_out = spans.tracer.request("infer m", 0, "r-1", UNSAMPLED, "")
+    assert not left_out.is_recorded
+    assert left_out.trace_id == CALLER[3:35]
+    assert left_out.traceparent.endswith("-00")
+    with left_out.part("dense"):
+        pass
+    left_out.end()
+    assert spans() == {}
+
+
+def test_work_for_several_is_linked_to_theirs(spans):
+    batch = spans.tracer.batch("ingest", [CALLER, "", CALLER, "nonsense"])
+    batch.end(RuntimeError("no"))
+    (link,) = spans()["ingest"].links
+    assert f"{link.context.trace_id:032x}" == CALLER[3:35]
+
+
+def test_what_is_done_elsewhere_ends_its_span(spans):
+    request = spans.tracer.request("r", 0, "", "", "")
+    done, failed = Future(), Future()
+    for name, future in {"done": done, "failed": failed}.items():
+        assert followed(request.begin(name), lambda f=future: f, lambda n: {"n": n}) is future
+    done.set_result(7)
+    failed.set_exception(ValueError("x"))
+    with pytest.raises(KeyError):
+        followed(request.begin("refused"), lambda: {}["x"], dict)
+    found = spans()
+    assert found["done"].attributes == {"hps.n": 7}
+    assert not found["failed"].status.is_ok
+    assert not found["refused"].status.is_ok
+
+
+class Message:
+    """One of Kafka's, as far as anybody asks."""
+
+    def __init__(self, *headers):
+        self._headers = list(headers) or None
+
+    def headers(self):
+        return self._headers
+
+
+def test_updates_are_linked_to_the_traces_of_their_messages(spans):
+    other = CALLER.replace("0af7", "1af7")
+    messages = [
+        Message(("traceparent", CALLER.encode()), ("x", None)),
+        Message(),
+        Message(("traceparent", CALLER.encode())),
+        Message(("traceparent", b"nonsense"), ("traceparent", None)),
+        Message(("traceparent", other.encode())),
+    ]
+    assert traceparents(messages) == [CALLER, other]
+
+    batches = [UpdateBatch((), (), (), traceparents(messages)), UpdateBatch(()), None]
+
+    class Source:
+        def poll(self, timeout_s):
+            return batches.pop(0)
+
+        def commit(self, batch):
+            pass
+
+    places = StreamPlaces([], lambda topic: ())
+    ingestor = Ingestor(Source(), {}, places, None, Letters(), UpdateMeter(Metrics()))
+    record(spans.tracer)
+    try:
+        for _ in range(3):
+            ingestor.step()
+    finally:
+        record(None)
+    span = spans()["ingest"]
+    assert [f"{link.context.trace_id:032x}" for link in span.links] == [CALLER[3:35], other[3:35]]
+    assert span.attributes == {"hps.rows": 0, "hps.dead": 0}
+
+
+class Triton(GRPCInferenceServiceServicer):
+    """Doubles, and keeps what it is told beside the tensors."""
+
+    def __init__(self):
+        self.told = []
+
+    def ModelMetadata(self, request, context):
+        tensor = {"datatype": "FP32", "shape": [-1, 1]}
+        answer = pb.ModelMetadataResponse(name=request.name)
+        answer.inputs.add(name="x", **tensor)
+        answer.outputs.add(name="y", **tensor)
+        return answer
+
+    def ModelConfig(self, request, context):
+        return pb.ModelConfigResponse()
+
+    def ModelInfer(self, request, context):
+        metadata = dict(context.invocation_metadata())
+        self.told.append((request.id, metadata.get("traceparent"), metadata.get("tracestate")))
+        answer = pb.ModelInferResponse(model_name=request.model_name)
+        answer.outputs.add(name="y", datatype="FP32", shape=[1, 1])
+        answer.raw_output_contents.append(request.raw_input_contents[0])
+        return answer
+
+
+class HttpTriton(BaseHTTPRequestHandler):
+    """The same by HTTP; ``server.told`` has what it is told."""
+
+    server: Any
+
+    def do_GET(self):
+        tensor = {"datatype": "FP32", "shape": [-1, 1]}
+        about = {"inputs": [{"name": "x", **tensor}], "outputs": [{"name": "y", **tensor}]}
+        self._answer({"max_batch_size": 0} if self.path.endswith("/config") else about)
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["content-length"]))
+        request = json.loads(body[: int(self.headers["inference-header-content-length"])])
+        trace = self.headers.get("traceparent"), self.headers.get("tracestate")
+        self.server.told.append((request.get("id", ""), *trace))
+        output = {"name": "y", "datatype": "FP32", "shape": [1, 1], "data": [2]}
+        self._answer({"model_name": "n", "outputs": [output]})
+
+    def _answer(self, content):
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def triton():
+    made = Triton()
+    server = grpc.server(ThreadPoolExecutor(2))
+    add_GRPCInferenceServiceServicer_to_server(made, server)
+    made.url = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield made
+    server.stop(0).wait(30)
+
+
+@pytest.fixture
+def triton_by_http():
+    with ThreadingHTTPServer(("127.0.0.1", 0), HttpTriton) as server:
+        made: Any = server
+        made.told, made.url = [], f"127.0.0.1:{server.server_port}"
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield made
+        server.shutdown()
+        thread.join(30)
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_triton_is_told_of_the_request_and_of_its_trace(spans, protocol, request):
+    x, y = TensorInfo("x", "FP32", (-1, 1)), TensorInfo("y", "FP32", (-1, 1))
+    triton = request.getfixturevalue("triton" if protocol == "grpc" else "triton_by_http")
+    transport: Transport = (
+        GrpcTransport(triton.url, "n", "", channels=1)
+        if protocol == "grpc"
+        else HttpTransport(triton.url, "n", "")
+    )
+    network = TritonModel("n", triton.url, transport, ((x,), (y,)), timeout_s=30, retries=0)
+    values = {"x": np.ones((1, 1), np.float32)}
+    network.predict(values)
+    with Origin("r-1", CALLER, "v=1").part("dense"):
+        network.predict(values)
+    traced = spans.tracer.request("infer m", 0, "r-2", CALLER, "")
+    with traced.part("dense"):
+        network.predict(values)
+    traced.end()
+    network.close()
+    found = spans()
+    asked = found["triton_infer"]
+    assert asked.parent.span_id == found["dense"].context.span_id
+    last = f"00-{CALLER[3:35]}-{asked.context.span_id:016x}-01"
+    assert triton.told == [("", None, None), ("r-1", CALLER, "v=1"), ("r-2", last, None)]
+
+
+def test_a_client_tells_of_the_span_it_is_in(spans):
+    assert "traceparent" not in trace_headers()
+    with spans.tracer.tracer.start_as_current_span("mine") as span:
+        told = trace_headers()["traceparent"]
+    assert told[36:52] == f"{span.get_span_context().span_id:016x}"
+
+
+@pytest.mark.parametrize(
+    ("variables", "exporter"),
+    [
+        ({}, None),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x:4318"}, "otlp_proto_http"),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://x:4318/v1/traces"}, "otlp_proto_http"),
+        (
+            {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+            "otlp_proto_grpc",
+        ),
+        ({"OTEL_TRACES_EXPORTER": "console"}, "console"),
+        ({"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"}, None),
+        ({"OTEL_SDK_DISABLED": "true", "OTEL_TRACES_EXPORTER": "console"}, None),
+    ],
+)
+def test_the_environment_says_where_spans_go(monkeypatch, variables, exporter):
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert traces_exporter() == exporter
+    if exporter is None:
+        assert otel.tracer("node") is None
+
+
+def test_an_exporter_that_is_not_there_is_told(monkeypatch):
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "nowhere")
+    with pytest.raises(ConfigError, match="there is no exporter 'nowhere'"):
+        otel.tracer("node")
+
+
+SCRIPT = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "opentelemetry": raise ImportError(name)
+sys.meta_path.insert(0, Absent())
+from hps.observability import otel
+from hps.client.trace import trace_headers
+assert trace_headers() == {}
+try:
+    otel.tracer("node")
+except otel.ConfigError as error:
+    print(error)
+"""
+
+
+def test_without_opentelemetry_it_is_only_missed_when_asked_for():
+    asked = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://x:4318"}
+    run = subprocess.run([sys.executable, "-c", SCRIPT], env=asked, capture_output=True, check=True)
+    assert b"pip install 'hps-server[otel]'" in run.stdout
+    quiet = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    run = subprocess.run([sys.executable, "-c", SCRIPT], env=quiet, capture_output=True, check=True)
+    assert run.stdout == b""
+
+
+def test_a_tracer_is_made_of_the_environment(monkeypatch):
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
+    made = otel.tracer("worker")
+    about = made._provider.resource.attributes
+    assert (about["service.name"], about["hps.role"]) == ("hps", "worker")
+    made.close()
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "ranking")
+    made = otel.tracer("node")
+    assert made._provider.resource.attributes["service.name"] == "ranking"
+    made.close()

@@ -1,0 +1,78 @@
+"""Where one request's time went, as its parts told."""
+
+from __future__ import annotations
+
+import pytest
+
+from hps.observability.profile import Profile
+from hps.tracing import Origin, counted, current, timed
+
+
+def test_parts_of_parts_are_told_with_their_times() -> None:
+    profile = Profile()
+    with profile.part("lookup") as lookup:
+        lookup.note(keys=3)
+        with lookup.part("cpu"):
+            assert current() is not lookup
+    profile.stage("parse", 1_000, 3_500)
+    profile.end()
+    told = profile.told()
+    assert [part["name"] for part in told["parts"]] == ["lookup", "parse"]
+    assert told["parts"][1]["us"] == 2.5
+    lookup_told = told["parts"][0]
+    assert lookup_told["about"] == {"keys": 3}
+    assert told["us"] >= lookup_told["us"] >= lookup_told["parts"][0]["us"] > 0
+
+
+def test_what_is_done_a_little_at_a_time_is_one_part() -> None:
+    profile = Profile()
+
+    def work(number: int) -> int:
+        return number + 1
+
+    with profile.part("merge"):
+        assert [counted(work, "pooling")(n) for n in range(3)] == [1, 2, 3]
+    (merge,) = profile.parts
+    (pooling,) = merge.parts
+    assert pooling.name == "pooling"
+    assert 0 < (pooling.ns or 0) <= (merge.ns or 0)
+
+
+def test_a_part_that_failed_says_why_and_one_that_has_not_ended_has_no_time() -> None:
+    profile = Profile()
+    with pytest.raises(ValueError, match="broken"), profile.part("a"):
+        raise ValueError("broken")
+    profile.begin("b")
+    a, b = profile.told()["parts"]
+    assert a["about"] == {"error": "broken"}
+    assert b["us"] is None
+
+
+@pytest.mark.parametrize("origin", [None, Origin("r-1")])
+def test_a_request_that_is_not_looked_at_is_called_as_it_is(origin: Origin | None) -> None:
+    assert timed(origin, "x", lambda: current()) is None
+    if origin is not None:
+        origin.stage("x", 0, 1)
+        origin.spent("x", 1)
+
+
+def test_a_request_that_is_looked_at_is_timed() -> None:
+    profile = Profile()
+    part = timed(profile, "x", lambda: current())
+    assert profile.parts == [part]
+
+
+def test_what_another_process_has_done_is_a_part_with_its_own_parts() -> None:
+    node = Profile(began=1_000)
+    with node.part("lookup") as lookup:
+        lookup.note(keys=2)
+    node.end()
+    asker = Profile()
+    asker.reported("node", 1_000, 9_000, node.packed())
+    asker.reported("node", 0, 1_000, b"")
+    first, second = asker.told()["parts"]
+    assert (first["name"], first["us"], second["us"], second["parts"]) == ("node", 8.0, 1.0, [])
+    (there,) = first["parts"]
+    assert (there["name"], there["about"]) == ("lookup", {"keys": 2})
+    assert there["us"] == pytest.approx(node.told()["parts"][0]["us"], abs=1e-3)
+    Origin("r-1").reported("node", 0, 1, b"")

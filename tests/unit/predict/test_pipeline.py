@@ -1,0 +1,431 @@
+"""Lookup and dense model together: broadcast, top_k, outputs, faults, and who waits where."""
+
+import threading
+import time
+from concurrent.futures import CancelledError, Future
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hps.config.model_schema import DenseSpec, TensorSpec
+from hps.dense.base import TensorInfo
+from hps.errors import BadRequest, DeadlineExceeded, DenseModelError, ModelError, Unavailable
+from hps.lookup.base import Feature, LookupModel
+from hps.lookup.engine import LookupEngine
+from hps.predict.pipeline import InferencePipeline, top_k
+from hps.threads import Workers
+from hps.tiers.base import TierInfo
+from hps.tiers.chain import TierChain
+from hps.tiers.memory import MemoryTier
+from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, PredictRequest, Source
+from tests.support.waiting import until
+
+USERS = EmbeddingTable.make("users", 2, default=-1.0)
+ITEMS = EmbeddingTable.make("items", 3, default=-1.0)
+TAGS = EmbeddingTable.make("tags", 2, dtype=np.float16)
+FEATURES = {
+    "user": Feature("user", USERS, context=True),
+    "item": Feature("item", ITEMS),
+    "tags": Feature("tags", TAGS, pooling="none", hotness=2),
+}
+SPEC = DenseSpec(
+    inputs=[
+        TensorSpec(name="price", shape=[-1]),
+        TensorSpec(name="now", shape=[-1, 2], datatype="FP32", context=True),
+    ],
+    embeddings={"item": "item_vector"},
+    outputs=[TensorSpec(name="ctr", shape=[-1, 1]), TensorSpec(name="all", shape=[-1, 12])],
+    ranking_output="ctr",
+)
+
+
+class Network:
+    """ctr = sum over everything but the user's rows; all = every input, side by side."""
+
+    inputs = (
+        TensorInfo("price", "FP32", (-1,)),
+        TensorInfo("now", "FP32", (-1, 2)),
+        TensorInfo("user", "FP32", (-1, 2)),
+        TensorInfo("item_vector", "FP32", (-1, 3)),
+        TensorInfo("tags", "FP32", (-1, 2, 2)),
+    )
+    outputs = (TensorInfo("ctr", "FP32", (-1, 1)), TensorInfo("all", "FP32", (-1, 12)))
+    quick = True
+    runs = 0
+    error = None
+    fed = None
+    asked = None
+
+    def predict(self, inputs, outputs=None, deadline=None):
+        self.runs += 1
+        self.fed, self.asked, self.thread = inputs, outputs, threading.current_thread().name
+        if self.error:
+            raise self.error
+        for tensor in self.inputs:
+            array = inputs[tensor.name]
+            assert array.flags.c_contiguous
+            assert array.dtype == tensor.dtype, tensor.name
+            assert array.shape[1:] == tensor.shape[1:], tensor.name
+        flat = [inputs[t.name].reshape(len(inputs["price"]), -1) for t in self.inputs]
+        joined = np.concatenate(flat, axis=1)
+        made = {"ctr": inputs["price"].reshape(-1, 1) + inputs["item_vector"][:, :1], "all": joined}
+        return {name: made[name] for name in outputs or made}
+
+    def runs_inline(self, batch):
+        return self.quick
+
+    def close(self):
+        pass
+
+
+class Recorder:
+    def __init__(self):
+        self.seconds, self.broken, self.scores = [], {}, {}
+
+    def ran(self, seconds):
+        self.seconds.append(seconds)
+
+    def scored(self, output, values):
+        assert np.isfinite(values).all()
+        self.scores[output] = values.ravel().tolist()
+
+    def not_finite(self, output, values):
+        self.broken[output] = self.broken.get(output, 0) + values
+
+
+class Setup:
+    def __init__(self, spec=SPEC, features=FEATURES, network=None, workers=None):
+        info = TierInfo("rocksdb", Source.ROCKSDB, blocking=True)
+        self.cache = MemoryTier(TierInfo("cpu", Source.CPU, cache=True))
+        self.store = MemoryTier(info)
+        for tier, keys in ((self.cache, range(50)), (self.store, range(100))):
+            at = np.array(keys, np.int64)
+            for table in (USERS, ITEMS, TAGS):
+                rows = np.repeat(at[:, None], table.dim, axis=1).astype(table.dtype)
+                tier.insert(table, at, rows, np.ones(len(at), np.uint64))
+        self.workers = workers or Workers(2, 8, name="test", setting="tiers.lookup_queue")
+        self.network = network or Network()
+        self.recorder = Recorder()
+        tables = {t.name: t for t in (USERS, ITEMS, TAGS)}
+        model = LookupModel("m", 1, tables, features, max_batch_size=100)
+        self.engine = LookupEngine(
+            model, TierChain([self.cache]), TierChain([self.store]), self.workers
+        )
+        self.pipeline = InferencePipeline(
+            "m", spec, self.engine, self.network, self.workers, self.recorder
+        )
+
+
+@pytest.fixture
+def setup():
+    made = Setup()
+    yield made
+    made.workers.close()
+
+
+def request(batch=3, *, user=None, now=None, first=1, **options):
+    item = np.arange(first, first + batch)
+    features = {
+        "user": JaggedKeys.dense(user if user is not None else [7]),
+        "item": JaggedKeys.dense(item),
+        "tags": JaggedKeys.dense(np.repeat(item, 2).reshape(batch, 2)),
+    }
+    dense = {
+        "price": np.linspace(0, 1, batch, dtype=np.float32),
+        "now": np.ones((1, 2), np.float32) if now is None else now,
+    }
+    return PredictRequest(features, dense, **options)
+
+
+def test_context_is_fetched_once_and_broadcast(setup):
+    result = setup.pipeline.predict(request(3))
+    assert list(result.outputs) == ["ctr", "all"]
+    np.testing.assert_array_equal(setup.network.fed["user"], np.full((3, 2), 7.0))
+    np.testing.assert_array_equal(setup.network.fed["now"], np.ones((3, 2)))
+    np.testing.assert_array_equal(setup.network.fed["tags"][:, 1, 0], [1, 2, 3])
+    full = setup.pipeline.predict(request(3, user=[7, 7, 7], now=np.ones((3, 2), np.float32)))
+    for name, values in result.outputs.items():
+        np.testing.assert_array_equal(values, full.outputs[name])
+    assert setup.recorder.seconds
+
+
+def test_jagged_context_with_weights(setup):
+    asked = request(2)
+    bag = JaggedKeys(np.array([1, 2, 3]), 1, np.array([0, 3]), np.array([1, 0.5, 2], np.float32))
+    asked.features["user"] = bag
+    setup.pipeline.predict(asked)
+    np.testing.assert_array_equal(setup.network.fed["user"], np.full((2, 2), 8.0))
+
+
+def test_outputs_are_chosen_in_the_models_order(setup):
+    assert list(setup.pipeline.predict(request(outputs=("all", "ctr"))).outputs) == ["ctr", "all"]
+    assert list(setup.pipeline.predict(request(outputs=("all",))).outputs) == ["all"]
+    assert setup.network.asked == ("all",)
+    with pytest.raises(BadRequest, match="no output 'al'; did you mean 'all'"):
+        setup.pipeline.submit(request(outputs=("al",)))
+
+
+def test_top_k_cuts_every_output(setup):
+    whole = setup.pipeline.predict(request(5)).outputs
+    result = setup.pipeline.predict(request(5, top_k=2)).outputs
+    assert result["top_k_index"].tolist() == [4, 3]
+    for name in ("ctr", "all"):
+        np.testing.assert_array_equal(result[name], whole[name][[4, 3]])
+    only = setup.pipeline.predict(request(5, top_k=2, outputs=("all", "top_k_index"))).outputs
+    assert list(only) == ["all", "top_k_index"]
+    assert setup.network.asked == ("all", "ctr")
+    assert len(setup.pipeline.predict(request(2, top_k=9)).outputs["top_k_index"]) == 2
+
+
+@pytest.mark.parametrize("k", [0, -1])
+def test_top_k_of_nothing(setup, k):
+    with pytest.raises(BadRequest, match=f"top_k must be at least 1, got {k}"):
+        setup.pipeline.submit(request(top_k=k))
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.sampled_from([0.0, 1.0, -1.0, np.nan, np.inf, -np.inf]), max_size=8),
+    st.integers(1, 9),
+)
+def test_top_k_order(scores, k):
+    expected = sorted(
+        range(len(scores)),
+        key=lambda i: (np.isnan(scores[i]), -scores[i] if not np.isnan(scores[i]) else 0, i),
+    )
+    assert top_k(np.array(scores, np.float32), k).tolist() == expected[:k]
+
+
+def test_top_k_of_unsigned_and_whole_numbers():
+    assert top_k(np.array([1, 200, 3], np.uint8), 3).tolist() == [1, 2, 0]
+    assert top_k(np.array([[-5], [7]], np.int64), 1).tolist() == [1]
+
+
+def test_an_empty_batch_has_empty_outputs(setup):
+    result = setup.pipeline.predict(request(0, top_k=3))
+    assert {name: values.shape for name, values in result.outputs.items()} == {
+        "ctr": (0, 1),
+        "all": (0, 12),
+        "top_k_index": (0,),
+    }
+    assert setup.network.runs == 0
+
+
+def test_sources_defaults_and_what_is_not_a_number(setup):
+    asked = request(2, first=99, want_source=True)
+    asked.dense["price"][0] = np.nan
+    result = setup.pipeline.predict(asked)
+    assert result.sources["item"].tolist() == [Source.ROCKSDB, Source.DEFAULT]
+    assert result.defaulted == 3  # one item, and it stands twice in tags
+    assert np.isnan(result.outputs["ctr"][0, 0])
+    assert setup.recorder.broken == {"ctr": 1, "all": 1}
+    # One number per sample, and only those that are numbers.
+    assert setup.recorder.scores == {"ctr": [float(result.outputs["ctr"][1, 0])]}
+
+
+# -- faults --------------------------------------------------------------------------------------
+
+
+def changed(**parts):
+    def change(asked):
+        for name, value in parts.items():
+            side = asked.features if name in FEATURES or name == "usr" else asked.dense
+            if value is None:
+                del side[name]
+            else:
+                side[name] = value
+        return asked
+
+    return change
+
+
+KEYS = JaggedKeys.dense
+FAULTS = {
+    "missing feature": (changed(item=None), "'m' lacks feature 'item'"),
+    "missing input": (changed(price=None, now=None), "'m' lacks input 'price', 'now'"),
+    "unknown feature": (changed(usr=KEYS([1])), "no feature 'usr'; did you mean 'user'"),
+    "unknown input": (changed(prize=np.ones(3)), "no input 'prize'; did you mean 'price'"),
+    "type": (changed(price=np.array(["a"] * 3)), "'price' is FP32, got <U1"),
+    "rank": (changed(price=np.ones((3, 1))), r"'price' has shape \[-1\], got \[3, 1\]"),
+    "size": (changed(now=np.ones((1, 3))), r"'now' has shape \[-1, 2\], got \[1, 3\]"),
+    "scalar": (changed(price=np.float32(1)), r"'price' has shape \[-1\], got \[\]"),
+    "batch of input": (changed(price=np.ones(2)), "'item' has 3, 'price' has 2"),
+    "one is not context": (changed(price=np.ones(1)), "'item' has 3, 'price' has 1"),
+    "batch of features": (changed(item=KEYS([1, 2])), "differ: 'item' has 2, 'tags' has 3"),
+    "context": (changed(user=KEYS([1, 2])), "differ: 'user' has 2, 'item' has 3"),
+    "hotness": (changed(tags=KEYS([1, 2, 3])), "'tags' takes 2 keys per sample"),
+    "jagged rows": (
+        changed(tags=JaggedKeys(np.arange(6), 3, np.array([0, 2, 4, 6]))),
+        "'tags' is not pooled and feeds a network, .* 2 keys per sample; send it without offsets",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault(setup, fault):
+    change, message = FAULTS[fault]
+    with pytest.raises(BadRequest, match=message):
+        setup.pipeline.submit(change(request(3)))
+    assert setup.network.runs == 0
+
+
+def test_a_batch_beyond_the_models(setup):
+    with pytest.raises(BadRequest, match="batch-size must be <= 100 for 'm', got 101"):
+        setup.pipeline.submit(request(101))
+
+
+def test_float64_is_narrowed(setup):
+    asked = request(3)
+    asked.dense["price"] = [0.1, 0.2, 0.3]
+    expected = np.array([0.1, 0.2, 0.3], np.float32)
+    setup.pipeline.predict(asked)
+    np.testing.assert_array_equal(setup.network.fed["price"], expected)
+
+
+def test_a_failing_network_fails_its_request_alone(setup):
+    setup.network.error = DenseModelError("no")
+    with pytest.raises(DenseModelError):
+        setup.pipeline.predict(request(3))
+    with pytest.raises(DenseModelError):
+        setup.pipeline.submit(request(3, first=60)).result(60)
+    setup.network.error = None
+    assert setup.pipeline.predict(request(3)).outputs
+
+
+def test_a_network_with_a_wrong_batch(setup, monkeypatch):
+    monkeypatch.setattr(
+        setup.network, "predict", lambda *_: {"ctr": np.ones((2, 1)), "all": np.ones((3, 12))}
+    )
+    with pytest.raises(DenseModelError, match=r"'ctr' has shape \[2, 1\] for a batch of 3"):
+        setup.pipeline.predict(request(3))
+
+
+def test_top_k_needs_one_number_per_sample():
+    spec = SPEC.model_copy(update={"ranking_output": None, "outputs": SPEC.outputs[::-1]})
+    made = Setup(spec)
+    with pytest.raises(BadRequest, match=r"output 'all' has \[12\]; name another"):
+        made.pipeline.predict(request(3, top_k=1))
+    made.workers.close()
+
+
+# -- wiring --------------------------------------------------------------------------------------
+
+
+def refuse(message, **changes):
+    features = changes.pop("features", FEATURES)
+    workers = Workers(1, 1, name="test", setting="s")
+    with pytest.raises(ModelError, match=message):
+        Setup(SPEC.model_copy(update=changes), features, workers=workers)
+    workers.close()
+
+
+def test_wiring_that_does_not_fit():
+    refuse("names feature 'x'; the features are user, item, tags", embeddings={"x": "user"})
+    refuse("input 'item', the network has", embeddings={})
+    refuse("feeds network input 'user' twice", embeddings={"item": "user"})
+    refuse("ranking_output is 'x'; the outputs are ctr, all", ranking_output="x")
+    refuse(r"ranking_output 'all' has shape \[-1, 12\]", ranking_output="all")
+    loose = FEATURES | {"tags": Feature("tags", TAGS, pooling="none")}
+    refuse("'tags' is not pooled .* must give its hotness", features=loose)
+
+
+# -- who waits where -----------------------------------------------------------------------------
+
+
+class Gate(MemoryTier):
+    """A cache that holds nothing and a store that waits for leave, in one."""
+
+    def __init__(self, inner):
+        super().__init__(inner.info)
+        self._inner = inner
+        self.leave = threading.Event()
+
+    def fetch(self, parts, ctx):
+        assert self.leave.wait(60)
+        self._inner.fetch(parts, ctx)
+
+
+def test_done_at_once_when_memory_has_it_and_the_network_is_quick(setup):
+    future = setup.pipeline.submit(request(3))
+    assert future.done()
+    assert setup.network.thread == threading.current_thread().name
+
+
+def test_a_slow_network_runs_on_a_worker(setup):
+    setup.network.quick = False
+    for first in (1, 60):
+        future = setup.pipeline.submit(request(3, first=first))
+        assert isinstance(future, Future)
+        assert future.result(60).outputs["ctr"].shape == (3, 1)
+        assert setup.network.thread.startswith("hps-test")
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_slow_store_leaves_the_caller(setup, quick):
+    setup.network.quick = quick
+    gate = Gate(setup.store)
+    setup.engine._stores = gate
+    future = setup.pipeline.submit(request(3, first=60))
+    assert not future.done()
+    gate.leave.set()
+    assert future.result(60).outputs["ctr"][0, 0] == 60
+    assert setup.network.thread.startswith("hps-test")
+
+
+def test_errors_behind_the_store_reach_the_future(setup):
+    setup.network.error = ZeroDivisionError("bug")
+    for quick in (True, False):
+        setup.network.quick = quick
+        with pytest.raises(ZeroDivisionError):
+            setup.pipeline.submit(request(3, first=60)).result(60)
+
+
+def test_a_deadline_that_passes_behind_the_store(setup):
+    gate = Gate(setup.store)
+    setup.engine._stores = gate
+    deadline = time.monotonic() + 0.5
+    future = setup.pipeline.submit(request(3, first=60, deadline=deadline))
+    until(lambda: time.monotonic() > deadline)
+    gate.leave.set()
+    with pytest.raises(DeadlineExceeded, match="before the dense model could run"):
+        future.result(60)
+    assert setup.network.runs == 0
+
+
+def test_a_full_queue_behind_the_store_fails_the_future():
+    workers = Workers(1, 1, name="test", setting="tiers.lookup_queue")
+    made = Setup(workers=workers)
+    made.network.quick = False
+    gate = Gate(made.store)
+    made.engine._stores = gate
+    first = made.pipeline.submit(request(1, first=60))
+    while workers.waiting:
+        time.sleep(0.001)
+    second = made.pipeline.submit(request(1, first=61))
+    gate.leave.set()
+    # The first one's rows came while the second held the only place in the queue.
+    with pytest.raises(Unavailable, match="overloaded"):
+        first.result(60)
+    assert second.result(60).outputs
+    workers.close()
+
+
+def test_a_cancelled_request_does_not_run_the_network(setup):
+    gate = Gate(setup.store)
+    setup.engine._stores = gate
+    future = setup.pipeline.submit(request(3, first=60))
+    future.cancel()
+    gate.leave.set()
+    with pytest.raises(CancelledError):
+        future.result(60)
+    setup.workers.close()
+    assert setup.network.runs == 0
+
+
+def test_lookup_and_prediction_see_the_same_rows(setup):
+    asked = request(3)
+    rows = setup.engine.lookup(LookupRequest(asked.features)).vectors
+    setup.pipeline.predict(asked)
+    np.testing.assert_array_equal(setup.network.fed["item_vector"], rows["item"])

@@ -1,0 +1,400 @@
+"""Calls taken up once their request is there: on grpc's own thread, beside it, and as grpc has it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from contextlib import closing
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.grpc import service_pb2 as pb
+
+from hps.errors import BadRequest
+from services.frontend.grpc import listener as port
+from services.frontend.grpc import slow_readers as unsent_module
+from services.frontend.grpc.core import call_acceptor as module
+from services.frontend.grpc.core import internals as inside
+from services.frontend.grpc.core import unary_call as unary
+from services.frontend.grpc.service import SERVICE
+from tests.support.http2_client import Http2Client
+from tests.support.waiting import until
+from tests.unit.services.frontend.grpc.test_server import keys, row
+
+
+def test_grpc_is_as_expected():
+    assert inside.KNOWN
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("_STATE", {"none"}), ("_TOLD", "event.tag.none(event)")]
+)
+def test_grpc_is_not_as_expected(monkeypatch, name, value):
+    monkeypatch.setattr(inside, name, value)
+    assert not inside._known()
+
+
+def test_grpc_lacks_what_is_expected(monkeypatch):
+    monkeypatch.delattr(inside._server, "_process_event_and_continue")
+    assert not inside._known()
+
+
+def test_what_memory_has_is_answered_on_the_servers_own_thread(serve, small, monkeypatch):
+    endpoint = type(small.state.entries["words.lookup"].endpoint)
+    names = []
+    submit = endpoint.submit
+    monkeypatch.setattr(
+        endpoint,
+        "submit",
+        lambda *args, **kwargs: (
+            names.append(threading.current_thread().name),
+            submit(*args, **kwargs),
+        )[1],
+    )
+    with triton.InferenceServerClient(serve().server.url) as client:
+        for _ in range(5):
+            client.infer("words.lookup", [keys("left", 1)])
+    assert len(set(names)) == 1
+    assert not names[0].startswith("grpc-")
+
+
+def test_without_what_is_known_of_grpc_calls_run_on_threads(serve, monkeypatch):
+    monkeypatch.setattr(inside, "KNOWN", False)
+    with triton.InferenceServerClient(serve().server.url) as client:
+        for key in (1, 12):  # in memory, in the store
+            answer = client.infer("words.lookup", [keys("left", key)])
+            assert answer.as_numpy("left").tolist() == [row(key, 3)]
+        assert client.is_server_live()
+        with pytest.raises(triton.InferenceServerException, match="NOT_FOUND"):
+            client.infer("none", [keys("left", 1)])
+        with pytest.raises(triton.InferenceServerException, match="NOT_FOUND"):
+            client.get_model_metadata("none")
+
+
+def test_without_it_many_calls_without_a_request_leave_health_its_threads(serve, monkeypatch):
+    monkeypatch.setattr(inside, "KNOWN", False)
+    gate = threading.Event()
+
+    def nothing():
+        gate.wait(60)
+        yield from ()
+
+    with grpc.insecure_channel(serve().server.url) as channel:
+        waiting = [
+            channel.stream_unary(f"/{SERVICE}/ModelInfer").future(nothing()) for _ in range(20)
+        ]
+        assert channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=60) == b"\x08\x01"
+        watched = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"")
+        assert next(watched) == b"\x08\x01"
+        watched.cancel()
+        gate.set()
+        assert all(call.exception(timeout=60) for call in waiting)
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "ServerLive"])
+def test_a_call_without_a_request(serve, method):
+    with grpc.insecure_channel(serve().server.url) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.stream_unary(f"/{SERVICE}/{method}")(iter([]), timeout=60)
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert "exactly one request message" in caught.value.details()
+
+
+@pytest.mark.parametrize(
+    "method", [f"{SERVICE}/ModelInfer", f"{SERVICE}/RepositoryModelLoad", "hps.v1.Lookup/Lookup"]
+)
+def test_messages_of_strangers_are_not_waited_for(serve, key_guard, method):
+    """They can be large."""
+    url, over = serve(key_guard).server.url, threading.Event()
+
+    def nothing():
+        over.wait()
+        yield from ()
+
+    with grpc.insecure_channel(url) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.stream_unary(f"/{method}")(nothing(), timeout=50)
+        over.set()
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    with triton.InferenceServerClient(url) as client:  # what everybody may ask
+        assert client.is_server_live()
+        known = {"x-api-key": "r" * 16}
+        client.infer("words.lookup", [keys("left", 1)], headers=known)
+        client.get_model_metadata("words.lookup", headers=known)
+        with pytest.raises(triton.InferenceServerException, match="needs role admin"):
+            client.load_model("words", headers=known)
+
+
+def test_a_callers_key_is_looked_at_once(serve, key_guard, monkeypatch):
+    monkeypatch.setattr(module, "_KNOWN_S", 600.0)
+    asked = []
+    check = key_guard.check
+    monkeypatch.setattr(key_guard, "check", lambda *args: (asked.append(1), check(*args))[1])
+    with triton.InferenceServerClient(serve(key_guard).server.url) as client:
+        client.infer("words.lookup", [keys("left", 1)], headers={"x-api-key": "r" * 16})
+        assert len(asked) == 1
+    monkeypatch.setattr(inside, "KNOWN", False)  # on a thread, which has to look itself
+    with triton.InferenceServerClient(serve(key_guard).server.url) as client:
+        client.infer("words.lookup", [keys("left", 1)], headers={"x-api-key": "r" * 16})
+        with pytest.raises(triton.InferenceServerException, match="UNAUTHENTICATED"):
+            client.infer("words.lookup", [keys("left", 1)])
+
+
+@pytest.mark.parametrize("method", [f"{SERVICE}/ModelInfer", "hps.v1.Lookup/Lookup"])
+def test_a_key_that_went_bad_before_the_request_came(serve, key_guard, monkeypatch, method):
+    monkeypatch.setattr(module, "_KNOWN_S", -1.0)
+    server, revoked = serve(key_guard).server, threading.Event()
+
+    def request():
+        revoked.wait()
+        yield b""
+
+    with grpc.insecure_channel(server.url) as channel:
+        key = [("x-api-key", "r" * 16)]
+        call = channel.stream_unary(f"/{method}").future(request(), timeout=60, metadata=key)
+        until(lambda: server.arrivals._expected)
+        monkeypatch.setattr(key_guard._keys, "authenticate", lambda _key: None)
+        revoked.set()
+        with pytest.raises(grpc.RpcError) as caught:
+            call.result()
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "RepositoryModelLoad"])
+def test_refused_calls_are_over(serve, key_guard, method):
+    """They don't count towards the most that may be open."""
+    running = serve(key_guard)
+    with grpc.insecure_channel(running.server.url) as channel:
+        for _ in range(20):
+            with pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary(f"/{SERVICE}/{method}")(b"", timeout=60)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    until(lambda: not running.server._server._state.rpc_states)
+    assert not running.server.arrivals.requests.open
+    assert not running.server.arrivals.beside.open
+
+
+def test_a_message_that_is_none(serve):
+    with grpc.insecure_channel(serve().server.url) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.unary_unary(f"/{SERVICE}/ModelMetadata")(b"\xff\xff", timeout=60)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_fault_of_ours_does_not_end_the_server(serve, small, monkeypatch):
+    server = serve()
+    with triton.InferenceServerClient(server.server.url) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(unary.UnaryCall, "answer", lambda self, message: 1 / 0)
+            with pytest.raises(triton.InferenceServerException, match="INTERNAL"):
+                client.infer("words.lookup", [keys("left", 1)])
+        client.infer("words.lookup", [keys("left", 1)])
+
+
+def test_calls_that_ended_are_not_counted_any_more(serve, small):
+    server = serve()
+    state, requests = server.server._server._state, server.server.arrivals.requests.open
+    small.store.gate.clear()
+    with triton.InferenceServerClient(server.server.url) as client:
+        client.infer("words.lookup", [keys("left", 1)])
+        with pytest.raises(triton.InferenceServerException):
+            client.infer("none", [keys("left", 1)])
+        left = client.async_infer("words.lookup", [keys("left", 12)], lambda result, error: None)
+        until(lambda: requests)
+        left.cancel()
+        until(lambda: not state.rpc_states)
+        assert requests  # somebody still works for it
+        small.store.gate.set()
+        until(lambda: not requests)
+
+
+SERVER = """
+import services.frontend.grpc, grpc, os
+from concurrent.futures import ThreadPoolExecutor
+server = grpc.server(ThreadPoolExecutor(1))
+echo = grpc.unary_unary_rpc_method_handler(lambda message, context: message)
+server.add_registered_method_handlers("test", {"Echo": echo})
+print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+server.start()
+input()
+woken = 0
+for task in os.listdir("/proc/self/task"):
+    status = open(f"/proc/self/task/{task}/status").read()
+    if "event_engine" in status:
+        woken += int(status.split("voluntary_ctxt_switches:")[1].split()[0])
+print(woken)
+"""
+
+
+def test_grpcs_engine_is_off():
+    """It hands every request to other threads once more."""
+    pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SERVER], **pipe) as server:
+        with grpc.insecure_channel(f"127.0.0.1:{int(server.stdout.readline())}") as channel:
+            echo = channel.unary_unary("/test/Echo")
+            for _ in range(3_000):  # so many that what its threads do now and then is little
+                echo(b"", timeout=60)
+        woken, _ = server.communicate("\n", timeout=60)
+    assert int(woken) < 2_000
+
+
+def test_calls_without_a_request_hold_up_nobody_and_end(serve, monkeypatch):
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(module, "_LOOK_S", 2.0)
+    server = serve()
+    gate = threading.Event()
+
+    def nothing():
+        gate.wait(60)
+        yield from ()
+
+    health, watch = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+    reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+    with (
+        grpc.insecure_channel(server.server.url) as channel,
+        triton.InferenceServerClient(server.server.url) as client,
+    ):
+        waiting = [
+            channel.stream_unary(method).future(nothing())
+            for method in [health] * 20 + [f"/{SERVICE}/ModelInfer"] * 20
+        ]
+        unasked = [channel.stream_stream(watch)(nothing()) for _ in range(40)]
+        watching = [channel.stream_stream(reflection)(nothing()) for _ in range(20)]
+        assert client.is_server_live()
+        check = channel.unary_unary(health)
+        assert check(b"", timeout=60) == b"\x08\x01"
+        client.infer("words.lookup", [keys("left", 1)])
+        for call in waiting:
+            with pytest.raises(grpc.RpcError) as caught:
+                call.result(60)
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        for stream in unasked:
+            assert stream.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        gate.set()
+        for stream in watching:
+            stream.cancel()
+
+
+def test_calls_that_wait_for_their_requests_take_no_room_of_healths(serve, monkeypatch):
+    monkeypatch.setattr(port, "_REQUESTS", 6)
+    monkeypatch.setattr(port, "_BESIDE", 2)
+    url, gate = serve().server.url, threading.Event()
+
+    def nothing():
+        gate.wait(60)
+        yield from ()
+
+    health = "/grpc.health.v1.Health/Check"
+    with grpc.insecure_channel(url) as channel, triton.InferenceServerClient(url) as client:
+        waiting = [channel.stream_unary(health).future(nothing()) for _ in range(7)]
+        assert channel.unary_unary(health)(b"", timeout=60) == b"\x08\x01"
+        client.infer("words.lookup", [keys("left", 1)])
+        waiting += [channel.stream_unary(health).future(nothing()) for _ in range(9)]
+        until(lambda: sum(call.done() for call in waiting) == 8)
+        refused = [call for call in waiting if call.done()]
+        assert {call.code() for call in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        gate.set()
+
+
+def test_a_call_whose_work_cannot_be_stopped_does_not_end_the_server(serve, small, monkeypatch):
+    server = serve()
+
+    def broken(*_):
+        raise RuntimeError("broken")
+
+    small.store.gate.clear()
+    with triton.InferenceServerClient(server.server.url) as client:
+        monkeypatch.setattr(unary.UnaryCall, "waits_for", lambda self, _: self.when_gone(broken))
+        left = client.async_infer("words.lookup", [keys("left", 12)], lambda result, error: None)
+        until(lambda: server.server.arrivals.requests.open)
+        left.cancel()
+        until(lambda: not server.server._server._state.rpc_states)
+        small.store.gate.set()
+        client.infer("words.lookup", [keys("left", 1)])
+
+
+def test_what_cannot_be_told_of_a_fault_is_told_as_far_as_it_can(serve, monkeypatch):
+    server = serve()
+
+    def broken(*_, **_only):
+        raise BadRequest("lone: \udcff")
+
+    monkeypatch.setattr("services.frontend.grpc.service.index", broken)
+    with (
+        triton.InferenceServerClient(server.server.url) as client,
+        pytest.raises(triton.InferenceServerException, match=r"INVALID_ARGUMENT.*lone: \?"),
+    ):
+        client.get_model_repository_index(client_timeout=60)
+    until(lambda: not server.server.arrivals.beside.open)
+
+
+def test_a_stranger_is_refused_by_what_was_found_of_him(serve, key_guard, small, monkeypatch):
+    """His call is not made when his key becomes good meanwhile."""
+    url, made = serve(key_guard).server.url, []
+    monkeypatch.setattr("services.frontend.grpc.service.load", lambda *args: made.append(args))
+    check = key_guard.check
+    asked = []
+
+    def once(*args):
+        asked.append(1)
+        if len(asked) == 1:
+            return check(*args)
+        return "somebody"
+
+    monkeypatch.setattr(key_guard, "check", once)
+    with grpc.insecure_channel(url) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.unary_unary(f"/{SERVICE}/RepositoryModelLoad")(b"", timeout=60)
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert made == []
+
+
+def test_large_requests_do_not_hold_up_the_servers_thread(serve, small, monkeypatch):
+    endpoint = type(small.state.entries["words.lookup"].endpoint)
+    names = []
+    submit = endpoint.submit
+    monkeypatch.setattr(
+        endpoint,
+        "submit",
+        lambda *args, **kwargs: (
+            names.append(threading.current_thread().name),
+            submit(*args, **kwargs),
+        )[1],
+    )
+    monkeypatch.setattr(unary, "_LARGE", 8)
+    with triton.InferenceServerClient(serve().server.url) as client:
+        client.infer("words.lookup", [keys("left", 1)])
+        monkeypatch.setattr(unary.UnaryCall, "answer", lambda self, message: 1 / 0)
+        with pytest.raises(triton.InferenceServerException, match="INTERNAL"):
+            client.infer("words.lookup", [keys("left", 1)])
+    assert all(name.startswith("grpc-large") for name in names)
+
+
+def test_long_details_arrive(client):
+    with pytest.raises(triton.InferenceServerException, match="NOT_FOUND"):
+        client.infer("ü" * 20_000, [keys("left", 1)])
+
+
+@pytest.mark.parametrize("limit", ["_PATIENCE_S", "_MOST"])
+def test_answers_that_nobody_takes_are_dropped(serve, monkeypatch, limit):
+    monkeypatch.setattr(unsent_module, "_LOOK_S", 0.01)
+    server = serve()
+    state = server.server._server._state
+    values = [1] * 1900  # one frame of request, more than 16 KiB of answer
+    asked = pb.ModelInferRequest(model_name="words.lookup")
+    asked.inputs.add(name="left", datatype="INT64", shape=[len(values), 1])
+    asked.raw_input_contents.append(np.array(values).tobytes())
+    with closing(Http2Client(server.server.url)) as deaf:
+        deaf.call(f"/{SERVICE}/ModelInfer", asked.SerializeToString())
+        noted = server.server.arrivals.unsent._answers
+        until(lambda: noted)
+        with triton.InferenceServerClient(server.server.url) as client:
+            client.infer("words.lookup", [keys("left", *values)])
+        until(lambda: len(noted) == 1)  # that one was taken
+        assert len(state.rpc_states) == 1
+        monkeypatch.setattr(unsent_module, limit, -1.0)
+        until(lambda: not state.rpc_states)
+        assert not noted

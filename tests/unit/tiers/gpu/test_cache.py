@@ -1,0 +1,711 @@
+"""The GPU cache on a device: against its twin, at its limits, with readers beside the writer."""
+
+import threading
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+
+from hps.cuda import fetch as fetch_module
+from hps.cuda import launch, layout, loader
+from hps.cuda.layout import EMPTY, NO_ROW, ROW_MASK, SLOT, TOMBSTONE, Policy
+from hps.cuda.loader import cupy
+from hps.cuda.twin import TwinTable
+from hps.errors import BadRequest, ConfigError, TierTimeout
+from hps.tiers.base import FetchContext, Part
+from hps.tiers.gpu.cache import GpuCache
+from hps.tiers.gpu.checks import Pooling
+from hps.types import EmbeddingTable, JaggedKeys, Source, make_version
+
+pytestmark = pytest.mark.gpu
+NOW = make_version(time.time_ns() // 1_000_000)
+
+
+def rows_of(table, keys, salt=0):
+    """(n, dim) rows told apart by key and salt, exact in float16."""
+    return ((keys[:, None] * 7 + np.arange(table.dim) + salt) % 2039).astype(table.dtype)
+
+
+def versions_of(keys, sequence=0):
+    return np.full(len(keys), NOW + sequence, np.uint64)
+
+
+def part_of(table, keys, fill=-1):
+    cp = cupy()
+    n = len(keys)
+    return Part(
+        table,
+        keys,
+        cp.full((n, table.dim), fill, table.dtype),
+        cp.zeros(n, np.uint64),
+        cp.zeros(n, np.uint8),
+        np.arange(n),
+    )
+
+
+def fetch(cache, table, keys):
+    part = part_of(table, keys)
+    cache.fetch([part], FetchContext())
+    return part
+
+
+def slots_of(held):
+    return held.lines.get().view(SLOT).reshape(-1, layout.HALF)
+
+
+def scores_in(held, slots):
+    return (
+        slots["score"] if held.slot_scores is None else held.slot_scores.get().reshape(slots.shape)
+    )
+
+
+def scores_of(policy, rng):
+    """Mostly alike in their low half or in their high one, where the caller says what a row is worth."""
+    if policy is not Policy.SCORE or rng.random() < 0.1:
+        return None
+    return np.array([rng.integers(0, 9) << 32 | rng.integers(0, 9)], np.uint64)
+
+
+def check(held):
+    """Every row has one owner; every key stands once, in a half of its own; nothing stays claimed."""
+    slots = slots_of(held)
+    owned = np.concatenate([(slots["word"] & np.uint32(ROW_MASK)).reshape(-1), held.spare.get()])
+    np.testing.assert_array_equal(np.sort(owned), np.arange(held.shape.rows))
+    assert not (slots["word"] & np.uint32(layout.CLAIMED)).any()
+    at = np.nonzero(slots["word"] < EMPTY)
+    keys = slots["key"][at]
+    assert len(np.unique(keys)) == len(keys)
+    halves = layout.halves_of(np.ascontiguousarray(keys), held.shape.buckets)
+    assert (halves == at[0][:, None]).any(axis=1).all()
+
+
+POLICIES = [Policy.LRU, Policy.LFU, Policy.SCORE, Policy.EPOCH_LRU]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
+def test_one_key_at_a_time_it_is_its_twin(policy):
+    table = EmbeddingTable.make("t", 4)
+    cache = GpuCache({})
+    cache.add_table(table, 80, policy=policy)
+    held = cache.held(table)
+    twin = TwinTable(held.shape, 4, policy=policy)
+    twin.clock = held.clock = 2**32 - 10  # and so wraps on the way
+    twin.epoch = held.epoch = 2 ** (32 - layout.COUNT_BITS) - 2
+    rng = np.random.default_rng(5)
+    for step in range(1500):
+        keys = rng.integers(-70, 70, 1)
+        versions = versions_of(keys, rng.integers(0, 4) + step // 100)
+        verb = rng.choice(["insert", "insert", "insert", "update", "delete", "evict", "fetch"])
+        if verb == "evict":
+            twin.evict(keys)
+            cache.evict(table, keys)
+        elif verb == "fetch":
+            part = fetch(cache, table, keys)
+            vectors, words, seen = twin.fetch(keys)
+            assert len(part.missing) == (words[0] == EMPTY)
+            if words[0] < TOMBSTONE:
+                np.testing.assert_array_equal(part.out.get(), vectors)
+            np.testing.assert_array_equal(part.versions.get(), seen)
+        elif verb == "delete":
+            twin.write(keys, None, versions)
+            cache.delete(table, keys, versions)
+        elif verb == "update":
+            rows, scores = rows_of(table, keys, step), scores_of(policy, rng)
+            twin.write(keys, rows, versions, update=True, scores=scores)
+            cache.update(table, keys, rows, versions, scores)
+        else:
+            rows, scores = rows_of(table, keys, step), scores_of(policy, rng)
+            twin.write(keys, rows, versions, scores=scores)
+            cache.insert(table, keys, rows, versions, scores)
+        if step % 500 == 499:
+            twin.epoch = held.epoch = twin.epoch + 1
+        assert twin.clock == held.clock
+        if step % 100 == 99:
+            slots = slots_of(held)
+            full = twin.words < EMPTY
+            np.testing.assert_array_equal(slots["word"], twin.words)
+            np.testing.assert_array_equal(slots["key"][full], twin.keys[full])
+            np.testing.assert_array_equal(scores_in(held, slots)[full], twin.scores[full])
+            np.testing.assert_array_equal(held.spare.get(), twin.spare)
+    assert twin.evicted > 20
+    assert (twin.evicted, twin.dropped) == (held.evicted, held.dropped)
+    check(held)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("dim", [1, 3, 4, 8, 32, 64, 100, 128])
+@pytest.mark.parametrize("keys_on_device", [False, True])
+def test_rows_of_every_shape(dim, dtype, keys_on_device):
+    table = EmbeddingTable.make("t", dim, dtype=dtype)
+    cache = GpuCache({table: 20_000})
+    rng = np.random.default_rng(dim)
+    keys = np.unique(rng.integers(-(2**63), 2**63 - 1, 9000))
+    held, absent = keys[::2].copy(), keys[1::2]
+    cache.insert(table, held, rows_of(table, held), versions_of(held))
+    assert cache.size(table) == len(held)
+    part = part_of(table, cupy().asarray(keys) if keys_on_device else keys)
+    cache.fetch([part], FetchContext())
+    np.testing.assert_array_equal(part.missing, np.flatnonzero(np.isin(keys, absent)))
+    out = part.out.get()
+    np.testing.assert_array_equal(out[::2], rows_of(table, held))
+    assert (out[1::2] == -1).all()
+    assert (part.source.get()[::2] == Source.GPU).all()
+    assert (part.versions.get()[::2] == NOW).all()
+    check(cache.held(table))
+
+
+def test_duplicates_in_a_large_batch():
+    """The highest version of a key counts, on equal versions the last."""
+    table = EmbeddingTable.make("t", 8)
+    cache = GpuCache({table: 400_000})
+    rng = np.random.default_rng(2)
+    for verb in ("insert", "update"):
+        keys = rng.integers(0, 30_000, 200_000)
+        keys[:30_000] = np.arange(30_000)
+        sequence = rng.integers(0, 5, len(keys)) + (10 if verb == "update" else 0)
+        versions = (NOW + sequence).astype(np.uint64)
+        rows = rows_of(table, keys, np.arange(len(keys))[:, None])
+        getattr(cache, verb)(table, keys, rows, versions)
+        order = np.lexsort((np.arange(len(keys)), versions, keys))
+        last = order[np.append(np.flatnonzero(np.diff(keys[order])), len(keys) - 1)]
+        part = fetch(cache, table, keys[last])
+        assert len(part.missing) == 0
+        np.testing.assert_array_equal(part.out.get(), rows[last])
+        np.testing.assert_array_equal(part.versions.get(), versions[last])
+        check(cache.held(table))
+
+
+def test_keys_said_to_be_unique_are_written_like_others():
+    table = EmbeddingTable.make("t", 8)
+    cache = GpuCache({table: 20_000})
+    keys = np.random.default_rng(4).permutation(10_000)
+    for sequence, verb in enumerate((cache.insert, cache.update, cache.insert)):
+        rows = rows_of(table, keys, sequence)
+        verb(table, keys, rows, versions_of(keys, sequence), unique=True)
+        part = fetch(cache, table, keys)
+        assert len(part.missing) < 20
+        found = np.setdiff1d(np.arange(len(keys)), part.missing)
+        np.testing.assert_array_equal(part.out.get()[found], rows[found])
+        check(cache.held(table))
+
+
+def test_a_flood_fills_the_table_and_keeps_it_whole():
+    table = EmbeddingTable.make("t", 16)
+    cache = GpuCache({table: 50_000})
+    keys = np.random.default_rng(3).permutation(400_000)
+    cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
+    held = cache.held(table)
+    check(held)
+    assert cache.size(table) > 0.98 * cache.capacity(table)
+    assert held.evicted + held.dropped >= len(keys) - cache.capacity(table)
+    part = fetch(cache, table, keys)
+    found = np.setdiff1d(np.arange(len(keys)), part.missing)
+    assert len(found) == cache.size(table)
+    np.testing.assert_array_equal(part.out.get()[found], rows_of(table, keys[found]))
+
+
+def test_what_is_used_stays():
+    table = EmbeddingTable.make("t", 4)
+    cache = GpuCache({table: 10_000})
+    hot = np.arange(3000)
+    cache.insert(table, hot, rows_of(table, hot), versions_of(hot))
+    for start in range(10_000, 60_000, 1000):
+        fetch(cache, table, hot)
+        keys = np.arange(start, start + 1000)
+        cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
+    # Of 1,000 buckets, one or two are crowded with hot keys: 10 to 17 keys, by the order of the inserts.
+    assert len(fetch(cache, table, hot).missing) < 0.01 * len(hot)
+
+
+@pytest.mark.parametrize("tile", [2, 4, 8])
+@pytest.mark.parametrize("form", [launch.ROWS, launch.NUMBERS])
+def test_threads_of_every_number_find_the_same(tile, form):
+    """Two threads a key are chosen for many keys only."""
+    table = EmbeddingTable.make("t", 8)
+    cache, cp = GpuCache({table: 8000}), cupy()
+    keys = np.random.default_rng(6).permutation(12_000)
+    cache.insert(table, keys[:6000].copy(), rows_of(table, keys[:6000]), versions_of(keys[:6000]))
+    held, misses = cache.held(table), cp.zeros(4 + len(keys), np.uint32)
+    out = cp.zeros(len(keys) if form else (len(keys), 8), np.uint32 if form else np.float32)
+    cache.direct.fetch(held, cp.asarray(keys), out, misses, form=form, tile=tile)
+    missing = len(fetch(cache, table, keys).missing)
+    if form == launch.NUMBERS:
+        numbers = out.get()
+        found = numbers != NO_ROW
+        out = cp.zeros((int(found.sum()), 8), np.float32)
+        held.gather(cp.cuda.get_current_stream(), cp.asarray(numbers[found]), out)
+        np.testing.assert_array_equal(out.get(), rows_of(table, keys[found]))
+        assert len(keys) - found.sum() == missing
+    else:
+        misses = misses.get()
+        assert misses[0] == missing
+        found = np.setdiff1d(np.arange(len(keys)), misses[4 : 4 + missing])
+        np.testing.assert_array_equal(out.get()[found], rows_of(table, keys[found]))
+
+
+def test_many_tables_in_more_than_one_launch():
+    tables = [EmbeddingTable.make(f"t{i}", 1 + i % 9) for i in range(70)]
+    cache = GpuCache(dict.fromkeys(tables, 500))
+    parts = []
+    for i, table in enumerate(tables):
+        keys = np.arange(i % 7, 40 + i)
+        held = keys[:: 1 + i % 3].copy()
+        cache.insert(table, held, rows_of(table, held), versions_of(held))
+        part = part_of(table, keys)
+        part.missing = part.missing[i % 2 :: 1 + i % 2].copy()
+        parts.append((part, part.missing, np.isin(keys, held)))
+    cache.fetch([part for part, _, _ in parts], FetchContext())
+    for part, asked, is_held in parts:
+        np.testing.assert_array_equal(part.missing, asked[~is_held[asked]])
+        found = asked[is_held[asked]]
+        np.testing.assert_array_equal(part.out.get()[found], rows_of(part.table, part.keys[found]))
+        others = np.setdiff1d(np.arange(len(part.keys)), found)
+        assert (part.out.get()[others] == -1).all()
+
+
+def test_all_tables_of_a_batch_take_one_launch_and_one_wait(monkeypatch):
+    tables = [EmbeddingTable.make(f"t{i}", 8 + i % 3) for i in range(26)]
+    cache, keys, launched, waited = GpuCache(dict.fromkeys(tables, 500)), np.arange(100), [], []
+    for table in tables:
+        cache.insert(table, keys[::2].copy(), rows_of(table, keys[::2]), versions_of(keys[::2]))
+    parts = [part_of(table, keys) for table in tables]
+    cupy().cuda.get_current_stream().synchronize()
+    launch_it = loader.Kernel.launch
+    monkeypatch.setattr(
+        loader.Kernel, "launch", lambda *given: launched.append(given) or launch_it(*given)
+    )
+
+    class Stream(cupy().cuda.Stream):
+        def synchronize(self):
+            waited.append(self)
+            super().synchronize()
+
+    cache.fetch(parts, FetchContext(stream=Stream(non_blocking=True)))
+    assert (len(launched), len(waited)) == (1, 1)
+    for part in parts:
+        np.testing.assert_array_equal(part.missing, keys[1::2])
+
+
+def test_contains_row_numbers_and_export():
+    table = EmbeddingTable.make("t", 8)
+    cache = GpuCache({table: 5000})
+    keys = np.arange(-1000, 1000)
+    cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
+    cache.delete(table, keys[:100].copy(), versions_of(keys[:100], 1))
+    asked = np.arange(-1500, 1500)
+    there = np.isin(asked, keys[100:])
+    np.testing.assert_array_equal(cache.contains(table, asked).get(), there)
+    numbers = cache.row_numbers(table, cupy().asarray(asked)).get()
+    assert (numbers[~there] == NO_ROW).all()
+    assert len(np.unique(numbers[there])) == there.sum()
+    exported, vectors, versions, scores = (array.get() for array in cache.export(table))
+    np.testing.assert_array_equal(np.sort(exported), keys[100:])
+    np.testing.assert_array_equal(vectors, rows_of(table, exported))
+    assert (versions == NOW).all()
+    assert scores.dtype == np.uint64
+    assert (scores >= 1).all()
+    assert cache.export(table, with_versions=False)[2] is None
+    cache.clear(table)
+    assert cache.size(table) == 0
+    assert len(fetch(cache, table, keys).missing) == len(keys)
+    cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
+    assert len(fetch(cache, table, keys).missing) == 0
+    check(cache.held(table))
+
+
+def test_export_can_leave_out_what_is_old():
+    table = EmbeddingTable.make("t", 4)
+    cache = GpuCache({table: 1600})
+    old, new = np.arange(300), np.arange(1000, 1300)
+    for keys in (old, np.arange(5000, 5300), new):
+        cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
+    held = cache.held(table)
+    exported = cache.export(table, least=held.clock - 2 * held.age)[0].get()
+    assert np.isin(new, exported).all()
+    assert not np.isin(old, exported).any()
+
+
+def test_rows_are_worth_what_the_caller_says_to_the_last_of_64_bits():
+    table, rng = EmbeddingTable.make("t", 4), np.random.default_rng(1)
+    cache = GpuCache({})
+    cache.add_table(table, 20_000, policy=Policy.SCORE)
+    keys = rng.permutation(100_000)
+    worth = (7 << 40) + rng.permutation(len(keys)).astype(np.uint64)
+    for some in np.array_split(np.arange(len(keys)), 10):
+        cache.insert(table, keys[some], rows_of(table, keys[some]), versions_of(some), worth[some])
+    held = cache.held(table)
+    check(held)
+    assert held.dropped > 30_000
+    exported, vectors, _, scores = (array.get() for array in cache.export(table))
+    order = np.argsort(keys)
+    np.testing.assert_array_equal(scores, worth[order][exported])
+    np.testing.assert_array_equal(vectors, rows_of(table, exported))
+    best = np.isin(exported, keys[np.argsort(worth)[-20_000:]])
+    assert best.mean() > 0.8  # not all: each has 16 slots to be in
+    least = int(np.sort(scores)[-100])
+    assert sorted(cache.export(table, least)[3].get().tolist()) == sorted(scores)[-100:]
+    top, _ = cache.top_k(table, 100)
+    assert top.tolist() == exported[np.argsort(scores)[::-1][:100]].tolist()
+    changed = top[:50].copy()
+    versions = versions_of(changed, 1)
+    cache.update(table, changed, rows_of(table, changed, 1), versions)
+    assert cache.top_k(table, 100)[0].tolist() == top.tolist()
+    cache.update(table, changed, rows_of(table, changed, 2), versions, np.zeros(50, np.uint64))
+    assert cache.top_k(table, 50)[0].tolist() == top[50:].tolist()
+    check(held)
+
+
+def test_scores_are_taken_where_rows_are_worth_them():
+    table, keys = EmbeddingTable.make("t", 4), np.arange(3)
+    rows, versions = rows_of(table, keys), versions_of(keys)
+    cache = GpuCache({table: 100})
+    with pytest.raises(BadRequest, match="make room by LRU, so no scores are taken"):
+        cache.insert(table, keys, rows, versions, np.ones(3, np.uint64))
+    cache.add_table(table, 100, policy=Policy.SCORE)
+    with pytest.raises(BadRequest, match=r"scores must be \(3,\) uint64"):
+        cache.insert(table, keys, rows, versions, np.ones(3, np.uint32))
+
+
+def test_an_epoch_is_found_again_by_its_scores():
+    table = EmbeddingTable.make("t", 4)
+    for policy in (Policy.EPOCH_LRU, Policy.LFU):
+        cache, keys = GpuCache({}), np.arange(2000)
+        cache.add_table(table, 4000, policy=policy)
+        cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
+        cache.held(table).epoch = 3
+        fetch(cache, table, keys[500:700])
+        found, _, _, scores = (a.get() for a in cache.export(table, 3 << layout.COUNT_BITS))
+        assert sorted(found.tolist()) == list(range(500, 700))
+        assert (scores >> np.uint64(layout.COUNT_BITS) == 3).all()
+
+
+@pytest.mark.parametrize("policy", [Policy.LRU, Policy.LFU], ids=lambda p: p.name)
+def test_the_hottest_keys_come_first(policy, monkeypatch):
+    monkeypatch.setattr("hps.cuda.table._RANKED_AT_ONCE", 1 << 12)
+    table, keys = EmbeddingTable.make("t", 4), np.arange(-8000, 8000)
+    cache = GpuCache({})
+    cache.add_table(table, 24_000, policy=policy)
+    held = cache.held(table)
+    cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
+    cache.delete(table, keys[:10].copy(), versions_of(keys[:10], 1))
+    present = keys[cache.contains(table, keys).get()]
+    for n, step in ((3000, held.age or 1), (300, held.age or 1)):
+        held.clock += step
+        fetch(cache, table, present[-n:])
+    found, scores = cache.top_k(table, 5000)
+    assert set(found[:300].tolist()) == set(present[-300:].tolist())
+    assert set(found[300:3000].tolist()) == set(present[-3000:-300].tolist())
+    assert scores[0] == 255
+    assert (np.diff(scores.astype(int)) <= 0).all()
+    assert scores[299] > scores[300] > scores[2999] - 1
+    assert scores[2999] > scores[3000]
+    everything, _ = cache.top_k(table, 1 << 30)
+    assert sorted(everything.tolist()) == present.tolist()
+    assert len(cache.top_k(EmbeddingTable.make("other", 4), 9)[0]) == 0
+
+
+def test_find_or_insert_gives_what_is_there_and_keeps_what_is_not():
+    table = EmbeddingTable.make("t", 8)
+    cache = GpuCache({table: 5000})
+    held, asked = np.arange(0, 1000, 2), np.arange(1000)
+    cache.insert(table, held, rows_of(table, held, 1), versions_of(held))
+    vectors = cupy().asarray(rows_of(table, asked, 2))
+    found = cache.find_or_insert(table, asked, vectors, versions_of(asked))
+    assert found == len(held)
+    expected = np.where(asked[:, None] % 2 == 0, rows_of(table, asked, 1), rows_of(table, asked, 2))
+    np.testing.assert_array_equal(vectors.get(), expected)
+    np.testing.assert_array_equal(fetch(cache, table, asked).out.get(), expected)
+    check(cache.held(table))
+    with pytest.raises(BadRequest, match="vectors must be on device 0"):
+        cache.find_or_insert(table, asked, rows_of(table, asked), versions_of(asked))
+
+
+@pytest.mark.parametrize("unique", [False, True])
+def test_find_or_insert_takes_a_key_as_often_as_it_stands_there(unique):
+    table, rng = EmbeddingTable.make("t", 8), np.random.default_rng(4)
+    cache, held = GpuCache({table: 40_000}), np.arange(0, 10_000, 2)
+    cache.insert(table, held, rows_of(table, held, 1), versions_of(held))
+    asked = rng.permutation(10_000) if unique else rng.integers(0, 10_000, 50_000)
+    versions = (NOW + rng.integers(0, 3, len(asked))).astype(np.uint64)
+    given = rows_of(table, asked, np.arange(len(asked))[:, None])
+    vectors = cupy().asarray(given)
+    found = cache.find_or_insert(table, asked, vectors, versions, unique=unique)
+    assert found == (asked % 2 == 0).sum()
+    order = np.lexsort((np.arange(len(asked)), versions, asked))
+    last = order[np.append(np.flatnonzero(np.diff(asked[order])), len(asked) - 1)]
+    winner = np.zeros(10_000, np.int64)
+    winner[asked[last]] = last
+    expected = np.where(asked[:, None] % 2 == 0, rows_of(table, asked, 1), given[winner[asked]])
+    np.testing.assert_array_equal(vectors.get(), expected)
+    np.testing.assert_array_equal(fetch(cache, table, asked).out.get(), expected)
+    check(cache.held(table))
+
+
+@pytest.mark.parametrize("window_shift", [15, 18, 29])
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("dim", [3, 32])
+def test_rows_in_pinned_host_memory_are_rows_like_others(share, dim, window_shift, monkeypatch):
+    monkeypatch.setattr(layout, "WINDOW_SHIFT", window_shift)
+    monkeypatch.setattr(layout, "KEYS_A_WINDOW", 1)
+    table = EmbeddingTable.make("t", dim)
+    cache = GpuCache({})
+    cache.add_table(table, 40_000, host_rows=int(40_000 * share))
+    assert cache.held(table).shape.host_rows == int(40_000 * share)
+    keys = np.arange(-6000, 6000)
+    cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
+    cache.update(table, keys[::3].copy(), rows_of(table, keys[::3], 5), versions_of(keys[::3], 1))
+    cache.delete(table, keys[:100].copy(), versions_of(keys[:100], 2))
+    part = fetch(cache, table, keys)
+    assert len(part.missing) == 0
+    expected = rows_of(table, keys)
+    expected[::3] = rows_of(table, keys[::3], 5)
+    np.testing.assert_array_equal(part.out.get()[100:], expected[100:])
+    assert (part.source.get()[:100] == 0).all()
+    there, out, misses = cupy().asarray(keys), part.out, cupy().zeros(4 + len(keys), np.uint32)
+    out.fill(0)
+    cache.direct.fetch(cache.held(table), there, out, misses)
+    np.testing.assert_array_equal(out.get()[100:], expected[100:])
+    assert sorted(misses.get()[4:104].tolist()) == list(range(100))
+    assert int(misses[0]) == 100
+    exported, vectors, _, _ = (array.get() for array in cache.export(table))
+    order = np.argsort(exported)
+    np.testing.assert_array_equal(vectors[order], expected[100:])
+    check(cache.held(table))
+
+
+def test_a_static_table_holds_every_row_and_nothing_else():
+    table = EmbeddingTable.make("t", 16)
+    cache = GpuCache({})
+    keys = np.random.default_rng(7).integers(-(2**63), 2**63 - 1, 300_000)
+    cache.add_table(table, len(keys), static=True)
+    for some in np.array_split(keys, 3):
+        cache.insert(table, some, rows_of(table, some), versions_of(some))
+    assert cache.seal(table) == 0
+    slots = slots_of(cache.held(table)).copy()
+    asked = np.concatenate([keys, keys + 1])
+    part = fetch(cache, table, asked)
+    np.testing.assert_array_equal(part.missing, np.flatnonzero(~np.isin(asked, keys)))
+    np.testing.assert_array_equal(part.out.get()[: len(keys)], rows_of(table, keys))
+    np.testing.assert_array_equal(slots_of(cache.held(table)), slots)  # no trace of the uses
+    assert cache.size(table) == len(keys)
+    for change in (
+        lambda: cache.insert(table, keys[:1], rows_of(table, keys[:1]), versions_of(keys[:1])),
+        lambda: cache.evict(table, keys[:1]),
+        lambda: cache.clear(table),
+    ):
+        with pytest.raises(BadRequest, match="static"):
+            change()
+
+
+def test_a_static_table_that_does_not_fit_is_refused_with_both_sizes():
+    table = EmbeddingTable.make("t", 1024)
+    with pytest.raises(
+        ConfigError, match=r"needs [\d,]+ bytes for 100,000,000 rows.* [\d,]+ are free"
+    ):
+        GpuCache({}).add_table(table, 100_000_000, static=True)
+
+
+def test_a_cache_larger_than_the_device_is_refused_with_what_would_fit():
+    table = EmbeddingTable.make("t", 1024)
+    with pytest.raises(ConfigError, match=r"needs [\d,]+ bytes .* at most [\d,]+ rows fit"):
+        GpuCache({table: 200_000_000})
+
+
+def test_another_dtype_is_refused():
+    with pytest.raises(ConfigError, match="float32 and float16"):
+        GpuCache({EmbeddingTable.make("t", 4, dtype=np.float64): 100})
+
+
+def test_tensors_of_torch_are_read_and_filled_where_they_are():
+    torch = pytest.importorskip("torch")
+    table, keys = EmbeddingTable.make("t", 8), np.arange(1000)
+    cache, rows = GpuCache({table: 4000}), rows_of(table, keys)
+
+    def on_device(array):
+        return torch.from_numpy(array).cuda()
+
+    cache.insert(table, on_device(keys), on_device(rows), versions_of(keys))
+    cache.update(table, torch.from_numpy(keys), torch.from_numpy(rows + 1), versions_of(keys, 1))
+    assert cache.contains(table, on_device(keys)).all()
+    for asked in (on_device(keys), torch.from_numpy(keys)):
+        out = torch.zeros(1000, 8, device="cuda")
+        part = part_of(table, keys)
+        part.keys, part.out = asked, out
+        cache.fetch([part], FetchContext())
+        assert len(part.missing) == 0
+        np.testing.assert_array_equal(out.cpu().numpy(), rows + 1)
+    pooled = torch.zeros(100, 8, device="cuda")
+    bags = JaggedKeys(on_device(keys), 100, on_device(np.arange(0, 1001, 10)))
+    assert cache.pool([Pooling(table, bags, "sum", pooled)])
+    np.testing.assert_array_equal(pooled.cpu(), (rows + 1).reshape(100, 10, 8).sum(axis=1))
+    cache.evict(table, on_device(keys))
+    assert cache.size(table) == 0
+
+
+@pytest.mark.parametrize("name", ["out", "versions", "source"])
+def test_answers_on_the_host_are_refused(name):
+    table = EmbeddingTable.make("t", 4)
+    cache = GpuCache({table: 100})
+    part = part_of(table, np.arange(3))
+    setattr(part, name, getattr(part, name).get())
+    with pytest.raises(BadRequest, match=f"{name} must be on device"):
+        cache.fetch([part], FetchContext())
+
+
+def test_a_fetch_waits_for_a_workspace_no_longer_than_its_deadline():
+    table = EmbeddingTable.make("t", 4)
+    cache = GpuCache({table: 100}, workspaces=0)
+    with pytest.raises(TierTimeout):
+        cache.fetch([part_of(table, np.arange(3))], FetchContext(time.monotonic() + 0.05))
+
+
+# -- readers beside the writer ---------------------------------------------------------------------
+
+KEYS, CAPACITY, BATCH, DIM = 120_000, 60_000, 400_000, 32
+
+
+def marked_rows(xp, keys, sequence, dim=DIM):
+    """(n, dim) uint32 rows that carry their key, their sequence and a checksum of both everywhere else."""
+    rows = xp.empty((len(keys), dim), np.uint32)
+    rows[:, 0], rows[:, 1] = keys, sequence
+    check = (keys.astype(np.uint32) * np.uint32(2654435761)) ^ (rows[:, 1] * np.uint32(40503))
+    rows[:, 2:] = check[:, None] + xp.arange(2, dim, dtype=np.uint32)
+    return rows
+
+
+def read(cache, table, of, started, stop, wrong, found, seed, defines):
+    """Fetch again and again on a stream of this thread; count rows that are not of one piece."""
+    cp = cupy()
+    rng = np.random.default_rng(seed)
+    with cp.cuda.Stream(non_blocking=True) as stream:
+        keys = cp.asarray(rng.integers(0, of, BATCH))
+        out = cp.empty((BATCH, DIM), np.float32)
+        misses = cp.empty(4 + BATCH, np.uint32)
+        total, bad = cp.zeros((), np.int64), cp.zeros((), np.int64)
+        while not stop.is_set():
+            out.view(np.uint32).fill(0xFFFFFFFF)
+            misses[:4] = 0
+            cache.direct.fetch(cache.held(table), keys, out, misses, defines=defines)
+            rows = out.view(np.uint32)
+            untouched = (rows == np.uint32(0xFFFFFFFF)).all(axis=1)
+            right = (rows == marked_rows(cp, keys, rows[:, 1])).all(axis=1)
+            bad += (~untouched & ~right).sum()
+            bad += abs(untouched.sum() - misses[0].astype(np.int64))
+            total += (~untouched).sum()
+            stream.synchronize()
+            started.release()
+        wrong.append(int(bad))
+        found.append(int(total))
+
+
+def read_versions(cache, table, of, started, stop, wrong, found, seed, _defines):
+    """As `read`, as a tier: rows that are not of one piece with the version that came with them count too."""
+    cp = cupy()
+    rng = np.random.default_rng(seed)
+    with cp.cuda.Stream(non_blocking=True) as stream:
+        keys = cp.asarray(rng.integers(0, of, BATCH))
+        part, everything = part_of(table, keys), np.arange(BATCH)
+        rows = part.out.view(np.uint32)
+        total, bad = cp.zeros((), np.int64), cp.zeros((), np.int64)
+        while not stop.is_set():
+            rows.fill(0xFFFFFFFF)
+            part.versions.fill(0), part.source.fill(0)
+            part.missing = everything
+            cache.fetch([part], FetchContext(stream=stream))
+            is_row, untouched = part.source != 0, (rows == np.uint32(0xFFFFFFFF)).all(axis=1)
+            right = (rows == marked_rows(cp, keys, rows[:, 1], table.dim)).all(axis=1)
+            right &= part.versions == rows[:, 1].astype(np.uint64) + np.uint64(NOW)
+            bad += cp.where(is_row, ~right, ~untouched).sum()
+            bad += (~is_row & (part.versions != 0) & (part.versions <= np.uint64(NOW))).sum()
+            bad += abs((part.versions == 0).sum() - len(part.missing))
+            total += is_row.sum()
+            stream.synchronize()
+            started.release()
+        wrong.append(int(bad))
+        found.append(int(total))
+
+
+def write(cache, table, of, until):
+    """Inserts that drop rows, updates, deletions, evictions of random keys."""
+    cp = cupy()
+    rng = np.random.default_rng(9)
+    sequence = 0
+    with cp.cuda.Stream(non_blocking=True):
+        while time.monotonic() < until:
+            sequence += 1
+            keys = cp.asarray(rng.integers(0, of, min(6000, of // 20)))
+            versions = cp.full(len(keys), NOW + sequence, np.uint64)
+            rows = marked_rows(cp, keys, sequence, table.dim).view(np.float32)
+            cache.insert(table, keys, rows, versions)
+            cache.update(table, keys[::-1].copy(), rows[::-1].copy(), versions)
+            some = len(keys) // 20
+            cache.delete(table, keys[:some].copy(), versions[:some])
+            cache.evict(table, keys[some : 2 * some].copy())
+    return sequence
+
+
+def race(cache, table, seconds, defines=(), read=read, of=KEYS):
+    """Observations of three readers of so many keys: rounds of the writer, wrong rows, rows found."""
+    started = threading.Semaphore(0)
+    stop, wrong, found = threading.Event(), [], []
+    readers = [
+        threading.Thread(
+            target=read, args=(cache, table, of, started, stop, wrong, found, seed, defines)
+        )
+        for seed in range(3)
+    ]
+    for reader in readers:
+        reader.start()
+    for _ in range(3 * len(readers)):  # compiled and under way
+        assert started.acquire(timeout=60)
+    rounds = write(cache, table, of, time.monotonic() + seconds)
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert len(wrong) == len(readers)
+    return rounds, sum(wrong), sum(found)
+
+
+SLOW = ("HPS_SLOW_READS=500000",)
+
+
+@pytest.mark.parametrize("defines", [(), SLOW], ids=["as shipped", "slow reads"])
+@pytest.mark.parametrize("windows", [False, True], ids=["", "windows"])
+def test_readers_beside_the_writer_see_whole_rows_of_their_keys(windows, defines, monkeypatch):
+    table = EmbeddingTable.make("t", DIM)
+    cache = GpuCache({})
+    if windows:
+        monkeypatch.setattr(layout, "WINDOW_SHIFT", 21)
+    cache.add_table(table, CAPACITY, host_rows=CAPACITY if windows else 0)
+    if windows:
+        assert launch.windows_of(cache.held(table).shape.host_bytes, BATCH) == 4
+    rounds, wrong, found = race(cache, table, 6.0, defines)
+    assert wrong == 0
+    assert rounds > 100
+    assert found > 10 * KEYS
+    assert cache.held(table).evicted > CAPACITY
+    check(cache.held(table))
+
+
+@pytest.mark.parametrize("defines", [(), SLOW], ids=["as shipped", "slow reads"])
+def test_readers_beside_the_writer_see_the_versions_of_their_rows(defines, monkeypatch):
+    """In a table whose versions a multiprocessor could keep in its first-level cache."""
+    slow = partial(fetch_module.FetchKernels, defines=defines)
+    monkeypatch.setattr(fetch_module, "FetchKernels", slow)
+    table = EmbeddingTable.make("t", 8)
+    cache = GpuCache({table: 2048})
+    rounds, wrong, found = race(cache, table, 6.0, read=read_versions, of=4096)
+    assert wrong == 0
+    assert rounds > 100
+    assert found > 10 * KEYS
+    check(cache.held(table))
+
+
+def test_a_writer_that_does_not_wait_is_found_out(monkeypatch):
+    """The test above can fail: without the waiting, slow readers see rows that aren't theirs."""
+
+    monkeypatch.setattr("hps.cuda.readers.Readers.hold_back", lambda *_: None)
+    table = EmbeddingTable.make("t", DIM)
+    _, wrong, _ = race(GpuCache({table: CAPACITY}), table, 4.0, SLOW)
+    assert wrong > 0

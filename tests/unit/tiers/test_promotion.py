@@ -1,0 +1,60 @@
+"""Promoting: rows are handed on, defaults, deletions and what the tier above may hold are not."""
+
+import numpy as np
+import pytest
+
+from hps.tiers.base import FetchContext, Part, TierInfo
+from hps.tiers.memory import MemoryTier
+from hps.tiers.promotion import Promoting
+from hps.types import EmbeddingTable, Source, version_now
+
+TABLE = EmbeddingTable.make("items", 2)
+NOW = version_now()
+
+
+@pytest.fixture
+def promoted():
+    return []
+
+
+@pytest.fixture
+def tier(promoted):
+    store = MemoryTier(TierInfo("rocksdb", Source.ROCKSDB))
+    keys = np.arange(10)
+    store.insert(TABLE, keys, np.ones((10, 2), np.float32), np.full(10, NOW, np.uint64))
+    store.delete(TABLE, np.array([3]), np.array([NOW + 1], np.uint64))
+    return Promoting(store, lambda table, keys: promoted.append((table, keys.tolist())), "redis")
+
+
+def test_rows_are_handed_on(tier, promoted):
+    part = Part.make(TABLE, np.array([9, 3, 77, 1]))
+    tier.fetch([part], FetchContext())
+    assert part.missing.tolist() == [2]
+    assert promoted == [(TABLE, [9, 1])]
+
+
+def test_rows_found_further_up_are_not(tier, promoted):
+    part = Part.make(TABLE, np.array([9, 5, 1]))
+    part.source[:] = [3, 0, 3]
+    part.missing = np.array([1])
+    tier.fetch([part], FetchContext())
+    assert promoted == [(TABLE, [5])]
+
+
+def test_nothing_is_handed_to_a_tier_that_was_skipped(tier, promoted):
+    tier.fetch([Part.make(TABLE, np.array([9]))], FetchContext(degraded=["redis"]))
+    assert promoted == []
+    tier.fetch([Part.make(TABLE, np.array([9]))], FetchContext(degraded=["another"]))
+    assert promoted == [(TABLE, [9])]
+
+
+def test_nothing_found_nothing_handed_on(tier, promoted):
+    tier.fetch([Part.make(TABLE, np.array([99]))], FetchContext())
+    assert promoted == []
+
+
+def test_writes_pass(tier):
+    tier.insert(TABLE, np.array([50]), np.ones((1, 2), np.float32), np.full(1, NOW, np.uint64))
+    part = Part.make(TABLE, np.array([50]))
+    tier.fetch([part], FetchContext())
+    assert part.source.tolist() == [Source.ROCKSDB]

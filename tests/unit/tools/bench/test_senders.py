@@ -1,0 +1,149 @@
+"""HTTP as the load generator speaks it, to servers that behave in their own ways."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hps.client.calls import Call
+from hps.client.errors import Unreachable
+from hps.errors import BadRequest, ConfigError, DeadlineExceeded, Unavailable
+from hps.tools.bench.senders import HttpSender, _Connection, open_sender
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+CALL = Call("m", {"x": np.arange(3)})
+
+
+def sent(
+    replies: list[bytes], send: int, timeout_s: float = 5.0, pause_s: float = 0.0
+) -> tuple[list[Any], int, list[bytes]]:
+    """What became of ``send`` requests, one after the other, to a server with those ``replies``, an empty one
+    being a hang-up; how many connections there were, and what came on them."""
+    connections, came = 0, []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                length = int(head.lower().partition(b"\r\ncontent-length: ")[2].split(b"\r\n")[0])
+                came.append(head + await reader.readexactly(length))
+                reply = replies.pop(0)
+                if not reply:
+                    break
+                half = len(reply) // 2
+                writer.write(reply[:half])
+                await asyncio.sleep(pause_s)
+                writer.write(reply[half:])
+        except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    async def whole() -> list[Any]:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        sender = open_sender(f"http://127.0.0.1:{port}", "key", None)
+        assert isinstance(sender, HttpSender)
+        message = sender.message(CALL)
+        found: list[Any] = []
+        for _ in range(send):
+            try:
+                await sender.send(message, time.monotonic() + timeout_s)
+            except Exception as error:
+                found.append(error)
+            else:
+                found.append(None)
+        await sender.close()
+        server.close()
+        await server.wait_closed()
+        return found
+
+    return asyncio.run(whole()), connections, came
+
+
+def kinds(found: list[Any]) -> list[Any]:
+    return [None if each is None else type(each) for each in found]
+
+
+def test_a_connection_is_kept_and_the_same_bytes_go_out_again() -> None:
+    found, connections, came = sent([OK] * 3, 3)
+    assert (kinds(found), connections) == ([None] * 3, 1)
+    assert came[0] == came[2]
+    assert b"Authorization: Bearer key\r\n" in came[0]
+    assert came[0].startswith(b"POST /v2/models/m/infer HTTP/1.1\r\n")
+
+
+def test_answers_come_in_pieces() -> None:
+    assert kinds(sent([OK] * 2, 2, pause_s=0.01)[0]) == [None, None]
+
+
+def test_a_server_that_closes_is_connected_to_again() -> None:
+    closing = OK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    found, connections, _ = sent([closing, OK], 2)
+    assert (kinds(found), connections) == ([None, None], 2)
+
+
+def test_what_the_server_refuses_is_its_error_and_the_connection_lasts() -> None:
+    body = b'{"error": "full"}'
+    refused = b"HTTP/1.1 503 Busy\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+    found, connections, _ = sent([refused, refused.replace(b"503", b"400"), OK], 3)
+    assert (kinds(found), connections) == ([Unavailable, BadRequest, None], 1)
+    assert str(found[0]) == "full"
+
+
+@pytest.mark.parametrize("reply", [b"", b"HTTP/1.1 200 OK\r\n\r\n"])
+def test_a_server_that_breaks_off_or_says_no_length_fails_that_request(reply: bytes) -> None:
+    found, connections, _ = sent([reply, OK], 2)
+    assert isinstance(found[0], Unavailable)
+    assert (found[1], connections) == (None, 2)
+
+
+def test_no_answer_in_time_is_told_and_its_connection_given_up() -> None:
+    slow, connections, _ = sent([OK], 1, timeout_s=0.05, pause_s=0.5)
+    assert (kinds(slow), connections) == ([DeadlineExceeded], 1)
+
+
+def test_nobody_there_is_told() -> None:
+    async def ask() -> None:
+        sender = open_sender("http://127.0.0.1:9", None, None)
+        await sender.send(sender.message(CALL), time.monotonic() + 5)
+
+    with pytest.raises(Unavailable, match="nothing listens"):
+        asyncio.run(ask())
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError):
+        open_sender("ftp://x", None, None)
+
+
+def test_answers_may_come_in_chunks() -> None:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    body = b"5;x=y\r\n{\r\n\r\n\r\n1\r\n}\r\n0\r\n\r\n"
+    found, connections, _ = sent([head + body] * 3, 3, pause_s=0.001)
+    assert (kinds(found), connections) == ([None] * 3, 1)
+
+
+def test_chunks_of_no_size_are_no_answer() -> None:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    found, _, _ = sent([head + b"zz\r\n{}\r\n\r\n"], 1)
+    assert kinds(found) == [Unreachable]
+
+
+@pytest.mark.parametrize("piece", [1, 7])
+def test_an_answer_may_come_byte_by_byte(piece: int) -> None:
+    connection = _Connection()
+
+    async def fed() -> bytes:
+        connection._reply = asyncio.get_running_loop().create_future()
+        for at in range(0, len(OK), piece):
+            connection.data_received(OK[at : at + piece])
+        reply = await connection._reply
+        return reply.body
+
+    assert asyncio.run(fed()) == b"{}"

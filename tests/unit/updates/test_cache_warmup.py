@@ -1,0 +1,65 @@
+"""Warming: the first rows are the ones that stay, and time is kept."""
+
+import time
+
+import numpy as np
+import pytest
+
+from hps.tiers.base import FetchContext, Part, TierInfo
+from hps.tiers.cpu.cache import CpuCache
+from hps.tiers.memory import MemoryTier
+from hps.types import EmbeddingTable, Source
+from hps.updates import cache_warmup as warm
+from hps.updates.writer import CacheWriter
+
+TABLE = EmbeddingTable.make("t", 2, dtype=np.float16)
+
+
+@pytest.fixture
+def world(monkeypatch):
+    monkeypatch.setattr(warm, "_CHUNK_ROWS", 64)
+    store = MemoryTier(TierInfo("rocksdb", Source.ROCKSDB))
+    cache = CpuCache({TABLE: 256})
+    writer = CacheWriter(cache, [store], 32)
+    yield store, cache, writer
+    writer.close()
+
+
+def held(cache, keys):
+    part = Part.make(TABLE, keys)
+    cache.fetch([part], FetchContext())
+    return part.source != 0, part
+
+
+def test_insert_rows_keeps_the_first_of_too_many(world):
+    _store, cache, writer = world
+    keys = np.arange(1000)
+    rows = np.repeat(np.float32(keys)[:, None], 2, axis=1)
+    steps = []
+    warm.insert_rows(writer, TABLE, keys, lambda a, b: rows[a:b], 7, steps.append)
+    assert sum(steps) == 1000
+    there, part = held(cache, keys)
+    assert there[:64].sum() > 55
+    assert there[500:].sum() < 10
+    np.testing.assert_array_equal(part.out[there], rows[there].astype(np.float16))
+    assert (part.versions[there] == 7).all()
+
+
+def test_promote_keys_takes_what_the_store_has(world):
+    store, cache, writer = world
+    keys = np.arange(100)
+    rows = np.ones((100, 2), np.float16)
+    store.insert(TABLE, keys[::2].copy(), rows[::2].copy(), np.full(50, 3, np.uint64))
+    steps = []
+    warm.promote_keys(writer, TABLE, keys, steps.append, time.monotonic() + 60)
+    assert (sum(steps), max(steps)) == (100, 32)  # never more than the queue takes
+    there, _ = held(cache, keys)
+    assert there[1::2].sum() == 0
+    assert there[::2].sum() == 50
+
+
+def test_promote_keys_ends_in_time(world):
+    _store, _cache, writer = world
+    steps = []
+    warm.promote_keys(writer, TABLE, np.arange(100), steps.append, time.monotonic() - 1)
+    assert steps == []

@@ -1,0 +1,116 @@
+"""Lifting: rows go from one cache into the one above it, on the writer's thread, so many at a time."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from hps.tiers.base import TierInfo
+from hps.tiers.chain import TierChain
+from hps.tiers.memory import MemoryTier
+from hps.types import EmbeddingTable, Source
+from hps.updates import gpu_promotion as lifting_module
+from hps.updates.gpu_promotion import Lifting
+from hps.updates.writer import CacheWriter
+from tests.support.waiting import until
+
+TABLE = EmbeddingTable.make("t", 2)
+
+
+class Watched(MemoryTier):
+    def __init__(self):
+        super().__init__(TierInfo("gpu", Source.GPU, cache=True))
+        self.threads, self.writes = set(), []
+
+    def insert(self, table, keys, vectors, versions):
+        self.threads.add(threading.current_thread().name)
+        self.writes.append(keys.tolist())
+        super().insert(table, keys, vectors, versions)
+
+
+@pytest.fixture
+def world():
+    below, above, counted = MemoryTier(), Watched(), {}
+    keys = np.arange(100)
+    below.insert(
+        TABLE, keys, np.repeat(np.float32(keys)[:, None], 2, axis=1), np.full(100, 7, np.uint64)
+    )
+    below.delete(TABLE, keys[:5], np.full(5, 8, np.uint64))
+    writer = CacheWriter(TierChain([below, above]), [], 1000)
+    count = lambda result, n: counted.update({result: counted.get(result, 0) + n})  # noqa: E731
+    lifting = Lifting(writer, below, above, 50, count)
+    yield below, above, writer, lifting, counted
+    lifting.close()
+    writer.close()
+
+
+def test_rows_arrive_once_and_by_the_writer(world):
+    _, above, _, lifting, counted = world
+    lifting.lift(TABLE, np.array([50, 3, 51]))
+    lifting.lift(TABLE, np.array([51, 200]))
+    until(lambda: above.size(TABLE) == 2)
+    # Neither the deleted one nor the unknown one.
+    assert sorted(key for keys in above.writes for key in keys) == [50, 51]
+    assert above.threads == {"hps-cache-writer"}
+    assert counted == {"inserted": 2}
+
+
+def test_a_row_that_changed_meanwhile_is_not_overtaken(world):
+    _, above, writer, lifting, _ = world
+    keys, newer = np.array([60]), np.full(1, 9, np.uint64)
+    lifting.lift(TABLE, keys)
+    writer.insert(TABLE, keys, np.zeros((1, 2), np.float32), newer).result()
+    until(lambda: above.writes)
+    lifting.flush()
+    assert above._resident(TABLE, 60).version == 9
+
+
+def test_more_than_may_wait_is_dropped(world):
+    _, _, writer, lifting, counted = world
+    free = threading.Event()
+    blocked = writer.run(free.wait)
+    lifting.lift(TABLE, np.arange(40))
+    lifting.lift(TABLE, np.arange(40, 60))
+    assert counted == {"dropped": 20}
+    free.set()
+    blocked.result()
+
+
+def test_now_puts_the_first_keys_last(world, monkeypatch):
+    _, above, _, lifting, _ = world
+    monkeypatch.setattr(lifting_module, "_CHUNK_ROWS", 2)
+    lifting.now(TABLE, np.array([90, 91, 92, 93, 94]))
+    assert above.writes == [[93, 94], [91, 92], [90]]
+
+
+def test_a_closed_writer_ends_it(world):
+    _, above, writer, lifting, _ = world
+    writer.close()
+    lifting.lift(TABLE, np.array([50]))
+    until(lambda: not lifting._thread.is_alive())
+    assert above.writes == []
+
+
+class ClosedAfterTheLook(threading.Event):
+    """`Lifting`'s mark of its end; `close` is called when its thread has just seen that it is not closed."""
+
+    def __init__(self, lifting):
+        super().__init__()
+        self.closer = threading.Thread(target=lifting.close, daemon=True)
+
+    def wait(self, timeout=None):
+        found = super().wait(timeout)
+        if not found and not self.closer.is_alive():
+            self.closer.start()
+            super().wait(60)
+            self.closer.join(0.05)  # until it waits for the thread
+        return found
+
+
+def test_close_ends_a_thread_that_is_about_to_copy(world):
+    _, _, _, lifting, _ = world
+    lifting._closed = closed = ClosedAfterTheLook(lifting)
+    lifting.lift(TABLE, np.array([1]))
+    until(closed.is_set)
+    closed.closer.join(10)
+    assert not closed.closer.is_alive()

@@ -1,0 +1,73 @@
+"""First offsets of streams: what the stores say, and what of it cannot be of the topic that is there now."""
+
+import pytest
+
+from hps.tiers.positions import StreamPosition
+from hps.tiers.rocksdb import RocksDbTier
+from hps.types import EmbeddingTable
+from hps.updates.ingestor import _nothing
+from hps.updates.stream_positions import Store, StreamPlaces
+
+ITEMS, USERS = (
+    EmbeddingTable.make("items", 2, model="m"),
+    EmbeddingTable.make("users", 2, model="m"),
+)
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = RocksDbTier(tmp_path)
+    store.open_tables([ITEMS, USERS])
+    yield store
+    store.close()
+
+
+def places_of(store, contained=lambda *_: None) -> StreamPlaces:
+    return StreamPlaces([Store("rocksdb", store)], lambda _topic: [ITEMS, USERS], contained)
+
+
+def note(store, places, table, position):
+    for each in places.told(table, [position]):
+        store.apply(table, _nothing(table), [each])
+
+
+def test_all_tables_begin_anew_when_one_was_fed_by_another_topic(store):
+    places = places_of(store)
+    for table, offset in ((ITEMS, 9), (USERS, 7)):
+        note(store, places, table, StreamPosition("t", 0, offset))
+    assert not places.identify("t", 0, "first")
+    assert (places.begin("t", 0), places.furthest("t", 0)) == (7, 9)
+    store.identify(USERS, "t", 0, "another")
+    assert places.identify("t", 0, "first")
+    assert (places.begin("t", 0), places.furthest("t", 0)) == (0, 0)
+
+
+def test_what_files_contain_of_a_former_topic_does_not_count(store):
+    places = places_of(store, lambda *_: 500)
+    assert (places.begin("t", 0), places.furthest("t", 0)) == (500, 500)
+    places.restart("t", 0)
+    assert (places.begin("t", 0), places.furthest("t", 0)) == (0, 0)
+    assert places.told(ITEMS, [StreamPosition("t", 0, 5, since=3)])[0].since == 3
+    again = places_of(store, lambda *_: 500)
+    assert again.begin("t", 0) == 0, "nor after a restart of the process"
+
+
+def test_positions_of_a_former_topic_are_not_noted_any_more(store):
+    places = places_of(store)
+    places.took([StreamPosition("t", 0, 9), StreamPosition("u", 0, 2)], {ITEMS})
+    places.restart("t", 0)
+    assert [each.topic for _, positions in places.unnoted() for each in positions] == ["u"]
+
+
+def test_restarted_partition_is_not_taken_for_lost_rows(store):
+    places = places_of(store)
+    places.took([StreamPosition("t", 0, 9)], {ITEMS, USERS})
+    places.restart("t", 0)
+    assert places.lost() == ""
+
+
+def test_without_a_store_nothing_is_known():
+    places = StreamPlaces([], lambda _topic: [ITEMS])
+    assert not places.identify("t", 0, "id")
+    places.restart("t", 0)
+    assert (places.begin("t", 0), places.furthest("t", 0)) == (None, 0)
