@@ -23,7 +23,8 @@ from hps.lookup.partial_hits import Gaps, TableGaps
 from hps.lookup.plans import Group
 from hps.lookup.pooling import divisors, is_pooled, offsets_of, weights_of
 from hps.observability.meters import LookupMeter
-from hps.tiers.fused import POOLED_DTYPES, Ask, Bags, FusedLookup, Gather, gather_alike
+from hps.tiers.bags import POOLED_DTYPES, Ask, Bags
+from hps.tiers.fused import FusedLookup, Gather, gather_alike
 from hps.types import (
     EmbeddingTable,
     IndexArray,

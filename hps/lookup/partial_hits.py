@@ -15,8 +15,9 @@ import numpy as np
 from hps.lookup.lookup_job import Job, fill_defaults
 from hps.native import dedup
 from hps.observability.meters import Answers
+from hps.tiers.bags import Bags
 from hps.tiers.base import Part
-from hps.tiers.fused import Bags, FusedLookup
+from hps.tiers.fused import FusedLookup
 from hps.types import (
     EmbeddingTable,
     IndexArray,

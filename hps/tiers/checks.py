@@ -8,17 +8,15 @@ may be called from any thread.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hps.errors import BadRequest
+from hps.tiers.bags import Bags
 from hps.tiers.base import Part
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
-
-if TYPE_CHECKING:
-    from hps.tiers.fused import Bags
 
 _INT64, _UINT64, _UINT8 = np.dtype(np.int64), np.dtype(np.uint64), np.dtype(np.uint8)
 

@@ -18,8 +18,9 @@ from hps.cuda.prepared import FixedRows
 from hps.lookup.backoff import Patience
 from hps.lookup.base import Feature
 from hps.observability.meters import LookupMeter
+from hps.tiers.bags import Ask
 from hps.tiers.base import FetchContext, Part, Tier
-from hps.tiers.fused import Ask, FusedLookup
+from hps.tiers.fused import FusedLookup
 from hps.tiers.promotion import Promote
 from hps.tiers.wrappers import Observe
 from hps.types import Source, oldest_tombstone

@@ -12,10 +12,10 @@ from pathlib import Path
 from threading import Lock
 
 from hps.errors import TierError
+from hps.tiers.bags import Ask, Bags
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.cpu.reads import CacheReads
 from hps.tiers.cpu.segments import SHARED_MEMORY, Reader, attach, catalog
-from hps.tiers.fused import Ask, Bags
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 
 log = logging.getLogger(__name__)

@@ -216,7 +216,7 @@ class Line:
                 self._require_time(deadline)
             finally:
                 self._has_come(expected)
-            waiting = Waiting(self, start, deadline, size)
+            waiting = Waiting(self.expire, start, deadline, size)
             self._line.append(waiting)
             self._room.add(size)
         waiting.add_done_callback(self._give_up)

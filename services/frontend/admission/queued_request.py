@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hps.errors import Unavailable
 from services.frontend.statistics import execution, queued_ns
-
-if TYPE_CHECKING:
-    from services.frontend.admission.queue import Line
 
 
 class Waiting(Future[Any]):
@@ -19,11 +16,12 @@ class Waiting(Future[Any]):
 
     def __init__(
         self,
-        line: Line,
+        expire: Callable[[Waiting], None],
         start: Callable[[], Future[Any]],
         deadline: float,
         size: int,
     ) -> None:
+        """``expire`` removes it from its queue and fails it."""
         super().__init__()
         self.queued_ns = 0  # for the statistics, as the next
         self.execution: Iterator[int] | None = None
@@ -32,7 +30,7 @@ class Waiting(Future[Any]):
         self.size = size
         self.since = time.monotonic()
         self.work: Future[Any] | None = None
-        self._of = line
+        self._expire = expire
 
     @property
     def has_ended(self) -> bool:
@@ -40,7 +38,8 @@ class Waiting(Future[Any]):
         return self.running() or self.done()
 
     def expire(self) -> None:
-        self._of.expire(self)
+        """Fail: it waited for as long as it may."""
+        self._expire(self)
 
     def cancel(self) -> bool:
         """Wait no more, or have the work stopped if it has not begun in earnest."""

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from hps.errors import BadRequest
+from hps.tiers.bags import Bags
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache import CpuCache
-from hps.tiers.fused import Bags, fused
+from hps.tiers.fused import fused
 from hps.tiers.memory import MemoryTier
 from hps.types import EmbeddingTable
 

@@ -15,12 +15,12 @@ import pytest
 
 from hps.errors import ConfigError, TierError
 from hps.native import COMPILED
+from hps.tiers.bags import Bags
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.cpu import segments as cpu_segments
 from hps.tiers.cpu.attached_cache import AttachedCache
 from hps.tiers.cpu.cache import CacheMemory, CpuCache
 from hps.tiers.cpu.segments import Reader, Segments
-from hps.tiers.fused import Bags
 from hps.types import EmbeddingTable
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="the twins share no memory")

@@ -1,4 +1,4 @@
-"""One call with one request, as `arrivals.py` takes it from grpc."""
+"""A call with one request, accepted from grpc's core (`call_acceptor.py`)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from grpc._cython import cygrpc
 
 from hps.errors import HpsError
 from services.frontend.grpc.method_handlers import Direct
-from services.frontend.grpc.slow_readers import NOTED
+from services.frontend.grpc.slow_readers import NOTED, Unsent
 from services.frontend.grpc.status import Trailers, ending_of
-
-if TYPE_CHECKING:
-    from services.frontend.grpc.core.call_acceptor import Arrivals
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +30,24 @@ _CLOSE = cygrpc.ReceiveCloseOnServerOperation(0)
 Told = tuple[Any, Sequence[Any]]
 """What grpc's server is told when an event has been seen to: what is over by it, and whom to call."""
 NOTHING: Told = (None, ())
+
+
+class Acceptor(Protocol):
+    """The owner of the calls, `services.frontend.grpc.core.call_acceptor.Arrivals`."""
+
+    unsent: Unsent
+
+    def has_come(self, call: UnaryCall) -> bool:
+        """Whether ``call``, whose request was received, is to be answered."""
+        ...
+
+    def left(self, call: UnaryCall) -> None:
+        """Free the slot of ``call``."""
+        ...
+
+    def apart(self, work: Callable[[], None]) -> None:
+        """Run ``work`` on another thread."""
+        ...
 
 
 class UnaryCall:
@@ -58,7 +73,7 @@ class UnaryCall:
         "caller",
     )
 
-    def __init__(self, event: Any, behavior: Direct, arrivals: Arrivals) -> None:
+    def __init__(self, event: Any, behavior: Direct, arrivals: Acceptor) -> None:
         self._event = event
         self._arrivals = arrivals
         self.behavior = behavior
