@@ -31,7 +31,7 @@ FAULTS = {
     "no feature": ({}, "names no feature of model 'm'"),
     "unknown": ({"usr": JaggedKeys(keys(1), 1)}, "no feature 'usr'; did you mean 'user'"),
     "unlike any": ({"zz": JaggedKeys(keys(1), 1)}, "no feature 'zz'; it has user, pair, item, ctx"),
-    "float keys": ({"user": JaggedKeys(np.ones(2), 2)}, "'user': keys must be integers from .*, got .*float64"),
+    "float keys": ({"user": JaggedKeys(np.ones(2), 2)}, "'user': keys must be integers .*got .*float64"),
     "matrix": ({"user": JaggedKeys(keys(4).reshape(2, 2), 2)}, r"one flat array, got shape \(2, 2\)"),
     "indivisible": ({"user": JaggedKeys(keys(5), 2)}, "5 keys cannot be divided into a batch of 2"),
     "no sample": ({"user": JaggedKeys(keys(5), 0)}, "5 keys cannot be divided into a batch of 0"),
