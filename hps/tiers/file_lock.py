@@ -44,7 +44,7 @@ class FileLock:
 
 def is_locked(path: Path) -> bool:
     """Whether a process holds a `FileLock` on ``path``. Raises OSError when there is no such file."""
-    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -8,7 +8,7 @@ is written without fsync: it survives ``kill -9``.
 Format: the number (u64 in the machine's byte order), one line of JSON, zeros up to a page. The page is mapped
 into memory, so recording a number is one store of 8 bytes, which no signal interrupts in the middle. A write
 call takes 1 to 3 µs and releases the interpreter lock. Disk space for the page is reserved when it is mapped:
-storing to it cannot fail later, when the disk is full.
+storing to it cannot fail later, when the disk is full. A primary holds a lock on the file (`flock`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hps.tiers.file_lock import FileLock, is_locked
+
 log = logging.getLogger(__name__)
 
 _FILE = "hps-acknowledged"
 _NUMBER_BYTES = 8
 _LIST_EVERY_S = 1.0
+# A reader holds the lock for as long as it takes to see that nobody else does.
+_LOCK_ATTEMPTS, _LOCK_AGAIN_S = 20, 0.005
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -53,6 +57,7 @@ class Acknowledged:
         self._path = path
         self._about = {"identity": _text(path / "IDENTITY"), "boot": _text(_BOOT)}
         self._file = os.open(path / _FILE, os.O_RDWR | os.O_CREAT, 0o660)
+        self._lock = self._locked()
         self._page = self._map()
         self._numbers = memoryview(self._page)[:_NUMBER_BYTES].cast("Q")
         self._list_at = 0.0
@@ -71,6 +76,19 @@ class Acknowledged:
         self._numbers.release()
         self._page.close()
         os.close(self._file)
+        if self._lock is not None:
+            self._lock.release()
+
+    def _locked(self) -> FileLock | None:
+        """The lock by which readers see that a primary writes; None on a file system without locks."""
+        for _ in range(_LOCK_ATTEMPTS):
+            try:
+                return FileLock(self._path / _FILE)
+            except BlockingIOError:
+                time.sleep(_LOCK_AGAIN_S)
+            except OSError:
+                break
+        return None
 
     def _map(self) -> mmap.mmap:
         """The file's first page; other memory on a file system that shares none, as some FUSE mounts."""
@@ -103,6 +121,16 @@ def noted(path: Path) -> Noted | None:
         return Noted(sequence, found["logs"], found["boot"] == _text(_BOOT))
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def has_writer(path: Path) -> bool:
+    """Whether a primary has the database at ``path`` open, as far as that is known."""
+    try:
+        return is_locked(path / _FILE)
+    except FileNotFoundError:
+        return False
+    except OSError:  # a file system without locks
+        return True
 
 
 def log_files(path: Path) -> dict[str, int]:

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from rocksdict import DBRecoveryMode, Options
 
 from hps.errors import TierError
-from hps.tiers.rocksdb.acknowledged import Acknowledged
+from hps.tiers.rocksdb.acknowledged import Acknowledged, Noted, has_writer, noted
 from hps.tiers.rocksdb.errors import NAME
 from hps.tiers.rocksdb.open import (
     OpenSettings,
@@ -22,7 +22,7 @@ from hps.tiers.rocksdb.open import (
     open_database,
     repair_folder,
 )
-from hps.tiers.rocksdb.recovery import LostWrites, Recovery
+from hps.tiers.rocksdb.recovery import LostWrites, Recovery, lost_by_reader
 
 # A writer removes files while a reader opens them; the next attempt finds the newer ones.
 _ATTEMPTS = 20
@@ -30,7 +30,7 @@ _ATTEMPTS = 20
 
 class Opened:
     """An open database with all its column families and ``more``, which are created. ``lost``: the
-    acknowledged writes that a primary did not find."""
+    acknowledged writes that it did not find."""
 
     lost: LostWrites | None = None
 
@@ -67,16 +67,30 @@ class Opened:
                 )
             # What the primary is writing may end in the middle of a record.
             self.options.set_wal_recovery_mode(DBRecoveryMode.tolerate_corrupted_tail_records())
+            known = noted(settings.path)
             try:
                 if settings.access == "secondary":
                     _check_files(settings, self.options, self.families)
                 self._folder = folder_beside(settings)
                 self.db = open_database(settings, self.options, self.families, self._folder)
-                return
             except TierError:
                 self.clean()
                 if attempt == _ATTEMPTS - 1:
                     raise
+            else:
+                self._find_loss(settings, known)
+                return
+
+    def _find_loss(self, settings: OpenSettings, known: Noted | None) -> None:
+        """Compare what a reader found with the record, unless a primary moves writes from its log to table
+        files meanwhile."""
+        if known is None or has_writer(settings.path) or known != noted(settings.path):
+            return
+        try:
+            self.lost = lost_by_reader(settings, known, self.db.latest_sequence_number())
+        except TierError:
+            self.close()
+            raise
 
     def _prepare(self, settings: OpenSettings, more: Iterable[str] = ()) -> None:
         self.families = {*existing_families(settings.path), *more}

@@ -4,10 +4,12 @@ RocksDB alone takes a log that ends early for complete. So the log is replayed w
 which refuses every record that is not whole, and the result is compared with the record of acknowledged
 writes (`hps.tiers.rocksdb.acknowledged`). A killed process may leave a part of the one write that it had not
 acknowledged: that is no loss. After a power failure the newest writes may be missing, as
-docs/model-repository.md says. Every other loss is damage, and `OpenSettings.on_lost_writes` decides.
+docs/model-repository.md says. Every other loss is damage, and `OpenSettings.on_lost_writes` decides. A reader
+compares the end of what it finds with the record, too, unless a primary writes: that one has compared it.
 
 Not detected: the loss of a log file, or of its end after a whole record, when it was made or written to
-within the last second before the process ended, and is not the newest one.
+within the last second before the process ended, and is not the newest one. A reader does not detect the loss
+of a log file that is not the newest one.
 """
 
 from __future__ import annotations
@@ -44,6 +46,34 @@ class LostWrites:
 
     most: int | None
     later: bool
+
+
+def lost_by_reader(settings: OpenSettings, known: Noted, end: int) -> LostWrites | None:
+    """Acknowledged writes that a reader did not find: ``known`` is the record, ``end`` the number of the last
+    write that it has. Raises TierError where a loss is not to be accepted."""
+    if end >= known.sequence:
+        return None
+    lost = LostWrites(known.sequence - end, later=False)
+    _report(settings, lost.most, "its end is missing", stopped=not known.same_boot)
+    return lost
+
+
+def _report(settings: OpenSettings, most: int | None, fault: str, *, stopped: bool) -> None:
+    """Log a loss of up to ``most`` writes, None where that is unknown. Raises TierError where it is not to be
+    accepted. ``stopped``: the machine was restarted, and only its newest writes are missing."""
+    number = "an unknown number of" if most is None else f"up to {most:,}"
+    what = f"{number} acknowledged writes are missing from the write-ahead log ({fault})"
+    if stopped:
+        log.error("rocksdb %s: after a stop of the machine, %s. %s", settings.path, what, _LOSS)
+    elif settings.on_lost_writes == "accept":
+        log.error("rocksdb %s: %s. %s", settings.path, what, _LOSS)
+    else:
+        raise TierError(
+            NAME,
+            f"{settings.path} is damaged: {what}. Bring back the log files or a checkpoint; or keep what "
+            "can be read: `hps store verify --repair`, or tiers.rocksdb.on_lost_writes: accept. "
+            f"{_LOSS}",
+        )
 
 
 class Recovery:
@@ -88,20 +118,10 @@ class Recovery:
         """``end``: the number of the last write before all that is missing; None where that is unknown."""
         settings, mode = self._settings, DBRecoveryMode.skip_any_corrupted_record()
         most = None if known is None or end is None else known.sequence - end
-        number = "an unknown number of" if most is None else f"up to {most:,}"
-        what = f"{number} acknowledged writes are missing from the write-ahead log ({fault})"
-        if known and most is not None and not known.same_boot:
-            log.error("rocksdb %s: after a stop of the machine, %s. %s", settings.path, what, _LOSS)
+        stopped = known is not None and most is not None and not known.same_boot
+        _report(settings, most, fault, stopped=stopped)
+        if stopped:
             mode = DBRecoveryMode.point_in_time()
-        elif settings.on_lost_writes == "accept":
-            log.error("rocksdb %s: %s. %s", settings.path, what, _LOSS)
-        else:
-            raise TierError(
-                NAME,
-                f"{settings.path} is damaged: {what}. Bring back the log files or a checkpoint; or keep what "
-                "can be read: `hps store verify --repair`, or tiers.rocksdb.on_lost_writes: accept. "
-                f"{_LOSS}",
-            )
         db = self._open(mode)
         self.lost = LostWrites(most, later=end is None or db.latest_sequence_number() > end)
         return db

@@ -12,6 +12,7 @@ import pytest
 
 from hps.errors import TierError
 from hps.tiers.base import FetchContext, Part
+from hps.tiers.file_lock import is_locked
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier, acknowledged
 from hps.types import EmbeddingTable
@@ -260,6 +261,35 @@ def test_a_reader_refuses_a_damaged_log(folder):
     flip(logs(path)[-1])
     with pytest.raises(TierError, match="damaged: Corruption: checksum mismatch"):
         RocksDbTier(path, access="read_only")
+
+
+@pytest.mark.parametrize("access", ["read_only", "secondary"])
+@pytest.mark.parametrize("how", [os.unlink, cut_between_records, cut])
+def test_a_reader_refuses_a_log_that_lost_its_end(folder, access, how, caplog):
+    path = folder()
+    RocksDbTier(path, access=access).close()
+    assert not caplog.records
+    how(logs(path)[-1])
+    with pytest.raises(TierError, match=r"up to [\d,]+ acknowledged writes are missing"):
+        RocksDbTier(path, access=access)
+    reader = RocksDbTier(path, access=access, on_lost_writes="accept")
+    assert reader.figures().lost_writes > 0
+    reader.close()
+    assert "acknowledged writes are missing from the write-ahead log (its end" in caplog.text
+
+
+@pytest.mark.parametrize("access", ["read_only", "secondary"])
+def test_a_reader_opens_beside_a_primary_whatever_the_record_says(tmp_path, access):
+    primary = RocksDbTier(tmp_path / "db")
+    record = tmp_path / "db/hps-acknowledged"
+    assert is_locked(record)
+    with record.open(
+        "r+b"
+    ) as file:  # acknowledged and in a table file that the reader does not see yet
+        file.write((1 << 40).to_bytes(8, sys.byteorder))
+    RocksDbTier(tmp_path / "db", access=access).close()
+    primary.close()
+    assert not is_locked(record)
 
 
 def test_another_database_put_in_place_is_not_held_against_the_record(folder, tmp_path):
