@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from hps.config.checks import Path as KeyPath
-from hps.config.environment import PREFIX
 from hps.config.problems import InvalidConfiguration, Problem, dotted, has, leaves
 from hps.config.schema import Settings
 from hps.config.shape import Slot, is_secret, walk
 from hps.config.yaml_text import parse_yaml
+from hps.environment import PREFIX
 from hps.errors import ConfigError
 from hps.suggestions import hint_for
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hps.config.environment import near_misses, setting_variables
 from hps.config.layers import (
     Layer,
     anchored,
@@ -25,6 +24,7 @@ from hps.config.ps_json.legacy import LegacyModel
 from hps.config.schema import Settings
 from hps.config.shape import describe_value
 from hps.config.yaml_text import read_yaml
+from hps.environment import near_misses, setting_variables
 from hps.errors import ConfigError
 
 

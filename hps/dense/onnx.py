@@ -14,9 +14,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.config.environment import keep_onnxruntime_quiet
 from hps.cuda.loader import device_kept, lacking
 from hps.dense.base import TensorInfo
+from hps.environment import keep_onnxruntime_quiet
 from hps.errors import ConfigError, DenseModelError, ModelError
 
 Provider = Literal["auto", "cpu", "cuda", "tensorrt"]

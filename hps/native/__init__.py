@@ -7,7 +7,7 @@ beside this file is refused (ConfigError): it would have to be built again.
 
 from __future__ import annotations
 
-from hps.config.environment import native_mode
+from hps.environment import native_mode
 from hps.native import source, twin, twin_cache, twin_codec, twin_in_flight, twin_pool, twin_resp
 
 _mode = native_mode()

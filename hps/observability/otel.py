@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-from hps.config.environment import traces_exporter
+from hps.environment import traces_exporter
 from hps.errors import ConfigError
 from hps.tracing import Origin
 

@@ -16,12 +16,12 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from hps.config.environment import VARIABLES
 from hps.config.model_schema import DenseSpec, ModelSpec
 from hps.config.ps_json.keys import KEYS, MAX_U64, REQUIRED, PsKey
 from hps.config.schema import Settings
 from hps.config.server_settings import ApiKey
 from hps.config.shape import Slot, describe, settings_of
+from hps.environment import VARIABLES
 from hps.observability.metric_page import metric_tables
 
 _BLOCK = re.compile(r"(<!-- begin ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -21,12 +21,12 @@ from tritonclient.grpc.service_pb2_grpc import (
 )
 
 from hps.client.trace import trace_headers
-from hps.config.environment import traces_exporter
 from hps.dense.base import TensorInfo
 from hps.dense.triton import TritonModel
 from hps.dense.triton.grpc import GrpcTransport
 from hps.dense.triton.http import HttpTransport
 from hps.dense.triton.transport import Transport
+from hps.environment import traces_exporter
 from hps.errors import ConfigError
 from hps.observability import otel
 from hps.observability.meters import UpdateMeter

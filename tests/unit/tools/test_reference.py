@@ -12,7 +12,6 @@ import yaml
 from hps.config import load_config
 from hps.config.admission_settings import BatchingSettings
 from hps.config.auth import read_keys_file
-from hps.config.environment import VARIABLES
 from hps.config.lookup_settings import LookupSettings, LookupTlsSettings
 from hps.config.model_schema import ModelSpec
 from hps.config.problems import leaves
@@ -23,6 +22,7 @@ from hps.config.shape import settings_of
 from hps.config.shown import json_schema
 from hps.config.store_settings import RedisSettings, RedisTlsSettings
 from hps.config.validation import validate_file
+from hps.environment import VARIABLES
 from hps.tools.reference import renewed, shown_key
 
 ROOT = Path(__file__).parents[3]
