@@ -28,7 +28,7 @@ from hps.types import NoProgress, Progress
 
 @dataclass(slots=True, repr=False)
 class Ingest:
-    """An open one; as `hps.node.node.Node`, it is `close`d by whoever opened it. Any thread may call it."""
+    """An open ingest process; its opener must `close` it. Thread-safe."""
 
     models: Sequence[OpenedTables]
     metrics: Metrics

@@ -1,4 +1,4 @@
-"""The name of every metric; what each one counts is told in `hps.observability.metric_table`."""
+"""Names of all metrics; `hps.observability.metric_table` says what each one counts."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _FILE = "hps-acknowledged"
 _NUMBER_BYTES = 8
 _LIST_EVERY_S = 1.0
-# A reader holds the lock for as long as it takes to see that nobody else does.
+# A reader holds the lock while it checks whether a primary does.
 _LOCK_ATTEMPTS, _LOCK_AGAIN_S = 20, 0.005
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
